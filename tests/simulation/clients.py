@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import msgspec
@@ -15,9 +13,8 @@ from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Output
 from services.frontend.protocol.chat_chunks import Usage
 from services.frontend.requests.service import RequestService
-from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
-from services.frontend.serving.choices import Planned
-from services.frontend.serving.choices import ask as ask_for
+from services.frontend.requests.stream import InferenceRequest
+from services.frontend.serving.choices import open_choices
 from services.worker.runner import Work
 from shared.errors import HeadraceError, InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
@@ -106,21 +103,30 @@ def expected(request: Request, prompt: tuple[int, ...]) -> Expected:
     return Expected(text, len(shown), end, len(produced))
 
 
-def jobs_of(request: Request) -> list[list[InferenceRequest]]:
-    """For each prompt those of its choices, as the frontend makes them of a body."""
+def requests_of(request: Request, deadline_s: float) -> list[list[InferenceRequest]]:
+    """For each prompt the requests of its choices, as the frontend makes them from a body."""
     prompts = (request.tokens, *request.others)
     if len(prompts) * request.choices == 1:
-        return [[_job(request, request.name, request.tokens, 0, follows=False)]]
+        return [[_inference_request(request, request.name, request.tokens, 0, deadline_s, is_follower=False)]]
     return [
         [
-            _job(request, f"{request.name}/{at * request.choices + draw}", tokens, draw, follows=at + draw > 0)
+            _inference_request(
+                request,
+                f"{request.name}/{at * request.choices + draw}",
+                tokens,
+                draw,
+                deadline_s,
+                is_follower=at + draw > 0,
+            )
             for draw in range(request.choices)
         ]
         for at, tokens in enumerate(prompts)
     ]
 
 
-def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int, *, follows: bool) -> InferenceRequest:
+def _inference_request(
+    request: Request, name: str, tokens: tuple[int, ...], draw: int, deadline_s: float, *, is_follower: bool
+) -> InferenceRequest:
     packed = pack_tokens(tokens)
     return InferenceRequest(
         id=name,
@@ -131,8 +137,10 @@ def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int, *, fol
         sampling=msgspec.structs.replace(request.sampling, seed=draw),
         salt=request.salt,
         affinity_key=request.name if request.choices > 1 else "",
+        deadline=deadline_s,
+        output=Output(TOKENS, request.stops),
         embedding_size=EMBEDDING_SIZE if request.sampling.pooling else 0,
-        is_follower=follows,
+        is_follower=is_follower,
         repeats_prompt=draw > 0,
     )
 
@@ -155,11 +163,10 @@ async def ask(frontend: RequestService, answer: Answer, tell: Callable[[str], No
 
 async def _read(frontend: RequestService, answer: Answer) -> Literal["answered"]:
     request = answer.request
-    prompts = [[Planned(job, Output(TOKENS, request.stops)) for job in jobs] for jobs in jobs_of(request)]
-    answer.choices = [Choice() for planned in prompts for _ in planned]
-    opening = partial(_open, frontend, answer.deadline_s)
+    prompts = requests_of(request, answer.deadline_s)
+    answer.choices = [Choice() for choices in prompts for _ in choices]
     with frontend.admit(4 * len(request.tokens)):
-        async with ask_for(opening, prompts) as choices:
+        async with open_choices(frontend.open, prompts) as choices:
             async for index, delta in choices:
                 choices.validate()
                 answer.heard_s = asyncio.get_running_loop().time()
@@ -171,12 +178,6 @@ async def _read(frontend: RequestService, answer: Answer) -> Literal["answered"]
                     seen.entries += len(delta.entries)
             answer.usage = choices.usage
             return "answered"
-
-
-def _open(
-    frontend: RequestService, deadline_s: float, one: Planned, reader: StreamSelector
-) -> AbstractAsyncContextManager[Stream]:
-    return frontend.open(one.job, one.output, deadline_s, reader)
 
 
 def judge(answer: Answer) -> str:

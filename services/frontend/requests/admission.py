@@ -1,15 +1,23 @@
-"""What one frontend takes on at once, against its bounds, and how keys share it. Pure.
+"""What one frontend accepts at the same time, against its limits, and how API keys share it. Pure.
 
-    enter ──▶ arriving ──body there──▶ begin ──▶ tokenising ──weigh──▶ running ──▶ leave
-       │         │                       │                       │
-       └─────────┴──── at a bound: Overloaded, before more work is done; leaving gives everything back
+    reserve ──▶ arriving ──body complete──▶ admit ──▶ tokenising ──add_tokens──▶ running ──▶ release
+       │           │                          │                        │
+       └───────────┴──── at a limit: Overloaded, before more work is done; release gives everything back
 
-A request whose body is still on its way takes none of the places: else slow senders would keep all others out. What it
-has sent counts, and connections are bounded elsewhere. A request that is alone is never refused for its size.
+A request whose body is still on its way does not count as one of `requests`, so that slow senders keep no other client
+out. Its bytes count, and connections are limited elsewhere. A request that is alone is never refused for its size.
 
-Where requests have keys, no bound is one key's alone (fair_share.py);
-what fits is all that a key's first request is asked.
-What a key may have by itself is its Account's.
+With API keys, no key may have all of a limit:
+
+    what one key has  ≤  SHARE_FACTOR * what is free
+
+So a key alone has SHARE_FACTOR / (SHARE_FACTOR + 1) of a limit at most, and n keys that want all they can get have the
+same each. A part is always free for a key that comes later, and no one has to count the active keys. Nothing is taken
+from a running request: a key with more than its share gets no more until some of its requests end. These are the
+dynamic thresholds by which switches share memory between ports (Choudhury and Hahne, IEEE/ACM Transactions on
+Networking 6(2), 1998). The first request of a key only has to fit.
+
+The limits that a key has by itself are those of its Account.
 """
 
 from __future__ import annotations
@@ -19,14 +27,15 @@ from typing import Literal, get_args
 
 from services.frontend.auth.accounts import NO_TOKENS, Account
 from services.frontend.config import LimitsConfig
-from services.frontend.requests.fair_share import may_have
 from shared.errors import Overloaded, Unavailable
 
 Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens", "unasked"]
-"""Named as in the settings."""
+"""A limit, by its name in the settings; also a label of metrics."""
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
 Sums = dict[Bound, int]
-"""What counts against each bound."""
+"""What counts against each limit."""
+SHARE_FACTOR = 8
+"""How many times what is free one key may have."""
 
 
 def _zero() -> Sums:
@@ -34,77 +43,43 @@ def _zero() -> Sums:
 
 
 class Admission:
-    """The sums over all requests; each is a Place."""
+    """Counts all requests against the limits; each request has a Permit."""
 
     def __init__(self, limits: LimitsConfig, refused: Callable[[Bound], None]) -> None:
-        """`refused` is told of each refusal."""
+        """Create it; `refused` is called for each refusal."""
         self._limits: Sums = {bound: getattr(limits, bound) for bound in BOUNDS}
         self._refused = refused
         self.closed = False
-        """No new requests: this process is about to end."""
+        """Whether new requests are refused because this process is about to end."""
         self.permits: dict[Permit, None] = {}
-        """Arriving, tokenising and running; the first come first."""
+        """All requests, arriving, tokenising or running, in the order of their arrival."""
         self.totals = _zero()
         self.by_key: dict[str, Sums] = {}
-        """Of keys that have taken something."""
+        """The sums of each key that has something, by its name."""
 
     def reserve(self, account: Account | None = None) -> Permit:
-        """A request has come, its body perhaps not. Raises Overloaded, or Unavailable once closed."""
+        """Let a request in whose body may still be on its way. Raises Overloaded, or Unavailable once closed."""
         if self.closed:
             raise Unavailable("this frontend is about to end")
-        place = Permit(self, account)
-        self._check(place, "requests", 1)
-        self.permits[place] = None
-        return place
+        permit = Permit(self, account)
+        self.check(permit, "requests", 1)
+        self.permits[permit] = None
+        return permit
 
-    def grow(self, place: Permit, size_bytes: int) -> None:
-        """So much more of its body is there, or of what belongs to it. Raises Overloaded."""
-        self._check(place, "body_bytes", size_bytes)
-        if place.tokenising:
-            self._check(place, "tokenising_bytes", size_bytes)
-            self._count(place, "tokenising_bytes", size_bytes)
-        self._count(place, "body_bytes", size_bytes)
+    def release(self, permit: Permit) -> None:
+        """Give back everything that a request has."""
+        del self.permits[permit]
+        for bound, taken in permit.taken.items():
+            self.count(permit, bound, -taken)
 
-    def begin(self, place: Permit) -> None:
-        """Its body is there: it takes one of the places, and waits to be tokenised. Raises Overloaded."""
-        assert not place.admitted
-        self._check(place, "requests", 1)
-        self._check(place, "tokenising_bytes", place.taken["body_bytes"])
-        self._count(place, "requests", 1)
-        self._count(place, "tokenising_bytes", place.taken["body_bytes"])
-        place.tokenising = True
-
-    def weigh(self, place: Permit, tokens: int, choices: int = 1) -> None:
-        """It is tokenised: its prompts, and what may follow, are so many tokens; each of its choices is computed like a
-        request. Raises Overloaded."""
-        assert place.tokenising
-        place.tokenising = False
-        self._count(place, "tokenising_bytes", -place.taken["tokenising_bytes"])
-        self._check(place, "tokens", tokens)
-        self._count(place, "tokens", tokens)
-        if choices > 1:  # else it has its place already, whoever has come since
-            self._check(place, "requests", choices - 1)
-            self._count(place, "requests", choices - 1)
-
-    def unasked(self, place: Permit) -> None:
-        """Its client cannot be asked whether it still wants an answer. Raises Overloaded."""
-        self._check(place, "unasked", 1)
-        self._count(place, "unasked", 1)
-
-    def release(self, place: Permit) -> None:
-        """It has ended, however far it came."""
-        del self.permits[place]
-        for bound, taken in place.taken.items():
-            self._count(place, bound, -taken)
-
-    def _check(self, place: Permit, bound: Bound, more: int) -> None:
-        """Raises Overloaded where it may not take so much more."""
-        own, limit = place.taken[bound], self._limits[bound]
+    def check(self, permit: Permit, bound: Bound, more: int) -> None:
+        """Raise Overloaded if the request may not have `more` of a limit."""
+        own, limit = permit.taken[bound], self._limits[bound]
         others = self.totals[bound] - own
         if others + own + more > limit and (others or bound == "requests"):
             self._refuse(bound, _full(bound, self.totals[bound], more))
-        if place.account is not None:
-            account = place.account
+        if permit.account is not None:
+            account = permit.account
             held = self.by_key[account.name][bound] if account.name in self.by_key else 0
             if not may_have(held - own, own + more, others, limit):
                 account.refused["share"] += 1
@@ -114,31 +89,31 @@ class Admission:
         self._refused(bound)
         raise Overloaded(why)
 
-    def _count(self, place: Permit, bound: Bound, more: int) -> None:
-        place.taken[bound] += more
+    def count(self, permit: Permit, bound: Bound, more: int) -> None:
+        permit.taken[bound] += more
         self.totals[bound] += more
-        if place.account is not None and more:
-            held = self.by_key.setdefault(place.account.name, _zero())
+        if permit.account is not None and more:
+            held = self.by_key.setdefault(permit.account.name, _zero())
             held[bound] += more
             if not any(held.values()):
-                del self.by_key[place.account.name]
+                del self.by_key[permit.account.name]
 
     def validate(self) -> None:
-        """Assert every invariant."""
+        """Assert the invariants."""
         by_key: dict[str, Sums] = {}
         for bound in BOUNDS:
-            shares = [place.taken[bound] for place in self.permits]
+            shares = [permit.taken[bound] for permit in self.permits]
             assert self.totals[bound] == sum(shares)
             alone = bound != "requests" and sum(map(bool, shares)) == 1
             assert self.totals[bound] <= self._limits[bound] or alone
-        for place in self.permits:
-            assert place.taken["requests"] <= 1 or (place.admitted and not place.tokenising)
-            assert place.taken["tokenising_bytes"] == (place.taken["body_bytes"] if place.tokenising else 0)
-            assert place.admitted or not place.taken["tokens"]
-            assert place.taken["unasked"] <= 1
-            if place.account is not None:
-                held = by_key.setdefault(place.account.name, _zero())
-                for bound, taken in place.taken.items():
+        for permit in self.permits:
+            assert permit.taken["requests"] <= 1 or (permit.admitted and not permit.tokenising)
+            assert permit.taken["tokenising_bytes"] == (permit.taken["body_bytes"] if permit.tokenising else 0)
+            assert permit.admitted or not permit.taken["tokens"]
+            assert permit.taken["unasked"] <= 1
+            if permit.account is not None:
+                held = by_key.setdefault(permit.account.name, _zero())
+                for bound, taken in permit.taken.items():
                     held[bound] += taken
         assert self.by_key == {name: held for name, held in by_key.items() if any(held.values())}
 
@@ -155,42 +130,66 @@ def _full(bound: Bound, taken: int, more: int) -> str:
             return f"running requests may come to {taken} tokens already; this one has {more}"
         case "unasked":
             return (
-                f"{taken} requests without `stream` run over NATS already; one with the header Headrace-Probe, whose "
-                "client can be asked whether it listens, is not bounded so"
+                f"{taken} requests without `stream` run over NATS already; send the header Headrace-Probe, which lets "
+                "the frontend ask whether the client still listens"
             )
 
 
 class Permit:
-    """One request's share; changed by `Admission` alone, but for `spent`."""
+    """What one request has of each limit; given out by `Admission.reserve`. Raises Overloaded at a limit."""
 
     __slots__ = ("_admission", "account", "spent", "taken", "tokenising")
 
     def __init__(self, admission: Admission, account: Account | None) -> None:
         self._admission = admission
         self.account = account
-        """None: it came without a key."""
+        """The account of its API key; None without a key."""
         self.taken = _zero()
         self.tokenising = False
         self.spent = NO_TOKENS
-        """What its key is to pay."""
+        """The tokens that its key has to pay for; the only field that others set."""
 
     @property
     def admitted(self) -> bool:
-        """Whether it has one of the places."""
+        """Whether the request counts as one of `requests`."""
         return bool(self.taken["requests"])
 
     def add_bytes(self, size_bytes: int) -> None:
-        """See `Admission.grow`."""
-        self._admission.grow(self, size_bytes)
+        """Count more bytes of its body, or of what belongs to it."""
+        self._admission.check(self, "body_bytes", size_bytes)
+        if self.tokenising:
+            self._admission.check(self, "tokenising_bytes", size_bytes)
+            self._admission.count(self, "tokenising_bytes", size_bytes)
+        self._admission.count(self, "body_bytes", size_bytes)
 
     def admit(self) -> None:
-        """See `Admission.begin`."""
-        self._admission.begin(self)
-
-    def count_unasked(self) -> None:
-        """See `Admission.unasked`."""
-        self._admission.unasked(self)
+        """Count it as one of `requests`: its body is complete and waits to be tokenised."""
+        assert not self.admitted
+        self._admission.check(self, "requests", 1)
+        self._admission.check(self, "tokenising_bytes", self.taken["body_bytes"])
+        self._admission.count(self, "requests", 1)
+        self._admission.count(self, "tokenising_bytes", self.taken["body_bytes"])
+        self.tokenising = True
 
     def add_tokens(self, tokens: int, choices: int = 1) -> None:
-        """See `Admission.weigh`."""
-        self._admission.weigh(self, tokens, choices)
+        """Count the tokens of its prompts and of the longest output, once it is tokenised. Each choice counts as one of
+        `requests`."""
+        assert self.tokenising
+        self.tokenising = False
+        self._admission.count(self, "tokenising_bytes", -self.taken["tokenising_bytes"])
+        self._admission.check(self, "tokens", tokens)
+        self._admission.count(self, "tokens", tokens)
+        if choices > 1:  # the first choice is counted already, whatever has come since
+            self._admission.check(self, "requests", choices - 1)
+            self._admission.count(self, "requests", choices - 1)
+
+    def count_unasked(self) -> None:
+        """Count it as one whose client cannot be asked whether it still wants an answer."""
+        self._admission.check(self, "unasked", 1)
+        self._admission.count(self, "unasked", 1)
+
+
+def may_have(held: int, more: int, taken: int, limit: int) -> bool:
+    """Return whether a key that holds `held` of the `taken` may have `more`, as far as its share is concerned. Whether
+    that fits into `limit` is another question. A key that holds nothing always may."""
+    return not held or held + more <= SHARE_FACTOR * (limit - taken - more)

@@ -1,7 +1,7 @@
-"""What a request asks others, and how their answers come back as its events.
+"""The calls of a request to routers and workers over the bus; the answers come back as events of its session.
 
-Ask      ─▶ a router, then others by their id        ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
-Offer    ─▶ Generate to the chosen worker            ─▶ Accepted, Refused, Unreachable, Unsendable
+SelectWorker     ─▶ a router, then others by their id   ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
+DispatchAttempt  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TypeGuard
 
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
-from services.frontend.requests.inflight import Running
 from services.frontend.requests.session import DispatchAttempt, Event, SelectWorker, Unreachable, Unrouted, Unsendable
-from services.frontend.requests.stream import InferenceRequest
+from services.frontend.requests.stream import InferenceRequest, Stream
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
@@ -23,19 +22,21 @@ from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Gene
 from shared.runtime.lifecycle import Runtime
 
 STALE_ROUTER_PAUSE_S = 0.05
-"""Before routers that have not heard yet of workers that are there are asked again."""
+"""The pause before routers are asked again that have not yet heard of the workers that this frontend knows."""
 ROUTERS_TRIED = 3
-"""By their id, after the queue group did not answer."""
+"""The number of routers that are asked by their id, after the queue group did not answer."""
 SELECT_LIMIT_S = 5.0
-"""Of one question, whoever is asked. Where routers are there but slow, all are asked again, with twice the time."""
+"""The longest that choosing one worker may take, over all routers. If routers are slow, all are asked again, each with
+twice the time."""
 
 _log = logging.getLogger(__name__)
 
-Feed = Callable[[Running, Event], None]
+Feed = Callable[[Stream, Event], None]
+"""Passes an event to the session of a stream."""
 
 
 class BusCalls:
-    """Puts them, for all requests; `feed` gets what comes of each."""
+    """Makes the calls of all requests; `feed` gets the answers."""
 
     def __init__(self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics, feed: Feed) -> None:
         self._runtime = runtime
@@ -43,39 +44,39 @@ class BusCalls:
         self._metrics = metrics
         self._feed = feed
 
-    async def select_worker(self, one: Running, ask: SelectWorker) -> None:
-        """Who shall compute it?"""
-        job = one.stream.request
+    async def select_worker(self, stream: Stream, action: SelectWorker) -> None:
+        """Ask routers which worker computes the request."""
+        request = stream.request
         loop = asyncio.get_running_loop()
-        until = min(loop.time() + SELECT_LIMIT_S, one.deadline)
+        until = min(loop.time() + SELECT_LIMIT_S, request.deadline)
         payload = SELECT.encode(
             Select(
-                request=job.id,
-                attempt=ask.attempt,
+                request=request.id,
+                attempt=action.attempt,
                 frontend=self._runtime.instance,
-                model=job.model,
-                hashes=job.hashes,
-                prompt_tokens=job.prompt_tokens + ask.produced,
-                max_tokens=job.sampling.max_tokens - ask.produced,
-                excluded=ask.excluded,
-                session=job.affinity_key,
-                # Later ones have waited already.
-                wait_limit_s=self._limits.wait_s if ask.attempt == 1 and not job.is_follower else 0.0,
-                time_left_s=max(0.0, one.deadline - loop.time()),
+                model=request.model,
+                hashes=request.hashes,
+                prompt_tokens=request.prompt_tokens + action.produced,
+                max_tokens=request.sampling.max_tokens - action.produced,
+                excluded=action.excluded,
+                session=request.affinity_key,
+                # Later attempts have waited already.
+                wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
+                time_left_s=max(0.0, request.deadline - loop.time()),
             )
         )
         timeout_s = self._limits.select_timeout_s
-        behind: SelectRefused | None = None
+        stale: SelectRefused | None = None
         slow = True
-        while slow or (behind is not None and loop.time() < until):
-            if behind is not None:
+        while slow or (stale is not None and loop.time() < until):
+            if stale is not None:
                 await asyncio.sleep(STALE_ROUTER_PAUSE_S)
             slow = False
-            for tried, addressee in enumerate(self._addressees(job.model)):
+            for tried, addressee in enumerate(self._addressees(request.model)):
                 left_s = until - loop.time()
                 if left_s <= 0:
                     break
-                if not one.stream.session.is_choosing(ask.attempt):
+                if not stream.session.is_choosing(action.attempt):
                     return
                 if tried or timeout_s > self._limits.select_timeout_s:
                     self._metrics.router_retries.inc()
@@ -84,46 +85,46 @@ class BusCalls:
                         subjects.select(self._runtime.namespace, addressee), payload, timeout_s=min(timeout_s, left_s)
                     )
                     answer = SELECT_REPLY.decode(reply.payload)
-                    if self._is_behind(answer, job.model):
-                        behind = answer
+                    if self._is_stale(answer, request.model):
+                        stale = answer
                         continue
-                    self._feed(one, answer)
+                    self._feed(stream, answer)
                     return
                 except Unavailable as why:
                     slow = slow or isinstance(why, RequestTimeout)
-                    _log.warning("request %s: router %s: %s", job.id, addressee, why)
+                    _log.warning("request %s: router %s: %s", request.id, addressee, why)
                 except ProtocolError as wrong:
-                    _log.error("request %s: router %s: %s", job.id, addressee, wrong)
+                    _log.error("request %s: router %s: %s", request.id, addressee, wrong)
             timeout_s *= 2 if slow else 1
-        if behind is not None:
-            self._feed(one, behind)
+        if stale is not None:
+            self._feed(stream, stale)
             return
-        # Routers are there and do not answer: a frozen NATS looks like that, and one that has just come back.
+        # Routers are registered but do not answer: NATS is frozen, or has just come back.
         connected, expected = self._runtime.bus.connected, bool(self._routers())
         reason = "no router answered" if connected else "NATS is not connected"
-        self._feed(one, Unrouted(ask.attempt, reason, away=expected or not connected))
+        self._feed(stream, Unrouted(action.attempt, reason, away=expected or not connected))
 
-    async def dispatch(self, one: Running, offer: DispatchAttempt) -> None:
-        """Will you compute it?"""
-        job = one.stream.request
+    async def dispatch(self, stream: Stream, action: DispatchAttempt) -> None:
+        """Send the attempt to the chosen worker."""
+        request = stream.request
         now = asyncio.get_running_loop().time()
-        if lacking := self._missing_feature(offer.instance, job):
-            self._feed(one, Unreachable(offer.attempt, lacking))
+        if lacking := self._missing_feature(action.instance, request):
+            self._feed(stream, Unreachable(action.attempt, lacking))
             return
         message = Generate(
-            request=job.id,
-            attempt=offer.attempt,
-            model=job.model,
+            request=request.id,
+            attempt=action.attempt,
+            model=request.model,
             frontend=self._runtime.instance,
-            tokens=job.prompt + pack_tokens(one.stream.session.tokens),
-            prompt_tokens=job.prompt_tokens,
-            sampling=job.sampling,
-            time_left_s=max(0.0, one.deadline - now),
-            rank=offer.rank,
-            salt=job.salt,
-            wait_left_s=max(0.0, one.started + offer.wait_s - now) if offer.wait_s else None,
+            tokens=request.prompt + pack_tokens(stream.session.tokens),
+            prompt_tokens=request.prompt_tokens,
+            sampling=request.sampling,
+            time_left_s=max(0.0, request.deadline - now),
+            rank=action.rank,
+            salt=request.salt,
+            wait_left_s=max(0.0, stream.started + action.wait_s - now) if action.wait_s else None,
         )
-        subject = subjects.worker(self._runtime.namespace, offer.instance, "generate")
+        subject = subjects.worker(self._runtime.namespace, action.instance, "generate")
         event: Event
         try:
             reply = await self._runtime.bus.request(
@@ -131,27 +132,29 @@ class BusCalls:
             )
             event = GENERATE_REPLY.decode(reply.payload)
         except PayloadTooLarge as wrong:
-            event = Unsendable(offer.attempt, str(wrong))
+            event = Unsendable(action.attempt, str(wrong))
         except (Unavailable, ProtocolError) as why:
-            _log.warning("request %s: worker %s: %s", job.id, offer.instance, why)
-            event = Unreachable(offer.attempt, str(why))
-        self._feed(one, event)
+            _log.warning("request %s: worker %s: %s", request.id, action.instance, why)
+            event = Unreachable(action.attempt, str(why))
+        self._feed(stream, event)
 
-    def _missing_feature(self, instance: str, job: InferenceRequest) -> str:
-        """What of a request a worker would pass over, as one of an earlier version does; empty: nothing."""
-        if not (job.sampling.grammar or job.sampling.logit_bias or job.sampling.pooling):
+    def _missing_feature(self, instance: str, request: InferenceRequest) -> str:
+        """Return the feature that the request needs and the worker lacks; empty if none. A worker of an earlier version
+        would ignore the field."""
+        if not (request.sampling.grammar or request.sampling.logit_bias or request.sampling.pooling):
             return ""
-        card = self._runtime.directory.cards.get((job.model, instance))
-        if job.sampling.grammar and not (card is not None and card.grammars):
-            return "it cannot be held to a grammar"
-        if job.sampling.logit_bias and not (card is not None and card.biases):
-            return "it adds no logit_bias"
-        if job.sampling.pooling and not (card is not None and card.embedding_size == job.embedding_size):
-            return f"it embeds nothing to {job.embedding_size} numbers"
+        card = self._runtime.directory.cards.get((request.model, instance))
+        if request.sampling.grammar and not (card is not None and card.grammars):
+            return "it does not support grammars"
+        if request.sampling.logit_bias and not (card is not None and card.biases):
+            return "it does not support logit_bias"
+        if request.sampling.pooling and not (card is not None and card.embedding_size == request.embedding_size):
+            return f"it does not make embeddings of {request.embedding_size} numbers"
         return ""
 
-    def _is_behind(self, answer: SelectReply, model: str) -> TypeGuard[SelectRefused]:
-        """Whether a router has not heard yet of a worker that is known here: it follows discovery by itself."""
+    def _is_stale(self, answer: SelectReply, model: str) -> TypeGuard[SelectRefused]:
+        """Return whether the router has not yet heard of a worker that this frontend knows. Both follow discovery
+        independently."""
         return (
             isinstance(answer, SelectRefused)
             and answer.code in ("unknown_model", "no_instances")
@@ -165,6 +168,6 @@ class BusCalls:
         yield from self._routers()
 
     def _routers(self) -> list[str]:
-        """A few routers, in random order: nobody knows which of them is frozen."""
+        """Return a few routers in random order, because any of them may be frozen."""
         routers = [one.instance for one in self._runtime.directory.instances.values() if one.service == "router"]
         return self._runtime.draw.sample(routers, min(ROUTERS_TRIED, len(routers)))

@@ -1,6 +1,7 @@
-"""How long a request may take: what its client asks for, within what the server allows. Pure.
+"""How long a request may take: what its client asks for, within the limits of the server. Pure.
 
-Header Headrace-Deadline-S (HTTP and NATS), or the body's field deadline_s; of both the smaller, of neither the default.
+The client uses the header Headrace-Deadline-S (HTTP and NATS) or the field deadline_s of the body. The smaller of both
+counts, and the server's default without either.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 class Deadline(Struct, frozen=True):
-    """Of one request."""
+    """The time at which a request fails if it has not ended."""
 
     at: float
-    """On the loop's clock."""
+    """The time on the loop's clock."""
     shortened: bool
-    """It is sooner than the server's own."""
+    """Whether `at` is sooner than the server's default."""
 
 
-def deadline_of(field: float | None, header: str | None, begun: float, limits: LimitsConfig) -> Deadline:
-    """`begun`: when the body was there, on the loop's clock. Raises InvalidRequest, naming field or header."""
+def deadline_of(field: float | None, header: str | None, received_s: float, limits: LimitsConfig) -> Deadline:
+    """Return the deadline of a request whose body was complete at `received_s` on the loop's clock. Raises
+    InvalidRequest that names the field or the header."""
     allowed = allowed_s(field, header, limits)
-    return Deadline(begun + allowed, shortened=allowed < limits.deadline_s)
+    return Deadline(received_s + allowed, shortened=allowed < limits.deadline_s)
 
 
 def allowed_s(field: float | None, header: str | None, limits: LimitsConfig) -> float:
-    """Seconds from the moment the body is there. `field` is positive. Raises InvalidRequest, naming field or header."""
+    """Return the seconds from the complete body to the deadline; `field` is positive. Raises InvalidRequest that names
+    the field or the header."""
     asked = [] if field is None else [_within(field, FIELD, limits)]
     if header is not None:
         if not _NUMBER.fullmatch(header):
@@ -48,5 +51,5 @@ def allowed_s(field: float | None, header: str | None, limits: LimitsConfig) -> 
 def _within(seconds: float, name: str, limits: LimitsConfig) -> float:
     if not 0 < seconds <= limits.deadline_most_s:
         bounds = f"more than 0 and at most {limits.deadline_most_s:g} seconds"
-        raise InvalidRequest(f"{name}: a deadline of {seconds:g} s; it has to be {bounds}", param=name)
+        raise InvalidRequest(f"{name}: a deadline of {seconds:g} s; it must be {bounds}", param=name)
     return seconds

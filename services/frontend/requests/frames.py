@@ -1,24 +1,25 @@
-"""Which step frames are taken, and what becomes of those that did not come. Pure.
+"""Decides which step frames are read, and gets missing ones sent again. Pure.
 
-A worker numbers what it sends to one frontend, (epoch, sequence), from 0. Of one epoch:
+A worker numbers what it sends to one frontend, (epoch, sequence), from 0. In one epoch:
 
-    | taken            | missed, or on the way       | not sent yet, as far as is known
-    0                  expected = the one that is due target
+    | read             | missing, or on the way      | not sent yet, as far as this frontend knows
+    0                  expected = the frame that is due target
 
                 the frame that is due
-                ┌────┐        a later frame; a report, or an attempt in doubt, says that more was sent
+                ┌────┐        a later frame; a report, or a suspected attempt, shows that more was sent
                 ▼    │        ┌──────────────────────────────────────────────────────────────┐
                FLOWING ───────┘                                                              ▼
-                  ▲ all that was missed has come; its worker no longer has it             BEHIND: asks for a resend
+                  ▲ all missing frames have come; its worker no longer has them        LAGGING: asks for a resend
                   └──────────────────────────────────────────────────────────────────────────┤
-               ADRIFT ◀── asked TRIES times and nothing came: what comes next is taken ──────┘
+               RESYNC ◀── asked RESENDS_LIMIT times and nothing came: the next frame is read ┘
 
 A worker that is asked goes back N: it publishes everything from that frame on again. So nothing has to be kept here:
-what comes ahead of its turn is dropped, and so is what comes again. What could not be had again shows as a gap in the
-parts' `first`; attempts that are not among the streams that the worker's answer names have ended unheard.
+frames ahead of their turn are dropped, and so are repeated ones. A frame that could not be had again shows as a gap in
+the parts' `first`. Attempts that the worker's answer does not name among its streams have ended, and their end is lost.
 
-A larger epoch numbers anew. The worker's answer to a question is its own word: its epoch holds, also a smaller one.
-Links outlive their worker's lease, because it may come back; beyond a bound the one heard last longest ago goes.
+A larger epoch starts the numbers again. The worker's answer to a resend request is its own word: its epoch counts even
+if it is smaller. Links outlive their worker's lease, because it may come back. Beyond a limit, the link that brought no
+frame for the longest time is dropped.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from msgspec import Struct
 from shared.messages import Resent
 
 RESENDS_LIMIT = 3
-"""Resends asked for in a row without a frame that is due."""
+"""The number of resends asked for in a row that brought no frame that is due."""
 
 FrameVerdict = Literal["due", "repeated", "ahead"]
 Attempt = tuple[str, int]
-"""(request, attempt)."""
+"""The id of a request and the number of its attempt."""
 
 
 class RequestResend(Struct, frozen=True):
-    """Send ResendRequest; what comes of it goes to `answered`."""
+    """Send ResendRequest; the answer goes to `resend_answered`."""
 
     instance: str
     first: int
 
 
 class EndsLost(Struct, frozen=True):
-    """These attempts have ended, and nothing more will be heard of it."""
+    """The ends of these attempts are lost: they are over, and nothing more will come."""
 
     instance: str
     attempts: frozenset[Attempt]
@@ -54,29 +55,29 @@ class EndsLost(Struct, frozen=True):
 
 class _Link(Struct):
     epoch: int = 0
-    """0: none yet, they begin with 1."""
+    """The epoch of the frames; 0 before the first, since epochs begin with 1."""
     expected: int = 0
     target: int = 0
     gap: bool = False
-    """A later frame has come than the one that is due: that one will not come by itself."""
+    """Whether a later frame has come than the one that is due, which will not come by itself."""
     last: int = -1
-    """What the latest report named."""
+    """The sequence of the latest frame that the worker's report named."""
     resync: bool = False
     heard_s: float = float("-inf")
-    """When a frame was taken."""
+    """When a frame was last read."""
     asked_s: float = float("-inf")
-    """When a resend was asked for."""
+    """When a resend was last asked for."""
     tries: int = 0
-    """How often that was, since a frame was taken."""
+    """How often a resend was asked for since a frame was read."""
     reported_s: float = float("-inf")
-    """When a report first told of a frame that has not come."""
+    """When a report first named a frame that has not come."""
     suspected: frozenset[Attempt] = frozenset()
-    """May have ended unheard: the worker has to be asked."""
+    """The attempts whose end may be lost: the worker has to be asked."""
     ended: frozenset[Attempt] = frozenset()
-    """Have ended, as of the frames before `target`."""
+    """The attempts that have ended, as of the frames before `target`."""
 
     @property
-    def behind(self) -> bool:
+    def is_lagging(self) -> bool:
         return self.target > self.expected or bool(self.suspected)
 
     def restart_numbers(self, epoch: int) -> None:
@@ -87,17 +88,17 @@ class Frames:
     """The links to all workers. Times are seconds on one clock."""
 
     def __init__(self, *, retry_s: float, late_s: float, most_links: int = 4096) -> None:
-        """A resend has `retry_s` to bring something. A frame that was sent, as reports have said for `late_s`, while
-        nothing came, is lost."""
+        """Create it. A resend has `retry_s` to bring a frame. A frame is lost if reports have named it for `late_s`
+        while no frame came."""
         self._retry_s = retry_s
         self._late_s = late_s
         self._most_links = most_links
         self._links: dict[str, _Link] = {}
         self.reading = ""
-        """The worker whose frame is taken and not read to its end: ends that are in it are not unheard."""
+        """The worker whose frame is being read. Ends of attempts in it are not lost."""
 
     def frame_received(self, instance: str, epoch: int, sequence: int, now_s: float) -> FrameVerdict:
-        """A frame came; only one that is due is to be read."""
+        """Record a frame that came, and return whether it is due. Only such a frame is to be read."""
         link = self._links.get(instance)
         if link is None:
             link = self._new(instance)
@@ -112,8 +113,8 @@ class Frames:
         return "due"
 
     def report_received(self, instance: str, last: int, now_s: float) -> None:
-        """The worker's load report: `last` is the sequence of the latest frame that it made for us; -1: of none, also
-        where it has forgotten us, and numbers anew when there is something."""
+        """Record a worker's load report. `last` is the sequence of the latest frame that it made for this frontend; -1
+        if there is none, or if it has forgotten this frontend and will start the numbers again."""
         link = self._links.get(instance)
         if link is None:
             if last < 0:
@@ -128,19 +129,22 @@ class Frames:
             link.target = max(link.target, last + 1)
 
     def suspect(self, instance: str, attempt: Attempt) -> None:
-        """The worker's reports do not name it any more: has its end been lost? Not while frames that a report named are
-        still to be taken, for reports overtake them: who is behind would have the whole backlog sent again."""
+        """Suspect that an attempt's end was lost, because the worker's reports no longer name it.
+
+        Ignored while frames that a report named are still to be read: reports overtake frames, and a frontend with a
+        backlog would have all of it sent again.
+        """
         link = self._links.get(instance) or self._new(instance)
         if attempt not in link.ended and (link.last < link.expected or link.resync):
             link.suspected |= {attempt}
 
     def resend_answered(self, ask: RequestResend, resent: Resent, streaming: Iterable[Attempt]) -> None:
-        """What the worker said to `ask`; `streaming` are our attempts there that had begun when it was asked."""
+        """Apply the worker's answer to `ask`; `streaming` are our attempts there that had begun when it was asked."""
         link = self._links.get(ask.instance) or self._new(ask.instance)
         if resent.epoch != link.epoch:
             link.restart_numbers(resent.epoch)
             link.target = resent.next
-            if ask.first > 0:  # a number of another epoch: what is before it was not sent again
+            if ask.first > 0:  # it is a number of another epoch: the frames before it were not sent again
                 link.asked_s = float("-inf")
                 return
         link.expected = max(link.expected, min(resent.first, resent.next))
@@ -150,18 +154,18 @@ class Frames:
         link.suspected = frozenset()
 
     def poll(self, now_s: float) -> list[RequestResend | EndsLost]:
-        """What is to be done now about all links."""
+        """Return what is to be done now about all links."""
         actions: list[RequestResend | EndsLost] = []
         for instance in self._links:
             actions += self.next_actions(instance, now_s)
         return actions
 
     def next_actions(self, instance: str, now_s: float) -> list[RequestResend | EndsLost]:
-        """What is to be done now about one link, after a frame came ahead of its turn."""
+        """Return what is to be done now about one link, after a frame came ahead of its turn."""
         link = self._links[instance]
         actions: list[RequestResend | EndsLost] = []
-        coming = not link.gap and now_s - link.heard_s < self._retry_s  # what was missed, one after the other
-        if link.behind and now_s - link.asked_s >= self._retry_s and (link.suspected or not coming):
+        coming = not link.gap and now_s - link.heard_s < self._retry_s  # missing frames come one after the other
+        if link.is_lagging and now_s - link.asked_s >= self._retry_s and (link.suspected or not coming):
             link.tries = link.tries + 1 if link.asked_s > link.heard_s else 1
             if link.tries > RESENDS_LIMIT:
                 self._give_up(link)
@@ -184,7 +188,7 @@ class Frames:
         return link
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         assert len(self._links) <= self._most_links
         for link in self._links.values():
             assert link.expected >= 0

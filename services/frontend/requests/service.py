@@ -1,9 +1,9 @@
-"""The shell around the sessions: carries out their actions on the bus and brings back what comes of it.
+"""Runs the sessions of all requests: carries out their actions on the bus and brings back the events.
 
-Ask, Offer           ─▶ requests/calls.py ─▶ what routers and workers answer
-Withdraw, Tell       ─▶ the outbox
-Emit, Finish, Fail   ─▶ the request's Stream
-step frames, the deadline, a client that leaves ─▶ events; attempts gone quiet, lost instances: requests/watchdog.py
+SelectWorker, DispatchAttempt  ─▶ requests/calls.py ─▶ the answers of routers and workers
+WithdrawAttempt, PublishLoad   ─▶ the outbox
+EmitTokens, Finish, Fail       ─▶ the request's Stream
+step frames, deadlines, clients that leave ─▶ events; silent attempts and lost instances: requests/watchdog.py
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import assert_never
 
 import msgspec
+from prometheus_client import Histogram
 
 from services.frontend.auth.accounts import Account
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
-from services.frontend.output.output import Output
-from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol.chat_chunks import CachedTokensByTier
 from services.frontend.requests.admission import Admission, Permit
 from services.frontend.requests.calls import BusCalls
-from services.frontend.requests.cancel_latency import CancelLatency
-from services.frontend.requests.inflight import Running
 from services.frontend.requests.retry import RetryBudget
 from services.frontend.requests.session import (
     Action,
@@ -56,10 +53,13 @@ from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 BATCH_S = 0.005
-"""Load events and Cancels that come up within it go out together."""
+"""Seconds for which load events and Cancels are collected before they are sent together."""
 
 PARTS_PER_TURN = 128
-"""Parts of a frame taken in before the loop gets a turn: about a millisecond."""
+"""The number of parts of a frame that are applied before other tasks run: about a millisecond."""
+
+CANCELS_LIMIT = 4096
+"""The number of cancellations whose latency is measured at the same time; beyond it the oldest are forgotten."""
 
 
 class RequestService:
@@ -70,13 +70,13 @@ class RequestService:
         self.limits = limits
         self._metrics = metrics
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, Stream] = {}
         self._cancel_latency = CancelLatency(metrics.cancellation)
         self._calls = BusCalls(runtime, limits, metrics, self._feed)
         self._watchdog = Watchdog(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
         self._limited_log = RateLimitedLog()
-        self._abandoned = False
+        self._failing_all = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -90,88 +90,84 @@ class RequestService:
 
     @contextmanager
     def reserve(self, account: Account | None = None) -> Iterator[Permit]:
-        """A request whose body is on its way, and whose it is, where keys are asked for. Raises Overloaded, or
-        Unavailable once this process is about to end."""
+        """Let a request in whose body is still on its way. `account` is that of its API key, if keys are required.
+
+        Raises Overloaded or RateLimited at a bound, and Unavailable once this process is about to end.
+        """
         clock = asyncio.get_running_loop().time
-        place = self.admission.reserve(account)
+        permit = self.admission.reserve(account)
         if account is not None:
             try:
                 account.begin_request(clock())
             except RateLimited:
-                self.admission.release(place)
+                self.admission.release(permit)
                 raise
         self._metrics.inflight.inc()
         self._idle.clear()
         try:
-            yield place
+            yield permit
         finally:
-            self.admission.release(place)
+            self.admission.release(permit)
             if account is not None:
-                account.end_request(place.spent, clock())
+                account.end_request(permit.spent, clock())
             self._metrics.inflight.dec()
             if not self.admission.permits:
                 self._idle.set()
 
     @contextmanager
     def admit(self, body_bytes: int, account: Account | None = None) -> Iterator[Permit]:
-        """A request whose body is there. Raises as `arriving` does."""
-        with self.reserve(account) as place:
-            place.add_bytes(body_bytes)
-            place.admit()
-            yield place
+        """Let a request in whose body is complete. Raises as `reserve` does."""
+        with self.reserve(account) as permit:
+            permit.add_bytes(body_bytes)
+            permit.admit()
+            yield permit
 
     async def wait_idle(self) -> None:
-        """Returns once no request is running and all that had to be told is told (or NATS is away)."""
+        """Wait until no request is running and the outbox is empty, or NATS is away."""
         await self._idle.wait()
         await self._outbox.flush()
 
     def fail_all(self) -> None:
-        """What still runs ends with an error, so that its clients are told; so does what is opened from now on."""
-        self._abandoned = True
-        for one in self._running.values():
-            one.stream.end(Fail(Unavailable("this frontend has ended before the answer was complete")))
+        """End every running request with an error, so that its client learns of it, and refuse new ones."""
+        self._failing_all = True
+        for stream in self._running.values():
+            stream.end(Fail(Unavailable("this frontend has ended before the answer was complete")))
 
     @asynccontextmanager
-    async def open(
-        self,
-        job: InferenceRequest,
-        output: Output | ParsedOutput,
-        deadline: float,
-        reader: StreamSelector | None = None,
-    ) -> AsyncIterator[Stream]:
-        """Compute a request until `deadline`, on the loop's clock; leaving before its end cancels it. `reader`: of its
-        stream and others. Raises Unavailable once this process gives up what runs."""
-        if self._abandoned:
+    async def open(self, request: InferenceRequest, selector: StreamSelector | None = None) -> AsyncIterator[Stream]:
+        """Compute a request; leaving the context before its end cancels it. `selector` waits for several streams.
+
+        Raises Unavailable after `fail_all`.
+        """
+        if self._failing_all:
             raise Unavailable("this frontend is about to end")
-        tries = RetryBudget(self.limits.attempts, self.limits.rescue_s)
         session = Session(
-            job.id,
-            job.sampling.max_tokens,
-            tries,
-            embedding_bytes=4 * job.embedding_size,
-            held_by=job.grammar_param,
-            wait_s=0.0 if job.is_follower else self.limits.wait_s,
+            request.id,
+            request.sampling.max_tokens,
+            RetryBudget(self.limits.attempts, self.limits.rescue_s),
+            embedding_bytes=4 * request.embedding_size,
+            grammar_param=request.grammar_param,
+            wait_s=0.0 if request.is_follower else self.limits.wait_s,
         )
-        stream = Stream(job, session, output, reader)
         loop = asyncio.get_running_loop()
-        one = Running(stream, loop.time(), deadline)
-        one.timer = loop.call_at(one.deadline, self._feed, one, Expired())
-        self._running[job.id] = one
-        if not job.repeats_prompt:
-            self._metrics.input_tokens.observe(job.prompt_tokens)
+        stream = Stream(request, session, selector, started=loop.time())
+        stream.timer = loop.call_at(request.deadline, self._feed, stream, Expired())
+        self._running[request.id] = stream
+        if not request.repeats_prompt:
+            self._metrics.input_tokens.observe(request.prompt_tokens)
         try:
-            self._do(one, stream.session.start())
+            self._do(stream, session.start())
             yield stream
         finally:
-            self._cancel_latency.client_gone(stream.session, loop.time())
-            self._feed(one, ClientGone())
-            self._close(one)
+            self._cancel_latency.client_gone(session, loop.time())
+            self._feed(stream, ClientGone())
+            self._close(stream)
 
     # --- events in
 
-    def _feed(self, one: Running, event: Event) -> None:
-        one.last_sign = asyncio.get_running_loop().time()
-        self._do(one, one.stream.session.on(event))
+    def _feed(self, stream: Stream, event: Event) -> None:
+        stream.last_sign = asyncio.get_running_loop().time()
+        self._do(stream, stream.session.on(event))
 
     async def _on_frame(self, message: Message) -> None:
         frame = STEP_FRAME.decode(message.payload)
@@ -186,25 +182,26 @@ class RequestService:
             self._watchdog.frame_read()
 
     def _apply(self, instance: str, parts: Sequence[Part]) -> None:
-        """Nearly all parts bring one token to a stream that has had some; they touch it once, and nothing wakes up."""
+        """Apply the parts of a step frame. Nearly all bring one token to a stream that has had some: such a part
+        touches its stream once and wakes no task."""
         now = asyncio.get_running_loop().time()
         gaps_s: list[float] = []
         for part in parts:
-            one = self._running.get(part.request)
-            if one is None:
+            stream = self._running.get(part.request)
+            if stream is None:
                 self._on_stray(instance, part, now)
-            elif (token := one.stream.session.next_token(instance, part)) < 0:
-                self._feed(one, PartReceived(instance, part))
+            elif (token := stream.session.next_token(instance, part)) < 0:
+                self._feed(stream, PartReceived(instance, part))
             else:
-                assert one.last_tokens is not None, "a stream that continues has had tokens"
-                gaps_s.append(now - one.last_tokens)
-                one.last_sign = one.last_tokens = now
-                if one.stream.add_tokens((token,), None):
-                    self._feed(one, StopFound())
+                assert stream.last_tokens is not None, "a stream that continues has had tokens"
+                gaps_s.append(now - stream.last_tokens)
+                stream.last_sign = stream.last_tokens = now
+                if stream.add_tokens((token,), None):
+                    self._feed(stream, StopFound())
         self._metrics.inter_token.observe_all(gaps_s)
 
     def _on_stray(self, instance: str, part: Part, now: float) -> None:
-        """The request is over here."""
+        """Handle a part of a request that is over."""
         if part.finish is None:
             self._metrics.stray_parts.inc()
             self._cancel(instance, Cancel(part.request, part.attempt))
@@ -217,74 +214,105 @@ class RequestService:
 
     # --- actions out
 
-    def _do(self, one: Running, actions: Sequence[Action]) -> None:
-        tasks = self._runtime.tasks
+    def _do(self, stream: Stream, actions: Sequence[Action]) -> None:
+        tasks, name = self._runtime.tasks, stream.request.id
         for action in actions:
             match action:
                 case EmitTokens():
-                    self._emit_tokens(one, action)
+                    self._emit_tokens(stream, action)
                 case SelectWorker():
-                    tasks.create_task(self._calls.select_worker(one, action), name=f"select {one.stream.request.id}")
+                    tasks.create_task(self._calls.select_worker(stream, action), name=f"select {name}")
                 case RetryLater():
-                    tasks.create_task(self._retry_later(one, action), name=f"wait {one.stream.request.id}")
+                    tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
                 case DispatchAttempt():
                     if action.attempt > 1:
                         self._metrics.migrations.inc()
-                    tasks.create_task(self._calls.dispatch(one, action), name=f"generate {one.stream.request.id}")
+                    tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
                 case WithdrawAttempt():
-                    self._cancel(action.instance, Cancel(one.stream.request.id, action.attempt))
+                    self._cancel(action.instance, Cancel(name, action.attempt))
                 case CountLoss():
-                    self._count_loss(one, action)
+                    self._count_loss(stream, action)
                 case PublishLoad():
-                    self._publish_load(one, action.event)
+                    self._publish_load(stream, action.event)
                 case Finish() | Fail():
-                    one.stream.end(action)
-                    self._close(one)
+                    stream.end(action)
+                    self._close(stream)
                 case _:
                     assert_never(action)
 
-    async def _retry_later(self, one: Running, later: RetryLater) -> None:
-        """With jitter: a worker that goes leaves many who wait."""
+    async def _retry_later(self, stream: Stream, later: RetryLater) -> None:
+        """Wait with jitter, because a worker that goes leaves many requests that wait."""
         await asyncio.sleep(later.pause_s * self._runtime.draw.uniform(0.5, 1.0))
-        self._feed(one, RetryDue(later.attempt, asyncio.get_running_loop().time()))
+        self._feed(stream, RetryDue(later.attempt, asyncio.get_running_loop().time()))
 
-    def _count_loss(self, one: Running, note: CountLoss) -> None:
-        self._metrics.lost.labels(note.loss).inc()
-        if note.had_tokens:
-            one.waiting_since = asyncio.get_running_loop().time()
+    def _count_loss(self, stream: Stream, action: CountLoss) -> None:
+        self._metrics.lost.labels(action.loss).inc()
+        if action.had_tokens:
+            stream.waiting_since = asyncio.get_running_loop().time()
 
     def _cancel(self, worker: str, attempt: Cancel) -> None:
-        """While NATS is away it is dropped: a worker that streams on is cancelled again by its own parts."""
+        """Send Cancel. While NATS is away it is dropped; if the worker streams on, its next part leads to another."""
         self._metrics.cancellations.inc()
         self._outbox.post(subjects.worker(self._runtime.namespace, worker, "cancel"), CANCEL.encode(attempt))
 
-    def _publish_load(self, one: Running, event: LoadEvent) -> None:
+    def _publish_load(self, stream: Stream, event: LoadEvent) -> None:
         if isinstance(event, Prefilled):
             cached = CachedTokensByTier.of(event.cached_tokens, event.cached_host_tokens, event.cached_disk_tokens)
             self._metrics.cached_tokens.labels("device").inc(cached.device)
             self._metrics.cached_tokens.labels("host").inc(cached.host)
             self._metrics.cached_tokens.labels("disk").inc(cached.disk)
-            if one.last_tokens is None:  # else the client has had its first token from an attempt before this one
-                first_token_s = asyncio.get_running_loop().time() - one.started
+            if stream.last_tokens is None:  # else an earlier attempt brought the client its first token
+                first_token_s = asyncio.get_running_loop().time() - stream.started
                 event = msgspec.structs.replace(event, first_token_s=first_token_s)
-        self._outbox.publish_load(one.stream.request.model, event)
+        self._outbox.publish_load(stream.request.model, event)
 
-    def _emit_tokens(self, one: Running, action: EmitTokens) -> None:
+    def _emit_tokens(self, stream: Stream, action: EmitTokens) -> None:
         now = asyncio.get_running_loop().time()
-        if one.last_tokens is None:
-            self._metrics.first_token.observe(now - one.started)
+        if stream.last_tokens is None:
+            self._metrics.first_token.observe(now - stream.started)
         else:
-            self._metrics.inter_token.observe((now - one.last_tokens) / len(action.tokens))
-        one.last_tokens = now
-        if one.stream.add_tokens(action.tokens, action.logprobs):
-            self._feed(one, StopFound())
+            self._metrics.inter_token.observe((now - stream.last_tokens) / len(action.tokens))
+        stream.last_tokens = now
+        if stream.add_tokens(action.tokens, action.logprobs):
+            self._feed(stream, StopFound())
 
-    def _close(self, one: Running) -> None:
-        """The session has ended: forget it. Idempotent."""
-        if self._running.get(one.stream.request.id) is not one:
+    def _close(self, stream: Stream) -> None:
+        """Forget a request whose session has ended. Idempotent."""
+        if self._running.get(stream.request.id) is not stream:
             return
-        del self._running[one.stream.request.id]
-        assert one.timer is not None
-        one.timer.cancel()
-        if not one.stream.request.embedding_size:
-            self._metrics.output_tokens.observe(len(one.stream.session.tokens))
+        del self._running[stream.request.id]
+        assert stream.timer is not None
+        stream.timer.cancel()
+        if not stream.request.embedding_size:
+            self._metrics.output_tokens.observe(len(stream.session.tokens))
+
+
+class CancelLatency:
+    """Measures how long cancellations take, until the worker reports that the attempt's blocks are free.
+
+        client gone ──▶ (Cancel to the worker) ──▶ a part with a finish reason: observed
+
+    A worker that dies, or that never had the attempt, sends no such part. Times are seconds on the loop's clock.
+    """
+
+    def __init__(self, seconds: Histogram) -> None:
+        self._seconds = seconds
+        self._began: dict[tuple[str, int], float] = {}
+
+    def client_gone(self, session: Session, now: float) -> None:
+        """Begin to measure, before the session hears that its client is gone. Ignored if no worker has the attempt."""
+        if not session.instance:
+            return
+        if len(self._began) >= CANCELS_LIMIT:
+            del self._began[next(iter(self._began))]
+        self._began[session.request, session.attempt] = now
+
+    def attempt_ended(self, request: str, attempt: int, now: float) -> None:
+        """Observe the latency of an attempt that its worker has ended, if its client was gone."""
+        began = self._began.pop((request, attempt), None)
+        if began is not None:
+            self._seconds.observe(now - began)
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert len(self._began) <= CANCELS_LIMIT

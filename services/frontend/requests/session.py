@@ -1,21 +1,21 @@
-"""One request from the first question to its one end: events in, actions out. Pure.
+"""One request from the choice of its first worker to its end: events in, actions out. Pure.
 
-                   ┌─ Again ── WAITING ◀─ no choice, after a loss or while NATS is away
-                   │              ▲
-                   ▼              │
-    start ──▶ CHOOSING ───────────┘
+                   ┌─ RetryDue ─ WAITING ◀─ no choice, after a loss or while NATS is away
+                   │                ▲
+                   ▼                │
+    start ──▶ CHOOSING ─────────────┘
                 ▲  └── Selected ──▶ OFFERED ── Accepted, or its first part ──▶ STREAMING ── finished ──▶ ENDED
                 │                      │                                          │
                 └────── lost ──────────┴──────────────────────────────────────────┘
 
     any state ── no choice, stop string, client gone, a limit of time, too many attempts ──▶ ENDED
 
-A lost attempt is withdrawn, its reservation released, and the next attempt continues behind the tokens so far;
-requests/retry.py says how often.
+A lost attempt is withdrawn and its reservation released. The next attempt continues after the tokens so far;
+requests/retry.py decides how often.
 
 Indices into the request's whole output:
 
-    | taken in before      | new in this part
+    | received before      | new in this part
     0                      len(tokens) = the `first` that is due
 """
 
@@ -48,7 +48,7 @@ from shared.messages import (
 )
 
 RETRY_MOST_S = 60.0
-"""The longest Retry-After of a request that waited in vain."""
+"""The longest Retry-After, in seconds, of a request whose worker had no room for it in time."""
 
 
 class State(Enum):
@@ -68,32 +68,32 @@ class Unrouted(Struct, frozen=True):
     attempt: int
     reason: str = "no router answered"
     away: bool = False
-    """NATS is, or seems to be, since there are routers: it may be over soon."""
+    """Whether NATS is disconnected, or seems to be because routers are registered: it may come back soon."""
 
 
 class RetryDue(Struct, frozen=True):
-    """The pause that `Later` asked for is over."""
+    """The pause of `RetryLater` is over."""
 
     attempt: int
     now_s: float
 
 
 class Unreachable(Struct, frozen=True):
-    """The offer found nobody, or no answer came in time."""
+    """The worker did not listen for Generate, or did not answer in time."""
 
     attempt: int
     reason: str
 
 
 class Unsendable(Struct, frozen=True):
-    """The offer is too large for the bus."""
+    """Generate is too large for the bus."""
 
     attempt: int
     reason: str
 
 
 class PartReceived(Struct, frozen=True):
-    """This request's part of a step frame."""
+    """A step frame has a part for this request."""
 
     instance: str
     part: Part
@@ -106,7 +106,7 @@ class InstanceGone(Struct, frozen=True):
 
 
 class AttemptLost(Struct, frozen=True):
-    """A streaming attempt has ended unheard, or stands still: nothing more will come of it."""
+    """The watchdog found that a streaming attempt brings nothing more: its end was lost, or it makes no progress."""
 
     attempt: int
     loss: Loss
@@ -118,7 +118,7 @@ class StopFound(Struct, frozen=True):
 
 
 class ClientGone(Struct, frozen=True):
-    """Nobody wants the answer any more."""
+    """The client has disconnected."""
 
 
 class Expired(Struct, frozen=True):
@@ -134,70 +134,70 @@ Event = Selected | Answer | RetryDue | PartReceived | InstanceGone | AttemptLost
 
 
 class SelectWorker(Struct, frozen=True):
-    """Ask a router. Answered by Selected, SelectRefused or Unrouted."""
+    """Ask a router for a worker. The answer is Selected, SelectRefused or Unrouted."""
 
     attempt: int
     produced: int
-    """Tokens of output so far; they belong to the prompt of this attempt."""
+    """The number of output tokens so far; they belong to the prompt of this attempt."""
     excluded: tuple[str, ...]
 
 
 class RetryLater(Struct, frozen=True):
-    """Feed `Again` after so long."""
+    """Feed `RetryDue` after a pause."""
 
     attempt: int
     pause_s: float
 
 
 class DispatchAttempt(Struct, frozen=True):
-    """Send Generate. Answered by Accepted, Refused, Unreachable or Unsendable."""
+    """Send Generate. The answer is Accepted, Refused, Unreachable or Unsendable."""
 
     attempt: int
     instance: str
     rank: int
     wait_s: float = 0.0
-    """The worker is to begin with it within so long, from the request's start; 0: within the deadline."""
+    """Seconds from the request's start within which the worker must begin; 0: the deadline alone counts."""
 
 
 class EmitTokens(Struct, frozen=True):
-    """New output, each token once and in order. A stop token is left out."""
+    """Pass new output on, each token once and in order, without the stop token."""
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprob] | None
 
 
 class WithdrawAttempt(Struct, frozen=True):
-    """Send Cancel."""
+    """Send Cancel for an attempt to its worker."""
 
     instance: str
     attempt: int
 
 
 class CountLoss(Struct, frozen=True):
-    """An attempt was lost: count it."""
+    """Count a lost attempt."""
 
     loss: Loss
     had_tokens: bool
-    """It had brought a token."""
+    """Whether the attempt had brought a token."""
 
 
 class PublishLoad(Struct, frozen=True):
-    """Publish to the routers."""
+    """Publish a load event to the routers."""
 
     event: LoadEvent
 
 
 class Finish(Struct, frozen=True):
-    """The end, with an answer."""
+    """End the request with an answer."""
 
     reason: str
-    """stop or length."""
+    """`stop` or `length`."""
     embedding: bytes = b""
-    """As in Part."""
+    """The embedding as `Part.embedding` has it; empty for text."""
 
 
 class Fail(Struct, frozen=True):
-    """The end, without one."""
+    """End the request with an error."""
 
     error: HeadraceError
 
@@ -208,7 +208,7 @@ Action = (
 
 
 class Session:
-    """One request."""
+    """The state machine of one request."""
 
     def __init__(
         self,
@@ -217,14 +217,17 @@ class Session:
         tries: RetryBudget | None = None,
         *,
         embedding_bytes: int = 0,
-        held_by: str = "",
+        grammar_param: str = "",
         wait_s: float = 0.0,
     ) -> None:
-        """`embedding_bytes`: how long its embedding is to be, where that is the answer, without tokens. `held_by`: the
-        field that its grammar comes from. `wait_s`: how long it may wait in workers' queues, while it has lost nothing;
-        0: until its deadline."""
+        """Create a session.
+
+        `embedding_bytes`: the size of the embedding if one is asked for; such an answer has no tokens.
+        `grammar_param`: the field of the body that the grammar comes from.
+        `wait_s`: the seconds that a request without a lost attempt may wait in workers' queues; 0: until its deadline.
+        """
         self._wait_s = wait_s
-        self._grammar_param = held_by
+        self._grammar_param = grammar_param
         self._retries = RetryBudget() if tries is None else tries
         self._embedding_bytes = embedding_bytes
         self.request = request
@@ -232,27 +235,27 @@ class Session:
         self.state = State.CHOOSING
         self.attempt = 0
         self.instance = ""
-        """Who has the attempt; empty unless OFFERED or STREAMING."""
+        """The worker that has the attempt; empty unless OFFERED or STREAMING."""
         self.tokens = array("I")
         """The output so far, of all attempts."""
         self.cached_tokens = self.cached_host_tokens = self.cached_disk_tokens = 0
-        """As the first attempt that brought a token reported."""
+        """The cached prompt tokens that the first attempt with a token reported: all, in host memory, on disk."""
         self.prefilled = False
         """Whether this attempt has brought a token."""
         self._no_choice: HeadraceError | None = None
-        """Why nobody could be chosen."""
+        """The error of the last choice that found no worker."""
 
     def start(self) -> list[Action]:
-        """The first question."""
+        """Ask for the first worker."""
         assert self.attempt == 0, "started twice"
         return self._next()
 
     def is_choosing(self, attempt: int) -> bool:
-        """Whether the question of this attempt still wants an answer."""
+        """Return whether this attempt still waits for a choice."""
         return self.state is State.CHOOSING and attempt == self.attempt
 
     def on(self, event: Event) -> list[Action]:
-        """What an event leads to. Events of other attempts than the present one change nothing."""
+        """Apply an event and return the actions that follow. Events of other attempts change nothing."""
         match event:
             case PartReceived():
                 return self._on_part(event.instance, event.part)
@@ -280,9 +283,10 @@ class Session:
                 assert_never(event)
 
     def next_token(self, instance: str, part: Part) -> int:
-        """The token of a part that only continues its stream by one; -1: nothing was done, `on` has to see the part.
+        """Apply a part that only continues the stream by one token, and return that token.
 
-        Nearly all parts are such, and for them `on` would answer Emit([token], None). This takes 0.3 µs instead of 1.4.
+        For any other part return -1 and change nothing: `on` must see it. Nearly all parts continue by one token, for
+        which `on` would return EmitTokens([token], None). This method takes 0.3 µs instead of 1.4.
         """
         if (
             part.first != len(self.tokens)
@@ -301,13 +305,13 @@ class Session:
 
     def _on_selected(self, choice: Selected) -> list[Action]:
         if self.state is not State.CHOOSING or choice.attempt != self.attempt:
-            # The answer came too late, or twice: the live attempt's reservation ends with the attempt.
+            # The answer came too late, or twice. The reservation of a live attempt ends with that attempt.
             live = self.state is not State.ENDED and choice.attempt == self.attempt
             return [] if live else [PublishLoad(Finished(self.request, choice.attempt))]
         self.state = State.OFFERED
         self.instance = choice.instance
-        told_at_once = not (self.tokens or self._retries.may_wait)
-        return [DispatchAttempt(self.attempt, choice.instance, choice.rank, self._wait_s if told_at_once else 0.0)]
+        first_try = not (self.tokens or self._retries.may_wait)
+        return [DispatchAttempt(self.attempt, choice.instance, choice.rank, self._wait_s if first_try else 0.0)]
 
     def _on_answer(self, answer: Answer) -> list[Action]:
         match answer:
@@ -334,10 +338,10 @@ class Session:
 
     def _on_part(self, instance: str, part: Part) -> list[Action]:
         if part.attempt != self.attempt or not self.instance or instance != self.instance:
-            # An attempt that is over goes on somewhere, perhaps thawed.
+            # An attempt that is over still runs, perhaps at a worker that was frozen.
             return [] if part.finish else [WithdrawAttempt(instance, part.attempt)]
         if not self._is_sound(part):
-            return self._attempt_lost("senseless", "the worker streams what makes no sense")
+            return self._attempt_lost("senseless", "the worker's stream is inconsistent")
         if part.first > len(self.tokens):
             return self._attempt_lost("gap", "a part of the stream was lost")
         self.state = State.STREAMING
@@ -345,7 +349,7 @@ class Session:
         new = unpack_tokens(part.tokens)[known:]
         actions: list[Action] = []
         if new:
-            actions += self._take_in(new, part, known)
+            actions += self._receive(new, part, known)
         match part.finish:
             case None:
                 return actions
@@ -356,9 +360,9 @@ class Session:
             case "deadline":
                 late = RequestTimeout(self._retries.error_text("the request's deadline has passed"))
                 return actions + self._end([Fail(late)], withdraw=False)
-            case "cancelled":  # nobody here wanted that
+            case "cancelled":  # not at our request
                 return actions + self._attempt_lost(
-                    "handed_back", "the worker took this frontend for gone", withdraw=False
+                    "handed_back", "the worker assumed that this frontend was gone", withdraw=False
                 )
             case "error" if part.error == SHUTTING_DOWN:
                 return actions + self._attempt_lost("handed_back", part.error, withdraw=False)
@@ -375,14 +379,14 @@ class Session:
                 assert_never(part.finish)
 
     def _on_not_begun(self, why: str) -> list[Action]:
-        """Its worker had no place for it in time."""
+        """Handle an attempt that its worker did not begin in time."""
         if self.tokens:
             return self._attempt_lost("handed_back", why, withdraw=False)
         retry_after_s = min(self._wait_s, RETRY_MOST_S)  # the queue was at least as long
         return self._end([Fail(Overloaded(self._retries.error_text(why), retry_after_s=retry_after_s))], withdraw=False)
 
     def _is_sound(self, part: Part) -> bool:
-        """Whether the part's own numbers agree, and with what was asked for. What passes can be read without fail."""
+        """Return whether the part agrees with itself and with the request, so that reading it cannot fail."""
         count, rest = divmod(len(part.tokens), 4)
         embedding_bytes = self._embedding_bytes if part.finish in ("stop", "length") else 0
         most_tokens = 0 if self._embedding_bytes else self.max_tokens
@@ -395,7 +399,7 @@ class Session:
         )
 
     def _prefill(self, part: Part) -> list[Action]:
-        """The first part of the attempt that brings something."""
+        """Handle the first part of the attempt that brings a token or an embedding."""
         self.prefilled = True
         self._retries.token_received()
         if not self.tokens:
@@ -412,7 +416,7 @@ class Session:
         )
         return [PublishLoad(prefilled)]
 
-    def _take_in(self, new: list[int], part: Part, known: int) -> list[Action]:
+    def _receive(self, new: list[int], part: Part, known: int) -> list[Action]:
         actions = [] if self.prefilled else self._prefill(part)
         self.tokens.extend(new)
         shown = new[:-1] if part.finish == "stop" else new
@@ -422,14 +426,14 @@ class Session:
         return actions
 
     def _attempt_lost(self, loss: Loss, why: str, *, withdraw: bool = True, overloaded: bool = False) -> list[Action]:
-        """This attempt is lost: the next one, or the end."""
-        noted: list[Action] = [CountLoss(loss, self.prefilled)]
-        enough = self._retries.attempt_failed(loss, self.attempt, self.instance, why, overloaded=overloaded)
+        """Go on after a lost attempt: with the next one, or to the end."""
+        counted: list[Action] = [CountLoss(loss, self.prefilled)]
+        refusal = self._retries.attempt_failed(loss, self.attempt, self.instance, why, overloaded=overloaded)
         if len(self.tokens) >= self.max_tokens:
-            return noted + self._end([Finish("length")], withdraw=withdraw)  # only the finish was lost
-        if enough:
-            return noted + self._end([Fail(Unavailable(enough))], withdraw=withdraw)
-        return noted + self._leave(withdraw) + self._next()
+            return counted + self._end([Finish("length")], withdraw=withdraw)  # only the finish reason was lost
+        if refusal:
+            return counted + self._end([Fail(Unavailable(refusal))], withdraw=withdraw)
+        return counted + self._leave(withdraw) + self._next()
 
     def _next(self) -> list[Action]:
         self.attempt += 1
@@ -441,7 +445,7 @@ class Session:
         return [SelectWorker(self.attempt, len(self.tokens), tuple(self._retries.excluded))]
 
     def _on_no_choice(self, answer: SelectRefused | Unrouted) -> list[Action]:
-        """Wait, or the end. What is asked again has the same number: nothing was reserved for it."""
+        """Wait, or end. The next question has the same attempt number, because nothing was reserved for it."""
         if isinstance(answer, Unrouted):
             self._retries.may_wait |= answer.away
             why = Unavailable(self._retries.error_text(answer.reason))
@@ -462,11 +466,11 @@ class Session:
     def _on_again(self, now_s: float) -> list[Action]:
         if self._retries.pause_ended(now_s):
             return self._ask()
-        assert self._no_choice is not None, "it waited because nobody could be chosen"
+        assert self._no_choice is not None, "it waited because no worker could be chosen"
         return self._end([Fail(self._no_choice)])
 
     def _leave(self, withdraw: bool) -> list[Action]:
-        """The attempt is over: free what it holds, at the worker and at the routers."""
+        """Leave the attempt: free what it holds at the worker and at the routers."""
         leaving: list[Action] = [WithdrawAttempt(self.instance, self.attempt)] if withdraw and self.instance else []
         self.instance = ""
         self.prefilled = False
@@ -479,7 +483,7 @@ class Session:
         return self._leave(withdraw) + last
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         assert bool(self.instance) == (self.state in (State.OFFERED, State.STREAMING))
         self._retries.validate()
         assert self.state is not State.WAITING or (self._retries.may_wait and self._no_choice is not None)

@@ -1,11 +1,13 @@
-"""One request's output on its way from the step frames to whoever answers the client.
+"""One request on the bus: what is asked for, and its output on the way from step frames to the client.
 
-    Emit ─▶ Output ─┬─▶ deltas waiting ─▶ `async for delta in stream` ─▶ the finish reason, or the error raised
-                    └─▶ `send`, where the reader gave one and waits for more, and it takes them
+    InferenceRequest ─▶ Stream ─┬─ Session: its states
+                                └─ Output ─┬─▶ deltas that wait ─▶ `async for delta in stream` ─▶ the end, or the error
+                                           └─▶ `send`, if the client's task waits for more and gave one
 
-What a slow client leaves waiting is handed over as one delta. It is bounded by the request's own max_tokens. `send`
-spares the reader's task its turn: it wakes for the first delta, for what was not taken, and for the end. The streams
-of one request, where it wants several choices, have one Reader.
+Deltas that wait for a slow client are joined into one; `max_tokens` bounds them. `send` writes a delta without waking
+the client's task. That task wakes for the first delta, for each delta that `send` did not take, and for the end.
+
+A request for several choices has one stream per choice. One `StreamSelector` waits for all of them.
 """
 
 from __future__ import annotations
@@ -28,125 +30,139 @@ T = TypeVar("T")
 
 
 class InferenceRequest(Struct, frozen=True):
-    """A request that was found good: what it takes to compute it."""
+    """One prompt and one choice, as routers and workers get it. The client's body has been checked and tokenised."""
 
     id: str
     model: str
     prompt: bytes
-    """Packed u32."""
+    """Token ids, packed as u32."""
     prompt_tokens: int
     hashes: bytes
-    """Sequence hashes of the prompt's full blocks, packed u64."""
+    """Sequence hashes of the prompt's full blocks, packed as u64."""
     sampling: Sampling
     salt: str
     affinity_key: str
-    """Requests of one non-empty session prefer one worker."""
+    """Requests with the same non-empty key prefer the same worker."""
+    deadline: float
+    """The time at which the request fails if it has not ended, on the loop's clock."""
+    output: Output | ParsedOutput
+    """Turns the tokens of this request into text."""
     grammar_param: str = ""
-    """The field that the grammar comes from."""
+    """The field of the body that the grammar comes from; errors name it."""
     embedding_size: int = 0
-    """Floats, where an embedding is asked for."""
+    """The number of floats of the embedding that is asked for; 0 if text is asked for."""
     is_follower: bool = False
-    """Another one of the same request comes before it: it is not refused for having to wait, perhaps for that one."""
+    """Another request of the same body comes first. A follower is not refused for a long wait, because it may wait for
+    that request."""
     repeats_prompt: bool = False
-    """That one has the same prompt."""
+    """The request that comes first has the same prompt."""
 
 
 class StreamSelector:
-    """Whoever reads the streams of a request: it waits until one of them calls."""
+    """Waits until one of several streams has something to read."""
 
     def __init__(self) -> None:
         self.waiting = False
-        """Whether it has all there was, and waits; only then nothing can overtake what it holds."""
-        self._called: dict[Stream, None] = {}
+        """Whether the reader has read everything and waits. Only then can `send` not overtake a delta that waits."""
+        self._ready: dict[Stream, None] = {}
         self._wake = asyncio.Event()
 
     def mark_ready(self, stream: Stream) -> None:
-        """The stream has something for it."""
+        """Record that the stream has something to read, and wake the reader."""
         self.waiting = False
-        self._called[stream] = None
+        self._ready[stream] = None
         self._wake.set()
 
     async def wait_ready(self) -> list[Stream]:
-        """Those that have called since it asked last, at least one. It must have read all there was."""
-        while not self._called:
+        """Wait for at least one stream, and return those marked since the last call. The reader must have read all
+        deltas of the streams that it got before."""
+        while not self._ready:
             self._wake.clear()
             self.waiting = True
             await self._wake.wait()
-        called = list(self._called)
-        self._called.clear()
-        return called
+        ready = list(self._ready)
+        self._ready.clear()
+        return ready
 
 
 class Stream:
-    """The reader's end, and the service's."""
+    """One running request: its session, its output, and the times that its limits are measured from.
+
+    `RequestService` writes to it, and the client's task reads from it. Times are seconds on the loop's clock.
+    """
 
     def __init__(
-        self,
-        job: InferenceRequest,
-        session: Session,
-        output: Output | ParsedOutput,
-        reader: StreamSelector | None = None,
+        self, request: InferenceRequest, session: Session, selector: StreamSelector | None = None, started: float = 0.0
     ) -> None:
-        """`reader`: of this stream and others."""
-        self.request = job
+        """Create the stream of a request that starts now. `selector` is given if it waits for other streams too."""
+        self.request = request
         self.session = session
+        self.started = started
+        self.waiting_since = started
+        """When the client began to wait: for the first token, or for the next one after a lost attempt."""
+        self.last_sign = started
+        """When the current attempt last gave a sign of life."""
+        self.last_tokens: float | None = None
+        """When the last tokens came; None before the first."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Fires at the deadline."""
         self.finish = ""
-        """Why the output ended, once it did with an answer."""
+        """Why the output ended: `stop`, `length` or `tool_calls`; empty before the end and after an error."""
         self.ended = False
         self.awaits_first_token = False
-        """Its reader waits for its first token, which may bring no text."""
+        """Whether the reader must wake for the first token, even if it brings no text."""
         self.embedding = b""
-        """The answer, where it is one; as in Part."""
-        self._output = output
-        self._reader = StreamSelector() if reader is None else reader
+        """The embedding as `Part.embedding` has it, once the request has ended with one."""
+        self._output = request.output
+        self._selector = StreamSelector() if selector is None else selector
         self._waiting: list[Delta] = []
         self._encode: Callable[[Delta], Any] | None = None
         self._send: Callable[[Any], bool] | None = None
         self._error: HeadraceError | None = None
         self._stopped = False
 
-    # --- the service's end
+    # --- for the service
 
     def add_tokens(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> bool:
-        """New output; whether it reached a stop string."""
-        self._add(self._output.push(tokens, logprobs))
+        """Pass new tokens on as text; return whether they completed a stop string."""
+        self._pass_on(self._output.push(tokens, logprobs))
         return self._stopped
 
     def end(self, last: Finish | Fail) -> None:
-        """There is no more. A stop string in the last tokens goes before what the worker says."""
+        """End the stream. A stop string in the last tokens takes precedence over the worker's reason."""
         if self._stopped:
             self.finish = "stop"
         elif isinstance(last, Fail):
             self._error = last.error
         else:
-            self._add(self._output.finish(short=last.reason == "length"))
+            self._pass_on(self._output.finish(short=last.reason == "length"))
             self.finish = "stop" if self._stopped else last.reason
             self.embedding = last.embedding
         if self.finish == "stop" and self._output.calls:
             self.finish = "tool_calls"
         self.ended = True
-        self._reader.mark_ready(self)
+        self._selector.mark_ready(self)
 
-    def _add(self, delta: Delta) -> None:
+    def _pass_on(self, delta: Delta) -> None:
         self._stopped = delta.stopped
         if not (delta.text or delta.entries or delta.calls or delta.reasoning):
             if self.awaits_first_token:
-                self._reader.mark_ready(self)
+                self._selector.mark_ready(self)
             return
-        idle = self._reader.waiting
-        if idle and self._send is not None and self._encode is not None and self._send(self._encode(delta)):
+        waiting = self._selector.waiting
+        if waiting and self._send is not None and self._encode is not None and self._send(self._encode(delta)):
             return
         self._waiting.append(delta)
-        self._reader.mark_ready(self)
+        self._selector.mark_ready(self)
 
-    # --- the reader's end
+    # --- for the reader
 
     def send_directly(self, encode: Callable[[Delta], T], send: Callable[[T], bool]) -> None:
-        """From now on, while the reader waits, deltas go to `send` at once, unless it says that it cannot take one."""
+        """Give deltas to `send` at once from now on, while the reader waits. `send` returns whether it took one."""
         self._encode, self._send = encode, send
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Raises the error that ended the request, after what came before it."""
+        """Yield all deltas; then raise the error that ended the request, if there was one."""
         while True:
             if (delta := self.pop_delta()) is not None:
                 yield delta
@@ -154,43 +170,43 @@ class Stream:
                 self.raise_error()
                 return
             else:
-                await self._reader.wait_ready()
+                await self._selector.wait_ready()
 
     def pop_delta(self) -> Delta | None:
-        """What waited, taken away; None: nothing did."""
+        """Remove the deltas that wait and return them as one; None if there are none."""
         if not self._waiting:
             return None
         waiting, self._waiting = self._waiting, []
         return waiting[0] if len(waiting) == 1 else join_deltas(waiting)
 
     def raise_error(self) -> None:
-        """Raises the error that ended the request."""
+        """Raise the error that ended the request, if there is one."""
         if self._error is not None:
             raise self._error
 
     @property
     def prompt_computed(self) -> bool:
-        """Whether its prompt is computed: it has had a token, or an end with none."""
+        """Whether a worker has computed the prompt: a token has come, or an end without an error."""
         return bool(self.session.tokens) or (self.ended and self._error is None)
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with an error."""
+        """Whether the request has ended with an error."""
         return self._error is not None
 
     @property
     def timed_out(self) -> bool:
-        """Whether its time was over before its end."""
+        """Whether a limit of time ended the request."""
         return isinstance(self._error, RequestTimeout)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of the output so far, those up to the last one that thinking came from."""
+        """The number of output tokens up to the last one that brought reasoning text."""
         return self._output.thinking_tokens
 
     @property
     def usage(self) -> Usage:
-        """Tokens counted so far; a stop string's own tokens count, what came behind it does not."""
+        """The tokens counted so far. The tokens of a stop string count; those after it do not."""
         produced = self._output.counted if self._stopped else len(self.session.tokens)
         session = self.session
         cached = (session.cached_tokens, session.cached_host_tokens, session.cached_disk_tokens)
@@ -198,7 +214,7 @@ class Stream:
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Several deltas as one."""
+    """Join deltas that follow one another into one."""
     return Delta(
         "".join(delta.text for delta in deltas),
         tuple(entry for delta in deltas for entry in delta.entries),

@@ -1,10 +1,11 @@
-"""Looks after running requests whose workers' messages are missing, who went quiet, or are gone.
+"""Watches running requests: finds lost frames, silent or frozen workers, and requests without progress.
 
-step frames ─▶ requests/frames.py ─▶ due, or ResendRequest ─▶ Lost
-load reports, Ping ─▶ requests/liveness.py ─▶ Lost            lost instances ─▶ InstanceGone
-the limits of a first token and of a stall ─▶ Expired, Lost
+step frames           ─▶ requests/frames.py ─▶ due, or ResendRequest ─▶ AttemptLost
+load reports, Ping    ─▶ requests/liveness.py ─▶ AttemptLost
+lost instances        ─▶ InstanceGone
+first_token_s, stall_s ─▶ Expired, AttemptLost
 
-So that a lost frame, a frozen engine or a dead worker ends no request's progress until its deadline.
+Without it, a request whose frame is lost, or whose worker hangs, would wait until its deadline.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.calls import Feed
 from services.frontend.requests.frames import EndsLost, Frames, RequestResend
-from services.frontend.requests.inflight import Running
 from services.frontend.requests.liveness import Liveness
 from services.frontend.requests.session import AttemptLost, Event, Expired, InstanceGone, State
+from services.frontend.requests.stream import Stream
 from shared import subjects
 from shared.bus.contract import Message
 from shared.discovery.directory import DirectoryChange, InstanceDown
@@ -32,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Over all requests of `running`; `feed` gets what becomes of them."""
+    """Watches all requests of `running`; `feed` gets the events that it finds."""
 
     def __init__(
-        self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics, running: Mapping[str, Running], feed: Feed
+        self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics, running: Mapping[str, Stream], feed: Feed
     ) -> None:
         self._runtime = runtime
         self._limits = limits
@@ -44,7 +45,7 @@ class Watchdog:
         self._feed = feed
         self._liveness = Liveness(quiet_s=limits.quiet_s, frozen_s=limits.frozen_s)
         self._excused = 0.0
-        """Nothing could be heard until then."""
+        """The time until which no message could arrive, so that silence up to then proves nothing."""
         self._frames = Frames(retry_s=limits.quiet_s / 2, late_s=limits.quiet_s)
 
     async def start(self) -> None:
@@ -52,11 +53,11 @@ class Watchdog:
         runtime = self._runtime
         await runtime.bus.subscribe(subjects.worker(runtime.namespace, "*", "load"), self._on_report)
         runtime.directory.subscribe(self._on_change)
-        runtime.tasks.create_task(self._check_requests(), name="look after the quiet")
+        runtime.tasks.create_task(self._check_requests(), name="watch requests")
 
     def is_due(self, frame: StepFrame) -> bool:
-        """Whether it is its worker's next one, which is to be read, up to `read`; where one is missing, it is asked
-        for."""
+        """Return whether the frame is its worker's next one, which the caller then reads up to `frame_read`. If a frame
+        is missing, ask for it."""
         now = asyncio.get_running_loop().time()
         verdict = self._frames.frame_received(frame.instance, frame.epoch, frame.sequence, now)
         if verdict == "due":
@@ -68,7 +69,7 @@ class Watchdog:
         return False
 
     def frame_read(self) -> None:
-        """All parts of the frame that was due are read."""
+        """Record that all parts of the frame that was due are applied."""
         self._frames.reading = ""
 
     def _do(self, actions: Sequence[RequestResend | EndsLost]) -> None:
@@ -78,18 +79,18 @@ class Watchdog:
                     self._runtime.tasks.create_task(self._request_resend(action), name=f"resend {action.instance}")
                 case EndsLost():
                     for request, attempt in action.attempts:
-                        one = self._running.get(request)
-                        if one is not None and one.stream.session.instance == action.instance:
-                            self._feed(one, AttemptLost(attempt, "unheard", "the end of its stream was lost"))
+                        stream = self._running.get(request)
+                        if stream is not None and stream.session.instance == action.instance:
+                            self._feed(stream, AttemptLost(attempt, "unheard", "the end of its stream was lost"))
                 case _:
                     assert_never(action)
 
     async def _request_resend(self, ask: RequestResend) -> None:
-        """For step frames that did not come."""
+        """Ask a worker to send step frames again that did not come."""
         streaming = [
-            (one.stream.session.request, one.stream.session.attempt)
-            for one in self._running.values()
-            if one.stream.session.instance == ask.instance and one.stream.session.state is State.STREAMING
+            (stream.session.request, stream.session.attempt)
+            for stream in self._running.values()
+            if stream.session.instance == ask.instance and stream.session.state is State.STREAMING
         ]
         question = RESEND_REQUEST.encode(ResendRequest(self._runtime.instance, ask.first))
         subject = subjects.worker(self._runtime.namespace, ask.instance, "resend")
@@ -110,9 +111,9 @@ class Watchdog:
             self._gone(change.instance.instance)
 
     def _gone(self, instance: str) -> None:
-        for one in list(self._running.values()):
-            if one.stream.session.instance == instance:
-                self._feed(one, InstanceGone(instance))
+        for stream in list(self._running.values()):
+            if stream.session.instance == instance:
+                self._feed(stream, InstanceGone(instance))
 
     async def _on_report(self, message: Message) -> None:
         report = LOAD_REPORT.decode(message.payload)
@@ -126,20 +127,22 @@ class Watchdog:
         while True:
             slept_from = loop.time()
             await asyncio.sleep(self._limits.quiet_s / 2)
-            stopped = loop.time() - slept_from > self._limits.quiet_s  # this process itself, by a signal or a long task
+            stopped = (
+                loop.time() - slept_from > self._limits.quiet_s
+            )  # this process itself stood still, by a signal or a long task
             if stopped or not self._runtime.bus.connected:
                 self._excused = loop.time()
                 self._liveness.excuse_silence(self._excused)
             silent: dict[str, None] = {}
-            for one in list(self._running.values()):
-                overdue = self._overdue(one, loop.time())
+            for stream in list(self._running.values()):
+                overdue = self._overdue(stream, loop.time())
                 if overdue is not None:
-                    self._feed(one, overdue)
-                session = one.stream.session
+                    self._feed(stream, overdue)
+                session = stream.session
                 if session.state is not State.STREAMING:
                     continue
                 attempt = (session.request, session.attempt)
-                match self._liveness.judge(session.instance, attempt, one.last_sign, loop.time()):
+                match self._liveness.judge(session.instance, attempt, stream.last_sign, loop.time()):
                     case "alive":
                         pass
                     case "silent":
@@ -147,32 +150,32 @@ class Watchdog:
                     case "ended":
                         self._frames.suspect(session.instance, attempt)
                     case "frozen":
-                        self._feed(one, AttemptLost(session.attempt, "frozen", "the worker stands still"))
+                        self._feed(stream, AttemptLost(session.attempt, "frozen", "the worker makes no progress"))
             if self._runtime.bus.connected:
                 self._do(self._frames.poll(loop.time()))
             await asyncio.gather(*map(self._ping_silent, silent))
 
-    def _overdue(self, one: Running, now: float) -> Event | None:
-        """A token should have come by now."""
-        session, limits = one.stream.session, self._limits
+    def _overdue(self, stream: Stream, now: float) -> Event | None:
+        """Return the event for a request whose next token is overdue; None if there is still time."""
+        session, limits = stream.session, self._limits
         if not session.prefilled:
-            return Expired("first_token") if now - one.waiting_since >= limits.first_token_s else None
-        assert one.last_tokens is not None, "an attempt that has brought tokens"
-        if now - max(one.last_tokens, self._excused) < limits.stall_s:
+            return Expired("first_token") if now - stream.waiting_since >= limits.first_token_s else None
+        assert stream.last_tokens is not None, "a prefilled attempt has brought tokens"
+        if now - max(stream.last_tokens, self._excused) < limits.stall_s:
             return None
         return AttemptLost(session.attempt, "stalled", f"no token came for {limits.stall_s:g} s")
 
     async def _ping_silent(self, worker: str) -> None:
-        """A silent worker that nobody answers for is dead, whatever its lease says; one that is slow has `frozen_s`."""
+        """Ping a silent worker. Without a subscriber it is dead, whatever its lease says; a slow one has `frozen_s`."""
         subject = subjects.control(self._runtime.namespace, "worker", worker)
         try:
             await self._runtime.bus.request(subject, PING.encode(Ping()), timeout_s=self._limits.quiet_s)
         except NoResponders:
-            _log.warning("worker %s is gone: nobody answers for it", worker)
+            _log.warning("worker %s is gone: it no longer listens on NATS", worker)
             self._gone(worker)
         except Unavailable as why:
             _log.warning("worker %s is silent: %s", worker, why)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         self._frames.validate()

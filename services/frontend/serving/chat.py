@@ -1,6 +1,8 @@
-"""Text from a model: a chat, or a completion.
+"""Chats and completions: text from a model, for /v1/chat/completions, /v1/completions and /v1/responses.
 
-request ─▶ find the model ─▶ prompts ─▶ fit ─▶ a Job a choice ─▶ Choices ─▶ Reply: whole, or in chunks
+ChatRequest ──prepare──▶ PreparedChat ──run──▶ Choices ─▶ ChatReply: one body, or chunks
+             template, tokens, grammar         one InferenceRequest
+             and admission                     for each choice
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -38,11 +40,11 @@ from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
 from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, prompts_of
 from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan, plan_reasoning
+from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.service import RequestService
-from services.frontend.requests.stream import InferenceRequest, Stream
-from services.frontend.serving.chat_reply import ChatReply
-from services.frontend.serving.choices import Choices, Planned, ask
+from services.frontend.requests.stream import InferenceRequest
+from services.frontend.serving.choices import ChatReply, Choices, open_choices
 from services.frontend.serving.reply import Reply
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.tokenize import detokenize
@@ -55,114 +57,116 @@ from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 
+TextRequest = ChatRequest | CompletionRequest
+"""The body of a request for text."""
 
-class Opened(Struct, frozen=True):
-    """A request that is being computed."""
+
+class PreparedChat(Struct, frozen=True):
+    """A request that is checked, tokenised and admitted; nothing was sent to a router or a worker yet."""
 
     model: str
-    choices: Choices
+    prompts: Sequence[Sequence[InferenceRequest]]
+    """For each prompt the requests of its choices."""
     echoes: Sequence[str]
-    """For each choice the text before its answer."""
+    """For each choice the text before its answer, mostly empty."""
     parsed: bool
-    """Its text is taken apart: there may be more than content."""
-
-    @property
-    def stream(self) -> Stream:
-        """Of the first choice."""
-        return self.choices.streams[0]
-
-    @property
-    def job(self) -> InferenceRequest:
-        """Of the first choice."""
-        return self.stream.request
+    """Whether the text is parsed for reasoning and tool calls."""
+    charged: int
+    """The tokens that were charged to its API key."""
+    deadline_shortened: bool
+    """Whether the client asked for less time than the server's default."""
 
 
 class ServingChat:
-    """Turns requests into replies."""
+    """Answers chats and completions."""
 
     def __init__(
         self,
-        frontend: RequestService,
+        service: RequestService,
         models: ModelRegistry,
         pool: Executor,
         metrics: Metrics,
         grammars: GrammarCompiler,
     ) -> None:
-        self._frontend = frontend
+        self._service = service
         self._grammars = grammars
         self._metrics = metrics
         self._models = models
         self._pool = pool
 
     @asynccontextmanager
-    async def answer(self, request: ChatRequest | CompletionRequest, asking: RequestContext) -> AsyncIterator[Reply]:
-        """In the shape that the request asks for. Raises as `open` does."""
-        async with self.open(request, asking) as opened:
-            shapes = _shapes(request, asking.id, opened)
-            streams, with_usage = bool(request.stream), _with_usage(request)
-            del request  # a megabyte of a long prompt, that nobody needs while its answer streams
-            yield ChatReply(shapes, opened.choices, opened.echoes, streams=streams, with_usage=with_usage)
+    async def answer(self, request: TextRequest, context: RequestContext) -> AsyncIterator[Reply]:
+        """Answer in the form that the request asks for. Raises as `prepare` and `run` do."""
+        prepared = await self.prepare(request, context)
+        encoders = _encoders(request, context.id, prepared)
+        streamed, with_usage = bool(request.stream), _with_usage(request)
+        del request  # up to a megabyte of prompt, which the answer does not need
+        async with self.run(prepared, context) as choices:
+            yield ChatReply(encoders, choices, prepared.echoes, streamed=streamed, with_usage=with_usage)
 
-    @asynccontextmanager
-    async def open(self, request: ChatRequest | CompletionRequest, asking: RequestContext) -> AsyncIterator[Opened]:
-        """Leaving it cancels what is still running, and says what it has cost its key. Raises InvalidRequest,
-        Unavailable and RequestTimeout."""
-        deadline = deadline_of(request.deadline_s, asking.deadline_header, asking.received_s, self._frontend.limits)
+    async def prepare(self, request: TextRequest, context: RequestContext) -> PreparedChat:
+        """Check and tokenise a request, admit its tokens and charge them to its key. Raises InvalidRequest, Overloaded,
+        RateLimited, Unavailable and RequestTimeout."""
+        deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self._service.limits)
         model, limits = self._models.find(request.model)
         try:
             async with asyncio.timeout_at(deadline.at):
                 prompts, plan = await self._prompts(request, model, limits)
-                holding = await self._held(request, model, limits, plan)
+                grammar = await self._grammar(request, model, limits, plan)
                 echoes = await self._echoes(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
-        each, place, name = request.n or 1, asking.permit, model.name
-        computed, answered = sum(prompt.count for prompt in prompts), each * len(prompts)
-        place.add_tokens(computed + each * sum(prompt.max_tokens for prompt in prompts), answered)
-        charged = computed + answered * (chat.token_limit(request)[0] or 0)
-        if place.account is not None:
-            place.account.charge_tokens(charged, asyncio.get_running_loop().time())
-            place.spent = TokenUse(charged)
-        planned = [
-            [Planned(job, self._output(request, model, plan)) for job in jobs]
-            for jobs in _jobs(asking.id.unique, request, model, prompts, holding)
-        ]
-        parsed = isinstance(planned[0][0].output, ParsedOutput)
-        del request, prompts, model
-        async with ask(
-            lambda one, reader: self._frontend.open(one.job, one.output, deadline.at, reader), planned
-        ) as choices:
-            try:
-                yield Opened(name, choices, echoes, parsed)
-            finally:
-                place.spent = _spent(charged, choices, hurried=deadline.shortened)
+        charged = _admit(request, prompts, context.permit)
+        return PreparedChat(
+            model=model.name,
+            prompts=_requests(
+                context.id.unique,
+                request,
+                model,
+                prompts,
+                grammar,
+                deadline.at,
+                lambda: self._output(request, model, plan),
+            ),
+            echoes=echoes,
+            parsed=_is_parsed(request, plan),
+            charged=charged,
+            deadline_shortened=deadline.shortened,
+        )
 
-    async def _echoes(self, request: ChatRequest | CompletionRequest, model: Model) -> list[str]:
-        """For each choice. Raises InvalidRequest."""
-        each = request.n or 1
+    @asynccontextmanager
+    async def run(self, prepared: PreparedChat, context: RequestContext) -> AsyncIterator[Choices]:
+        """Compute a prepared request. Leaving the context cancels what still runs, and notes what it cost its key."""
+        async with open_choices(self._service.open, prepared.prompts) as choices:
+            try:
+                yield choices
+            finally:
+                context.permit.spent = _spent(prepared, choices)
+
+    async def _echoes(self, request: TextRequest, model: Model) -> list[str]:
+        """Return the text before the answer of each choice. Raises InvalidRequest."""
+        count = request.n or 1
         if isinstance(request, ChatRequest):
-            return [""] * each
+            return [""] * count
         prompts = prompts_of(request)
         if not request.echo:
-            return [""] * (each * len(prompts))
+            return [""] * (count * len(prompts))
         texts = [one if isinstance(one, str) else await detokenize(model, one, param=param) for param, one in prompts]
-        if each * sum(map(len, texts)) > RENDERED_LIMIT_CHARACTERS:
+        if count * sum(map(len, texts)) > RENDERED_LIMIT_CHARACTERS:
             wrong = f"echo: the prompts of all answers have more than {RENDERED_LIMIT_CHARACTERS} characters"
             raise InvalidRequest(wrong, param="echo")
-        return [text for text in texts for _ in range(each)]
+        return [text for text in texts for _ in range(count)]
 
-    def _check_choices(self, each: int, prompts: int) -> None:
-        """Raises InvalidRequest."""
-        limits = self._frontend.limits
+    def _check_choices(self, count: int, prompts: int) -> None:
+        """Raise InvalidRequest if the request wants too many choices."""
+        limits = self._service.limits
         limit = min(limits.choices, limits.requests)
-        if each * prompts > limit:
+        if count * prompts > limit:
             param = "n" if prompts == 1 else "prompt"
-            raise InvalidRequest(f"{param}: {each * prompts} choices in one request, more than {limit}", param=param)
+            raise InvalidRequest(f"{param}: {count * prompts} choices in one request, more than {limit}", param=param)
 
-    async def _prompts(
-        self, request: ChatRequest | CompletionRequest, model: Model, limits: ModelLimits
-    ) -> tuple[list[Prompt], ParsePlan]:
-        """With what may be in the answers. Raises InvalidRequest."""
+    async def _prompts(self, request: TextRequest, model: Model, limits: ModelLimits) -> tuple[list[Prompt], ParsePlan]:
+        """Tokenise the prompts; return them and what the answers are parsed for. Raises InvalidRequest."""
         for at, token in enumerate(request.stop_token_ids or ()):
             if token >= limits.vocab_size:
                 raise InvalidRequest(
@@ -185,14 +189,14 @@ class ServingChat:
         found: list[Prompt] = []
         for param, given in prompts:
             if found:
-                await asyncio.sleep(0)  # each takes a millisecond of the loop at most, all of them 100
+                await asyncio.sleep(0)  # each blocks the loop for a millisecond at most, all of them for 100
             tokens = await self._text(given, request.suffix or "", model, limits, param)
             found.append(fitted(tokens, param, DEFAULT_TOKENS))
         return found, ParsePlan()
 
     async def _chat(self, request: ChatRequest, model: Model, limits: ModelLimits) -> tuple[bytes, ParsePlan]:
         tools = chat.offered_tools(request)
-        more = _thought(request, model).template_kwargs
+        more = _reasoning(request, model).template_kwargs
         text = await render_chat(model, chat.messages_as_rendered(request.messages), self._pool, tools, more)
         plan = ParsePlan(model.tool_format if tools else None, model.thinks, reasoning.open_in(text))
         tokens = await encode_chat(model, text, self._pool)
@@ -212,40 +216,135 @@ class ServingChat:
         check_encoded(model, tokens, limits, param=param)
         return tokens
 
-    async def _held(
-        self, request: ChatRequest | CompletionRequest, model: Model, limits: ModelLimits, plan: ParsePlan
+    async def _grammar(
+        self, request: TextRequest, model: Model, limits: ModelLimits, plan: ParsePlan
     ) -> AnswerGrammar | None:
-        """What the answer is held to; None: nothing. Raises InvalidRequest."""
-        thought = _thought(request, model) if isinstance(request, ChatRequest) else DEFAULT_REASONING
-        found = answer_grammar(request, plan, model.marks, thought)
-        if found is None:
+        """Return the grammar that constrains the answer; None if it is free. Raises InvalidRequest."""
+        plan_of_reasoning = _reasoning(request, model) if isinstance(request, ChatRequest) else DEFAULT_REASONING
+        grammar = answer_grammar(request, plan, model.marks, plan_of_reasoning)
+        if grammar is None:
             return None
         if not limits.grammars:
-            wrong = f"{found.param}: not every worker of {model.name!r} can be held to a grammar"
-            raise InvalidRequest(wrong, param=found.param, code="unsupported_parameter")
-        if found.checked:
-            await self._grammars.check(found.checked, found.param, found.parts)
-        return found
+            wrong = f"{grammar.param}: not every worker of {model.name!r} supports grammars"
+            raise InvalidRequest(wrong, param=grammar.param, code="unsupported_parameter")
+        if grammar.checked:
+            await self._grammars.check(grammar.checked, grammar.param, grammar.parts)
+        return grammar
 
-    def _output(self, request: ChatRequest | CompletionRequest, model: Model, plan: ParsePlan) -> Output | ParsedOutput:
-        """Nothing more than an Output, where the answer can only be content."""
+    def _output(self, request: TextRequest, model: Model, plan: ParsePlan) -> Output | ParsedOutput:
+        """Return what turns the tokens of one choice into text. Plain content needs no parser."""
         stops = chat.stop_strings(request)
-        if isinstance(request, CompletionRequest) or not (plan.reasoning or plan.calls):
+        if not _is_parsed(request, plan):
             return Output(model.token_bytes, stops)
         if plan.calls is None:
             return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, ParseResult()))
         count, form = self._metrics.tool_calls, FORMATS[plan.calls]
-        found = ParseResult(
+        assert isinstance(request, ChatRequest)
+        result = ParseResult(
             frozenset(tool.function.name for tool in request.tools or ()),
             lambda: f"{form.id_prefix}{random.getrandbits(4 * form.id_digits):0{form.id_digits}x}",
             count=lambda outcome: count.labels(plan.calls, outcome).inc(),
             parallel=request.parallel_tool_calls is not False,
         )
-        return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, found))
+        return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, result))
 
 
-def _thought(request: ChatRequest, model: Model) -> ReasoningPlan:
-    """Raises InvalidRequest."""
+def _is_parsed(request: TextRequest, plan: ParsePlan) -> bool:
+    """Return whether the answer may have more than content: reasoning, or tool calls."""
+    return isinstance(request, ChatRequest) and bool(plan.reasoning or plan.calls)
+
+
+def _admit(request: TextRequest, prompts: Sequence[Prompt], permit: Permit) -> int:
+    """Count the tokens of a request against the limits of the frontend and of its key, and return those charged to the
+    key. Raises Overloaded and RateLimited."""
+    count = request.n or 1
+    prompt_tokens, choices = sum(prompt.count for prompt in prompts), count * len(prompts)
+    permit.add_tokens(prompt_tokens + count * sum(prompt.max_tokens for prompt in prompts), choices)
+    charged = prompt_tokens + choices * (chat.token_limit(request)[0] or 0)
+    if permit.account is not None:
+        permit.account.charge_tokens(charged, asyncio.get_running_loop().time())
+        permit.spent = TokenUse(charged)
+    return charged
+
+
+def _spent(prepared: PreparedChat, choices: Choices) -> TokenUse:
+    """Return what a request cost its key.
+
+    A request that failed before its first token is free. A client that disconnects before it pays for the prompt, and
+    so does a client whose own deadline, shorter than the default, has passed.
+    """
+    usage = choices.usage
+    computed = usage.completion_tokens or (prepared.deadline_shortened and choices.timed_out)
+    if choices.failed and not computed:
+        return TokenUse(prepared.charged)
+    return TokenUse(prepared.charged, usage.prompt_tokens, usage.completion_tokens)
+
+
+def _requests(
+    name: str,
+    request: TextRequest,
+    model: Model,
+    prompts: Sequence[Prompt],
+    grammar: AnswerGrammar | None,
+    deadline: float,
+    new_output: Callable[[], Output | ParsedOutput],
+) -> list[list[InferenceRequest]]:
+    """Return for each prompt the requests of its choices. Several choices are named `name/0` and so on."""
+    found: list[list[InferenceRequest]] = []
+    salt, count = request.cache_salt or "", request.n or 1
+    affinity_key = (request.prompt_cache_key or "") if isinstance(request, ChatRequest) else ""
+    alone = count * len(prompts) == 1
+    grammar_text, grammar_param = ("", "") if grammar is None else (grammar.grammar, grammar.param)
+    for at, prompt in enumerate(prompts):
+        sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar_text)
+        if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
+        first = InferenceRequest(
+            id=name if alone else f"{name}/{at * count}",
+            model=model.name,
+            prompt=prompt.tokens,
+            prompt_tokens=prompt.count,
+            hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of("", salt))),
+            sampling=sampling,
+            salt=salt,
+            # The choices of a prompt share its blocks, so they prefer one worker.
+            affinity_key=affinity_key or (f"{name}/{at}" if count > 1 else ""),
+            deadline=deadline,
+            output=new_output(),
+            grammar_param=grammar_param,
+            is_follower=at > 0,
+        )
+        other = replace(first, is_follower=True, repeats_prompt=True)
+        others = [
+            replace(
+                other, id=f"{name}/{at * count + choice}", sampling=replace(sampling, seed=seed), output=new_output()
+            )
+            for choice in range(1, count)
+            for seed in [(sampling.seed + choice) & ((1 << 64) - 1)]  # as in vLLM
+        ]
+        found.append([first, *others])
+    return found
+
+
+def _encoders(request: TextRequest, request_id: RequestId, prepared: PreparedChat) -> list[AnswerEncoder]:
+    """Return the encoder of each choice's answer."""
+    identity = (request_id.unique, int(time.time()), prepared.model)
+    with_logprobs, with_usage = chat.logprobs_of(request) >= 0, _with_usage(request)
+    indices = range(len(prepared.echoes))
+    if isinstance(request, CompletionRequest):
+        completion = partial(CompletionEncoder, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
+        return [completion(index=index) for index in indices]
+    tier = request.service_tier is not None
+    encoder = partial(ChatEncoder, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
+    return [encoder(parsed=prepared.parsed, tier=tier, index=index) for index in indices]
+
+
+def _with_usage(request: TextRequest) -> bool:
+    return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+def _reasoning(request: ChatRequest, model: Model) -> ReasoningPlan:
+    """Return how the model is to reason before its answer. Raises InvalidRequest."""
     offers = request.tools and request.tool_choice != "none"
     template = model.tool_template if offers else model.template
     return plan_reasoning(
@@ -258,75 +357,11 @@ def _thought(request: ChatRequest, model: Model) -> ReasoningPlan:
 
 
 def _check_biases(biases: Mapping[str, float], model: Model, limits: ModelLimits) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest for a `logit_bias` that a worker would not apply."""
     if biases and not limits.biases:
-        wrong = f"logit_bias: not every worker of {model.name!r} adds one"
+        wrong = f"logit_bias: not every worker of {model.name!r} supports it"
         raise InvalidRequest(wrong, param="logit_bias", code="unsupported_parameter")
     for token in biases:
         if int(token) >= limits.vocab_size:
             wrong = f"token id {token} is outside the vocabulary of {limits.vocab_size}"
             raise InvalidRequest(wrong, param=f"logit_bias[{token}]")
-
-
-def _spent(charged: int, choices: Choices, *, hurried: bool) -> TokenUse:
-    """Nothing, where it failed before its first token; a client that goes before it, or gave less time than there is
-    (`hurried`), has had its prompt computed."""
-    usage = choices.usage
-    if choices.failed and not usage.completion_tokens and not (hurried and choices.late):
-        return TokenUse(charged)
-    return TokenUse(charged, usage.prompt_tokens, usage.completion_tokens)
-
-
-def _jobs(
-    name: str,
-    request: ChatRequest | CompletionRequest,
-    model: Model,
-    prompts: Sequence[Prompt],
-    holding: AnswerGrammar | None,
-) -> Iterator[list[InferenceRequest]]:
-    """For each prompt those of its choices. `name`: of the request; its choices, where it has several, are `name/0`
-    and so on."""
-    salt, each = request.cache_salt or "", request.n or 1
-    session = (request.prompt_cache_key or "") if isinstance(request, ChatRequest) else ""
-    alone = each * len(prompts) == 1
-    grammar, held_by = ("", "") if holding is None else (holding.grammar, holding.param)
-    for at, prompt in enumerate(prompts):
-        sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar)
-        if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
-            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
-        first = InferenceRequest(
-            id=name if alone else f"{name}/{at * each}",
-            model=model.name,
-            prompt=prompt.tokens,
-            prompt_tokens=prompt.count,
-            hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of("", salt))),
-            sampling=sampling,
-            salt=salt,
-            affinity_key=session or (f"{name}/{at}" if each > 1 else ""),  # else a prompt's choices may go apart
-            grammar_param=held_by,
-            is_follower=at > 0,
-        )
-        again = replace(first, follows=True, repeats=True)
-        others = [
-            replace(again, request=f"{name}/{at * each + draw}", sampling=replace(sampling, seed=seed))
-            for draw in range(1, each)
-            for seed in [(sampling.seed + draw) & ((1 << 64) - 1)]  # as vLLM has it
-        ]
-        yield [first, *others]
-
-
-def _shapes(request: ChatRequest | CompletionRequest, named: RequestId, opened: Opened) -> list[AnswerEncoder]:
-    """Of each choice."""
-    identity = (named.unique, int(time.time()), opened.model)
-    with_logprobs, with_usage = chat.logprobs_of(request) >= 0, _with_usage(request)
-    indices = range(len(opened.choices))
-    if isinstance(request, CompletionRequest):
-        completion = partial(CompletionEncoder, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
-        return [completion(index=index) for index in indices]
-    tier = request.service_tier is not None
-    shape = partial(ChatEncoder, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
-    return [shape(parsed=opened.parsed, tier=tier, index=index) for index in indices]
-
-
-def _with_usage(request: ChatRequest | CompletionRequest) -> bool:
-    return request.stream_options is not None and bool(request.stream_options.include_usage)

@@ -1,11 +1,13 @@
-"""The choices of one request, read as one.
+"""The choices of one chat or completion: several streams, read and answered as one.
 
-    a prompt's first choice ── its first token ──▶ the prompt's other choices         all of them ──▶ one Reader
-    another prompt's first choice ── …                 with its blocks in a cache
+    a prompt's first choice ── its first token ──▶ the prompt's other choices       all of them ──▶ one StreamSelector
+    another prompt's first choice ── …                 find its blocks in a cache
 
-Each is a request of its own to routers and workers, so that whatever can happen to a request happens to one choice: it
-is routed, and continues elsewhere when its worker is lost, by itself. For the reader they end as one: where one has
-failed for good, the request has.
+    Choices ─▶ deltas, each of one choice ─▶ its AnswerEncoder ─▶ ChatReply: one body, or chunks
+
+Each choice is a request of its own to routers and workers. So all that can happen to a request happens to one choice:
+it is routed by itself, and continues elsewhere if its worker is lost. The client sees one answer: it fails once a
+choice has failed for good.
 """
 
 from __future__ import annotations
@@ -13,63 +15,57 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from msgspec import Struct
+from services.frontend.output.output import Delta
+from services.frontend.protocol.chat_chunks import AnswerEncoder, FinishedChoice, Usage, usage_of
+from services.frontend.protocol.errors import Failure
+from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector, join_deltas
+from services.frontend.serving.reply import Chunk
 
-from services.frontend.output.output import Delta, Output
-from services.frontend.output.parsed_output import ParsedOutput
-from services.frontend.protocol.chat_chunks import Usage, usage_of
-from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
-
-
-class Planned(Struct, frozen=True):
-    """One choice, before it is asked for."""
-
-    job: InferenceRequest
-    output: Output | ParsedOutput
-
-
-Open = Callable[[Planned, StreamSelector], AbstractAsyncContextManager[Stream]]
-"""Asks for a choice; leaving cancels it."""
+OpenStream = Callable[[InferenceRequest, StreamSelector], AbstractAsyncContextManager[Stream]]
+"""Starts a request, as `RequestService.open` does; leaving the context cancels it."""
 
 
 class Choices:
-    """In the order of the request: a prompt's choices together."""
+    """The choices in the order of the request: the choices of one prompt follow one another."""
 
-    def __init__(self, open_one: Open, prompts: Sequence[Sequence[Planned]], stack: AsyncExitStack) -> None:
+    def __init__(
+        self, open_stream: OpenStream, prompts: Sequence[Sequence[InferenceRequest]], stack: AsyncExitStack
+    ) -> None:
         self.streams: dict[int, Stream] = {}
-        """Those that were asked for, by the choice's index."""
-        self._open = open_one
+        """The streams of the choices that were started, by the choice's index."""
+        self._open = open_stream
         self._stack = stack
-        self._reader = StreamSelector()
-        self._planned = dict(enumerate(one for prompt in prompts for one in prompt))
+        self._selector = StreamSelector()
+        self._pending = dict(enumerate(request for prompt in prompts for request in prompt))
+        """The choices that were not started yet, by index."""
         self._index: dict[Stream, int] = {}
-        self._leaders: dict[int, int] = {}
-        """The first choice of each prompt → how many there are of it."""
+        self._counts: dict[int, int] = {}
+        """The index of each prompt's first choice → the number of the prompt's choices."""
         for prompt in prompts:
-            self._leaders[sum(self._leaders.values())] = len(prompt)
+            self._counts[sum(self._counts.values())] = len(prompt)
 
     def __len__(self) -> int:
-        return sum(self._leaders.values())
+        return sum(self._counts.values())
 
-    async def begin(self) -> None:
-        """Ask for the first choice of each prompt."""
-        for first, count in self._leaders.items():
-            await self._ask(first)
+    async def start(self) -> None:
+        """Start the first choice of each prompt."""
+        for first, count in self._counts.items():
+            await self._start(first)
             self.streams[first].awaits_first_token = count > 1
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | None]]:
-        """What comes next of a choice, with its index; None: it has ended. Raises the error that ended one of them.
+        """Yield the next delta of any choice with its index; None for its end. Raises the error that ended a choice.
 
-        Where the client does not take what is there, the choices that wait for a first token wait for it too.
+        While the client does not read, the choices that wait for another one's first token wait too.
         """
         unfinished = set(range(len(self)))
         while unfinished:
-            for stream in await self._reader.wait_ready():
+            for stream in await self._selector.wait_ready():
                 index = self._index[stream]
                 if stream.awaits_first_token and stream.prompt_computed:
                     stream.awaits_first_token = False
-                    for other in range(index + 1, index + self._leaders[index]):
-                        await self._ask(other)
+                    for other in range(index + 1, index + self._counts[index]):
+                        await self._start(other)
                 while (delta := stream.pop_delta()) is not None:
                     yield index, delta
                 if stream.ended and index in unfinished:
@@ -77,26 +73,26 @@ class Choices:
                     unfinished.remove(index)
                     yield index, None
 
-    async def _ask(self, index: int) -> None:
-        stream = await self._stack.enter_async_context(self._open(self._planned.pop(index), self._reader))
+    async def _start(self, index: int) -> None:
+        stream = await self._stack.enter_async_context(self._open(self._pending.pop(index), self._selector))
         self.streams[index] = stream
         self._index[stream] = index
 
     @property
     def failed(self) -> bool:
-        """Whether one of them has ended with an error."""
+        """Whether a choice has ended with an error."""
         return any(stream.failed for stream in self.streams.values())
 
     @property
-    def late(self) -> bool:
-        """Whether the time of one was over before its end."""
+    def timed_out(self) -> bool:
+        """Whether a limit of time ended a choice."""
         return any(stream.timed_out for stream in self.streams.values())
 
     @property
     def usage(self) -> Usage:
-        """Tokens counted so far: each prompt once, with what was cached of it for its first choice."""
+        """The tokens counted so far. Each prompt counts once, with the cached tokens of its first choice."""
         usages = {index: stream.usage for index, stream in self.streams.items()}
-        prompts = [usages[index] for index in self._leaders]
+        prompts = [usages[index] for index in self._counts]
         tiers = [usage.prompt_tokens_details.cached_tokens_by_tier for usage in prompts]
         return usage_of(
             sum(usage.prompt_tokens for usage in prompts),
@@ -107,22 +103,88 @@ class Choices:
         )
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         assert self._index == {stream: index for index, stream in self.streams.items()}
-        assert self.streams.keys() | self._planned.keys() == set(range(len(self)))
-        assert not self.streams.keys() & self._planned.keys()
-        assert self._leaders.keys() <= self.streams.keys()
-        for first, count in self._leaders.items():
+        assert self.streams.keys() | self._pending.keys() == set(range(len(self)))
+        assert not self.streams.keys() & self._pending.keys()
+        assert self._counts.keys() <= self.streams.keys()
+        for first, count in self._counts.items():
             others = set(range(first + 1, first + count))
             waits = self.streams[first].awaits_first_token
-            assert others <= (self._planned if waits else self.streams).keys()
-        assert all(index in self._leaders for index, stream in self.streams.items() if stream.awaits_first_token)
+            assert others <= (self._pending if waits else self.streams).keys()
+        assert all(index in self._counts for index, stream in self.streams.items() if stream.awaits_first_token)
 
 
 @asynccontextmanager
-async def ask(open_one: Open, prompts: Sequence[Sequence[Planned]]) -> AsyncIterator[Choices]:
-    """For each prompt its choices, at least one; leaving cancels all that have not ended. Raises what opening does."""
+async def open_choices(
+    open_stream: OpenStream, prompts: Sequence[Sequence[InferenceRequest]]
+) -> AsyncIterator[Choices]:
+    """Start the choices of each prompt, at least one; leaving cancels all that have not ended. Raises as `open_stream`
+    does."""
     async with AsyncExitStack() as stack:
-        choices = Choices(open_one, prompts, stack)
-        await choices.begin()
+        choices = Choices(open_stream, prompts, stack)
+        await choices.start()
         yield choices
+
+
+class ChatReply:
+    """The answer of a chat or a completion, in the form of its operation."""
+
+    typed_events = False
+
+    def __init__(
+        self,
+        encoders: Sequence[AnswerEncoder],
+        choices: Choices,
+        echoes: Sequence[str],
+        *,
+        streamed: bool,
+        with_usage: bool,
+    ) -> None:
+        """Create it with an encoder and an echo for each choice. An echo is text before the answer, mostly empty."""
+        self.streamed = streamed
+        self._with_usage = with_usage
+        self._encoders = encoders
+        self._choices = choices
+        self._echoes = echoes
+
+    async def full_body(self) -> bytes:
+        """Return the answer as one JSON object. Raises the error that ended the request."""
+        deltas = [[Delta(echo)] for echo in self._echoes]
+        async for index, delta in self._choices:
+            if delta is not None:
+                deltas[index].append(delta)
+        streams = self._choices.streams
+        ended = [FinishedChoice(index, join_deltas(found), streams[index].finish) for index, found in enumerate(deltas)]
+        return self._encoders[0].full_body(ended, self._choices.usage)
+
+    def keepalive_chunk(self) -> bytes:
+        """Return a chunk that adds nothing to the answer. It may be sent at any time before the last chunk."""
+        [first, *others] = self._encoders
+        # With several choices the first may have ended, so a chunk without choices is sent.
+        return first.keepalive_chunk() if others else first.delta_chunk(join_deltas(()))
+
+    def error_chunk(self, failure: Failure) -> bytes:
+        """Return the last chunk of an answer that failed after it had begun."""
+        return failure.payload
+
+    async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
+        """Yield the answer in chunks; `Reply.chunks` explains `send`."""
+        choices, begun, left = self._choices, set[int](), len(self._encoders)
+        async for index, delta in choices:
+            encoder, stream = self._encoders[index], choices.streams[index]
+            if index not in begun:
+                begun.add(index)
+                if (first := encoder.first_chunk()) is not None:
+                    yield Chunk(first, more=True)
+                if self._echoes[index]:
+                    yield Chunk(encoder.delta_chunk(Delta(self._echoes[index])), more=True)
+            if delta is not None:
+                yield Chunk(encoder.delta_chunk(delta))
+                if send is not None:
+                    stream.send_directly(encoder.delta_chunk, send)
+                continue
+            left -= 1
+            yield Chunk(encoder.last_chunk(stream.finish), more=not left, last=not left and not self._with_usage)
+        if self._with_usage:
+            yield Chunk(self._encoders[0].usage_chunk(choices.usage), more=True, last=True)

@@ -1,4 +1,4 @@
-"""One request from its body to its answer, whichever door it came through: HTTP or NATS.
+"""Sends each request to the operation that it asks for, whether it came over HTTP or NATS.
 
 body ─▶ decode ─┬─▶ chat, completions: serving/chat.py
                 ├─▶ responses: serving/responses.py, over serving/chat.py
@@ -35,59 +35,61 @@ from services.frontend.structured.compiler import GrammarCompiler
 
 
 class Dispatcher:
-    """Turns bodies into replies."""
+    """All operations, and the list of models."""
 
     def __init__(
         self,
-        frontend: RequestService,
+        service: RequestService,
         models: ModelRegistry,
         pool: Executor,
         metrics: Metrics,
         grammars: GrammarCompiler,
-        desk: ResponseDirectory,
+        directory: ResponseDirectory,
     ) -> None:
         self._models = models
-        self._generation = ServingChat(frontend, models, pool, metrics, grammars)
-        self._responses = ServingResponses(self._generation, models, desk, frontend.limits)
-        self._embeddings = ServingEmbeddings(frontend, models, pool)
-        self._tokens = ServingTokenize(models, pool, frontend.limits)
+        self._chat = ServingChat(service, models, pool, metrics, grammars)
+        self._responses = ServingResponses(self._chat, models, directory, service.limits)
+        self._embeddings = ServingEmbeddings(service, models, pool)
+        self._tokenize = ServingTokenize(models, pool, service.limits)
 
     @asynccontextmanager
-    async def answer(self, operation: Operation, body: bytes, asking: RequestContext) -> AsyncIterator[Reply]:
-        """Leaving it cancels what is still running, and says what it has cost its key. Raises InvalidRequest,
-        Unavailable and RequestTimeout."""
+    async def answer(self, operation: Operation, body: bytes, context: RequestContext) -> AsyncIterator[Reply]:
+        """Answer a request. Leaving the context cancels what still runs, and notes what it cost its key.
+
+        Raises InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout.
+        """
         match operation:
             case "chat" | "completions":
                 request = chat.decode_chat(body) if operation == "chat" else decode_completion(body)
-                generating = self._generation.answer(request, asking)
-                del body, request  # neither is needed while the answer streams
+                generating = self._chat.answer(request, context)
+                del body, request  # the answer does not need them
                 async with generating as reply:
                     yield reply
             case "responses":
-                responding = self._responses.create(body, asking)
+                responding = self._responses.create(body, context)
                 del body
                 async with responding as reply:
                     yield reply
             case "retrieve_response":
-                yield JsonReply(await self._responses.retrieve(body, asking))
+                yield JsonReply(await self._responses.retrieve(body, context))
             case "delete_response":
-                yield JsonReply(await self._responses.delete(body, asking))
+                yield JsonReply(await self._responses.delete(body, context))
             case "embeddings":
-                embedding = self._embeddings.answer(decode_embeddings(body), asking)
+                embedding = self._embeddings.answer(decode_embeddings(body), context)
                 del body
                 yield JsonReply(await embedding)
             case "tokenize" | "detokenize":
-                yield JsonReply(await self._tokens.answer(operation, body, deadline_header=asking.deadline_header))
+                yield JsonReply(await self._tokenize.answer(operation, body, deadline_header=context.deadline_header))
             case _:
                 assert_never(operation)
 
     def models(self) -> bytes:
-        """The body of /v1/models."""
+        """Return the body of /v1/models."""
         served = self._models.served().items()
         return msgspec.json.encode(ModelList([ModelEntry(name, _STARTED, one.context_length) for name, one in served]))
 
     def model(self, name: str) -> bytes:
-        """The body of /v1/models/{name}. Raises InvalidRequest and Unavailable."""
+        """Return the body of /v1/models/{name}. Raises InvalidRequest and Unavailable."""
         _, limits = self._models.find(name)
         return msgspec.json.encode(ModelEntry(name, _STARTED, limits.context_length))
 

@@ -1,12 +1,12 @@
-"""Vectors of texts: /v1/embeddings.
+"""Embeddings: vectors of texts, for /v1/embeddings.
 
-    request ─▶ find the model ─▶ inputs to tokens ─┬▶ Job ─▶ Frontend.open ─▶ vector ─┬▶ cut ─▶ written, in turns
-                                                   ├▶ …       `inputs_at_once`        │
-                                                   └▶ …                               ┘
+    EmbeddingRequest ─▶ find the model ─▶ inputs to tokens ─┬▶ InferenceRequest ─▶ vector ─┬▶ cut ─▶ written in turns
+                                                            ├▶ …     `inputs_at_once`      │
+                                                            └▶ …                           ┘
 
-Each input is a request of its own to routers and workers, so that it is routed, and computed again when its worker is
-lost, by itself. Where one fails for good, all do. A large answer is some 85 MB: it is written in turns of TURN_NUMBERS,
-between which others have theirs.
+Each input is a request of its own to routers and workers. So it is routed by itself, and computed again if its worker
+is lost. If one input fails for good, all do. A large answer has some 85 MB: it is written in turns of NUMBERS_PER_TURN,
+and other tasks run between them.
 """
 
 from __future__ import annotations
@@ -42,27 +42,30 @@ from shared.errors import HeadraceError, InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 from shared.messages import Pooling, Sampling
 
-TURN_NUMBERS = 8192
-"""Written before others have a turn: 1 ms or so."""
+NUMBERS_PER_TURN = 8192
+"""The count of numbers that are written before other tasks run: about a millisecond."""
 _JOINED_BYTES = 1 << 20
-"""An answer longer than this is put together in a thread: `bytes.join` lets go of Python's lock for that."""
+"""The size from which an answer is joined in a thread, where `bytes.join` releases Python's lock."""
 
 
-class _Asked(Struct, frozen=True):
-    """What is asked of each input."""
+class _EmbeddingPlan(Struct, frozen=True):
+    """What all inputs of one request have in common."""
 
     model: Model
     sampling: Sampling
     size: int
-    """Numbers that workers answer with …"""
+    """The count of numbers in a worker's vector."""
     dimensions: int
-    """… and those that are left of them."""
+    """The count of leading numbers that the client gets."""
     salt: str
     unique: str
-    """The name of the whole request."""
+    """The id of the whole request."""
+    deadline: float
+    """The time at which the request fails, on the loop's clock."""
 
-    def job(self, name: str, prompt: bytes, *, follows: bool) -> InferenceRequest:
-        """A mean takes nothing from a cache: it has no hashes, and goes where there is least to do."""
+    def inference_request(self, name: str, prompt: bytes, *, is_follower: bool) -> InferenceRequest:
+        """Return the request of one input. With mean pooling nothing comes from a cache: such a request has no hashes
+        and goes to the least loaded worker."""
         reuses = self.sampling.pooling == "last"
         seed = seed_of("", self.salt)
         return InferenceRequest(
@@ -74,28 +77,31 @@ class _Asked(Struct, frozen=True):
             sampling=self.sampling,
             salt=self.salt,
             affinity_key="",
+            deadline=self.deadline,
+            output=Output(self.model.token_bytes, ()),
             embedding_size=self.size,
-            is_follower=follows,
+            is_follower=is_follower,
         )
 
 
 class ServingEmbeddings:
-    """Answers such requests."""
+    """Answers requests for embeddings."""
 
-    def __init__(self, frontend: RequestService, models: ModelRegistry, pool: Executor) -> None:
-        self._frontend = frontend
+    def __init__(self, service: RequestService, models: ModelRegistry, pool: Executor) -> None:
+        self._service = service
         self._models = models
         self._pool = pool
 
-    async def answer(self, request: EmbeddingRequest, asking: RequestContext) -> bytes:
-        """JSON. Says what it has cost its key. Raises InvalidRequest, Unavailable and RequestTimeout."""
+    async def answer(self, request: EmbeddingRequest, context: RequestContext) -> bytes:
+        """Return the JSON answer, and note what it cost its key. Raises InvalidRequest, Overloaded, RateLimited,
+        Unavailable and RequestTimeout."""
         loop = asyncio.get_running_loop()
-        deadline = deadline_of(request.deadline_s, asking.deadline_header, asking.received_s, self._frontend.limits)
+        deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self._service.limits)
         model, limits = self._models.find(request.model)
-        asked = _asked(request, model, limits, asking.id.unique)
+        plan = _plan(request, model, limits, context.id.unique, deadline.at)
         inputs = inputs_of(request)
-        if len(inputs) * asked.dimensions > NUMBERS_LIMIT:
-            wrong = f"input: {len(inputs)} vectors of {asked.dimensions} numbers, more than {NUMBERS_LIMIT} in all"
+        if len(inputs) * plan.dimensions > NUMBERS_LIMIT:
+            wrong = f"input: {len(inputs)} vectors of {plan.dimensions} numbers, more than {NUMBERS_LIMIT} in all"
             raise InvalidRequest(f"{wrong}; ask for fewer, or for fewer `dimensions`", param="input")
         try:
             async with asyncio.timeout_at(deadline.at):
@@ -104,27 +110,27 @@ class ServingEmbeddings:
             raise RequestTimeout("the request's deadline passed before its input was tokenised") from None
         as_text = request.encoding_format == "base64"
         del request, inputs
-        tokens, place = sum(map(len, prompts)) // 4, asking.permit
-        at_once = min(len(prompts), self._frontend.limits.inputs_at_once, self._frontend.limits.requests)
-        place.add_tokens(tokens + len(prompts) * asked.dimensions, at_once)
-        if place.account is not None:
-            place.account.charge_tokens(tokens, loop.time())
-        vectors = _Vectors(self._frontend, asked, prompts, deadline.at)
+        tokens, permit = sum(map(len, prompts)) // 4, context.permit
+        at_once = min(len(prompts), self._service.limits.inputs_at_once, self._service.limits.requests)
+        permit.add_tokens(tokens + len(prompts) * plan.dimensions, at_once)
+        if permit.account is not None:
+            permit.account.charge_tokens(tokens, loop.time())
+        vectors = _Vectors(self._service, plan, prompts)
         try:
             await vectors.compute(at_once)
         finally:
-            # As for other requests before their first token.
-            free = vectors.failed and not (deadline.shortened and vectors.late)
-            place.spent = TokenUse(tokens, 0 if free else vectors.begun_tokens)
+            # The same rule as for text before its first token.
+            free = vectors.failed and not (deadline.shortened and vectors.timed_out)
+            permit.spent = TokenUse(tokens, 0 if free else vectors.begun_tokens)
         usage = EmbeddingUsage(tokens, tokens)
-        ending = msgspec.json.encode({"model": model.name, "usage": usage, "id": f"embd-{asked.unique}"})
-        pieces = [piece async for piece in write_answer(vectors.found, asked.dimensions, ending, as_text=as_text)]
+        ending = msgspec.json.encode({"model": model.name, "usage": usage, "id": f"embd-{plan.unique}"})
+        pieces = [piece async for piece in write_answer(vectors.found, plan.dimensions, ending, as_text=as_text)]
         if sum(map(len, pieces)) < _JOINED_BYTES:
             return b"".join(pieces)
         return await loop.run_in_executor(self._pool, b"".join, pieces)
 
     async def _prompts(self, inputs: dict[str, Input], model: Model, limits: ModelLimits) -> list[bytes]:
-        """Packed tokens. Raises InvalidRequest, naming the input."""
+        """Return the packed tokens of each input. Raises InvalidRequest that names the input."""
         prompts: list[bytes] = []
         tokens, characters = 0, 0
         for name, given in inputs.items():
@@ -148,56 +154,58 @@ class ServingEmbeddings:
 
 
 class _Vectors:
-    """The inputs of one request on their way, some at once."""
+    """The inputs of one request, some of which are computed at the same time."""
 
-    def __init__(self, frontend: RequestService, asked: _Asked, prompts: Sequence[bytes], deadline: float) -> None:
-        self._frontend = frontend
-        self._asked = asked
-        self._deadline = deadline
+    def __init__(self, service: RequestService, plan: _EmbeddingPlan, prompts: Sequence[bytes]) -> None:
+        self._service = service
+        self._plan = plan
         self._left: Iterator[tuple[int, bytes]] = iter(enumerate(prompts))
         self._alone = len(prompts) == 1
         self.found = [b""] * len(prompts)
         self.begun_tokens = 0
-        """Of the inputs that were asked for."""
-        self.failed = self.late = False
-        """One could not be computed, or not in time."""
+        """The tokens of the inputs that were sent to workers."""
+        self.failed = self.timed_out = False
+        """Whether an input could not be computed; whether that was because time was over."""
 
     async def compute(self, at_once: int) -> None:
-        """Until all are found. Raises what ended one of them."""
+        """Compute all vectors, `at_once` at the same time. Raises the error that ended one of them."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(at_once):
-                    tasks.create_task(self._some(), name=f"embed {self._asked.unique} {number}")
+                    tasks.create_task(self._some(), name=f"embed {self._plan.unique} {number}")
         except* HeadraceError as wrong:
             self.failed = True
             first = wrong.exceptions[0]
         else:
             return
-        self.late = isinstance(first, RequestTimeout)
+        self.timed_out = isinstance(first, RequestTimeout)
         raise first
 
     async def _some(self) -> None:
-        """One after another, as long as there are any that no other task has taken."""
+        """Compute one input after another, as long as any is left."""
         for index, prompt in self._left:
-            name = self._asked.unique if self._alone else f"{self._asked.unique}/{index}"
+            name = self._plan.unique if self._alone else f"{self._plan.unique}/{index}"
             self.begun_tokens += len(prompt) // 4
-            job = self._asked.job(name, prompt, follows=index > 0)  # else it could be refused for its own inputs
-            nothing = Output(self._asked.model.token_bytes, ())
-            async with self._frontend.open(job, nothing, self._deadline) as stream:
+            # As followers, inputs are not refused for waiting for those before them.
+            request = self._plan.inference_request(name, prompt, is_follower=index > 0)
+            async with self._service.open(request) as stream:
                 async for _ in stream:
-                    raise AssertionError("what is embedded says nothing")
+                    raise AssertionError("an embedding has no text")
                 self.found[index] = stream.embedding
 
 
 async def write_answer(
     vectors: Sequence[bytes], dimensions: int, ending: bytes, *, as_text: bool
 ) -> AsyncIterator[bytes]:
-    """An EmbeddingAnswer in pieces: of float32 vectors the leading `dimensions`, in base64 or in decimal. `ending` is a
-    JSON object of the other fields. The loop has a turn every TURN_NUMBERS."""
+    """Yield an EmbeddingAnswer in pieces. Other tasks run after every NUMBERS_PER_TURN.
+
+    `vectors` are packed float32, of which the leading `dimensions` are written, in base64 (`as_text`) or in decimal.
+    `ending` is a JSON object of the other fields.
+    """
     numbers = 0
     yield b'{"object":"list","data":['
     for index, vector in enumerate(vectors):
-        if numbers > TURN_NUMBERS:
+        if numbers > NUMBERS_PER_TURN:
             numbers = 0
             await asyncio.sleep(0)
         numbers += len(vector) // 4
@@ -207,25 +215,25 @@ async def write_answer(
     yield b"]," + ending[1:]
 
 
-def _asked(request: EmbeddingRequest, model: Model, limits: ModelLimits, unique: str) -> _Asked:
-    """Raises InvalidRequest."""
+def _plan(request: EmbeddingRequest, model: Model, limits: ModelLimits, unique: str, deadline: float) -> _EmbeddingPlan:
+    """Return what all inputs have in common. Raises InvalidRequest."""
     size = limits.embedding_size
     if not size:
-        wrong = f"model: not every worker of {model.name!r} embeds"
+        wrong = f"model: not every worker of {model.name!r} makes embeddings"
         raise InvalidRequest(wrong, param="model", code="unsupported_value")
     pooling: Pooling = request.pooling or limits.pooling
     if not pooling:
-        wrong = f"pooling: what {model.name!r} is meant for is not built; mean and last are"
+        wrong = f"pooling: {model.name!r} has a kind of pooling that is not supported; ask for mean or last"
         raise InvalidRequest(wrong, param="pooling", code="unsupported_value")
     dimensions = request.dimensions or size
     if dimensions > size:
         raise InvalidRequest(f"dimensions: {dimensions}, but {model.name!r} has {size}", param="dimensions")
     sampling = Sampling(max_tokens=1, pooling=pooling)
-    return _Asked(model, sampling, size, dimensions, request.cache_salt or "", unique)
+    return _EmbeddingPlan(model, sampling, size, dimensions, request.cache_salt or "", unique, deadline)
 
 
 def _check_length(tokens: int, limits: ModelLimits, name: str) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest for an empty input, and for one that does not fit the context."""
     if not tokens:
         raise InvalidRequest(f"{name} has no tokens", param=name)
     if tokens > limits.context_length:
@@ -234,7 +242,7 @@ def _check_length(tokens: int, limits: ModelLimits, name: str) -> None:
 
 
 def _cut(vector: bytes, dimensions: int) -> bytes:
-    """The leading ones, scaled to length 1 again."""
+    """Return the leading numbers, scaled to length 1 again."""
     if len(vector) == 4 * dimensions:
         return vector
     numbers = _floats(vector[: 4 * dimensions])

@@ -1,4 +1,4 @@
-"""What an operation hands to a door: an answer, whole or in chunks."""
+"""The answer of an operation, as the HTTP and NATS APIs get it: one body, or chunks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Chunk(Struct, frozen=True):
 
     payload: bytes
     more: bool = False
-    """Another one follows at once; after the last one, the door's own end of the answer."""
+    """Whether more follows at once: another chunk, or after the last one the API's own end of the answer."""
     last: bool = False
 
 
 class Reply(Protocol):
-    """An answer on its way."""
+    """An answer that is being made."""
 
     @property
     def streamed(self) -> bool:
@@ -29,32 +29,32 @@ class Reply(Protocol):
 
     @property
     def typed_events(self) -> bool:
-        """Chunks are events, each with its name in its first field, `type`; none is needed to say that it was the last
-        one. Else over HTTP [DONE] is."""
+        """Whether chunks are events with a name in their first field, `type`. Such an answer needs no other sign of its
+        end; others end with [DONE] over HTTP."""
         ...
 
     async def full_body(self) -> bytes:
-        """The answer as one JSON object. Raises what ended the request."""
+        """Return the answer as one JSON object. Raises the error that ended the request."""
         ...
 
     def keepalive_chunk(self) -> bytes:
-        """A chunk that adds nothing to the answer; it may come at any time before the last one."""
+        """Return a chunk that adds nothing to the answer. It may be sent at any time before the last chunk."""
         ...
 
-    def error_chunk(self, wrong: Failure) -> bytes:
-        """The last chunk, in place of the rest, of an answer that has begun and failed."""
+    def error_chunk(self, failure: Failure) -> bytes:
+        """Return the last chunk of an answer that failed after it had begun."""
         ...
 
     def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
-        """The answer in pieces; the first comes with the first text, so that errors before it stay errors.
+        """Yield the answer in chunks. The first comes with the first text, so that earlier errors are raised.
 
-        Once that is out, pieces go to `send`, where there is one; only what it does not take comes here.
+        Once it is out, chunks go to `send`, if there is one; only those that `send` does not take are yielded.
         """
         ...
 
 
 class JsonReply:
-    """An answer that is there already, in one piece."""
+    """An answer in one piece that is complete already."""
 
     streamed = typed_events = False
 
@@ -62,17 +62,17 @@ class JsonReply:
         self._payload = payload
 
     async def full_body(self) -> bytes:
-        """As in Reply."""
+        """Return the answer."""
         return self._payload
 
     def keepalive_chunk(self) -> bytes:
-        """As in Reply."""
+        """Return nothing, since the answer is not streamed."""
         return b""
 
-    def error_chunk(self, wrong: Failure) -> bytes:
-        """As in Reply."""
-        return wrong.payload
+    def error_chunk(self, failure: Failure) -> bytes:
+        """Return the error's body."""
+        return failure.payload
 
     async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:  # noqa: ARG002
-        """As in Reply."""
+        """Yield the answer as the only chunk."""
         yield Chunk(self._payload, last=True)

@@ -1,4 +1,4 @@
-"""What a request comes with beside its body, whichever door it came through."""
+"""What belongs to a request in addition to its body, over HTTP and over NATS."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ _PLAIN = re.compile(r"[0-9A-Za-z._:-]{1,64}")
 
 
 class RequestId(Struct, frozen=True):
-    """The name of a request."""
+    """The two names of a request."""
 
     unique: str
-    """In the logs and messages of all services."""
+    """The name in the logs and messages of all services."""
     shown: str
-    """To its client."""
+    """The name that its client sees."""
 
 
 def request_id(given: str = "") -> RequestId:
-    """`given` is the client's own name for it, not unique and perhaps unfit: then it is passed over."""
-    own = secrets.token_hex(16)  # not to be guessed: where no keys are asked for, a response is his who knows its id
+    """Return the names of a new request. `given` is the client's own name for it, not unique; it is ignored unless it
+    is short and plain."""
+    # Unguessable: without API keys, a response's id is all that one needs to read it.
+    own = secrets.token_hex(16)
     return RequestId(f"{given}-{own}", given) if _PLAIN.fullmatch(given) else RequestId(own, own)
 
 
 class RequestContext(Struct, frozen=True):
-    """One request's, while it is answered."""
+    """The context of one request while it is answered."""
 
     id: RequestId
     permit: Permit
-    """With the account of its key."""
+    """What it has of the frontend's limits, and the account of its key."""
     received_s: float
-    """When its body was there, on the loop's clock."""
+    """When its body was complete, on the loop's clock."""
     deadline_header: str | None = None

@@ -1,9 +1,9 @@
-"""Where responses are kept and found again, whichever frontend keeps them: an id names the one that does.
+"""Stores responses and finds them again, whichever frontend stores them: an id names that frontend.
 
-    resp_{frontend}.{request}     ours ──▶ the store           another's ──▶ Recall, Forget ──▶ its desk ──▶ its store
+    resp_{frontend}.{request}   this frontend's ──▶ its store     another's ──▶ Recall, Forget ──▶ that one's store
 
-The same checks hold for both: it must be there, and of the account that asks. A frontend that has ended took what it
-kept with it: then nobody answers for its ids, and they are unknown.
+The same checks hold for both: a response must be stored, and belong to the account that asks. The responses of a
+frontend that has ended are lost: no frontend answers for their ids, and they are unknown.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from shared.runtime.lifecycle import Runtime
 
 PREFIX = "resp_"
 PIECE_BYTES = 512 << 10
-"""Of one message between frontends: half of what a NATS takes that nobody has set."""
+"""The size of one message between frontends: half of what NATS accepts by default."""
 PEER_TIMEOUT_S = 2.0
-"""For each message of another frontend, and …"""
+"""Seconds to wait for each message of another frontend."""
 PEER_LIMIT_S = 10.0
-"""… for all of its answer; never longer than the request's own deadline."""
+"""Seconds to wait for all of another frontend's answer, within the request's own deadline."""
 EXPIRE_EVERY_S = 30.0
-"""Old ones go, even where nobody asks for any."""
+"""Seconds between two removals of old responses."""
 
 
 class ResponseKey(Struct, frozen=True):
-    """Where one account's response is."""
+    """The id of a response, and the account that asks for it."""
 
     id: str
     account: str
 
     @property
     def frontend(self) -> str:
-        """Who keeps it; empty: the id is none of ours."""
+        """The frontend that stores it; empty if the id has another form."""
         named, dot, _ = self.id.removeprefix(PREFIX).partition(".")
         ours = self.id.startswith(PREFIX) and dot and subjects.is_id(named)
         return named if ours else ""
 
 
 class ResponseDirectory:
-    """Of one frontend."""
+    """The responses that this frontend can find, in its own store and in those of others."""
 
     def __init__(self, runtime: Runtime, config: ResponsesConfig, metrics: Metrics) -> None:
         self._runtime = runtime
@@ -58,29 +58,29 @@ class ResponseDirectory:
         )
 
     async def start(self) -> None:
-        """Answer other frontends, and forget what is old."""
+        """Answer other frontends, and remove old responses regularly."""
         runtime = self._runtime
         await runtime.bus.subscribe(subjects.kept(runtime.namespace, runtime.instance), self._on_question)
         runtime.tasks.create_task(self._expire(), name="forget old responses")
 
     def response_id(self, request: str) -> str:
-        """The id of a request's response."""
+        """Return the id of a request's response."""
         return f"{PREFIX}{self._runtime.instance}.{request}"
 
     def keep(self, kept: StoredResponse) -> None:
-        """From now on."""
+        """Store a response."""
         self._store.keep(kept, self._now())
         self._count()
 
     async def find(
         self, whose: ResponseKey, what: Literal["conversation", "response"], deadline: float
     ) -> bytes | None:
-        """JSON; None: it is not kept, or not this account's. `deadline`: on the loop's clock. Raises Unavailable and
-        RequestTimeout."""
+        """Return the JSON of a stored response; None if it is not stored, or belongs to another account. `deadline` is
+        on the loop's clock. Raises Unavailable and RequestTimeout."""
         return await self._ask(whose, Recall(whose.id, whose.account, what), deadline)
 
     async def forget(self, whose: ResponseKey, deadline: float) -> bool:
-        """Whether it was kept. Raises Unavailable and RequestTimeout."""
+        """Remove a response; return whether it was stored. Raises Unavailable and RequestTimeout."""
         return await self._ask(whose, Forget(whose.id, whose.account), deadline) is not None
 
     async def _ask(self, whose: ResponseKey, question: KeptQuestion, deadline: float) -> bytes | None:
@@ -103,13 +103,13 @@ class ResponseDirectory:
             return None
         except (RequestTimeout, TimeoutError):
             if self._now() >= deadline:
-                late = "the request's deadline passed before the frontend that keeps this response answered"
+                late = "the request's deadline passed before the frontend that stores this response answered"
                 raise RequestTimeout(late) from None
-            raise Unavailable("the frontend that keeps this response does not answer") from None
+            raise Unavailable("the frontend that stores this response does not answer") from None
         return b"".join(pieces)
 
     def _answer(self, question: KeptQuestion) -> bytes | None:
-        """Out of our own store."""
+        """Answer a question from the store of this frontend."""
         match question:
             case Recall():
                 kept = self._store.find(question.response, question.account, self._now())

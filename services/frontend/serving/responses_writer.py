@@ -1,14 +1,15 @@
-"""Writes the answer of /v1/responses: items from what a model's text was taken apart into, and events of them. Pure.
+"""Writes the answer of /v1/responses: items from the parts of a model's text, and events about them. Pure.
 
                 ┌──▶ reasoning ──┐
      nothing ───┼──▶ message ◀───┼──▶ ended
-                └──▶ call ◀──────┘            one item is open at a time; what comes next of another kind closes it
+                └──▶ call ◀──────┘            one item is open at a time; the next one of another kind closes it
 
-Each item is where the model wrote it: pieces of calls say how much content came before them. So how the text was cut
-into deltas changes nothing of the response, and an answer as a whole is one delta that is written like any other.
+Each item stands where the model wrote it: pieces of calls say how much content came before them. So the way in which
+the text was cut into deltas does not change the response, and a full answer is one delta that is written like others.
 
-A delta that only continues the open item is one event, whose bytes are put together from a beginning made once an item:
-0.8 µs, where a chat's chunk takes 0.3; `single` makes it, and changes nothing until `took`.
+A delta that only continues the open item is one event. Its bytes are joined from a beginning that is made once for each
+item: 0.8 µs, where the chunk of a chat takes 0.3. `continuation_event` makes it, and changes nothing until
+`continuation_sent`.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ _DELTAS = {
     OutputThought: (b"reasoning_text", b',"content_index":0', b""),
     OutputCall: (b"function_call_arguments", b"", b""),
 }
-"""What a delta of each is called, and has beside its text."""
+"""For each kind of item the name of its delta event, and that event's other fields before and after the text."""
 
 
 class _Open:
-    """The item that grows."""
+    """The open item, which grows."""
 
     def __init__(self, item: OutputItem, index: int) -> None:
         self.item = item
@@ -72,7 +73,7 @@ class _Open:
         self.head = b'{"type":"response.%b.delta","item_id":%b,"output_index":%d%b' % (
             *(kind, _encode(item.id), index, part),
         )
-        """Of a delta's event; and `plain`, up to its text, where that has no log-probabilities."""
+        """The beginning of a delta's event. `plain` goes up to its text, for a delta without log-probabilities."""
         self.plain = b'%b%b,"delta":' % (self.head, logprobs)
 
     def whole(self, status: Literal["completed", "incomplete"]) -> OutputItem:
@@ -89,28 +90,28 @@ class _Open:
 
 
 class ResponseWriter:
-    """Grows by `push` until it is finished, or has failed; each answers the events that follow."""
+    """Writes one response. `push`, `finish` and `fail` return the events that follow."""
 
     def __init__(self, response: Response, unique: str) -> None:
-        """`response` as it begins; items are named after `unique`."""
+        """Create it. `response` is the response as it begins; items are named after `unique`."""
         self.response = response
-        """Without output until the end."""
+        """The response; it has no output until the end."""
         self._unique = unique
         self._items: list[OutputItem] = []
         self._open: _Open | None = None
         self._content = 0
-        """Characters of all messages."""
+        """The count of characters in all messages."""
         self._sequence = 0
         self._events: list[bytes] = []
 
     def first_events(self) -> list[bytes]:
-        """The first events."""
+        """Return the first events."""
         self._say(ResponseCreated(self.response, self._sequence))
         self._say(ResponseInProgress(self.response, self._sequence))
         return self._said()
 
     def push(self, delta: Delta) -> list[bytes]:
-        """More of the answer."""
+        """Add a delta to the response."""
         if delta.reasoning:
             self._grow(self._thought(), delta.reasoning)
         text = delta.text
@@ -127,10 +128,10 @@ class ResponseWriter:
         return self._said()
 
     def finish(self, finish: str, usage: Usage, reasoning_tokens: int, now: int) -> list[bytes]:
-        """The answer has ended, for the reason `finish`; `response` is complete. `now`: as `created_at`."""
+        """End the response for the reason `finish`, at the time `now` in seconds since 1970."""
         cut = finish == "length"
         if not self._items and self._open is None:
-            self._message()  # an answer that says nothing is a message all the same
+            self._message()  # an empty answer is a message too
         self._close("incomplete" if cut else _DONE)
         self.response = replace(
             self.response,
@@ -145,7 +146,7 @@ class ResponseWriter:
         return self._said()
 
     def fail(self, error: ResponseError) -> bytes:
-        """The last event, in place of what would have come."""
+        """End the response with an error; return the last event."""
         if self._open is not None:
             self._items.append(self._open.whole("incomplete"))
             self._open = None
@@ -156,7 +157,7 @@ class ResponseWriter:
     # --- the fast path
 
     def continuation_event(self, delta: Delta) -> bytes | None:
-        """The one event of a delta that only continues the open item; None: it does more, and is to be pushed."""
+        """Return the event of a delta that only continues the open item; None for others, which are to be pushed."""
         grown, text, calls = self._open, delta.text, delta.calls
         if grown is None or delta.entries:
             return None
@@ -170,7 +171,7 @@ class ResponseWriter:
         return None
 
     def continuation_sent(self, delta: Delta) -> None:
-        """Its `single` event is out."""
+        """Record that the `continuation_event` of a delta was sent."""
         assert self._open is not None
         self._open.pieces.append(delta.text or delta.reasoning or delta.calls[0].arguments)
         self._content += len(delta.text)
@@ -257,7 +258,7 @@ class ResponseWriter:
         return said
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         assert not self._events, "events are handed over by what made them"
         assert all(item.status != "in_progress" for item in self._items)
         assert self._open is None or self._open.index == len(self._items)

@@ -1,10 +1,10 @@
-"""What a text is in tokens, and back, for clients that count: vLLM's /tokenize and /detokenize.
+"""Tokenises texts and detokenises tokens for clients that count: vLLM's /tokenize and /detokenize.
 
     {"prompt"} or {"messages"}  ──▶  {"count", "max_model_len", "tokens", "token_strs"}
     {"tokens"}                  ──▶  {"prompt"}
 
-A prompt is made as a completion's or a chat's is, so that counts agree with `usage`; no worker is asked. An answer may
-be many times as long as its body: it is bounded, and made in turns of TURN_TOKENS, between which others have theirs.
+A prompt is made as for a completion or a chat, so that counts agree with `usage`. No worker is asked. An answer may be
+many times as long as its body: it is limited, and made in turns of TOKENS_PER_TURN with other tasks between them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import token_array
 
 TokenOperation = Literal["tokenize", "detokenize"]
-TURN_TOKENS = 4096
-"""Written before others have a turn: 1 ms or so."""
+TOKENS_PER_TURN = 4096
+"""The count of tokens that are written before other tasks run: about a millisecond."""
 
 
 class ServingTokenize:
-    """Answers such bodies."""
+    """Answers /tokenize and /detokenize."""
 
     def __init__(self, models: ModelRegistry, pool: Executor, limits: LimitsConfig) -> None:
         self._models = models
@@ -51,7 +51,7 @@ class ServingTokenize:
         self._limits = limits
 
     async def answer(self, operation: TokenOperation, body: bytes, *, deadline_header: str | None = None) -> bytes:
-        """JSON. Raises InvalidRequest, Unavailable and RequestTimeout."""
+        """Return the JSON answer. Raises InvalidRequest, Unavailable and RequestTimeout."""
         try:
             async with asyncio.timeout(allowed_s(None, deadline_header, self._limits)):
                 match operation:
@@ -62,7 +62,7 @@ class ServingTokenize:
                     case _:
                         assert_never(operation)
         except TimeoutError:
-            raise RequestTimeout("the request's deadline passed before its answer was there") from None
+            raise RequestTimeout("the request's deadline passed before its answer was complete") from None
 
     async def _tokenize(self, request: TokenizeRequest) -> bytes:
         model, limits = self._models.find(request.model)
@@ -100,15 +100,15 @@ class ServingTokenize:
 
 
 async def detokenize(model: Model, tokens: Sequence[int], *, param: str) -> str:
-    """The text of tokens of the vocabulary; special ones as they are written, as in vLLM. `param` names the field that
-    they came from. Raises InvalidRequest."""
+    """Return the text of tokens of the vocabulary, special tokens in their written form, as in vLLM. `param` names the
+    field that they came from. Raises InvalidRequest."""
     output = Detokenizer(msgspec.structs.replace(model.token_bytes, table=model.token_bytes.names))
     pieces: list[str] = []
     left = RENDERED_LIMIT_CHARACTERS
-    for start in range(0, len(tokens), TURN_TOKENS):
+    for start in range(0, len(tokens), TOKENS_PER_TURN):
         if start:
             await asyncio.sleep(0)
-        pieces.append(output.push(tokens[start : start + TURN_TOKENS]))
+        pieces.append(output.push(tokens[start : start + TOKENS_PER_TURN]))
         left -= len(pieces[-1])
         if left < 0:
             wrong = f"{param}: the text is longer than {RENDERED_LIMIT_CHARACTERS} characters"
@@ -117,10 +117,10 @@ async def detokenize(model: Model, tokens: Sequence[int], *, param: str) -> str:
 
 
 async def _listed(tokens: Sequence[int], shown: Callable[[int], int | str | None]) -> msgspec.Raw:
-    """What is shown of each token, as one JSON list."""
+    """Return what `shown` returns for each token, as one JSON list."""
     pieces: list[bytes] = []
-    for start in range(0, len(tokens), TURN_TOKENS):
+    for start in range(0, len(tokens), TOKENS_PER_TURN):
         if start:
             await asyncio.sleep(0)
-        pieces.append(msgspec.json.encode([shown(token) for token in tokens[start : start + TURN_TOKENS]])[1:-1])
+        pieces.append(msgspec.json.encode([shown(token) for token in tokens[start : start + TOKENS_PER_TURN]])[1:-1])
     return msgspec.Raw(b"[" + b",".join(pieces) + b"]")

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram
 
 from services.frontend.config import LimitsConfig
+from services.frontend.requests.service import CANCELS_LIMIT, CancelLatency
+from services.frontend.requests.session import ClientGone, Session
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
-from shared.messages import Cancel, Generate, Select, SelectRefused, SelectReply
+from shared.messages import Accepted, Cancel, Generate, Overlap, Select, Selected, SelectRefused, SelectReply
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
 PENDING_LIMIT = 65_536
@@ -172,3 +175,58 @@ async def test_a_router_that_has_not_heard_of_a_worker_yet_is_asked_again(direct
         async with clients(w) as (openai, _), asyncio.timeout(DEADLINE_S):
             answer = await openai.chat.completions.create(model=MODEL, messages=COUNT)
         assert answer.choices[0].message.content == "hello"
+
+
+# --- the latency of cancellations
+
+
+def measured() -> tuple[CancelLatency, CollectorRegistry]:
+    registry = CollectorRegistry()
+    return CancelLatency(Histogram("seconds", "", registry=registry)), registry
+
+
+def offered(request: str) -> Session:
+    session = Session(request, 8)
+    session.start()
+    session.on(Selected(request, 1, "w1", 0, "r1", Overlap(), "first"))
+    return session
+
+
+def test_a_cancellation_lasts_until_the_worker_tells_the_attempts_end() -> None:
+    withdrawals, registry = measured()
+    session = offered("a")
+    session.on(Accepted("a", 1))
+    withdrawals.client_gone(session, 10.0)
+    session.on(ClientGone())
+    withdrawals.attempt_ended("a", 2, 10.1)
+    withdrawals.attempt_ended("b", 1, 10.1)
+    assert registry.get_sample_value("seconds_count") == 0
+    withdrawals.attempt_ended("a", 1, 10.25)
+    withdrawals.attempt_ended("a", 1, 11.0)
+    assert registry.get_sample_value("seconds_count") == 1
+    assert registry.get_sample_value("seconds_sum") == 0.25
+    withdrawals.validate()
+
+
+def test_what_no_worker_has_and_what_has_ended_is_not_measured() -> None:
+    withdrawals, registry = measured()
+    choosing = Session("a", 8)
+    choosing.start()
+    withdrawals.client_gone(choosing, 1.0)
+    ended = offered("b")
+    ended.on(ClientGone())
+    withdrawals.client_gone(ended, 1.0)
+    for request in "ab":
+        withdrawals.attempt_ended(request, 1, 2.0)
+    assert registry.get_sample_value("seconds_count") == 0
+
+
+def test_attempts_whose_workers_never_tell_are_forgotten_at_the_bound() -> None:
+    withdrawals, registry = measured()
+    for number in range(CANCELS_LIMIT + 1):
+        withdrawals.client_gone(offered(str(number)), 1.0)
+        withdrawals.validate()
+    withdrawals.attempt_ended("0", 1, 2.0)
+    assert registry.get_sample_value("seconds_count") == 0
+    withdrawals.attempt_ended("1", 1, 2.0)
+    assert registry.get_sample_value("seconds_count") == 1

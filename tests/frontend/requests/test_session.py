@@ -93,7 +93,7 @@ def copied(session: Session) -> Session:
 
 
 def state(session: Session) -> Mapping[str, object]:
-    return vars(session) | {"_tries": vars(session._retries)}
+    return vars(session) | {"_retries": vars(session._retries)}
 
 
 def continues_alike(twin: Session, event: PartReceived, session: Session, actions: list[Action]) -> None:
@@ -454,7 +454,7 @@ def test_a_stream_outlives_any_number_of_rolling_restarts(finish: FinishReason, 
 
 
 def test_a_grammar_that_cannot_be_followed_is_its_request_s_fault_and_tried_nowhere_else() -> None:
-    session = Session(R, MAX_TOKENS, held_by="structured_outputs.regex")
+    session = Session(R, MAX_TOKENS, grammar_param="structured_outputs.regex")
     session.start()
     session.on(selected(1, "w1"))
     session.on(Accepted(R, 1))

@@ -20,9 +20,12 @@ from shared.messages import Sampling
 TOKENS = TokenBytes([b"a", b"b", b"c"], [b"a", b"b", b"c"], False)
 
 
+def request(output: Output | ParsedOutput, max_tokens: int) -> InferenceRequest:
+    return InferenceRequest("r", "m", b"", 3, b"", Sampling(max_tokens), "", "", 0.0, output)
+
+
 def opened(*stops: str, max_tokens: int = 10) -> Stream:
-    job = InferenceRequest("r", "m", b"", 3, b"", Sampling(max_tokens), "", "")
-    return Stream(job, Session("r", max_tokens), Output(TOKENS, stops))
+    return Stream(request(Output(TOKENS, stops), max_tokens), Session("r", max_tokens))
 
 
 def text_of(delta: Delta) -> bytes:
@@ -149,7 +152,7 @@ async def test_a_turn_with_calls_ends_for_them_and_what_piled_up_is_joined(
     table = [bytes([byte]) for byte in range(256)]
     found = ParseResult(frozenset({"f"}), lambda: "id")
     output = ParsedOutput(Output(TokenBytes(table, table, False), ()), AnswerParser(ParsePlan("mistral"), found))
-    stream = Stream(InferenceRequest("r", "m", b"", 3, b"", Sampling(99), "", ""), Session("r", 99), output)
+    stream = Stream(request(output, 99), Session("r", 99))
     for token in b"[TOOL_CALLS]f{}":
         stream.add_tokens([token], None)
     stream.end(Finish(reason))

@@ -20,7 +20,7 @@ from services.frontend.output.output import Output
 from services.frontend.requests.session import Fail, Finish, PartReceived, Session
 from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 from services.frontend.server.routes import CLIENT_GONE
-from services.frontend.serving.choices import Choices, Planned, ask
+from services.frontend.serving.choices import Choices, open_choices
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.errors import Unavailable
@@ -45,8 +45,10 @@ LIMIT = 30
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
-def planned(index: int) -> Planned:
-    return Planned(InferenceRequest(f"r/{index}", "m", b"", 3, b"", Sampling(LIMIT), "", ""), Output(TOKENS, ("bab",)))
+def requested(index: int) -> InferenceRequest:
+    return InferenceRequest(
+        f"r/{index}", "m", b"", 3, b"", Sampling(LIMIT), "", "", deadline=0.0, output=Output(TOKENS, ("bab",))
+    )
 
 
 class Asked:
@@ -57,15 +59,15 @@ class Asked:
         self.left: list[str] = []
 
     @asynccontextmanager
-    async def open(self, one: Planned, reader: StreamSelector) -> AsyncIterator[Stream]:
-        session = Session(one.job.id, LIMIT)
+    async def open(self, request: InferenceRequest, selector: StreamSelector) -> AsyncIterator[Stream]:
+        session = Session(request.id, LIMIT)
         session.start()
-        session.on(Selected(one.job.id, 1, "w", 0, "r", Overlap(), ""))
-        stream = self.streams[one.job.id] = Stream(one.job, session, one.output, reader)
+        session.on(Selected(request.id, 1, "w", 0, "r", Overlap(), ""))
+        stream = self.streams[request.id] = Stream(request, session, selector)
         try:
             yield stream
         finally:
-            self.left.append(one.job.id)
+            self.left.append(request.id)
 
     def bring(self, request: str, token: int) -> list[int]:
         """What of it was taken in."""
@@ -100,7 +102,7 @@ def test_each_choice_is_what_it_would_have_been_alone(each: list[int], happening
 async def _together_and_alone(each: Sequence[int], happenings: Sequence[Happening]) -> None:
     count, asked, ready, writing = sum(each), Asked(), True, False
     got, ends, brought = [""] * count, [0] * count, [list[int]() for _ in range(count)]
-    prompts = [[planned(sum(each[:at]) + index) for index in range(many)] for at, many in enumerate(each)]
+    prompts = [[requested(sum(each[:at]) + index) for index in range(many)] for at, many in enumerate(each)]
 
     def send(index: int, text: bytes) -> bool:
         assert not writing, "an event in the middle of another one"
@@ -121,7 +123,7 @@ async def _together_and_alone(each: Sequence[int], happenings: Sequence[Happenin
             got[index] += delta.text
             choices.streams[index].send_directly(lambda more: more.text.encode(), partial(send, index))
 
-    async with ask(asked.open, prompts) as choices:
+    async with open_choices(asked.open, prompts) as choices:
         reading = asyncio.create_task(read(choices))
         await asyncio.sleep(0)
         for at, what in happenings:
@@ -142,7 +144,7 @@ async def _together_and_alone(each: Sequence[int], happenings: Sequence[Happenin
     assert sorted(asked.left) == sorted(f"r/{index}" for index in range(count))
     for index, tokens in enumerate(brought):
         alone = Asked()
-        async with ask(alone.open, [[planned(index)]]) as one:
+        async with open_choices(alone.open, [[requested(index)]]) as one:
             for token in tokens:
                 alone.bring(f"r/{index}", token)
             alone.end(f"r/{index}")
@@ -161,7 +163,7 @@ async def test_the_others_are_asked_for_with_the_first_token_even_if_it_brings_n
             return index
         return -1
 
-    async with ask(asked.open, [[planned(0), planned(1)], [planned(2)]]) as choices:
+    async with open_choices(asked.open, [[requested(0), requested(1)], [requested(2)]]) as choices:
         reading = asyncio.create_task(first(choices))
         await asyncio.sleep(0)
         assert sorted(asked.streams) == ["r/0", "r/2"]
@@ -174,14 +176,14 @@ async def test_the_others_are_asked_for_with_the_first_token_even_if_it_brings_n
 
 async def test_a_choice_that_failed_ends_them_all() -> None:
     asked = Asked()
-    async with ask(asked.open, [[planned(0)], [planned(1)]]) as choices:
+    async with open_choices(asked.open, [[requested(0)], [requested(1)]]) as choices:
         asked.bring("r/0", 0)
         asked.streams["r/1"].end(Fail(Unavailable("gone")))
         with pytest.raises(Unavailable, match="gone"):
             async for _ in choices:
                 pass
         assert choices.failed
-        assert not choices.late
+        assert not choices.timed_out
     assert sorted(asked.left) == ["r/0", "r/1"]
 
 

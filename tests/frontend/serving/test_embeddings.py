@@ -14,7 +14,7 @@ import pytest
 
 from services.frontend.config import LimitsConfig
 from services.frontend.protocol.embeddings import EmbeddingAnswer
-from services.frontend.serving.embeddings import TURN_NUMBERS, write_answer
+from services.frontend.serving.embeddings import NUMBERS_PER_TURN, write_answer
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.hashing import pack_tokens
@@ -117,7 +117,7 @@ async def test_only_the_first_input_is_refused_for_having_to_wait_for_all_would_
 
 async def test_a_model_whose_own_pooling_is_not_built_is_asked_for_another_by_name(directory: Path) -> None:
     async with world(directory, embedding_size=SIZE, pooling="") as w, clients(w) as (client, _):
-        with pytest.raises(openai.BadRequestError, match="not built; mean and last are") as refused:
+        with pytest.raises(openai.BadRequestError, match="not supported; ask for mean or last") as refused:
             await client.embeddings.create(model=MODEL, input="water")
         assert refused.value.param == "pooling"
         answer = await client.embeddings.create(model=MODEL, input="water", extra_body={"pooling": "mean"})
@@ -254,7 +254,7 @@ async def test_a_large_answer_is_written_in_turns(as_text: bool) -> None:
     beside = asyncio.create_task(others())
     pieces = [piece async for piece in write_answer(vectors, 4096, b'{"model":"m"}', as_text=as_text)]
     beside.cancel()
-    assert turns >= 50 * 4096 // (TURN_NUMBERS + 4096)
+    assert turns >= 50 * 4096 // (NUMBERS_PER_TURN + 4096)
     answer = json.loads(b"".join(pieces))
     found = [one["embedding"] for one in answer["data"]]
     assert [numbers(b64decode(one)) if as_text else one for one in found] == [numbers(one) for one in vectors]

@@ -14,7 +14,7 @@ from services.frontend.models.model import Model, ModelLimits, load_model
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.requests.deadline import HEADER
-from services.frontend.serving.tokenize import TURN_TOKENS, ServingTokenize
+from services.frontend.serving.tokenize import TOKENS_PER_TURN, ServingTokenize
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.errors import InvalidRequest
@@ -110,10 +110,10 @@ async def test_tokens_become_the_text_that_the_tokenizer_makes_of_them_special_o
 
 
 async def test_what_needs_many_turns_is_the_same_and_may_be_longer_than_the_context(directory: Path) -> None:
-    text = "水🚰 " * TURN_TOKENS
+    text = "水🚰 " * TOKENS_PER_TURN
     async with world(directory) as w, clients(w) as (_, http):
         answer = await post(http, "/tokenize", prompt=text, return_token_strs=True)
-        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > TURN_TOKENS > CONTEXT
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > TOKENS_PER_TURN > CONTEXT
         assert answer["tokens"] == w.ids(text)
         assert await post(http, "/detokenize", tokens=answer["tokens"]) == {"prompt": text}
 
