@@ -7,17 +7,17 @@ from services.frontend.config import FrontendConfig
 from shared.runtime.lifecycle import Process, run
 
 FORCED_END_S = 10.0
-"""Added to the frontend's own delay and drain before the process is ended by force."""
+"""Seconds added to `drain_delay_s` and `drain_s` before the process is ended by force."""
 
 
 def process(config: FrontendConfig) -> Process:
-    """What lifecycle needs of the settings."""
+    """Return what the lifecycle needs of the settings."""
     limit_s = config.http.drain_delay_s + config.limits.drain_s + FORCED_END_S
     return Process.of(config, limit_s, doors=True)
 
 
 def main() -> None:
-    """The console script."""
+    """Run the frontend until it is stopped."""
     run("frontend", FrontendConfig, process, serve)
 
 

@@ -1,10 +1,10 @@
-"""The frontend put together: what a process runs, and what tests run on the in-process twins.
+"""Assembles the frontend, for a process of its own and for tests on in-memory fakes.
 
-start    frames and lost instances, who is there and their models, both doors, the address book
-drain    no more of the NATS queue group's requests; /health says 503, and a balancer has `http.drain_delay_s` for it;
-         then no new connections; a client that keeps one may ask once more (server/port.py),
-         then new requests are refused and running ones end (or drain_s passes: then they end with an error);
-         then the address book goes: workers cancel what a frontend that is gone had asked for
+start    step frames and lost instances, the directory and the models, the APIs for HTTP and NATS, the entry in etcd
+drain    leave the NATS queue group; /health says 503, and a load balancer has `http.drain_delay_s` to notice it;
+         then accept no new connections; a client on an open one may send one more request (server/port.py);
+         then refuse new requests and let running ones end; after `drain_s` they fail;
+         then the entry in etcd goes: workers cancel what a frontend that is gone had sent
 """
 
 from __future__ import annotations
@@ -40,74 +40,74 @@ from shared.runtime.lifecycle import Runtime, settle_memory
 from shared.runtime.observe import add_routes
 
 _THREADS = 2
-"""For loading and for long prompts; the tokenizer has threads of its own beside them."""
+"""The number of threads for loading models and for long prompts; the tokenizer has threads of its own."""
 
 INFORMED_LIMIT_S = 5.0
-"""How long a frontend that starts waits for etcd, and for the tokenizers of the models that are served."""
+"""Seconds that a starting frontend waits for etcd, and for the tokenizers of the models that are served."""
 OWN_FILES = 256
-"""What a frontend opens beside its clients' connections, and some to spare."""
+"""The number of files that a frontend opens in addition to its clients' connections, with some to spare."""
 
 ABANDONED_S = 1.0
-"""How long clients may take to read that their request was given up."""
+"""Seconds that clients may take to read that their request has failed."""
 
 _log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
 async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[HttpApi]:
-    """A frontend that serves while the context is open, and drains when it is left."""
+    """Serve while the context is open, and drain when it is left."""
     metrics = Metrics(runtime.registry)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as pool:
         models = ModelRegistry(runtime.directory, config.models, runtime.tasks, pool, partial(_parsers, config))
-        requests = RequestService(runtime, config.limits, metrics)
+        service = RequestService(runtime, config.limits, metrics)
         access = Authenticator(config.access, metrics)
         grammars = GrammarCompiler()
-        desk = ResponseDirectory(runtime, config.responses, metrics)
-        exchange = Dispatcher(requests, models, pool, metrics, grammars, desk)
+        directory = ResponseDirectory(runtime, config.responses, metrics)
+        dispatcher = Dispatcher(service, models, pool, metrics, grammars, directory)
         port = Port(with_files(config.http), metrics)
-        http = HttpApi(exchange, requests, metrics, config.http, port, Middleware(access, config.http))
-        nats = NatsApi(runtime, exchange, requests, metrics, access, config.nats.inbox)
+        http = HttpApi(dispatcher, service, metrics, config.http, port, Middleware(access, config.http))
+        nats = NatsApi(runtime, dispatcher, service, metrics, access, config.nats.inbox)
         app = http.app(document(keys=access.requires_key))
-        # Who has no key is told whether all is well; metrics, and why it is not, are [observe]'s.
+        # Without a key, clients learn only whether all is well; reasons and metrics are on the port of [observe].
         add_routes(app, runtime.vitals, None if access.requires_key else runtime.registry)
         await access.start(runtime.tasks)
         await port.start(runtime.tasks)
-        await requests.start()
-        await desk.start()
+        await service.start()
+        await directory.start()
         Readiness(runtime, models).start()
-        await _informed(runtime, models)
+        await _wait_informed(runtime, models)
         async with aclosing(grammars), port.open(app) as url:
             http.url = url
             await nats.start()
-            # Not waited for: a frontend serves also while etcd is away.
+            # Not awaited, because a frontend serves also while etcd is away.
             registering = runtime.tasks.create_task(_register(runtime, url), name="register")
             try:
                 yield http
             finally:
-                await nats.stop()  # before it refuses: what it is asked until then could have gone to another one
-                runtime.vitals.drain(partial(_left, requests, config.limits.drain_s))
+                await nats.stop()  # before requests are refused, so that they go to another frontend
+                runtime.vitals.drain(partial(_left, service, config.limits.drain_s))
                 await port.announce_closing()
                 try:
                     async with asyncio.timeout(config.limits.drain_s):
                         await port.drain()
-                        requests.admission.closed = True
-                        await requests.wait_idle()
+                        service.admission.closed = True
+                        await service.wait_idle()
                 except TimeoutError:
                     _log.warning("requests are still running after %s s", config.limits.drain_s)
-                    requests.admission.closed = True
-                    requests.fail_all()
-                    with suppress(TimeoutError):  # clients that do not read, or do not send
+                    service.admission.closed = True
+                    service.fail_all()
+                    with suppress(TimeoutError):  # for clients that do not read, or do not send
                         async with asyncio.timeout(ABANDONED_S):
-                            await requests.wait_idle()
+                            await service.wait_idle()
                 if registering.done():
                     await registering.result().close()
                 else:
                     registering.cancel()
 
 
-def _left(requests: RequestService, limit_s: float) -> str:
-    """What a frontend that drains waits for."""
-    count = len(requests.admission.permits)
+def _left(service: RequestService, limit_s: float) -> str:
+    """Return what a frontend that drains waits for."""
+    count = len(service.admission.permits)
     return f"{count} {'request runs' if count == 1 else 'requests run'}, up to {limit_s:g} s" if count else "draining"
 
 
@@ -115,9 +115,9 @@ def _parsers(config: FrontendConfig, model: str) -> ParserNames:
     return ParserNames(config.tool_parser.get(model, "auto"), config.reasoning_parser.get(model, "auto"))
 
 
-async def _informed(runtime: Runtime, models: ModelRegistry) -> None:
-    """Who is there already is known, and can be asked: a door that opens before would refuse what other frontends, on
-    the same port or in the same queue group, can serve. Without etcd it opens all the same, after a while."""
+async def _wait_informed(runtime: Runtime, models: ModelRegistry) -> None:
+    """Wait until registered workers are known and their models loaded. A frontend that listens earlier would refuse
+    requests that others, on the same port or in the same queue group, can serve. Without etcd it listens later."""
     with suppress(TimeoutError):
         async with asyncio.timeout(INFORMED_LIMIT_S):
             await runtime.directory.synced()
@@ -125,7 +125,7 @@ async def _informed(runtime: Runtime, models: ModelRegistry) -> None:
 
 
 async def serve(runtime: Runtime, config: FrontendConfig) -> None:
-    """Until `runtime.stopping`."""
+    """Serve until `runtime.stopping` is set."""
     async with frontend(runtime, config):
         settle_memory()
         await runtime.stopping.wait()
@@ -141,7 +141,7 @@ async def _register(runtime: Runtime, url: str) -> Registration:
 
 
 def with_files(config: HttpConfig) -> HttpConfig:
-    """As many files as this process may open, and no more connections than that leaves room for."""
+    """Raise this process's limit of open files, and return the settings with no more connections than it allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     room = most - OWN_FILES

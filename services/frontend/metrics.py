@@ -1,4 +1,4 @@
-"""The frontend's metrics; names that people have on their dashboards already, with our prefix."""
+"""The frontend's metrics. Many have the names of Dynamo's metrics, with our prefix, so that dashboards can be kept."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, distr
 
 
 class Metrics:
-    """One set a process."""
+    """The metrics of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self.requests = counter(
             registry,
             "headrace_requests",
-            "Requests that ended, by operation and HTTP status (499: the client went first)",
+            "Requests that ended, by operation and HTTP status (499: the client disconnected first)",
             ["operation", "status"],
         )
-        self.inflight = gauge(registry, "headrace_inflight_requests", "Requests now between arrival and end")
+        self.inflight = gauge(registry, "headrace_inflight_requests", "Requests that have arrived and not ended")
         self.first_token = histogram(
             registry,
             "headrace_time_to_first_token_seconds",
-            "From the tokenised prompt to its first output token",
+            "Time from the tokenised prompt to its first output token",
             REQUEST_SECONDS,
         )
         self.inter_token = distribution(
@@ -41,73 +41,75 @@ class Metrics:
             registry, "headrace_output_sequence_tokens", "Output tokens of a request", TOKENS
         )
         self.cached_tokens = counter(
-            registry, "headrace_cached_tokens", "Prompt tokens that a prefix cache had, by tier", ["tier"]
+            registry, "headrace_cached_tokens", "Prompt tokens found in a prefix cache, by tier", ["tier"]
         )
         self.tool_calls = counter(
             registry,
             "headrace_tool_calls",
-            "What came of texts that began like a call of a tool, by format and outcome: complete; unfinished (the "
-            "answer ended); broken (some of it had gone out); or text after all: malformed, unknown_tool, too_long",
+            "Texts that began like a tool call, by format and outcome: complete; unfinished (the answer ended); broken "
+            "(a part was sent already); or sent as text: malformed, unknown_tool, too_long",
             ["format", "outcome"],
         )
         self.disconnected = counter(
-            registry, "headrace_disconnected_clients", "Clients that went before their answer was complete"
+            registry, "headrace_disconnected_clients", "Clients that disconnected before their answer was complete"
         )
         self.cancellations = counter(
-            registry, "headrace_model_cancellation", "Attempts withdrawn from a worker, for whatever reason"
+            registry, "headrace_model_cancellation", "Attempts cancelled at a worker, for any reason"
         )
         self.cancellation = histogram(
             registry,
             "headrace_cancellation_seconds",
-            "From a client's going, as noticed here, until its worker said that the attempt has ended",
+            "Time from the moment that a client is found gone until its worker reports the end of the attempt",
             STEP_SECONDS,
         )
         self.unnoticed = histogram(
             registry,
             "headrace_unnoticed_disconnect_seconds",
-            "How long at most a NATS client was gone before it was noticed; one over HTTP is noticed as TCP tells",
+            "Longest time that a NATS client can have been gone before the frontend noticed it",
             REQUEST_SECONDS,
         )
         self.migrations = counter(
-            registry, "headrace_model_migration", "Attempts that continued or repeated a lost one"
+            registry, "headrace_model_migration", "Attempts that continued or repeated a lost attempt"
         )
         self.lost = counter(
             registry,
             "headrace_attempts_lost",
-            "Attempts that were lost, by reason: services/frontend/requests/retry.py explains each",
+            "Lost attempts, by reason; docs/states.md explains each",
             ["reason"],
         )
         self.router_retries = counter(
-            registry, "headrace_router_retries", "Questions put to another router because one did not answer"
+            registry, "headrace_router_retries", "Requests sent to another router because one did not answer"
         )
         self.rejections = counter(
             registry,
             "headrace_model_rejection",
-            "Requests refused at a bound of this frontend, named as in its settings",
+            "Requests refused at a limit of this frontend, by the name of its setting",
             ["bound"],
         )
-        self.connections = gauge(registry, "headrace_open_connections", "Connections of HTTP clients")
+        self.connections = gauge(registry, "headrace_open_connections", "Open connections of HTTP clients")
         self.closed_connections = counter(
             registry,
             "headrace_closed_connections",
-            "Connections closed by this side: idle (too long), header (slow with a request's head), room (idle, for a "
-            "new one), full (a new one, and none to make room), handshake (no TLS came of it)",
+            "Connections closed by the frontend: idle (too long), header (a slow request head), room (idle, closed for "
+            "a new one), full (a new one, and none was idle), handshake (TLS failed)",
             ["reason"],
         )
-        self.stray_parts = counter(registry, "headrace_stray_parts", "Parts of step frames for requests that are over")
+        self.stray_parts = counter(
+            registry, "headrace_stray_parts", "Parts of step frames for requests that have ended"
+        )
         self.dropped_frames = counter(
-            registry, "headrace_dropped_frames", "Step frames lost at the subscription's bound"
+            registry, "headrace_dropped_frames", "Step frames lost because the subscription was full"
         )
         self.frames_out_of_turn = counter(
             registry,
             "headrace_frames_out_of_turn",
-            "Step frames dropped: repeated, or ahead because one before them is missing (it is asked for)",
+            "Step frames dropped: repeated, or ahead of a missing one, which is asked for again",
             ["kind"],
         )
         self.resends = counter(
             registry,
             "headrace_resends",
-            "Questions to workers for step frames that are missing: resent, too_old (not kept any more), unanswered",
+            "Requests to workers to send step frames again: resent, too_old (no longer kept), unanswered",
             ["outcome"],
         )
         self.unanswerable = counter(
@@ -116,51 +118,53 @@ class Metrics:
         self.unauthorized = counter(
             registry,
             "headrace_unauthorized_requests",
-            "Requests refused with 401: missing (no key), unknown (one that the keys' file does not have)",
+            "Requests refused with 401: missing (no key), unknown (a key that the keys file does not have)",
             ["reason"],
         )
-        self.kept_responses = gauge(registry, "headrace_kept_responses", "Responses that can be continued")
-        self.kept_response_bytes = gauge(registry, "headrace_kept_response_bytes", "What they take")
+        self.kept_responses = gauge(registry, "headrace_kept_responses", "Stored responses")
+        self.kept_response_bytes = gauge(registry, "headrace_kept_response_bytes", "Bytes of the stored responses")
         self.dropped_responses = counter(
             registry,
             "headrace_dropped_responses",
-            "Responses no longer kept that nobody deleted: age, or for room: count, bytes",
+            "Stored responses removed without a request: age; or to make room: count, bytes",
             ["reason"],
         )
         self.stale_files = gauge(
             registry,
             "headrace_stale_files",
-            "1: the file (keys, tls) cannot be read, and what it held before is in force",
+            "1 if the file (keys, tls) cannot be read and its former content is still used",
             ["file"],
         )
 
     def register_accounts(self, accounts: Accounts) -> None:
-        """From now on."""
+        """Show the accounts of API keys from now on."""
         self._registry.register(_ByKey(accounts))
 
 
 class _ByKey(Collector):
-    """Of the keys that their file names at the scrape: as many series, and no more."""
+    """The metrics of the API keys that their file has at the time of the scrape, with a series for each key."""
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
 
     def describe(self) -> Iterator[Metric]:
-        """So that a second one of the same name is refused."""
+        """Describe the metrics, so that a second one of the same name is refused."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
-            "headrace_key_requests", "Requests let in, by the name of their key", None, ["key"]
+            "headrace_key_requests", "Accepted requests, by the name of their key", None, ["key"]
         )
-        running = GaugeMetricFamily("headrace_key_running_requests", "Those between arrival and end", None, ["key"])
+        running = GaugeMetricFamily(
+            "headrace_key_running_requests", "Requests of the key that have arrived and not ended", None, ["key"]
+        )
         tokens = CounterMetricFamily(
             "headrace_key_tokens", "Tokens of requests that ended: prompt, output", None, ["key", "kind"]
         )
         refused = CounterMetricFamily(
             "headrace_key_refused_requests",
-            "Requests refused with 429 for what their key has: requests and tokens (a minute), concurrency, share (of "
-            "what all keys have together)",
+            "Requests refused with 429 for a limit of their key: requests and tokens (per minute), concurrency, share "
+            "(of what all keys have together)",
             None,
             ["key", "reason"],
         )

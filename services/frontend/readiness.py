@@ -1,7 +1,7 @@
-"""Would a request be served now? Known at any time without asking anybody, so that a flood cannot make it flap.
+"""Answers whether a request would be served now. It asks no one at that moment, so that a flood cannot make it flap.
 
-Routers are pinged every PING_EVERY_S, and at once when one appears. They are unready after FAILURES rounds without any
-answer: a busy fleet answers late now and then.
+Routers are pinged every PING_EVERY_S, and at once when one appears. A frontend is unready after FAILURES rounds without
+any answer: a busy fleet answers late now and then.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from shared.messages import PING, Ping
 from shared.runtime.lifecycle import Runtime
 
 PING_EVERY_S = 1.0
+"""Seconds between two rounds."""
 PING_TIMEOUT_S = 1.0
+"""Seconds that a router may take to answer."""
 FAILURES = 3
+"""The number of failed rounds in a row after which the frontend is unready."""
 PINGED = 3
-"""Routers a round, drawn anew each time."""
+"""The number of routers pinged in one round, drawn at random each time."""
 
 
 class Readiness:
-    """Of one frontend."""
+    """The readiness of one frontend."""
 
     def __init__(self, runtime: Runtime, models: ModelRegistry) -> None:
         self._runtime = runtime
         self._models = models
         self._failures = FAILURES
-        """In a row; none has answered yet."""
+        """The number of failed rounds in a row; at the start no router has answered."""
         self._appeared = asyncio.Event()
 
     def start(self) -> None:
-        """Ask routers, and answer for this process's health, from now on."""
+        """Ping routers from now on, and answer for this process's health."""
         self._runtime.vitals.ask(self.faults, lambda: {"models": sorted(self._models.served())})
         self._runtime.directory.subscribe(self._on_change)
         self._runtime.tasks.create_task(self._ping(), name="ping routers")
 
     def faults(self) -> list[str]:
-        """Why a request would not be served; empty: it would."""
+        """Return why a request would not be served; empty if it would."""
         if not self._runtime.bus.connected:
             return ["NATS is not connected"]
         faults = []
@@ -62,7 +65,7 @@ class Readiness:
             routers = self._routers()
             if any(await asyncio.gather(*map(self._answers, routers))):
                 self._failures = 0
-            elif routers and loop.time() - began < 2 * PING_TIMEOUT_S:  # else this process itself stood still
+            elif routers and loop.time() - began < 2 * PING_TIMEOUT_S:  # otherwise this process itself stood still
                 self._failures += 1
             self._appeared.clear()
             try:
