@@ -79,7 +79,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Largest number of tokens of all running requests, prompts and longest outputs together; the default is `requests`
     times 16,384. It limits this process's memory; `wait_s` and the workers' queues limit the fleet's load."""
     choices: Positive = 128
-    """Largest number of choices of one request over all its prompts; beyond it 400. Each counts as one of `requests`."""
+    """Largest number of choices of one request over all prompts; beyond it 400. Each counts as one of `requests`."""
     inputs_at_once: Positive = 64
     """Largest number of inputs of one request for embeddings that workers compute at once. Each counts as one
     of `requests`."""

@@ -1,10 +1,10 @@
-"""Text to token ids through a table of words: the same ids as `tokenizers` gives, at a fifth of its time. Pure.
+"""Turns text into token ids through a cache of words: the ids of `tokenizers` in a third of its time. Pure.
 
     text ──▶ sections: special tokens, and slices of some 1,000 characters
-    section ──▶ pre-tokenizer's regex ──▶ words ──▶ table: word → its ids, packed; a new word is asked of the BPE model
+    section ──▶ pre-tokenizer's regex ──▶ words ──▶ cache: word → its packed ids; a new word goes through the BPE model
 
-`tokenizers` takes about 1.1 µs a token, for it runs its merges over every word of every text. A BPE model's ids of a
-word depend on the word alone, so words are looked up: 0.2 µs a token. Where this is known to be exact:
+`tokenizers` takes about 1.2 µs a token, because it runs its merges over every word of every text. In a BPE model the
+ids of a word depend on the word alone, so a word is looked up: 0.2 to 0.6 µs a token. This is exact for:
 
     model           byte-level BPE without dropout
     pre-tokenizer   a known one, whose Unicode classes are written out for the characters of PLAIN
@@ -12,8 +12,8 @@ word depend on the word alone, so words are looked up: 0.2 µs a token. Where th
     added tokens    plain ones, matched in the raw text, the longest of those that begin first
 
 All else is left to `tokenizers`: other models, and sections with other characters. A text may be cut before a space
-between two ASCII letters: no pattern looks over it, no normal form joins over it. Regexes hold Python's lock, so a text
-is searched a slice at a time, whatever it holds.
+between two ASCII letters: no pattern looks across it, and no normal form joins across it. Regexes hold Python's lock,
+so a text is searched slice by slice, whatever it contains.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 from msgspec import Struct
 
+from services.frontend.output.tokenizer_json import CHARACTER_OF_BYTE, TokenizerJson
 from shared.hashing import pack_tokens
 
 SLICE_CHARACTERS = 1024
-"""At least, of a section that is cut: less than 0.1 ms, or 1 ms where all its words are new."""
+"""The smallest section that is cut from a text: less than 0.1 ms, or 1 ms if all its words are new."""
 SECTION_CHARACTERS = 4 * SLICE_CHARACTERS
-"""At most, of a section that is looked up."""
+"""The largest section that is looked up."""
 WORD_CHARACTERS = 64
-"""Longer words are not kept."""
+"""The longest word that is cached."""
 WORDS_LIMIT = 65_536
-"""Words kept, 40 MB at the most; then the table starts anew: a few hundred words are most of any text."""
+"""The number of cached words, 40 MB at most. Then the cache is cleared: a few hundred words are most of any text."""
 NEW_WORD_CHARACTERS = 64
-"""A word that is asked for takes as long (4 µs) as so many characters of known ones."""
+"""The number of characters in known words that take as long as one new word: 4 µs."""
 
 PLAIN = "\\x00-\\u017e\\u0180-\\u024f\\u0400-\\u0482\\u048a-\\u052f\\u2010-\\u2027\\u2030-\\u205e"
 """Latin, Cyrillic and punctuation, as a regex class: their categories are the same in every version of Unicode in use.
-Not U+017F, which is an `s` where case is ignored; no combining characters, which NFC would join."""
+U+017F is missing because it is an `s` if case is ignored, and combining characters because NFC would join them."""
 _SPACE = "\\t-\\r \\x85\\xa0"
 
 _GPT2 = r"'(?:[stmd]|re|ve|ll)| ?[L]+| ?[N]+| ?[^SLN]+|[S]+(?![^S])|[S]+"
@@ -48,26 +49,16 @@ _DIGITS = r"[N]|'(?:[stmd]|re|ve|ll)| ?[L]+| ?[^SLN]+|[S]+(?![^SN])|[S]+"
 _SPLIT = r"'(?i:[stmd]|re|ve|ll)|[^\r\nLN]?[L]+|%s| ?[^SLN]+[\r\n]*|[S]*[\r\n]+|[S]+(?![^S])|[S]+"
 _GIVEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_GIVEN % r"\p{N}{1,3}": _SPLIT % "[N]{1,3}", _GIVEN % r"\p{N}": _SPLIT % "[N]"}
-"""The regex of a `Split`, as Llama 3 and Qwen 2 write it → the same in our letters: L for letters, N for numbers, S for
-white space, within classes."""
+"""The regex of a `Split`, as Llama 3 and Qwen 2 write it → the same regex in our letters: within classes L stands for
+letters, N for numbers, S for white space."""
 
 _CUT = re.compile(r"[A-Za-z] [A-Za-z]")
 _NOT_PLAIN = re.compile(f"[^{PLAIN}]")
 _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-_BYTE_LEVEL = {byte: 0x100 + at for at, byte in enumerate((*range(0x21), *range(0x7F, 0xA1), 0xAD))}
-"""GPT-2's alphabet: how bytes that are no visible Latin-1 are written in the vocabulary."""
-
-
-class _Added(Struct):
-    content: str
-    single_word: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    normalized: bool = True
 
 
 class _Step(Struct):
-    """A pre-tokenizer, or several."""
+    """A pre-tokenizer, or a sequence of them."""
 
     type: str
     pretokenizers: list[_Step] = []
@@ -79,24 +70,12 @@ class _Step(Struct):
     invert: bool = False
 
 
-class _Model(Struct):
-    type: str = ""
-    dropout: float | None = None
-
-
 class _Normalizer(Struct):
     type: str
 
 
-class _File(Struct):
-    model: _Model
-    added_tokens: list[_Added] = []
-    normalizer: _Normalizer | None = None
-    pre_tokenizer: _Step | None = None
-
-
 class _Table(dict[str, bytes]):
-    """Word → packed ids; one that is not there is asked for where it is looked up."""
+    """Word → packed ids; a missing word goes through the BPE model."""
 
     def __init__(self, ids: Callable[[str], Sequence[int]]) -> None:
         super().__init__()
@@ -105,7 +84,7 @@ class _Table(dict[str, bytes]):
 
     def __missing__(self, word: str) -> bytes:
         self.asked += 1
-        packed = pack_tokens(self._ids(word.encode().decode("latin-1").translate(_BYTE_LEVEL)))
+        packed = pack_tokens(self._ids(word.encode().decode("latin-1").translate(CHARACTER_OF_BYTE)))
         if len(word) <= WORD_CHARACTERS:
             if len(self) >= WORDS_LIMIT:
                 self.clear()
@@ -113,14 +92,14 @@ class _Table(dict[str, bytes]):
         return packed
 
 
-class Words:
-    """One tokenizer's table. It grows with use, up to its limit."""
+class WordCache:
+    """The cached words of one tokenizer. It grows with use, up to its limit."""
 
     def __init__(
         self, word: str, added: dict[str, int], ids: Callable[[str], Sequence[int]], *, ascii_only: bool = False
     ) -> None:
-        """`word` is a regex in the letters of SPLITS, `ids` the BPE model: a word in the byte-level alphabet to its
-        token ids."""
+        """Create it. `word` is a regex in the letters of SPLITS; `ids` is the BPE model, from a word in the byte-level
+        alphabet to its token ids."""
         self._find_ascii = re.compile(_written_out(word, range(0x80))).findall
         plain = (number for number in range(0x2060) if not _NOT_PLAIN.match(chr(number)))
         self._find = None if ascii_only else re.compile(_written_out(word, plain)).findall
@@ -133,19 +112,19 @@ class Words:
 
     @property
     def work(self) -> int:
-        """What all texts have taken so far, as characters of known words; each piece adds a millisecond's at most."""
+        """The work of all texts so far, as characters of known words; each piece adds a millisecond at most."""
         return self._searched + NEW_WORD_CHARACTERS * self._table.asked
 
     def encode(self, text: str) -> Iterator[bytes | str]:
-        """The text's pieces, in order: packed ids, or what is left to `tokenizers`. To that, texts that follow one
-        another are one text."""
+        """Yield the pieces of a text in order: packed ids, or text that is left to `tokenizers`. Such texts that follow
+        one another are one text."""
         start = clear = 0  # of a section; no special token begins in text[start:clear]
         torn = False  # what is before `start` belongs to the same section
         while start < len(text):
             stop = min(clear + SLICE_CHARACTERS, len(text))
             special = self._special and self._special.search(text, clear, stop + self._longest - 1)
             if special and special.start() >= stop:
-                special = None  # its end may be out of sight
+                special = None  # it may go on after the slice
             self._searched += (special.end() if special else stop) - clear
             clear = special.start() if special else stop
             while clear - start >= 2 * SLICE_CHARACTERS or torn:
@@ -174,27 +153,28 @@ class Words:
             return section
         try:
             return b"".join(map(self._table.__getitem__, find(section)))
-        except BaseException:  # noqa: BLE001  a BPE model comes with the tokenizer, which says what is wrong
+        except BaseException:  # noqa: BLE001  a BPE model comes with the tokenizer, which reports the error
             return section
 
     def validate(self) -> None:
-        """Assert every invariant."""
+        """Assert the invariants."""
         assert len(self._table) <= WORDS_LIMIT
         assert all(len(word) <= WORD_CHARACTERS and not _NOT_PLAIN.search(word) for word in self._table)
 
 
 def read_words(
-    tokenizer_json: bytes, ids: Callable[[str], Sequence[int]], token_id: Callable[[str], int | None]
-) -> Words | None:
-    """The table of a tokenizer.json; None where it would not be exact. `ids` as in Words; `token_id` is what the
-    tokenizer takes an added token for, which may be another id than the file's."""
+    file: TokenizerJson, ids: Callable[[str], Sequence[int]], token_id: Callable[[str], int | None]
+) -> WordCache | None:
+    """Return the cache for a tokenizer.json; None if it would not be exact. `ids` is as in WordCache. `token_id`
+    returns the id that the tokenizer gives an added token, which may differ from that in the file."""
     try:
-        file = msgspec.json.decode(tokenizer_json, type=_File)
-    except msgspec.MsgspecError:  # a form not known here; whether it is one at all is the package's to say
+        normalizer = msgspec.json.decode(file.normalizer, type=_Normalizer | None)
+        pre_tokenizer = msgspec.json.decode(file.pre_tokenizer, type=_Step | None)
+    except msgspec.MsgspecError:  # of an unknown form
         return None
     if file.model.type != "BPE" or file.model.dropout:
         return None
-    if file.normalizer is not None and file.normalizer.type not in _NORMAL_FORMS:
+    if normalizer is not None and normalizer.type not in _NORMAL_FORMS:
         return None
     if any(token.single_word or token.lstrip or token.rstrip or token.normalized for token in file.added_tokens):
         return None
@@ -202,15 +182,15 @@ def read_words(
     known = {content: token for content, token in added.items() if content and token is not None}
     if len(known) < len(added):
         return None
-    word = None if file.pre_tokenizer is None else _word(file.pre_tokenizer)
+    word = None if pre_tokenizer is None else _word(pre_tokenizer)
     if word is None:
         return None
-    ascii_only = file.normalizer is not None and file.normalizer.type != "NFC"
-    return Words(word, known, ids, ascii_only=ascii_only)
+    ascii_only = normalizer is not None and normalizer.type != "NFC"
+    return WordCache(word, known, ids, ascii_only=ascii_only)
 
 
 def _word(step: _Step) -> str | None:
-    """The regex of a word, where the pre-tokenizer is a known one."""
+    """Return the regex of a word; None if the pre-tokenizer is unknown."""
     *first, last = step.pretokenizers if step.type == "Sequence" and step.pretokenizers else [step]
     if last.type != "ByteLevel" or last.add_prefix_space:
         return None
@@ -226,7 +206,7 @@ def _word(step: _Step) -> str | None:
 
 
 def _written_out(word: str, characters: Iterable[int]) -> str:
-    """The regex with the characters that L, N and S stand for, of those given."""
+    """Return the regex with L, N and S replaced by the characters that they stand for, out of those given."""
     letters: list[int] = []
     numbers: list[int] = []
     for number in characters:
@@ -238,7 +218,7 @@ def _written_out(word: str, characters: Iterable[int]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending code points as the inside of a regex class."""
+    """Return ascending code points as the inside of a regex class."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number - 1:

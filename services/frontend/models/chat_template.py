@@ -1,11 +1,11 @@
-"""Chat templates: messages to a prompt's text, as `transformers` renders them, in Jinja's sandbox.
+"""Renders chat templates: messages to a prompt's text, as `transformers` does, in Jinja's sandbox.
 
-A template comes with the model and is a program: it runs in the sandbox, its output is bounded, and whatever it raises
-is the request's error (templates refuse conversations with `raise_exception`).
+A template comes with the model and is a program. It runs in the sandbox, and its output is limited. Whatever it raises
+is an error of the request: templates refuse conversations with `raise_exception`.
 
-Its time is bounded by counting: each turn of a loop and each call of a macro is a *step*, which the compiled template
-counts itself. Python cannot end a thread, so a clock beside it would be of no use. What one step does is not bounded
-here: a filter over all messages, or a text multiplied, takes what it takes. So template_trial.py tries templates first.
+Its time is limited by counting: each turn of a loop and each call of a macro is a *step*, which the compiled template
+counts itself. Python cannot end a thread, so a clock would not help. The time of one step is not limited here: a filter
+over all messages, or a text multiplied, may take long. So template_trial.py tries templates first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.errors import InvalidRequest, ModelError
 
 RENDERED_LIMIT_CHARACTERS = 8 << 20
-"""Twice the largest request body, in characters."""
+"""The longest prompt, in characters: twice the largest request body."""
 STEPS_LIMIT = 250_000
-"""0.2 s or so, of a thread that shares Python's lock. The largest body has fewer than half as many messages."""
+"""The number of steps that a template may take: some 0.2 s of a thread that shares Python's lock. The largest body has
+fewer than half as many messages."""
 _STEP = "0step"
-"""No template can spell this name, which begins with a digit; so none can give it another meaning."""
+"""The name of the step counter. It begins with a digit, so that no template can write it or change its meaning."""
 _OURS = {"messages", "add_generation_prompt"}
 
 
@@ -39,7 +40,8 @@ class ChatTemplate:
     """One model's compiled template."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
-        """`tokens` are names such as `bos_token`, as tokenizer_config.json gives them. Raises ModelError."""
+        """Compile a template. `tokens` has names such as `bos_token`, as tokenizer_config.json gives them. Raises
+        ModelError."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do", loopcontrols]
         )
@@ -49,7 +51,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self.source = source
         try:
-            # What it does not read would be left out of the prompt, and nobody would know.
+            # A field that the template does not read would be missing in the prompt without an error.
             named = meta.find_undeclared_variables(environment.parse(source))
             self.reads = named - self._tokens.keys() - environment.globals.keys() - _OURS
             self.reads_calls = "tool_calls" in source
@@ -70,8 +72,8 @@ class ChatTemplate:
         more: Mapping[str, object] = MappingProxyType({}),
         answer_begins: bool = True,
     ) -> str:
-        """The prompt, ending where the assistant's answer begins, if it is to; `more` are names that it `reads`. Raises
-        InvalidRequest, and Unfinished after so many steps."""
+        """Return the prompt; with `answer_begins` it ends where the assistant's answer begins. `more` has values for
+        names that the template `reads`. Raises InvalidRequest, and StepLimitReached after `steps`."""
         pieces: list[str] = []
         size = 0
         left = steps
@@ -110,7 +112,7 @@ class ChatTemplate:
 
 
 def _counting(environment: Environment, source: str) -> nodes.Template:
-    """The template's syntax tree, with a call of `_STEP` at the beginning of each loop's and macro's body."""
+    """Return the template's syntax tree, with a call of `_STEP` at the beginning of each loop's and macro's body."""
     template = environment.parse(source)
     repeated: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
         *template.find_all(nodes.For),
@@ -125,15 +127,16 @@ def _counting(environment: Environment, source: str) -> nodes.Template:
 
 
 class TemplateSources(NamedTuple):
-    """A model's templates; "": none."""
+    """The templates of a model; empty if it has none."""
 
     chat: str
     tools: str
-    """For requests with tools."""
+    """The template for requests with tools."""
 
 
 def pick_templates(given: object, where: str) -> TemplateSources:
-    """Those of tokenizer_config.json's `chat_template`: a text, or a list of named ones. Raises ModelError."""
+    """Return the templates of tokenizer_config.json's `chat_template`: a text, or a list of named ones. Raises
+    ModelError."""
     if given is None or isinstance(given, str):
         return TemplateSources(given or "", given or "")
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
@@ -156,5 +159,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own: no HTML escaping."""
+    """Encode JSON, unlike Jinja's own filter without HTML escaping."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

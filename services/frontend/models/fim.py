@@ -1,10 +1,10 @@
-"""Prompts for the text between a beginning and an end, as models were taught to fill in what is missing. Pure.
+"""Prompts for the text between a beginning and an end: fill in the middle (FIM), as models were taught it. Pure.
 
     prefix first     head <prefix> beginning <suffix> end <middle>      the answer is the middle
-    suffix first     head <suffix> end <prefix> beginning               it goes on from the beginning
+    suffix first     head <suffix> end <prefix> beginning               the answer continues the beginning
 
-Each family has marks of its own, which are single tokens. Where a tokenizer has a family's marks, its model is taken to
-know them.
+Each family of models has marks of its own, which are single tokens. If a tokenizer has a family's marks, its model is
+assumed to know them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shared.hashing import pack_tokens
 
 
 class FimFamily(Struct, frozen=True):
-    """How one is written."""
+    """The marks of one family, as text."""
 
     prefix: str
     suffix: str
     middle: str = ""
-    """Empty: the suffix comes first, and the answer goes on from the prefix."""
+    """The mark before the answer; empty if the suffix comes first, and the answer continues the prefix."""
     ends: tuple[str, ...] = ()
-    """What else may come behind the middle, where a tokenizer has it, beside a new mark and the end of a text."""
+    """Marks that may follow the middle, if the tokenizer has them; a new mark and the end of the text may too."""
 
 
 FIM_FAMILIES = (
@@ -38,33 +38,33 @@ FIM_FAMILIES = (
     FimFamily("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<fim-pad>",)),
     # CodeLlama
     FimFamily("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),
-    # DeepSeek: what it calls a hole is where the suffix begins
+    # DeepSeek: its hole is where the suffix begins
     FimFamily("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
     # Codestral
     FimFamily("[PREFIX]", "[SUFFIX]"),
 )
 
 JOINT = "☺"
-"""A text that nothing merges with; CodeLlama and mistral-common use it alike."""
+"""A text that merges with nothing; CodeLlama and mistral-common use it in the same way."""
 
 
 class FimTokens(Struct, frozen=True):
-    """A tokenizer's marks. Tokens are packed u32."""
+    """The marks of a tokenizer. Tokens are packed as u32."""
 
     head: bytes
-    """What it puts before any text (Llama: `<s>`)."""
+    """The tokens that the tokenizer puts before any text (Llama: `<s>`)."""
     prefix: bytes
     suffix: bytes
     middle: bytes
-    """Empty: the suffix comes first."""
+    """The mark before the answer; empty if the suffix comes first."""
     ends: tuple[int, ...]
     """Tokens that end the answer."""
     joint: bytes
-    """Of JOINT, where the tokenizer writes a text's beginning otherwise than its middle (SentencePiece: a space before
-    it); empty: it does not. A prefix is a beginning, a suffix is not."""
+    """The tokens of JOINT, if the tokenizer writes the beginning of a text differently from its middle (SentencePiece:
+    a space before it); otherwise empty. A prefix is a beginning, a suffix is not."""
 
     def prompt(self, prefix: bytes, suffix: bytes) -> bytes:
-        """Packed tokens, of packed tokens."""
+        """Return the packed prompt for a packed prefix and suffix."""
         if self.middle:
             return b"".join((self.head, self.prefix, prefix, self.suffix, suffix, self.middle))
         return b"".join((self.head, self.suffix, suffix, self.prefix, prefix))
@@ -73,7 +73,8 @@ class FimTokens(Struct, frozen=True):
 def read_fim_tokens(
     token_id: Callable[[str], int | None], encode: Callable[[str, bool], Sequence[int]]
 ) -> FimTokens | None:
-    """Of a tokenizer; `encode` takes a text, and whether special tokens go around it. None: it has no known marks."""
+    """Return the marks of a tokenizer; None if it has no known ones. `encode` takes a text, and whether special tokens
+    go around it."""
     for family in FIM_FAMILIES:
         marks = [mark for mark in (family.prefix, family.suffix, family.middle) if mark]
         ids = [one for mark in marks if (one := token_id(mark)) is not None]

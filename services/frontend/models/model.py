@@ -1,6 +1,6 @@
-"""What the frontend knows of a model, from the model's directory.
+"""What the frontend knows about a model, from the model's directory.
 
-A `Model` is loaded once, in a thread, and never changes. Its tokenizer must be, byte for byte, the one of the workers.
+A `Model` is loaded once, in a thread, and never changes. Its tokenizer must be, byte for byte, that of the workers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from services.frontend.models import template_trial
-from services.frontend.models.bpe_cache import Words, read_words
+from services.frontend.models.bpe_cache import WordCache, read_words
 from services.frontend.models.chat_template import ChatTemplate, pick_templates
 from services.frontend.models.fim import FimTokens, read_fim_tokens
 from services.frontend.output.detokenize import TokenBytes, read_token_bytes
+from services.frontend.output.tokenizer_json import TokenizerJson, parse_tokenizer_json
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName, ReasoningName, detect_format, detect_reasoning
 from shared.errors import ModelError
@@ -33,7 +34,7 @@ from shared.model_file import (
 
 
 class ParserNames(Struct, frozen=True):
-    """How what a model writes is taken apart; auto: as its chat template shows."""
+    """The parsers of a model's text; auto: the one that its chat template shows."""
 
     tools: FormatName | Literal["auto", "none"] = "auto"
     reasoning: ReasoningName | Literal["auto", "none"] = "auto"
@@ -43,52 +44,52 @@ BY_TEMPLATE = ParserNames()
 
 
 class Model(Struct, frozen=True):
-    """What the frontend knows of a model."""
+    """A model's tokenizer, templates and parsers."""
 
     name: str
     tokenizer: Tokenizer
-    words: Words | None
-    """None: all texts are left to the tokenizer."""
+    words: WordCache | None
+    """The cache of words; None if all texts are left to the tokenizer."""
     around: tuple[bytes, bytes]
-    """Packed special tokens that the tokenizer puts before and behind a text of known words."""
+    """The packed special tokens that the tokenizer puts before and after a text, for texts from the cache."""
     largest_token: int
-    """The largest id that a text can be encoded to."""
+    """The largest token id that a text can be encoded to."""
     token_bytes: TokenBytes
     template: ChatTemplate | None
-    """None: the model has none, and no chat."""
+    """The chat template; None if the model has none, and no chat."""
     tool_template: ChatTemplate | None
-    """For requests with tools; None: the model's template has no place for them."""
+    """The template for requests with tools; None if the model's template has no place for them."""
     tool_format: FormatName | None
-    """What its calls are written in; None: nobody knows."""
+    """The format of its tool calls; None if it is unknown."""
     thinks: bool
-    """Its answers may begin with thinking."""
+    """Whether its answers may begin with reasoning."""
     marked_token_bytes: TokenBytes
-    """With the special tokens that mark calls and thinking: for answers that are taken apart."""
+    """The bytes of tokens with the special tokens that mark tool calls and reasoning, for answers that are parsed."""
     marks: Mapping[str, int]
-    """Those marks that are tokens of their own → their ids."""
+    """The marks that are tokens of their own → their ids."""
     fim: FimTokens | None
-    """For answers between a prompt and a suffix; None: its tokenizer has no marks for that."""
+    """The tokens for an answer between a prompt and a suffix; None if its tokenizer has none."""
     tokenizer_digest: str
     block_size: int
 
 
 class ModelLimits(Struct, frozen=True):
-    """What a prompt must fit into: the least that any worker of the model offers."""
+    """The limits of a model: the least that any of its workers offers."""
 
     context_length: int
     vocab_size: int
     grammars: bool
-    """Whether all of them can be held to a grammar."""
+    """Whether all workers support grammars."""
     biases: bool
-    """Whether all of them add a `logit_bias`."""
+    """Whether all workers support `logit_bias`."""
     embedding_size: int = 0
-    """Numbers of the embeddings of all of them; 0: not all embed, or not to as many."""
+    """The count of numbers in an embedding; 0 if not all workers make embeddings of the same size."""
     pooling: Pooling = ""
-    """What these are meant to be of; empty: something that is not built, or not the same for all."""
+    """The pooling of embeddings; empty if it is not supported, or not the same for all workers."""
 
 
 def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
-    """`cards` are those of one model, at least one."""
+    """Return the limits of a model; `cards` are those of its workers, at least one."""
     sizes = {card.embedding_size for card in cards}
     poolings: set[Pooling] = {card.pooling for card in cards}
     return ModelLimits(
@@ -102,7 +103,7 @@ def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
 
 
 def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPLATE) -> Model:
-    """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raises ModelError."""
+    """Load a model from tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raises ModelError."""
     content = read_model_file(directory / "tokenizer.json", TOKENIZER_LIMIT_BYTES)
     digest = hashlib.sha256(content).hexdigest()
     if digest != card.tokenizer_digest:
@@ -115,8 +116,9 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
         raise ModelError(f"{directory / 'tokenizer.json'}: {wrong}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    words, around = _read_words(tokenizer, content)
-    token_bytes = read_token_bytes(content)
+    file = parse_tokenizer_json(content)
+    words, around = _read_words(tokenizer, file)
+    token_bytes = read_token_bytes(file)
     template, tool_template = _load_templates(directory)
     source = "" if tool_template is None else tool_template.source
     if parsers.tools == "auto":
@@ -139,16 +141,16 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
         thinks=thinks,
         marked_token_bytes=token_bytes.showing(marks) if marks else token_bytes,
         marks={mark: added[mark] for mark in marks if mark in added},
-        fim=_read_infill(tokenizer),
+        fim=_read_fim(tokenizer),
         tokenizer_digest=digest,
         block_size=card.block_size,
     )
 
 
-def _read_words(tokenizer: Tokenizer, content: bytes) -> tuple[Words | None, tuple[bytes, bytes]]:
-    """As in Model."""
+def _read_words(tokenizer: Tokenizer, file: TokenizerJson) -> tuple[WordCache | None, tuple[bytes, bytes]]:
+    """Return `Model.words` and `Model.around`."""
     bpe = tokenizer.model
-    words = read_words(content, lambda word: [token.id for token in bpe.tokenize(word)], tokenizer.token_to_id)
+    words = read_words(file, lambda word: [token.id for token in bpe.tokenize(word)], tokenizer.token_to_id)
     if words is None:
         return None, (b"", b"")
     around = {_around(tokenizer, words, probe) for probe in ("a", "b")}
@@ -156,7 +158,7 @@ def _read_words(tokenizer: Tokenizer, content: bytes) -> tuple[Words | None, tup
     return (None, (b"", b"")) if found is None else (words, found)
 
 
-def _read_infill(tokenizer: Tokenizer) -> FimTokens | None:
+def _read_fim(tokenizer: Tokenizer) -> FimTokens | None:
     try:
         return read_fim_tokens(
             tokenizer.token_to_id, lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids
@@ -165,8 +167,8 @@ def _read_infill(tokenizer: Tokenizer) -> FimTokens | None:
         return None
 
 
-def _around(tokenizer: Tokenizer, words: Words, probe: str) -> tuple[bytes, bytes] | None:
-    """None: the tokenizer does more to a text than to put tokens before and behind."""
+def _around(tokenizer: Tokenizer, words: WordCache, probe: str) -> tuple[bytes, bytes] | None:
+    """Return the tokens that the tokenizer puts before and after a text; None if it changes more than that."""
     try:
         alone, whole = tokenizer.encode(probe, add_special_tokens=False).ids, tokenizer.encode(probe).ids
     except BaseException:  # noqa: BLE001  a tokenizer comes with the model, and may not know even this text
@@ -180,11 +182,11 @@ def _around(tokenizer: Tokenizer, words: Words, probe: str) -> tuple[bytes, byte
 
 
 def _load_templates(directory: Path) -> tuple[ChatTemplate | None, ChatTemplate | None]:
-    """The one for requests without tools, and the one for those with tools: mostly the same."""
+    """Return the template for requests without tools and that for requests with tools, mostly the same."""
     path = directory / "tokenizer_config.json"
     config = read_model_json(path, dict[str, object], limit_bytes=LIST_LIMIT_BYTES, missing=b"{}")
     own_file = directory / "chat_template.jinja"
-    if own_file.exists():  # wins, as in transformers
+    if own_file.exists():  # it takes precedence, as in transformers
         try:
             sources = pick_templates(read_model_file(own_file, CONFIG_LIMIT_BYTES).decode(), str(own_file))
         except UnicodeDecodeError as wrong:
@@ -201,7 +203,7 @@ def _load_templates(directory: Path) -> tuple[ChatTemplate | None, ChatTemplate 
 
 
 def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    """bos_token, eos_token and their like: written as a text, or as an added token with its content."""
+    """Return bos_token, eos_token and the like. A file has them as a text, or as an added token with its content."""
     named: dict[str, str] = {}
     for key, value in config.items():
         if key.endswith("_token"):

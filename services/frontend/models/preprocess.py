@@ -1,13 +1,14 @@
-"""From messages, or a text, to the token ids of a prompt.
+"""Turns messages, or a text, into the token ids of a prompt.
 
-Where a tokenizer's words are known exactly (bpe_cache.py), a text is encoded on the event loop, section by section, and
-others have a turn every TURN_CHARACTERS: 0.2 µs a token, against 1.1 in `tokenizers` and the way to a thread and back.
-What is left to `tokenizers` holds Python's lock for its time, unless it runs in a thread: short texts are encoded where
-they come, longer ones in the pool. A template is rendered where it comes as far as INLINE_STEPS go, else in the pool.
+If a tokenizer's words are cached (bpe_cache.py), a text is encoded on the event loop, section by section. Other tasks
+run after every CHARACTERS_PER_TURN. This takes 0.2 to 0.6 µs a token, against 1.2 in `tokenizers` and the way to a
+thread and back. `tokenizers` holds Python's lock unless it runs in a thread, so short texts are encoded on the loop and
+longer ones in the pool. A template is rendered on the loop for up to INLINE_STEPS, and otherwise in the pool.
 
-Special tokens: a rendered chat is encoded with its special tokens recognised, as vLLM and transformers do, because the
-template writes them as text. So a user who writes `<|im_end|>` in a message can end the turn; whoever serves untrusted
-text beside trusted text within one conversation should filter it. The prompt of a completion may hold them on purpose.
+Special tokens: a rendered chat is encoded with its special tokens recognised, as in vLLM and transformers, because the
+template writes them as text. So a user who writes `<|im_end|>` in a message can end the turn. A service that puts
+untrusted text next to trusted text within one conversation should filter it. The prompt of a completion may have
+special tokens on purpose.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array
 
 INLINE_CHARACTERS = 4096
-"""Texts up to this length are encoded by `tokenizers` on the event loop: 1 ms."""
-TURN_CHARACTERS = 8192
-"""Encoded from the table of words before others have a turn: 0.5 ms."""
+"""The longest text that `tokenizers` encodes on the event loop: 1 ms."""
+CHARACTERS_PER_TURN = 8192
+"""The number of characters that are encoded from the cache before other tasks run: 0.5 ms."""
 INLINE_STEPS = 256
-"""Of a template, on the event loop: 1 ms or so."""
+"""The number of steps of a template that run on the event loop: about a millisecond."""
 
 
 class Prompt(Struct, frozen=True):
-    """A prompt that fits."""
+    """A prompt that fits the model's context."""
 
     tokens: bytes
-    """Packed u32."""
+    """Token ids, packed as u32."""
     max_tokens: int
 
     @property
@@ -57,8 +58,8 @@ async def render_chat(
     *,
     answer_begins: bool = True,
 ) -> str:
-    """The text of a conversation, up to where its answer begins, unless `answer_begins` is false; `more` are the
-    template's own names. Raises InvalidRequest."""
+    """Return the text of a conversation up to the beginning of its answer, unless `answer_begins` is false. `more` has
+    values for the template's own names. Raises InvalidRequest."""
     template = _template(model, messages, with_tools=bool(tools))
     for name in more:
         if name not in template.reads or name == "tools":
@@ -71,12 +72,12 @@ async def render_chat(
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, render)
     except StepLimitReached:
-        wrong = f"the chat template is not done after {STEPS_LIMIT} steps"
+        wrong = f"the chat template needs more than {STEPS_LIMIT} steps"
         raise InvalidRequest(wrong, param="messages") from None
 
 
 def _template(model: Model, messages: Sequence[Mapping[str, Any]], *, with_tools: bool) -> ChatTemplate:
-    """One that has a place for all that is said."""
+    """Return the template that has a place for everything in the request. Raises InvalidRequest."""
     if model.template is None:
         raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", param="model")
     template = model.template
@@ -84,13 +85,13 @@ def _template(model: Model, messages: Sequence[Mapping[str, Any]], *, with_tools
         if model.tool_template is None:
             raise _not_read(f"the chat template of {model.name!r} has no place for tools", "tools")
         if model.tool_format is None:
-            wrong = f"how {model.name!r} writes calls does not show in its chat template, and no `tool_parser` is set"
+            wrong = f"the chat template of {model.name!r} shows no format of tool calls, and no `tool_parser` is set"
             raise _not_read(wrong, "tools")
         template = model.tool_template
     if not template.reads_calls:
         for at, message in enumerate(messages):
             if "tool_calls" in message:
-                wrong = f"the chat template of {model.name!r} has no place for calls of tools"
+                wrong = f"the chat template of {model.name!r} has no place for tool calls"
                 raise _not_read(wrong, f"messages[{at}].tool_calls")
     return template
 
@@ -100,37 +101,38 @@ def _not_read(wrong: str, param: str) -> InvalidRequest:
 
 
 async def encode_chat(model: Model, rendered: str, pool: Executor) -> bytes:
-    """The packed tokens of a rendered conversation. Raises InvalidRequest."""
+    """Return the packed tokens of a rendered conversation. Raises InvalidRequest."""
     return await encode(model, rendered, pool, special=False, param="messages")
 
 
 async def encode_text(model: Model, text: str, pool: Executor, *, param: str = "prompt") -> bytes:
-    """Packed, with the special tokens that the tokenizer puts around a text (Llama: `<s>`). Raises InvalidRequest."""
+    """Return the packed tokens of a text, with the special tokens that the tokenizer puts around it (Llama: `<s>`).
+    Raises InvalidRequest."""
     return await encode(model, text, pool, special=True, param=param)
 
 
-async def encode_between(model: Model, before: str, behind: str, pool: Executor, *, param: str) -> bytes:
-    """The packed tokens of a prompt for the text between the two; `param` names the field of the first. Raises
-    InvalidRequest."""
-    infill = model.fim
-    if infill is None:
-        raise _not_read(f"suffix: {model.name!r} has no marks for a text that is missing", "suffix")
+async def encode_between(model: Model, before: str, after: str, pool: Executor, *, param: str) -> bytes:
+    """Return the packed tokens of a prompt for the text between two others. `param` names the field of the first.
+    Raises InvalidRequest."""
+    fim = model.fim
+    if fim is None:
+        raise _not_read(f"suffix: {model.name!r} has no tokens for filling in the middle", "suffix")
     prefix = await encode(model, before, pool, special=False, param=param)
-    joined = JOINT + behind if infill.joint else behind
+    joined = JOINT + after if fim.joint else after
     suffix = await encode(model, joined, pool, special=False, param="suffix")
-    return infill.prompt(prefix, suffix.removeprefix(infill.joint))
+    return fim.prompt(prefix, suffix.removeprefix(fim.joint))
 
 
 async def encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
-    """The packed tokens of a text; `special`: with those that the tokenizer puts around one. `param` names the field
-    that it came from. Raises InvalidRequest."""
+    """Return the packed tokens of a text; with `special`, also those that the tokenizer puts around it. `param` names
+    the field that it came from. Raises InvalidRequest."""
     words = model.words
     if words is None:
         return await _tokenize(model.tokenizer, text, pool, special=special, param=param)
-    before, behind = model.around if special else (b"", b"")
+    before, after = model.around if special else (b"", b"")
     packed = [before]
     left: list[str] = []
-    turn = words.work + TURN_CHARACTERS
+    turn = words.work + CHARACTERS_PER_TURN
     for piece in words.encode(text):
         if isinstance(piece, str):
             left.append(piece)
@@ -141,10 +143,10 @@ async def encode(model: Model, text: str, pool: Executor, *, special: bool, para
             packed.append(piece)
         if words.work > turn:
             await asyncio.sleep(0)
-            turn = words.work + TURN_CHARACTERS
+            turn = words.work + CHARACTERS_PER_TURN
     if left:
         packed.append(await _tokenize(model.tokenizer, "".join(left), pool, special=False, param=param))
-    packed.append(behind)
+    packed.append(after)
     return b"".join(packed)
 
 
@@ -162,7 +164,7 @@ async def _tokenize(tokenizer: Tokenizer, text: str, pool: Executor, *, special:
 
 
 def check_vocabulary(tokens: Sequence[int], limits: ModelLimits, *, param: str) -> None:
-    """`param` names the field that the tokens came from. Raises InvalidRequest."""
+    """Raise InvalidRequest for a token id outside the vocabulary. `param` names the field that the tokens came from."""
     if tokens and (min(tokens) < 0 or max(tokens) >= limits.vocab_size):
         at, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < limits.vocab_size)
         raise InvalidRequest(
@@ -171,7 +173,7 @@ def check_vocabulary(tokens: Sequence[int], limits: ModelLimits, *, param: str) 
 
 
 def check_encoded(model: Model, tokens: bytes, limits: ModelLimits, *, param: str) -> None:
-    """The same for packed tokens that the model's tokenizer made."""
+    """Raise InvalidRequest for a token id outside the vocabulary, in packed tokens from the model's tokenizer."""
     if model.largest_token >= limits.vocab_size:
         check_vocabulary(token_array(tokens), limits, param=param)
 
@@ -185,7 +187,8 @@ def fit_context(
     param: str,
     limit_param: str = "max_tokens",
 ) -> Prompt:
-    """The packed prompt and how many tokens may follow: `max_tokens`, else `default`, else what the context leaves.
+    """Return the packed prompt and how many tokens may follow: `max_tokens`, else `default`, else the rest of the
+    context.
 
     `param` and `limit_param` name the fields that the prompt and `max_tokens` came from. Raises InvalidRequest.
     """

@@ -1,8 +1,8 @@
-"""Which models can be asked now: follows the directory's model cards and loads each model's tokenizer.
+"""Follows the directory's model cards, loads each model's tokenizer, and knows which models can serve requests now.
 
-    card ──▶ loading ──▶ ready          each model by itself: one that fails or loads never stops another
+    card ──▶ loading ──▶ ready          each model by itself: one that fails or loads does not stop another
                 │  ▲
-                ▼  │ again after RETRY_S, while there is a card
+                ▼  │ again after RETRY_S, as long as there is a card
               failed(reason)
 
 A model stays known when its last worker goes, so that its clients get 503 and not 404.
@@ -23,10 +23,11 @@ from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages import ModelCard
 
 RETRY_S = 5.0
+"""Seconds between two attempts to load a model."""
 MODELS_LIMIT = 256
-"""Names kept, living or not; cards of further models are left out, loudly."""
+"""The number of known models, with or without workers. Cards of further models are ignored with an error."""
 NAMES_LISTED = 8
-"""Of the models that are there, when one is not."""
+"""The number of models that an error lists when the requested one does not exist."""
 
 _LOADING = "its tokenizer is being loaded"
 
@@ -36,10 +37,10 @@ _log = logging.getLogger(__name__)
 @dataclass
 class _Entry:
     cards: dict[str, ModelCard] = field(default_factory=dict)
-    """By instance."""
+    """The model's cards by the worker's instance id."""
     model: Model | None = None
     reason: str = _LOADING
-    """Why there is no `model`."""
+    """Why `model` is None."""
     loading: bool = False
 
     def matches(self, card: ModelCard) -> bool:
@@ -52,7 +53,7 @@ class _Entry:
 
 
 class ModelRegistry:
-    """The models by name."""
+    """All known models by name."""
 
     def __init__(
         self,
@@ -62,26 +63,26 @@ class ModelRegistry:
         pool: Executor,
         parsers: Callable[[str], ParserNames] = lambda _name: BY_TEMPLATE,
     ) -> None:
-        """`directories` say where a model's tokenizer lies, where the cards' path is not valid here; `parsers` how what
-        it writes is taken apart."""
+        """Create it. `directories` has the path of a model's tokenizer if that in the cards is not valid here.
+        `parsers` returns the names of a model's parsers."""
         self._directories = directories
         self._parsers = parsers
         self._tasks = tasks
         self._pool = pool
         self._entries: dict[str, _Entry] = {}
         self._loaded = asyncio.Event()
-        """Set by every attempt to load one."""
+        """Set after every attempt to load a model."""
         directory.subscribe(self._on_change)
 
     async def wait_loaded(self) -> None:
-        """Returns once every model that has a worker was loaded, or failed to."""
+        """Wait until every model that has a worker was loaded, or failed to load."""
         while any(entry.loading and entry.reason == _LOADING for entry in self._entries.values()):
             self._loaded.clear()
             await self._loaded.wait()
 
     def find(self, name: str | None) -> tuple[Model, ModelLimits]:
-        """The model of that name, or the only one there is. Raises InvalidRequest (404) for a name that nobody has
-        served, Unavailable while it cannot be served."""
+        """Return the model of that name, or the only model without a name. Raises InvalidRequest (404) for a name that
+        no worker has served, and Unavailable while it cannot be served."""
         if name is None:
             name = self._only()
         entry = self._entries.get(name)
@@ -106,7 +107,7 @@ class ModelRegistry:
         return names[0]
 
     def served(self) -> dict[str, ModelLimits]:
-        """The models that can be asked now."""
+        """Return the models that can serve requests now."""
         return {
             name: model_limits(list(entry.cards.values()))
             for name, entry in self._entries.items()
@@ -114,7 +115,7 @@ class ModelRegistry:
         }
 
     def reasons(self) -> list[str]:
-        """Why models with a worker cannot be asked."""
+        """Return why models with a worker cannot serve requests."""
         return [
             f"model {name}: {entry.reason}" for name, entry in self._entries.items() if entry.cards and not entry.model
         ]
@@ -139,7 +140,7 @@ class ModelRegistry:
                 self._tasks.create_task(self._load(card.model, entry), name=f"load {card.model}")
 
     async def _load(self, name: str, entry: _Entry) -> None:
-        """Until the model of the present cards is loaded, or there are no cards."""
+        """Try until the model of the current cards is loaded, or there are no cards."""
         loop = asyncio.get_running_loop()
         while entry.cards:
             card = next(iter(entry.cards.values()))

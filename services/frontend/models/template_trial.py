@@ -5,7 +5,7 @@ source that takes minutes to compile. In a frontend such a step would hold Pytho
 each template is first compiled and rendered in a process of its own, with a few conversations. The process ends where
 that takes more than CPU_LIMIT_S or MEMORY_LIMIT_BYTES, and the model is refused.
 
-Not found is a template that is slow with other conversations only, or at another time.
+A template that is slow only with other conversations, or at another time, is not found.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from services.frontend.models.chat_template import ChatTemplate, StepLimitReache
 from shared.errors import InvalidRequest, ModelError
 
 CPU_LIMIT_S = 2.0
-"""To compile it, and again for each conversation; large ones of real models take some 20 ms."""
+"""The processor time in seconds to compile a template, and again for each conversation. Large templates of real models
+take some 20 ms."""
 MEMORY_LIMIT_BYTES = 512 << 20
-"""Of address space; Python and the libraries take 60 MB of it."""
+"""The address space of the process; Python and the libraries take 60 MB of it."""
 WALL_LIMIT_S = 60.0
-"""For all of it, where other processes leave it little of the machine."""
+"""The time in seconds for the whole trial, on a machine that other processes keep busy."""
 STEPS = 10_000
-"""In each conversation; a template that takes more of them is one whose steps are counted."""
+"""The number of steps in each conversation; a template with more of them is stopped by its own counter later."""
 KNOWN = 32
-"""Verdicts kept, the latest used."""
+"""The number of cached verdicts: the latest used."""
 WHY_LIMIT_CHARACTERS = 200
-"""Of the last line that a failed process wrote."""
+"""The length to which the last line of a failed process is cut."""
 _TOO_MUCH = f"compiling or rendering it takes more than {CPU_LIMIT_S:g} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
 _TOOL: dict[str, object] = {
     "type": "function",
@@ -51,21 +52,21 @@ _TURN: list[dict[str, object]] = [
 
 
 class TrialInput(Struct, frozen=True):
-    """What the process is given."""
+    """The input of the process."""
 
     source: str
     tokens: dict[str, str]
 
 
 def try_template(source: str, tokens: Mapping[str, str]) -> None:
-    """Blocks while a process tries it. Raises ModelError where it takes too much, or where that cannot be found out."""
+    """Try a template in a process; blocks. Raises ModelError if it takes too much, or if the trial failed."""
     if wrong := _verdict(source, tuple(sorted(tokens.items()))):
         raise ModelError(f"the chat template: {wrong}")
 
 
 @lru_cache(KNOWN)
 def _verdict(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
-    """Empty: it takes no more than it may. Raises ModelError where nothing can be said."""
+    """Return the objection to a template; empty if there is none. Raises ModelError if the trial failed."""
     program = (sys.executable, "-m", "services.frontend.models.template_trial")
     given = msgspec.json.encode(TrialInput(source, dict(tokens)))
     try:
@@ -83,7 +84,7 @@ def _verdict(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
 
 
 def objection(tried: TrialInput) -> str:
-    """Why it cannot be used; empty: nothing here speaks against it. The caller bounds time and memory."""
+    """Return why a template cannot be used; empty if no reason is found. The caller limits time and memory."""
     try:
         _begin_step()
         template = ChatTemplate(tried.source, tried.tokens)
@@ -96,18 +97,18 @@ def objection(tried: TrialInput) -> str:
             except InvalidRequest as wrong:  # it may refuse a conversation
                 if isinstance(wrong.__context__, MemoryError):
                     return _TOO_MUCH
-    except ModelError as wrong:  # its loading says so
+    except ModelError as wrong:  # loading the model reports it
         return _TOO_MUCH if isinstance(wrong.__context__, MemoryError) else ""
     return ""
 
 
 def _begin_step() -> None:
-    """What it takes is counted from here on; more than the limit ends the process."""
+    """Count processor time from here on; more than the limit ends the process."""
     signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
 
 
 def _conversations() -> Iterator[tuple[list[dict[str, object]], list[dict[str, object]]]]:
-    """Messages and tools."""
+    """Yield the messages and tools of each conversation."""
     system: list[dict[str, object]] = [{"role": "system", "content": "You are brief."}]
     for tools in ([], [_TOOL]):
         yield _TURN[:1], tools
@@ -116,7 +117,7 @@ def _conversations() -> Iterator[tuple[list[dict[str, object]], list[dict[str, o
 
 
 def main() -> None:
-    """Says what is wrong with the one that stands on standard input."""
+    """Read a TrialInput from standard input and write the objection to it."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wrong = objection(msgspec.json.decode(sys.stdin.buffer.read(), type=TrialInput))

@@ -1,9 +1,9 @@
-"""One choice's output: tokens in, text and log-probabilities out. Pure.
+"""The output of one choice: tokens in, text and log-probabilities out. Pure.
 
     tokens ─▶ Detokenizer ─▶ StopScanner ─▶ Delta(text, entries)
 
-A log-probability entry goes out with the text it belongs to: entries of held-back text wait, entries of text behind a
-stop string are dropped.
+A log-probability entry is passed on with the text that it belongs to. Entries of text that is held back wait, and
+entries of text after a stop string are dropped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shared.hashing import unpack_tokens
 from shared.messages import TokenLogprob
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot write; OpenAI uses the same."""
+"""The log-probability that stands for minus infinity, which JSON cannot write; OpenAI uses the same."""
 
 
 class TopEntry(Struct, frozen=True):
-    """One of the likeliest tokens at a position."""
+    """One of the most probable tokens at a position."""
 
     token: bytes
     logprob: float
@@ -37,26 +37,27 @@ class Entry(Struct, frozen=True):
     logprob: float
     top: tuple[TopEntry, ...]
     text_offset: int
-    """Index of its first character in the output."""
+    """The index of its first character in the output."""
 
 
 class Delta(Struct, frozen=True):
-    """What one push added."""
+    """What one call of `push` added to the output."""
 
     text: str
     entries: tuple[Entry, ...] = ()
     stopped: bool = False
-    """A stop string was found: the output ends here."""
+    """Whether a stop string was found; the output ends here."""
     reasoning: str = ""
+    """Reasoning text, which only ParsedOutput separates."""
     calls: tuple[CallPiece, ...] = ()
-    """Both only where the text was taken apart, by ParsedOutput."""
+    """Pieces of tool calls, which only ParsedOutput separates."""
 
 
 class Output:
-    """Grows by `push` until it is stopped or finished."""
+    """The output of one choice; it grows by `push` until it is stopped or finished."""
 
     calls = thinking_tokens = 0
-    """Calls of tools, and tokens of thinking: a text as such has none."""
+    """The numbers of tool calls and of reasoning tokens; only ParsedOutput finds any."""
 
     def __init__(self, tokens: TokenBytes, stops: Sequence[str]) -> None:
         self._tokens = tokens
@@ -67,10 +68,10 @@ class Output:
         self._emitted = 0
         self._waiting: deque[Entry] = deque()
         self.counted = 0
-        """Tokens taken in, up to and with the one that completed a stop string."""
+        """The number of tokens so far, up to and including the one that completed a stop string."""
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
-        """`logprobs` has one item a token, where they were asked for."""
+        """Add tokens. `logprobs` has one item for each token, if they were asked for."""
         assert not self._scanner.stopped, "the output has ended"
         if not self._one_by_one and logprobs is None and not self._waiting:
             self.counted += len(tokens)
@@ -89,8 +90,8 @@ class Output:
                 break
         return self._emit(text)
 
-    def finish(self, *, short: bool = False) -> Delta:  # noqa: ARG002  a text as such has no marks
-        """The rest, where the output ends for another reason than a stop string; `short`: it was cut, by a limit."""
+    def finish(self, *, short: bool = False) -> Delta:  # noqa: ARG002  only ParsedOutput needs it
+        """Return the rest, if the output ends for another reason than a stop string. `short`: a limit cut it."""
         text = self._scanner.push(self._detokenizer.finish())
         return self._emit(text if self._scanner.stopped else text + self._scanner.finish(), last=True)
 
@@ -112,7 +113,7 @@ class Output:
         )
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         self._scanner.validate()
         offsets = [entry.text_offset for entry in self._waiting]
         assert offsets == sorted(offsets)

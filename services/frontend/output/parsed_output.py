@@ -1,8 +1,8 @@
-"""An output whose text is taken apart into thinking, content and calls of tools. Pure.
+"""An output whose text is parsed into reasoning, content and tool calls. Pure.
 
-    tokens ─▶ Output ─▶ text ─▶ tools.Parser ─▶ Delta(text, reasoning, calls)
+    tokens ─▶ Output ─▶ text ─▶ AnswerParser ─▶ Delta(text, reasoning, calls)
 
-Only where a model thinks, or a request offers tools; else an Output alone is all there is.
+It is used only if a model thinks or a request offers tools; otherwise an Output alone is enough.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from shared.messages import TokenLogprob
 
 
 class ParsedOutput:
-    """As Output. Log-probabilities, of all tokens, go out with the text that came with them, whatever it is."""
+    """An Output with a parser. Log-probabilities of all tokens are passed on with the text that came with them."""
 
     def __init__(self, output: Output, parser: AnswerParser) -> None:
         self._output = output
         self._parser = parser
         self.thinking_tokens = 0
-        """Tokens up to and with the last one that thinking came from."""
+        """The number of tokens up to and including the last one that brought reasoning."""
 
     @property
     def calls(self) -> int:
-        """Of tools that have begun."""
+        """The number of tool calls that have begun."""
         return self._parser.result.calls_begun
 
     @property
     def counted(self) -> int:
-        """As Output's; with the tokens that completed the last call, where that ended it."""
+        """The number of tokens so far, including those that completed the last call if that ended the output."""
         return self._output.counted
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
-        """As Output's."""
+        """Add tokens, as `Output.push` does."""
         found = self._parser.result
         # Several tokens at once would make it impossible to count those of reasoning.
         if len(tokens) > 1 and not (found.content_characters or found.calls_begun):
@@ -65,7 +65,7 @@ class ParsedOutput:
             self.thinking_tokens = self._output.counted
 
     def finish(self, *, short: bool = False) -> Delta:
-        """As Output's."""
+        """Return the rest, as `Output.finish` does."""
         delta = self._output.finish(short=short)
         self._parse(delta.text)
         return self._taken(delta, last=True, short=short and not delta.stopped)
@@ -78,6 +78,6 @@ class ParsedOutput:
         return Delta(content, delta.entries, delta.stopped or parser.at_call_limit, reasoning, calls)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         self._output.validate()
         self._parser.validate()

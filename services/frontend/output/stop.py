@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes in pieces. Pure.
+"""Finds stop strings in a text that comes in pieces. Pure.
 
     emitted before | held: the longest suffix that could begin a stop string | not here yet
 
@@ -21,10 +21,10 @@ class StopScanner:
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.stopped = False
-        """Whether a stop string came; nothing is passed on after it."""
+        """Whether a stop string was found; nothing is passed on after it."""
 
     def push(self, text: str) -> str:
-        """The part of the text so far that is now known to lie before any stop string, and was not returned yet."""
+        """Return the part of the text that is now known to lie before any stop string and was not returned yet."""
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         text = self._held + text
@@ -38,19 +38,19 @@ class StopScanner:
         return text[:keep]
 
     def finish(self) -> str:
-        """What was held back; the text has ended, so it begins no stop string."""
+        """Return what was held back; the text has ended, so it begins no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _candidate(self, text: str) -> int:
-        """Where the earliest stop string that is still possible would begin."""
+        """Return where the earliest stop string that is still possible would begin."""
         for at in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[at] in self._first and any(stop.startswith(text[at:]) for stop in self._stops):
                 return at
         return len(text)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         assert len(self._held) < max(1, self._longest)
         assert not (self.stopped and self._held)
         assert not self._held or any(stop.startswith(self._held) for stop in self._stops)

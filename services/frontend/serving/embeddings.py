@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from services.frontend.auth.accounts import TokenUse
 from services.frontend.models.model import Model, ModelLimits
-from services.frontend.models.preprocess import TURN_CHARACTERS, check_encoded, check_vocabulary, encode
+from services.frontend.models.preprocess import CHARACTERS_PER_TURN, check_encoded, check_vocabulary, encode
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.output import Output
 from services.frontend.protocol.embeddings import (
@@ -135,7 +135,7 @@ class ServingEmbeddings:
         tokens, characters = 0, 0
         for name, given in inputs.items():
             characters += len(given)
-            if characters > TURN_CHARACTERS:
+            if characters > CHARACTERS_PER_TURN:
                 characters = 0
                 await asyncio.sleep(0)
             if isinstance(given, str):

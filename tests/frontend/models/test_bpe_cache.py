@@ -17,9 +17,10 @@ from services.frontend.models.bpe_cache import (
     SPLITS,
     WORD_CHARACTERS,
     WORDS_LIMIT,
-    Words,
+    WordCache,
     read_words,
 )
+from services.frontend.output.tokenizer_json import parse_tokenizer_json
 from shared.hashing import pack_tokens
 
 LESSONS = [
@@ -57,14 +58,16 @@ def trained(step: Any) -> Tokenizer:
 TOKENIZERS = {name: trained(step) for name, step in STEPS.items()}
 
 
-def table(tokenizer: Tokenizer) -> Words | None:
+def table(tokenizer: Tokenizer) -> WordCache | None:
     return table_of(tokenizer.to_str(), tokenizer)
 
 
-def table_of(content: str, tokenizer: Tokenizer) -> Words | None:
+def table_of(content: str, tokenizer: Tokenizer) -> WordCache | None:
     model = tokenizer.model
     return read_words(
-        content.encode(), lambda word: [token.id for token in model.tokenize(word)], tokenizer.token_to_id
+        parse_tokenizer_json(content.encode()),
+        lambda word: [token.id for token in model.tokenize(word)],
+        tokenizer.token_to_id,
     )
 
 
@@ -72,7 +75,7 @@ def expected(tokenizer: Tokenizer, text: str) -> bytes:
     return pack_tokens(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def encoded(words: Words, tokenizer: Tokenizer, text: str) -> bytes:
+def encoded(words: WordCache, tokenizer: Tokenizer, text: str) -> bytes:
     """As a frontend does."""
     packed, left = b"", ""
     for piece in words.encode(text):
@@ -84,7 +87,7 @@ def encoded(words: Words, tokenizer: Tokenizer, text: str) -> bytes:
     return packed + expected(tokenizer, left)
 
 
-def ids_of(words: Words, text: str) -> bytes:
+def ids_of(words: WordCache, text: str) -> bytes:
     """Of a text with nothing that is left to `tokenizers`."""
     pieces = list(words.encode(text))
     assert all(isinstance(piece, bytes) for piece in pieces)
@@ -150,15 +153,21 @@ def test_a_normal_form_leaves_ascii_alone_and_does_not_join_over_a_cut(form: str
     assert encoded(words, tokenizer, text) == expected(tokenizer, text)
 
 
+def words_of(file: dict[str, Any]) -> WordCache | None:
+    parsed = parse_tokenizer_json(json.dumps(file).encode())
+    return read_words(parsed, lambda _word: [], TOKENIZERS["gpt2"].token_to_id)
+
+
 def test_a_tokenizer_whose_words_are_not_known_exactly_has_no_table() -> None:
     known = json.loads(TOKENIZERS["gpt2"].to_str())
-    assert read_words(json.dumps(known).encode(), lambda _word: [], TOKENIZERS["gpt2"].token_to_id) is not None
-    for change in (
+    assert words_of(known) is not None
+    changes: list[dict[str, Any]] = [
         {"model": {**known["model"], "dropout": 0.1}},
         {"model": {**known["model"], "type": "Unigram"}},
         {"normalizer": {"type": "Lowercase"}},
         {"normalizer": {"type": "Sequence", "normalizers": []}},
         {"pre_tokenizer": None},
+        {"pre_tokenizer": []},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}},
         {"pre_tokenizer": {"type": "Whitespace"}},
         {"pre_tokenizer": {**known["pre_tokenizer"], "add_prefix_space": True}},
@@ -167,15 +176,12 @@ def test_a_tokenizer_whose_words_are_not_known_exactly_has_no_table() -> None:
         {"added_tokens": [{**known["added_tokens"][0], "normalized": True}]},
         {"added_tokens": [{**known["added_tokens"][0], "content": ""}]},
         {"added_tokens": [{**known["added_tokens"][0], "content": "unknown"}]},
-    ):
-        assert (
-            read_words(json.dumps({**known, **change}).encode(), lambda _word: [], TOKENIZERS["gpt2"].token_to_id)
-            is None
-        ), change
+    ]
+    for change in changes:
+        assert words_of({**known, **change}) is None, change
     split = json.loads(TOKENIZERS["split0"].to_str())
     split["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+|\S+"
-    assert read_words(json.dumps(split).encode(), lambda _word: [], TOKENIZERS["gpt2"].token_to_id) is None
-    assert read_words(b"[]", lambda _word: [], TOKENIZERS["gpt2"].token_to_id) is None
+    assert words_of(split) is None
 
 
 def test_every_plain_character_is_a_word_as_tokenizers_sees_it() -> None:
@@ -200,7 +206,7 @@ def test_the_table_is_bounded_and_long_words_stay_out() -> None:
         asked.append(word)
         return [len(asked)]
 
-    words = Words(" ?[LN]+", {}, ids)
+    words = WordCache(" ?[LN]+", {}, ids)
     long = "a" * (WORD_CHARACTERS + 1)
     assert ids_of(words, long) != ids_of(words, long)
     first = ids_of(words, "first")

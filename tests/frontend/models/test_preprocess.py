@@ -11,9 +11,9 @@ import pytest
 from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.model import Model, ModelLimits, load_model
 from services.frontend.models.preprocess import (
+    CHARACTERS_PER_TURN,
     INLINE_CHARACTERS,
     INLINE_STEPS,
-    TURN_CHARACTERS,
     check_encoded,
     check_vocabulary,
     encode_chat,
@@ -133,11 +133,11 @@ async def test_a_long_text_lets_others_have_their_turns(directory: Path) -> None
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(others())
-    text = "water " * TURN_CHARACTERS
+    text = "water " * CHARACTERS_PER_TURN
     with ThreadPoolExecutor(1) as pool:
         await encode_text(model, text, pool)
     beside.cancel()
-    assert turns >= len(text) // (2 * TURN_CHARACTERS)
+    assert turns >= len(text) // (2 * CHARACTERS_PER_TURN)
 
 
 async def test_a_template_that_takes_many_steps_goes_to_the_pool_and_ends_there(directory: Path) -> None:
@@ -151,7 +151,7 @@ async def test_a_template_that_takes_many_steps_goes_to_the_pool_and_ends_there(
         assert used
         for_ever = "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
         looping = msgspec.structs.replace(model, template=ChatTemplate(for_ever, {}))
-        with pytest.raises(InvalidRequest, match="not done after") as refusal:
+        with pytest.raises(InvalidRequest, match="needs more than") as refusal:
             await render_chat(looping, messages, pool)
         assert refusal.value.param == "messages"
 

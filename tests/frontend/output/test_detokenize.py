@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.frontend.output.detokenize import Detokenizer, TokenBytes, read_token_bytes
+from services.frontend.output.tokenizer_json import parse_tokenizer_json
 from shared.errors import ModelError
 
 
@@ -41,8 +42,8 @@ def _byte_fallback() -> Tokenizer:
 
 
 BYTE_LEVEL, BYTE_FALLBACK = _byte_level(), _byte_fallback()
-LEVEL_BYTES = read_token_bytes(BYTE_LEVEL.to_str().encode())
-FALLBACK_BYTES = read_token_bytes(BYTE_FALLBACK.to_str().encode())
+LEVEL_BYTES = read_token_bytes(parse_tokenizer_json(BYTE_LEVEL.to_str().encode()))
+FALLBACK_BYTES = read_token_bytes(parse_tokenizer_json(BYTE_FALLBACK.to_str().encode()))
 
 
 def decode(tokens: TokenBytes, pieces: list[list[int]]) -> str:
@@ -108,7 +109,7 @@ def test_special_tokens_can_be_shown() -> None:
 
 def test_the_tiny_model_decodes_like_its_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokens = read_token_bytes((directory / "tokenizer.json").read_bytes())
+    tokens = read_token_bytes(parse_tokenizer_json((directory / "tokenizer.json").read_bytes()))
     ids = list(range(tokenizer.get_vocab_size()))
     assert decode(tokens, [ids]) == tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -126,7 +127,7 @@ def test_the_tiny_model_decodes_like_its_tokenizer(directory: Path) -> None:
 )
 def test_a_file_that_cannot_be_read_says_why(file: bytes, why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        read_token_bytes(file)
+        read_token_bytes(parse_tokenizer_json(file))
 
 
 def test_a_unigram_vocabulary_is_a_list() -> None:
@@ -141,4 +142,4 @@ def test_a_unigram_vocabulary_is_a_list() -> None:
             ],
         },
     }
-    assert read_token_bytes(json.dumps(file).encode()).bytes_of(1) == b" a"
+    assert read_token_bytes(parse_tokenizer_json(json.dumps(file).encode())).bytes_of(1) == b" a"

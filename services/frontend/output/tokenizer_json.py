@@ -1,0 +1,66 @@
+"""The parts of a tokenizer.json that this frontend reads itself, and GPT-2's alphabet of bytes. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import ModelError
+
+
+class AddedToken(Struct):
+    """A token in addition to the vocabulary, with the rules by which it is found in a text."""
+
+    id: int
+    content: str
+    special: bool = False
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+
+
+class Vocabulary(Struct):
+    """The model of a tokenizer: the kind of model, and the ids of its tokens."""
+
+    type: str | None = None
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+    dropout: float | None = None
+
+
+class Decoder(Struct):
+    """A step that turns tokens into text, or several."""
+
+    type: str
+    decoders: list[Decoder] = []
+    pattern: dict[str, str] = {}
+    content: str = ""
+    start: int = 0
+    stop: int = 0
+
+
+class TokenizerJson(Struct):
+    """The parsed content of a tokenizer.json."""
+
+    model: Vocabulary
+    added_tokens: list[AddedToken] = []
+    decoder: Decoder | None = None
+    normalizer: msgspec.Raw = msgspec.Raw(b"null")
+    """JSON that models/bpe_cache.py decodes, where an unknown form is no error."""
+    pre_tokenizer: msgspec.Raw = msgspec.Raw(b"null")
+    """JSON that models/bpe_cache.py decodes, where an unknown form is no error."""
+
+
+def parse_tokenizer_json(content: bytes) -> TokenizerJson:
+    """Parse a tokenizer.json. Raises ModelError."""
+    try:
+        return msgspec.json.decode(content, type=TokenizerJson)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+        raise ModelError(f"tokenizer.json: {wrong}") from None
+
+
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+CHARACTER_OF_BYTE = {byte: 0x100 + at for at, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))}
+"""GPT-2's alphabet: the code points by which a byte-level vocabulary writes bytes that are not printable."""
+BYTE_OF_CHARACTER = {chr(CHARACTER_OF_BYTE.get(byte, byte)): byte for byte in range(0x100)}
+"""GPT-2's alphabet the other way round."""
