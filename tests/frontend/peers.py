@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 
 class Seen(Generic[T]):
-    """What a peer was told, in order; tests wait for more."""
+    """The messages that a peer got, in order; tests wait for more."""
 
     def __init__(self) -> None:
         self.all: list[T] = []
@@ -134,7 +134,7 @@ class Seen(Generic[T]):
         self._more.set()
 
     async def at_least(self, count: int) -> list[T]:
-        """All of them, once there are so many."""
+        """Wait for at least this many messages, and return all."""
         return await self._wait(lambda: len(self.all) >= count)
 
     async def until(self, item: T) -> list[T]:
@@ -215,7 +215,7 @@ class ScriptedWorker:
         self.cancels: Seen[Cancel] = Seen()
         self.resends: Seen[ResendRequest] = Seen()
         self.loses = 0
-        """So many of the next frames do not arrive."""
+        """The number of the next frames that do not arrive."""
         self.epoch = 1
         """Of the frames' numbers."""
         self.keeps_from = 0
@@ -238,12 +238,12 @@ class ScriptedWorker:
             self._subscriptions.append(await self.bus.subscribe(subject, receive))
 
     async def die(self) -> None:
-        """Nobody answers any more, and its lease is not over yet."""
+        """Stop answering while the lease is not over yet."""
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
 
     def forget(self) -> None:
-        """The frontend has left its address book: what there will be for it is numbered anew."""
+        """Record that the frontend has left the directory: frames for it start their numbers again."""
         self.epoch += 1
         self._frames.clear()
 

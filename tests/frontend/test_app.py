@@ -67,7 +67,7 @@ async def test_a_frontend_that_drains_says_how_many_requests_it_waits_for(direct
         await drained
 
 
-async def test_a_request_whose_body_comes_after_the_drain_is_over_is_told_so(
+async def test_a_request_whose_body_comes_after_the_drain_is_over_is_refused(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncExitStack() as frontend, asyncio.timeout(DEADLINE_S):

@@ -62,7 +62,9 @@ async def test_one_that_goes_while_its_request_is_offered_is_cancelled_at_the_wo
 
 
 @pytest.mark.parametrize("waits", [0, 1, 5, 50])
-async def test_one_that_goes_while_its_prompt_is_tokenised_leaves_nothing_behind(directory: Path, waits: int) -> None:
+async def test_a_client_that_disconnects_while_its_prompt_is_tokenised_leaves_nothing_running(
+    directory: Path, waits: int
+) -> None:
     async with world(directory) as w:
         for worker in w.workers:
             worker.output = None

@@ -69,7 +69,7 @@ async def test_other_expectations_are_417(directory: Path) -> None:
         writer.close()
 
 
-async def test_a_body_that_does_not_fit_beside_others_is_refused_while_it_comes(directory: Path) -> None:
+async def test_a_body_that_does_not_fit_next_to_others_is_refused_while_it_comes(directory: Path) -> None:
     async with world(directory, limits=LimitsConfig(body_bytes=1000, drain_s=0.0)) as w:
         _, first = await send(w, post(4_000_000), b" " * 900)
         await w.counted("headrace_inflight_requests", 1)
@@ -186,7 +186,7 @@ async def test_health_needs_a_router_that_answers_and_forgives_a_round_without(
         await w.until("/health", lambda health: health["reasons"] == ["no router is there"])
 
 
-async def test_a_question_for_health_asks_nobody(directory: Path) -> None:
+async def test_a_health_check_sends_no_request_to_other_processes(directory: Path) -> None:
     async with world(directory) as w, aiohttp.ClientSession(w.url) as http:
         before = w.metric("headrace_inflight_requests")
         answers = await asyncio.gather(*(http.get("/health") for _ in range(100)))

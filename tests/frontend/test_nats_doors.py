@@ -75,7 +75,7 @@ async def test_a_frontend_that_is_cut_off_from_workers_says_so_to_its_clients(di
 
 
 async def begun(w: World, count: int) -> list[Generate]:
-    """Once the worker has been asked for so many answers."""
+    """Wait until the worker has been asked for this many answers."""
     return await w.workers[0].generates.at_least(count)
 
 

@@ -180,7 +180,7 @@ async def test_a_conversation_with_calls_and_results_goes_through_the_template(t
         )
 
 
-async def test_with_tool_choice_none_the_model_is_told_of_no_tools_and_a_text_is_a_text(templated: Templated) -> None:
+async def test_with_tool_choice_none_the_prompt_has_no_tools_and_a_text_is_a_text(templated: Templated) -> None:
     async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
         w.say(CALL)
         fields: Any = {"model": MODEL, "messages": HELLO}
@@ -192,7 +192,7 @@ async def test_with_tool_choice_none_the_model_is_told_of_no_tools_and_a_text_is
         assert with_none.tokens == without.tokens
 
 
-async def test_without_parallel_calls_the_answer_ends_with_its_first_and_the_worker_is_told(
+async def test_without_parallel_calls_the_answer_ends_with_its_first_and_the_worker_is_cancelled(
     templated: Templated,
 ) -> None:
     async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
@@ -256,7 +256,7 @@ async def test_no_piece_of_a_mark_is_content_where_max_tokens_cuts_streamed_or_n
         assert len(streamed["tool_calls"]) == len(choice.message.tool_calls or []) == bool(call)
 
 
-async def test_stop_strings_and_logprobs_hold_beside_calls(templated: Templated) -> None:
+async def test_stop_strings_and_logprobs_work_together_with_calls(templated: Templated) -> None:
     async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
         said = w.say("Hm. " + CALL + "\nand more")
         for worker in w.workers:
@@ -337,7 +337,7 @@ async def test_tools_can_be_switched_off_for_a_model(templated: Templated) -> No
 THINKING = TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n") + "{# </think> #}"
 
 
-async def test_thinking_is_told_from_the_answer_and_the_calls(templated: Templated) -> None:
+async def test_thinking_is_separated_from_the_answer_and_the_calls(templated: Templated) -> None:
     async with world(templated(THINKING)) as w, clients(w) as (client, _):
         w.say("Hm. <tool_call>?\n</think>\n\n" + TWO)
         message = added_up(dumped(await chunks_of(client, tools=TOOLS)))

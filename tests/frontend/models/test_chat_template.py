@@ -11,7 +11,7 @@ from shared.errors import InvalidRequest, ModelError
 HELLO = [{"role": "user", "content": "<hello> & 'you'"}]
 
 
-def test_blocks_leave_no_lines_behind_as_in_transformers() -> None:
+def test_blocks_of_a_template_leave_no_empty_lines_as_in_transformers() -> None:
     source = "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
     assert ChatTemplate(source, {}).render(HELLO) == "<hello> & 'you'\n"
 

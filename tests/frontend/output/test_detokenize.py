@@ -80,7 +80,7 @@ def test_byte_fallback_text_equals_the_full_decode_where_bytes_are_utf8(pieces: 
 
 
 @given(st.lists(st.integers(3, 264), max_size=12))
-def test_byte_fallback_keeps_every_valid_character_beside_invalid_bytes(ids: list[int]) -> None:
+def test_byte_fallback_keeps_every_valid_character_next_to_invalid_bytes(ids: list[int]) -> None:
     whole = b"".join(FALLBACK_BYTES.bytes_of(token) for token in ids)
     assert decode(FALLBACK_BYTES, [[token] for token in ids]) == whole.decode("utf-8", "replace").removeprefix(" ")
 

@@ -44,7 +44,7 @@ def test_entries_cover_exactly_the_text_that_goes_out(pieces: list[list[int]], s
         assert all(entry.text_offset < sent or delta is deltas[-1] for entry in delta.entries)
 
 
-def test_tokens_behind_a_stop_string_are_not_counted() -> None:
+def test_tokens_after_a_stop_string_are_not_counted() -> None:
     output = Output(TOKENS, ["END"])
     delta = output.push([1, 7, 2, 2])
     assert delta == Delta("a", (), True)

@@ -44,7 +44,7 @@ def test_more_requests_than_the_bound_are_refused_before_their_body_is_read() ->
     full.reserve()
 
 
-def test_bodies_on_their_way_keep_nobody_out() -> None:
+def test_bodies_on_their_way_keep_no_other_request_out() -> None:
     slow = admission()
     late = [slow.reserve() for _ in range(10)]
     for _ in range(3):
@@ -109,7 +109,7 @@ def test_tokens_in_flight_are_bounded_and_a_request_alone_is_never_too_many() ->
     assert refused == {"tokens": 1}
 
 
-def test_each_choice_takes_the_place_of_a_request() -> None:
+def test_each_choice_counts_as_a_request() -> None:
     refused: Counter[str] = Counter()
     busy = admission(refused, LimitsConfig(requests=5))
     several, another = begun(busy), begun(busy)
@@ -124,7 +124,7 @@ def test_each_choice_takes_the_place_of_a_request() -> None:
     assert refused == {"requests": 2}
 
 
-def test_a_place_that_a_key_has_is_not_taken_back_by_who_comes_before_it_is_weighed() -> None:
+def test_a_permit_that_a_key_has_is_not_taken_back_by_requests_that_come_before_its_tokens_count() -> None:
     refused: Counter[str] = Counter()
     shared = admission(refused, LimitsConfig(requests=20))
     greedy = key("greedy")
@@ -136,7 +136,7 @@ def test_a_place_that_a_key_has_is_not_taken_back_by_who_comes_before_it_is_weig
     assert not refused
 
 
-def test_once_closed_nobody_enters_and_who_is_there_goes_on() -> None:
+def test_once_closed_new_requests_are_refused_and_running_ones_continue() -> None:
     ending = admission()
     there = ending.reserve()
     ending.closed = True
@@ -167,7 +167,7 @@ def test_a_key_that_takes_all_it_can_get_keeps_no_other_key_out(others: int) -> 
     shared.validate()
 
 
-def test_no_bound_is_one_keys_alone() -> None:
+def test_no_key_can_have_all_of_a_limit() -> None:
     limits = LimitsConfig(requests=100, body_bytes=900, tokenising_bytes=90, tokens=9000, unasked=90)
     for bound in ("body_bytes", "tokenising_bytes", "tokens", "unasked"):
         refused: Counter[str] = Counter()
@@ -273,7 +273,7 @@ KEYS = st.integers(0, 5000)
 
 
 @given(held=KEYS, other=KEYS, more=st.integers(1, 100), taken=st.integers(0, 10_000), limit=st.integers(1, 10_000))
-def test_who_holds_less_is_never_refused_what_who_holds_more_may_have(
+def test_a_key_that_holds_less_is_never_refused_what_a_key_that_holds_more_may_have(
     held: int, other: int, more: int, taken: int, limit: int
 ) -> None:
     less, most = sorted((held, other))
@@ -313,4 +313,4 @@ def test_keys_that_want_all_they_can_get_come_to_the_same(keys: int, seed: int) 
         for key in draw.sample(range(keys), keys):
             ask(key)
         assert sum(held) <= max(taken, limit)
-    assert max(held) - min(held) <= SHARE_FACTOR + 1, "one that ends makes room for so many of one key"
+    assert max(held) - min(held) <= SHARE_FACTOR + 1, "a request that ends makes room for this many of one key"

@@ -20,7 +20,7 @@ def links(most_links: int = 8) -> Frames:
 
 
 def flowing(count: int) -> Frames:
-    """So many frames have come."""
+    """Return links to which this many frames have come."""
     frames = links()
     for number in range(count):
         assert frames.frame_received(W, 1, number, 0.0) == "due"
@@ -91,7 +91,9 @@ def test_each_frame_that_comes_gives_the_resend_new_tries() -> None:
         now_s += RETRY_S
 
 
-def test_what_the_worker_no_longer_has_is_skipped_and_who_ended_meanwhile_is_told_once_all_has_come() -> None:
+def test_frames_that_the_worker_no_longer_has_are_skipped_and_lost_ends_are_reported() -> (
+    None
+):
     frames = flowing(3)
     frames.frame_received(W, 1, 9, 1.0)
     assert frames.next_actions(W, 1.0) == [RequestResend(W, 3)]
@@ -146,7 +148,7 @@ def test_what_is_sent_again_is_not_asked_for_once_more_while_it_comes() -> None:
     assert frames.poll(2.0 + RETRY_S) == [RequestResend(W, 5)]
 
 
-def test_nobody_has_ended_unheard_while_the_frame_that_may_say_so_is_being_read() -> None:
+def test_no_end_counts_as_lost_while_the_frame_that_may_have_it_is_being_read() -> None:
     frames = flowing(3)
     frames.suspect(W, A)
     assert frames.poll(1.0) == [RequestResend(W, 3)]
@@ -239,7 +241,7 @@ def test_a_report_that_names_no_frame_makes_no_link() -> None:
     assert frames.poll(9.0) == []
 
 
-def test_a_larger_epoch_numbers_anew_and_the_old_one_is_over() -> None:
+def test_a_larger_epoch_starts_the_numbers_again_and_the_old_one_is_over() -> None:
     frames = flowing(3)
     assert frames.frame_received(W, 2, 0, 1.0) == "due"
     assert frames.frame_received(W, 1, 3, 1.0) == "repeated"
@@ -275,7 +277,7 @@ def test_an_absurd_sequence_costs_one_question() -> None:
     assert frames.frame_received(W, 1, 3, 100.0) == "due"
 
 
-def test_an_answer_that_names_an_absurd_first_frame_makes_nobody_deaf() -> None:
+def test_frames_are_still_read_after_an_answer_that_names_an_absurd_first_frame() -> None:
     frames = flowing(3)
     frames.frame_received(W, 1, 5, 1.0)
     assert frames.next_actions(W, 1.0) == [RequestResend(W, 3)]

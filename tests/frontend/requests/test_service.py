@@ -58,7 +58,7 @@ async def halfway(w: World, then: Callable[[Generate], Awaitable[None]]) -> str:
             return (await asking).choices[0].message.content or ""
 
 
-async def test_step_frames_and_reports_that_cannot_be_read_are_counted_and_told_once(
+async def test_step_frames_and_reports_that_cannot_be_read_are_counted_and_logged_once(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with world(directory, limits=QUICK) as w:
@@ -81,7 +81,7 @@ async def test_step_frames_and_reports_that_cannot_be_read_are_counted_and_told_
     assert not any(record.exc_info for record in told)
 
 
-async def test_frames_that_come_faster_than_they_are_read_are_counted_and_told_once(
+async def test_frames_that_come_faster_than_they_are_read_are_counted_and_logged_once(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with world(directory) as w:
@@ -192,7 +192,7 @@ def offered(request: str) -> Session:
     return session
 
 
-def test_a_cancellation_lasts_until_the_worker_tells_the_attempts_end() -> None:
+def test_a_cancellation_lasts_until_the_worker_reports_the_end_of_the_attempt() -> None:
     withdrawals, registry = measured()
     session = offered("a")
     session.on(Accepted("a", 1))
@@ -208,7 +208,7 @@ def test_a_cancellation_lasts_until_the_worker_tells_the_attempts_end() -> None:
     withdrawals.validate()
 
 
-def test_what_no_worker_has_and_what_has_ended_is_not_measured() -> None:
+def test_requests_without_a_worker_and_ended_ones_are_not_measured() -> None:
     withdrawals, registry = measured()
     choosing = Session("a", 8)
     choosing.start()
@@ -221,7 +221,7 @@ def test_what_no_worker_has_and_what_has_ended_is_not_measured() -> None:
     assert registry.get_sample_value("seconds_count") == 0
 
 
-def test_attempts_whose_workers_never_tell_are_forgotten_at_the_bound() -> None:
+def test_attempts_whose_workers_never_report_are_forgotten_at_the_limit() -> None:
     withdrawals, registry = measured()
     for number in range(CANCELS_LIMIT + 1):
         withdrawals.client_gone(offered(str(number)), 1.0)

@@ -319,7 +319,7 @@ def test_only_a_part_that_adds_one_token_to_its_stream_takes_the_short_way() -> 
     assert list(session.tokens) == [5, 6, 1 << 31]
 
 
-def test_an_attempt_that_was_lost_unheard_goes_on_behind_the_tokens_so_far() -> None:
+def test_an_attempt_whose_end_was_lost_continues_after_the_tokens_so_far() -> None:
     session = streaming()
     step(session, PartReceived("w1", part(0, [5])))
     assert step(session, AttemptLost(0, "unheard", "an older one")) == []
@@ -423,7 +423,7 @@ def test_fruitless_attempts_in_a_row_are_bounded_and_the_end_tells_of_each() -> 
     )
 
 
-def test_a_prompt_that_kills_engine_after_engine_behind_its_first_tokens_is_stopped() -> None:
+def test_a_prompt_that_kills_engine_after_engine_after_its_first_tokens_is_stopped() -> None:
     session = streaming()
 
     def dies(death: int) -> list[Action]:
@@ -534,7 +534,7 @@ def test_a_stream_that_is_lost_on_the_way_again_and_again_goes_on_as_long_as_it_
         goes_on(session)
 
 
-def test_nobody_to_choose_after_a_loss_is_waited_out_and_the_excluded_are_asked_again() -> None:
+def test_after_a_loss_a_request_waits_for_a_worker_and_excluded_ones_are_asked_again() -> None:
     session = streaming()
     assert step(session, InstanceGone("w1"))[-1] == SelectWorker(2, 0, ("w1",))
     assert step(session, SelectRefused(R, 2, "all_excluded", "none left")) == [RetryLater(2, 0.1)]
@@ -588,7 +588,7 @@ def test_while_nats_is_away_a_fresh_request_waits_too() -> None:
 
 
 @pytest.mark.parametrize("answer", [Unrouted(1), SelectRefused(R, 1, "no_instances", "none")])
-def test_a_fresh_request_is_told_at_once_that_there_is_nobody(answer: Event) -> None:
+def test_a_request_without_a_loss_fails_at_once_if_there_is_no_worker(answer: Event) -> None:
     session = Session(R, 3)
     session.start()
     assert isinstance(failed(step(session, answer)), Unavailable)
@@ -686,7 +686,7 @@ def embedding(vector: bytes, finish: FinishReason | None = "stop", tokens: Seque
     return Part(R, 1, 0, pack_tokens(tokens), finish, 4, embedding=vector)
 
 
-def test_an_embedding_is_the_whole_answer_and_what_was_cached_of_its_prompt_is_told() -> None:
+def test_an_embedding_is_the_full_answer_and_the_cached_tokens_of_its_prompt_are_reported() -> None:
     session = streaming_embedding()
     actions = step(session, PartReceived("w1", embedding(b"12345678")))
     assert actions == [
@@ -707,7 +707,7 @@ def test_what_is_no_embedding_of_the_size_asked_for_makes_no_sense(senseless: Pa
     assert SelectWorker(2, 0, ("w1",)) in actions
 
 
-def test_an_embedding_that_nobody_asked_for_makes_no_sense() -> None:
+def test_an_embedding_that_was_not_asked_for_is_inconsistent() -> None:
     assert CountLoss("senseless", False) in step(streaming(), PartReceived("w1", embedding(b"1234")))
 
 

@@ -32,7 +32,7 @@ def text_of(delta: Delta) -> bytes:
     return delta.text.encode()
 
 
-async def test_what_a_slow_reader_left_comes_as_one_delta() -> None:
+async def test_deltas_that_a_slow_reader_left_come_as_one() -> None:
     stream = opened()
     for token in range(3):
         stream.add_tokens([token], None)

@@ -133,7 +133,7 @@ async def test_an_end_that_was_lost_and_forgotten_with_its_frontend_costs_a_new_
         assert await answer(w, forget_the_end) == TEXT
 
 
-async def test_tokens_that_cannot_be_had_again_cost_a_new_attempt_behind_those_before(directory: Path) -> None:
+async def test_tokens_that_cannot_be_resent_cost_a_new_attempt_after_those_before(directory: Path) -> None:
     async with world(directory, limits=QUICK) as w:
         worker, tokens = w.workers[0], [*w.ids(TEXT), END]
 

@@ -70,7 +70,7 @@ class Asked:
             self.left.append(request.id)
 
     def bring(self, request: str, token: int) -> list[int]:
-        """What of it was taken in."""
+        """Pass a token to a request; return the tokens that it took."""
         stream = self.streams.get(request)
         if stream is None or stream.ended or len(stream.session.tokens) == LIMIT:
             return []
@@ -86,8 +86,8 @@ class Asked:
 
 
 Happening = tuple[int, int]
-"""A choice, and a token of it; its end, 4; or, whatever the choice, a turn of the reader, 5, a client that falls
-behind, 6, or has read all, 7."""
+"""A choice, and one of its tokens, or 4 for its end. For any choice, 5 is a turn of the reader, 6 a client that does
+not read, 7 a client that has read everything."""
 
 
 @settings(max_examples=200)
@@ -215,7 +215,7 @@ async def test_three_choices_are_three_requests_to_the_workers_and_one_to_the_cl
             (f"{name}/0", name)
         }
         waits = [select.wait_limit_s for select in w.router.asked.all]
-        assert waits == [60.0, 0.0, 0.0], "who follows is not refused for its wait"
+        assert waits == [60.0, 0.0, 0.0], "a follower is not refused for its wait"
         assert w.metric("headrace_input_sequence_tokens_count") == 1
         worker.cached_tokens = 0
         await worker.send(generates[2], 0, w.ids("c!x"))
@@ -361,7 +361,7 @@ async def test_choices_come_over_nats_too(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("limits", "n", "status"), [({"choices": 3}, 4, 400), ({"requests": 3}, 4, 400)])
-async def test_so_many_choices_at_most(directory: Path, limits: Any, n: int, status: int) -> None:
+async def test_the_number_of_choices_is_limited(directory: Path, limits: Any, n: int, status: int) -> None:
     async with world(directory, limits=LimitsConfig(drain_s=0.0, **limits)) as w, clients(w) as (_, http):
         w.say("fine")
         async with http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "n": n}) as response:

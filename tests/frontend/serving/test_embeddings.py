@@ -228,7 +228,7 @@ async def test_a_client_that_goes_cancels_its_inputs(directory: Path) -> None:
         assert {one.request for one in cancelled} == {one.request for one in generated}
 
 
-async def test_what_cannot_be_told_in_one_answer_is_refused_before_anything_is_computed(directory: Path) -> None:
+async def test_a_request_too_large_for_one_answer_is_refused_before_anything_is_computed(directory: Path) -> None:
     async with world(directory, embedding_size=4096) as w, clients(w) as (client, http):
         async with http.post("/v1/embeddings", json={"input": [[5]] * 1025}) as response:
             assert response.status == 400

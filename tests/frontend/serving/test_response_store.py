@@ -1,4 +1,4 @@
-"""What one frontend keeps: bounded, shared fairly, and nobody else's."""
+"""The responses that one frontend stores are limited, shared fairly, and private to their account."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_another_accounts_response_is_unknown() -> None:
     assert not store.forget("a", "alice", 0.0)
 
 
-def test_what_nobody_uses_for_so_long_is_gone() -> None:
+def test_a_response_that_was_not_used_for_too_long_is_removed() -> None:
     dropped: list[Dropped] = []
     store = ResponseStore(4, 1000, 60.0, dropped.append)
     store.keep(kept("a"), 0.0)

@@ -299,7 +299,7 @@ async def test_what_is_kept_can_be_retrieved_and_deleted(directory: Path) -> Non
 
 
 @pytest.mark.parametrize("named", ["resp_f1.abc", "resp_f9.abc", "resp_", "nonsense", "resp_a b.c", "resp_*.x", "ü"])
-async def test_an_id_that_nobody_keeps_is_unknown(directory: Path, named: str) -> None:
+async def test_an_id_that_no_frontend_stores_is_unknown(directory: Path, named: str) -> None:
     async with world(directory) as w, clients(w) as (client, _):
         with pytest.raises(openai.BadRequestError) as unknown:
             await client.responses.create(**ASK, previous_response_id=named)

@@ -90,7 +90,7 @@ def written(
 
 
 def folded(events: Sequence[bytes]) -> dict[str, Any]:
-    """The response that a client adds up, and then is told at the end."""
+    """Return the response that a client adds up, and the one that it gets at the end."""
     items: list[dict[str, Any]] = []
     for number, raw in enumerate(events):
         event = msgspec.json.decode(raw)
