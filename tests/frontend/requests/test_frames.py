@@ -91,9 +91,7 @@ def test_each_frame_that_comes_gives_the_resend_new_tries() -> None:
         now_s += RETRY_S
 
 
-def test_frames_that_the_worker_no_longer_has_are_skipped_and_lost_ends_are_reported() -> (
-    None
-):
+def test_frames_that_the_worker_no_longer_has_are_skipped_and_lost_ends_are_reported() -> None:
     frames = flowing(3)
     frames.frame_received(W, 1, 9, 1.0)
     assert frames.next_actions(W, 1.0) == [RequestResend(W, 3)]
