@@ -14,7 +14,7 @@ import pytest
 
 from services.frontend.requests.frames import Frames
 from services.frontend.requests.retry import RetryBudget
-from services.frontend.requests.session import Action, Expired, Session
+from services.frontend.requests.session import Action, Session, TimeExpired
 from services.kvbm.layout.event_log import EventLog
 from services.kvbm.layout.layout import LayoutStore
 from services.router.index.index import CandidateId
@@ -178,6 +178,6 @@ def test_an_exception_out_of_a_callback_is_found(monkeypatch: pytest.MonkeyPatch
 def test_a_request_that_outlives_its_deadline_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = Session.on
     monkeypatch.setattr(
-        Session, "on", lambda session, event: [] if isinstance(event, Expired) else sound(session, event)
+        Session, "on", lambda session, event: [] if isinstance(event, TimeExpired) else sound(session, event)
     )
     assert finds("after its deadline|has no end|called invalid", stormy())

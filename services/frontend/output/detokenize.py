@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 from msgspec import Struct
 
-from services.frontend.output.tokenizer_json import BYTE_OF_CHARACTER, Decoder, TokenizerJson
+from services.frontend.output.tokenizer_json import BYTE_OF_CHARACTER, DecoderStep, TokenizerJson
 from shared.errors import ModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -109,7 +109,7 @@ def read_token_bytes(file: TokenizerJson) -> TokenBytes:
     return TokenBytes(table, names, strip_first_space)
 
 
-def _family(decoder: Decoder | None) -> tuple[bool, bool]:
+def _family(decoder: DecoderStep | None) -> tuple[bool, bool]:
     """Return whether the tokens are byte level, and whether the first space is dropped."""
     if decoder is None:
         raise ModelError("tokenizer.json: it has no decoder")

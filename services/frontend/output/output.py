@@ -23,19 +23,19 @@ LOWEST_LOGPROB = -9999.0
 """The log-probability that stands for minus infinity, which JSON cannot write; OpenAI uses the same."""
 
 
-class TopEntry(Struct, frozen=True):
+class TopLogprobEntry(Struct, frozen=True):
     """One of the most probable tokens at a position."""
 
     token: bytes
     logprob: float
 
 
-class Entry(Struct, frozen=True):
+class LogprobEntry(Struct, frozen=True):
     """The log-probabilities of one output token."""
 
     token: bytes
     logprob: float
-    top: tuple[TopEntry, ...]
+    top: tuple[TopLogprobEntry, ...]
     text_offset: int
     """The index of its first character in the output."""
 
@@ -44,7 +44,7 @@ class Delta(Struct, frozen=True):
     """What one call of `push` added to the output."""
 
     text: str
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LogprobEntry, ...] = ()
     stopped: bool = False
     """Whether a stop string was found; the output ends here."""
     reasoning: str = ""
@@ -66,7 +66,7 @@ class Output:
         self._one_by_one = bool(stops)
         self._decoded = 0
         self._emitted = 0
-        self._waiting: deque[Entry] = deque()
+        self._waiting: deque[LogprobEntry] = deque()
         self.counted = 0
         """The number of tokens so far, up to and including the one that completed a stop string."""
 
@@ -97,18 +97,18 @@ class Output:
 
     def _emit(self, text: str, *, last: bool = False) -> Delta:
         self._emitted += len(text)
-        entries: list[Entry] = []
+        entries: list[LogprobEntry] = []
         whole = last and not self._scanner.stopped
         while self._waiting and (whole or self._waiting[0].text_offset < self._emitted):
             entries.append(self._waiting.popleft())
         return Delta(text, tuple(entries), self._scanner.stopped)
 
-    def _entry(self, token: int, given: TokenLogprob) -> Entry:
+    def _entry(self, token: int, given: TokenLogprob) -> LogprobEntry:
         top = zip(unpack_tokens(given.top_tokens), given.top_logprobs, strict=True)
-        return Entry(
+        return LogprobEntry(
             token=self._tokens.name(token),
             logprob=max(given.logprob, LOWEST_LOGPROB),
-            top=tuple(TopEntry(self._tokens.name(other), max(value, LOWEST_LOGPROB)) for other, value in top),
+            top=tuple(TopLogprobEntry(self._tokens.name(other), max(value, LOWEST_LOGPROB)) for other, value in top),
             text_offset=self._decoded,
         )
 

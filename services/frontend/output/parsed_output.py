@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from services.frontend.output.output import Delta, Entry, Output
+from services.frontend.output.output import Delta, LogprobEntry, Output
 from services.frontend.tool_parsers.parser import AnswerParser
 from shared.messages import TokenLogprob
 
@@ -46,7 +46,7 @@ class ParsedOutput:
         return self._taken(delta, last=delta.stopped)
 
     def _one_by_one(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Delta:
-        entries: list[Entry] = []
+        entries: list[LogprobEntry] = []
         delta = Delta("")
         for at, token in enumerate(tokens):
             delta = self._output.push((token,), None if logprobs is None else (logprobs[at],))

@@ -20,7 +20,7 @@ class AddedToken(Struct):
     normalized: bool = True
 
 
-class Vocabulary(Struct):
+class TokenizerModel(Struct):
     """The model of a tokenizer: the kind of model, and the ids of its tokens."""
 
     type: str | None = None
@@ -28,11 +28,11 @@ class Vocabulary(Struct):
     dropout: float | None = None
 
 
-class Decoder(Struct):
+class DecoderStep(Struct):
     """A step that turns tokens into text, or several."""
 
     type: str
-    decoders: list[Decoder] = []
+    decoders: list[DecoderStep] = []
     pattern: dict[str, str] = {}
     content: str = ""
     start: int = 0
@@ -42,9 +42,9 @@ class Decoder(Struct):
 class TokenizerJson(Struct):
     """The parsed content of a tokenizer.json."""
 
-    model: Vocabulary
+    model: TokenizerModel
     added_tokens: list[AddedToken] = []
-    decoder: Decoder | None = None
+    decoder: DecoderStep | None = None
     normalizer: msgspec.Raw = msgspec.Raw(b"null")
     """JSON that models/bpe_cache.py decodes, where an unknown form is no error."""
     pre_tokenizer: msgspec.Raw = msgspec.Raw(b"null")

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from services.frontend.output.output import Delta, Entry
+from services.frontend.output.output import Delta, LogprobEntry
 from services.frontend.tool_parsers.parse_result import CallPiece
 
 SERVICE_TIER: Literal["default"] = "default"
@@ -271,7 +271,7 @@ class ChatEncoder:
         return ChatChoice(one.index, Message(content, delta.reasoning or UNSET, calls or UNSET), logprobs, one.finish)
 
 
-def chat_logprobs(entries: Sequence[Entry]) -> ChatLogprobs:
+def chat_logprobs(entries: Sequence[LogprobEntry]) -> ChatLogprobs:
     return ChatLogprobs(
         [
             TokenLogprobs(
@@ -352,7 +352,7 @@ class CompletionEncoder:
         return CompletionChoice(one.index, one.delta.text, logprobs, one.finish)
 
 
-def _text_logprobs(entries: Sequence[Entry]) -> CompletionLogprobs:
+def _text_logprobs(entries: Sequence[LogprobEntry]) -> CompletionLogprobs:
     return CompletionLogprobs(
         [_text(entry.token) for entry in entries],
         [entry.logprob for entry in entries],
@@ -361,7 +361,7 @@ def _text_logprobs(entries: Sequence[Entry]) -> CompletionLogprobs:
     )
 
 
-def _by_text(entry: Entry) -> dict[str, float]:
+def _by_text(entry: LogprobEntry) -> dict[str, float]:
     """Return the likeliest tokens and the sampled one by their text; the likelier one of two with the same text."""
     likeliest: dict[str, float] = {}
     for top in entry.top:

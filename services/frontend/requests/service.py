@@ -25,12 +25,11 @@ from services.frontend.requests.calls import BusCalls
 from services.frontend.requests.retry import RetryBudget
 from services.frontend.requests.session import (
     Action,
-    ClientGone,
+    ClientLeft,
     CountLoss,
     DispatchAttempt,
     EmitTokens,
     Event,
-    Expired,
     Fail,
     Finish,
     PartReceived,
@@ -40,6 +39,7 @@ from services.frontend.requests.session import (
     SelectWorker,
     Session,
     StopFound,
+    TimeExpired,
     WithdrawAttempt,
 )
 from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
@@ -151,7 +151,7 @@ class RequestService:
         )
         loop = asyncio.get_running_loop()
         stream = Stream(request, session, selector, started=loop.time())
-        stream.timer = loop.call_at(request.deadline, self._feed, stream, Expired())
+        stream.timer = loop.call_at(request.deadline, self._feed, stream, TimeExpired())
         self._running[request.id] = stream
         if not request.repeats_prompt:
             self._metrics.input_tokens.observe(request.prompt_tokens)
@@ -160,7 +160,7 @@ class RequestService:
             yield stream
         finally:
             self._cancel_latency.client_gone(session, loop.time())
-            self._feed(stream, ClientGone())
+            self._feed(stream, ClientLeft())
             self._close(stream)
 
     # --- events in

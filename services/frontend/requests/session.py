@@ -117,18 +117,18 @@ class StopFound(Struct, frozen=True):
     """The text reached a stop string."""
 
 
-class ClientGone(Struct, frozen=True):
+class ClientLeft(Struct, frozen=True):
     """The client has disconnected."""
 
 
-class Expired(Struct, frozen=True):
+class TimeExpired(Struct, frozen=True):
     """A limit of the request's time has passed."""
 
     limit: Literal["deadline", "first_token"] = "deadline"
 
 
 Answer = SelectRefused | Unrouted | Accepted | Refused | Unreachable | Unsendable
-Event = Selected | Answer | RetryDue | PartReceived | InstanceGone | AttemptLost | StopFound | ClientGone | Expired
+Event = Selected | Answer | RetryDue | PartReceived | InstanceGone | AttemptLost | StopFound | ClientLeft | TimeExpired
 
 # --- actions
 
@@ -261,11 +261,11 @@ class Session:
                 return self._on_part(event.instance, event.part)
             case Selected():
                 return self._on_selected(event)
-            case ClientGone():
+            case ClientLeft():
                 return self._end([])
             case StopFound():
                 return self._end([Finish("stop")])
-            case Expired():
+            case TimeExpired():
                 late = "the request's deadline has passed" if event.limit == "deadline" else "no token came in time"
                 return self._end([Fail(RequestTimeout(self._retries.error_text(late)))])
             case InstanceGone():

@@ -3,7 +3,7 @@
 step frames           ─▶ requests/frames.py ─▶ due, or ResendRequest ─▶ AttemptLost
 load reports, Ping    ─▶ requests/liveness.py ─▶ AttemptLost
 lost instances        ─▶ InstanceGone
-first_token_s, stall_s ─▶ Expired, AttemptLost
+first_token_s, stall_s ─▶ TimeExpired, AttemptLost
 
 Without it, a request whose frame is lost, or whose worker hangs, would wait until its deadline.
 """
@@ -20,7 +20,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.requests.calls import Feed
 from services.frontend.requests.frames import EndsLost, Frames, RequestResend
 from services.frontend.requests.liveness import Liveness
-from services.frontend.requests.session import AttemptLost, Event, Expired, InstanceGone, State
+from services.frontend.requests.session import AttemptLost, Event, InstanceGone, State, TimeExpired
 from services.frontend.requests.stream import Stream
 from shared import subjects
 from shared.bus.contract import Message
@@ -159,7 +159,7 @@ class Watchdog:
         """Return the event for a request whose next token is overdue; None if there is still time."""
         session, limits = stream.session, self._limits
         if not session.prefilled:
-            return Expired("first_token") if now - stream.waiting_since >= limits.first_token_s else None
+            return TimeExpired("first_token") if now - stream.waiting_since >= limits.first_token_s else None
         assert stream.last_tokens is not None, "a prefilled attempt has brought tokens"
         if now - max(stream.last_tokens, self._excused) < limits.stall_s:
             return None

@@ -72,19 +72,17 @@ class ResponseDirectory:
         self._store.keep(kept, self._now())
         self._count()
 
-    async def find(
-        self, whose: ResponseKey, what: Literal["conversation", "response"], deadline: float
-    ) -> bytes | None:
+    async def find(self, key: ResponseKey, what: Literal["conversation", "response"], deadline: float) -> bytes | None:
         """Return the JSON of a stored response; None if it is not stored, or belongs to another account. `deadline` is
         on the loop's clock. Raises Unavailable and RequestTimeout."""
-        return await self._ask(whose, Recall(whose.id, whose.account, what), deadline)
+        return await self._ask(key, Recall(key.id, key.account, what), deadline)
 
-    async def forget(self, whose: ResponseKey, deadline: float) -> bool:
+    async def forget(self, key: ResponseKey, deadline: float) -> bool:
         """Remove a response; return whether it was stored. Raises Unavailable and RequestTimeout."""
-        return await self._ask(whose, Forget(whose.id, whose.account), deadline) is not None
+        return await self._ask(key, Forget(key.id, key.account), deadline) is not None
 
-    async def _ask(self, whose: ResponseKey, question: KeptQuestion, deadline: float) -> bytes | None:
-        frontend = whose.frontend
+    async def _ask(self, key: ResponseKey, question: KeptQuestion, deadline: float) -> bytes | None:
+        frontend = key.frontend
         if not frontend:
             return None
         if frontend == self._runtime.instance:

@@ -20,7 +20,7 @@ from typing import Literal, assert_never
 import msgspec
 from msgspec.structs import replace
 
-from services.frontend.output.output import Delta, Entry
+from services.frontend.output.output import Delta, LogprobEntry
 from services.frontend.protocol.chat_chunks import TokenLogprobs, Usage, chat_logprobs
 from services.frontend.protocol.responses_events import (
     ArgumentsDone,
@@ -223,7 +223,7 @@ class ResponseWriter:
         self._items.append(item)
         self._say(ItemDone(item, index, self._sequence))
 
-    def _say_text(self, text: str, entries: Sequence[Entry] = ()) -> None:
+    def _say_text(self, text: str, entries: Sequence[LogprobEntry] = ()) -> None:
         if not (text or entries):
             return
         grown = self._message()

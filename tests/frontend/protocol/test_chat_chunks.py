@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.output.output import Delta, Entry
+from services.frontend.output.output import Delta, LogprobEntry
 from services.frontend.protocol.chat_chunks import (
     CachedTokensByTier,
     ChatEncoder,
@@ -74,7 +74,7 @@ def test_a_chunk_has_what_is_new_and_nothing_else() -> None:
 
 
 def test_log_probabilities_come_with_any_kind_of_delta() -> None:
-    entry = Entry(b"{", -0.5, (), 0)
+    entry = LogprobEntry(b"{", -0.5, (), 0)
     told = choice(shape(parsed=True, with_logprobs=True).delta_chunk(Delta("", (entry,), reasoning="hm")))
     assert told["delta"] == {"reasoning_content": "hm"}
     assert [one["token"] for one in told["logprobs"]["content"]] == ["{"]

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from services.frontend.config import LimitsConfig
 from services.frontend.requests.service import CANCELS_LIMIT, CancelLatency
-from services.frontend.requests.session import ClientGone, Session
+from services.frontend.requests.session import ClientLeft, Session
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
@@ -197,7 +197,7 @@ def test_a_cancellation_lasts_until_the_worker_reports_the_end_of_the_attempt() 
     session = offered("a")
     session.on(Accepted("a", 1))
     withdrawals.client_gone(session, 10.0)
-    session.on(ClientGone())
+    session.on(ClientLeft())
     withdrawals.attempt_ended("a", 2, 10.1)
     withdrawals.attempt_ended("b", 1, 10.1)
     assert registry.get_sample_value("seconds_count") == 0
@@ -214,7 +214,7 @@ def test_requests_without_a_worker_and_ended_ones_are_not_measured() -> None:
     choosing.start()
     withdrawals.client_gone(choosing, 1.0)
     ended = offered("b")
-    ended.on(ClientGone())
+    ended.on(ClientLeft())
     withdrawals.client_gone(ended, 1.0)
     for request in "ab":
         withdrawals.attempt_ended(request, 1, 2.0)

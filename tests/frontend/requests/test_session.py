@@ -14,12 +14,11 @@ from services.frontend.requests.retry import ATTEMPTS, RESCUE_S, RetryBudget
 from services.frontend.requests.session import (
     Action,
     AttemptLost,
-    ClientGone,
+    ClientLeft,
     CountLoss,
     DispatchAttempt,
     EmitTokens,
     Event,
-    Expired,
     Fail,
     Finish,
     InstanceGone,
@@ -31,6 +30,7 @@ from services.frontend.requests.session import (
     Session,
     State,
     StopFound,
+    TimeExpired,
     Unreachable,
     Unrouted,
     Unsendable,
@@ -249,12 +249,12 @@ class Sessions(RuleBasedStateMachine):
         elif fate == 3 and self.emitted:
             self.feed(StopFound())
         elif fate == 4:
-            self.feed(Expired())
+            self.feed(TimeExpired())
         elif fate in (6, 7):
             self.feed(AttemptLost(self.session.attempt, "stalled" if fate == 6 else "unheard", "quiet"))
         elif fate == 5:
             self.client_gone |= self.session.state is not State.ENDED
-            self.feed(ClientGone())
+            self.feed(ClientLeft())
 
     @invariant()
     def every_token_came_once_and_in_order(self) -> None:
@@ -271,7 +271,7 @@ class Sessions(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "session"):
             return
-        self.feed(Expired())
+        self.feed(TimeExpired())
         assert self.session.state is State.ENDED
         while self.asks:
             self.a_router_chooses("w1", keep=1)
@@ -314,7 +314,7 @@ def test_only_a_part_that_adds_one_token_to_its_stream_takes_the_short_way() -> 
     assert session.next_token("w1", part(1, [6])) == 6
     assert session.next_token("w1", part(2, [1 << 31])) == 1 << 31
     assert session.next_token("w1", part(3, [8])) == -1, "max_tokens are there"
-    session.on(ClientGone())
+    session.on(ClientLeft())
     assert session.next_token("", part(3, [8])) == -1
     assert list(session.tokens) == [5, 6, 1 << 31]
 
@@ -650,7 +650,7 @@ def test_a_limit_of_time_ends_it_in_any_state_and_tells_of_what_was_lost(
     step(session, InstanceGone("w1"))
     step(session, Unrouted(2))
     assert session.state is State.WAITING
-    wrong = failed(step(session, Expired(limit)))
+    wrong = failed(step(session, TimeExpired(limit)))
     assert isinstance(wrong, RequestTimeout)
     assert text in str(wrong)
     assert "attempt 1 at w1: the worker is gone" in str(wrong)
@@ -661,7 +661,7 @@ def test_a_limit_of_time_ends_it_in_any_state_and_tells_of_what_was_lost(
     [
         (Unsendable(1, "too large"), InvalidRequest),
         (Refused(R, 1, "bad_request", "no"), InvalidRequest),
-        (Expired(), RequestTimeout),
+        (TimeExpired(), RequestTimeout),
     ],
 )
 def test_an_offer_that_fails_for_good_ends_the_request(event: Event, error: type[Exception]) -> None:

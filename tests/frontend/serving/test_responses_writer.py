@@ -14,7 +14,7 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from services.frontend.output.output import Delta, Entry, TopEntry
+from services.frontend.output.output import Delta, LogprobEntry, TopLogprobEntry
 from services.frontend.protocol.chat_chunks import usage_of
 from services.frontend.protocol.responses_events import Response, ResponseError, ResponseEvent, new_response
 from services.frontend.protocol.responses_request import decode_response
@@ -176,7 +176,7 @@ def test_an_answer_that_is_cut_off_is_incomplete_and_so_is_its_last_item() -> No
 
 
 def test_log_probabilities_go_with_their_text() -> None:
-    entries = [Entry(text.encode(), -0.5, (TopEntry(b"x", -1.0),), at) for at, text in enumerate("abc")]
+    entries = [LogprobEntry(text.encode(), -0.5, (TopLogprobEntry(b"x", -1.0),), at) for at, text in enumerate("abc")]
     deltas = [Delta("a", (entries[0],)), Delta("bc", (entries[1], entries[2]))]
     whole, events = written(deltas)
     assert written([join_deltas(deltas)])[0] == whole
