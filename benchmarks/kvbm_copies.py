@@ -176,7 +176,7 @@ def _ended(mover: Mover, began_s: float) -> float:
 
 @contextmanager
 def _moving(device: memoryview, block_bytes: int, slots: ArenaMap) -> Iterator[Mover]:
-    with closing(TransferMover(HostCopier.of(device, block_bytes), time.monotonic)) as mover:
+    with closing(TransferMover(HostCopier.over(device, block_bytes), time.monotonic)) as mover:
         mover.attach(slots)
         yield mover
 

@@ -286,7 +286,7 @@ def _copying(directory: Path, blocks: int, block_bytes: int) -> Iterator[Callabl
     device.madvise(mmap.MADV_HUGEPAGE)
     with (
         memoryview(device) as memory,
-        closing(TransferMover(HostCopier.of(memory, block_bytes), time.monotonic)) as mover,
+        closing(TransferMover(HostCopier.over(memory, block_bytes), time.monotonic)) as mover,
     ):
         touch(memory)
         mover.attach(slots)

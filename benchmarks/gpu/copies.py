@@ -135,7 +135,7 @@ def _yardsticks(slots: ArenaMap) -> dict[str, float]:
     import cupy  # pyright: ignore[reportMissingImports]
     from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-    from services.worker.transfer.cuda import register, sleeping_event, stream, unregister
+    from services.worker.transfer.cuda import new_stream, register, sleeping_event, unregister
 
     size_bytes = 2 * GIB
     host = np.frombuffer(slots.bytes, np.uint8)[:size_bytes].ctypes.data
@@ -143,7 +143,7 @@ def _yardsticks(slots: ArenaMap) -> dict[str, float]:
     blocks = cupy.empty(size_bytes, cupy.uint8)
     device = blocks.data.ptr
     to_host, to_device = runtime.memcpyDeviceToHost, runtime.memcpyHostToDevice
-    saves, loads = stream(), stream()
+    saves, loads = new_stream(), new_stream()
     draw = np.random.default_rng(2)
     places = [draw.permutation(GIB // PIECE_BYTES).tolist() for _ in range(4)]
 

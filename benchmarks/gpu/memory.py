@@ -79,10 +79,10 @@ def measure(flags: argparse.Namespace) -> part.Measured:
 def _pairs(times: int) -> list[Pair]:
     from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
-    memory, on = DeviceMemory(0, reserve_bytes=RESERVE_BYTES), stream()
+    memory, on = DeviceMemory(0, reserve_bytes=RESERVE_BYTES), new_stream()
 
     def ours(size_bytes: int) -> Callable[[], None]:
         return lambda: memory.free(memory.allocate(size_bytes, on))

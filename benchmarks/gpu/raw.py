@@ -73,7 +73,7 @@ def measure(flags: argparse.Namespace) -> part.Measured:
 def _copies(memory: str, saves: int, loads: int, runs: int) -> list[Copies]:
     import cupy  # pyright: ignore[reportMissingImports]
 
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
 
     device = [cupy.zeros(SIZE_BYTES, cupy.uint8) for _ in range(2)]
     cupy.cuda.get_current_stream().synchronize()
@@ -82,7 +82,7 @@ def _copies(memory: str, saves: int, loads: int, runs: int) -> list[Copies]:
     rows = []
     for what, issue, counts in (("1 GiB", _one, (1,)), ("rows", _rows, (1, 2)), ("batch", _batches(), (1, 2))):
         for count in counts:
-            streams = [[stream() for _ in range(count)] for _ in range(2)]
+            streams = [[new_stream() for _ in range(count)] for _ in range(2)]
             rates = []
             for directions in ((0,), (1,), (0, 1)):
 
@@ -151,9 +151,9 @@ def _ends(host: int, pieces: int) -> list[Ends]:
     import cupy  # pyright: ignore[reportMissingImports]
     from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-    from services.worker.transfer.cuda import sleeping_event, stream
+    from services.worker.transfer.cuda import new_stream, sleeping_event
 
-    device, on = cupy.zeros(PIECE_BYTES, cupy.uint8), stream()
+    device, on = cupy.zeros(PIECE_BYTES, cupy.uint8), new_stream()
     done, woken = sleeping_event(), threading.Event()
 
     def spin() -> None:

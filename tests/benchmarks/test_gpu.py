@@ -85,7 +85,7 @@ def test_all_that_a_mover_was_asked_is_counted_when_it_was_told(tmp_path: Path) 
         pool(tmp_path, 1 << 20) as (path, geometry),
         arena(path, geometry, block_bytes) as slots,
         memoryview(bytearray(blocks * block_bytes)) as device,
-        closing(TransferMover(HostCopier.of(device, block_bytes), time.monotonic)) as mover,
+        closing(TransferMover(HostCopier.over(device, block_bytes), time.monotonic)) as mover,
     ):
         mover.attach(slots)
         asked = Asked(mover)

@@ -12,7 +12,7 @@ from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 
-from services.worker.transfer.cuda import stream
+from services.worker.transfer.cuda import new_stream
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.errors import DeviceMemoryExhausted
 
@@ -28,13 +28,13 @@ class Cycle:
 
 
 def _arrays_in_a_cycle(memory: DeviceMemory) -> None:
-    with cp.cuda.using_allocator(memory.allocator()), stream():
+    with cp.cuda.using_allocator(memory.allocator()), new_stream():
         Cycle(cp.zeros(SIZE), cp.zeros(SIZE))
 
 
 def _arrays_in_a_cycle_with_their_stream(memory: DeviceMemory) -> None:
     with cp.cuda.using_allocator(memory.allocator()):
-        on = stream()
+        on = new_stream()
         with on:
             Cycle(on, cp.zeros(SIZE), cp.zeros(SIZE))
             Cycle(cp.zeros(SIZE), on)
@@ -42,7 +42,7 @@ def _arrays_in_a_cycle_with_their_stream(memory: DeviceMemory) -> None:
 
 def _a_memory_in_a_cycle_with_its_arrays(memory: DeviceMemory) -> None:
     for _ in range(20):
-        own, on = DeviceMemory(memory.device), stream()
+        own, on = DeviceMemory(memory.device), new_stream()
         allocator = own.allocator()
         with cp.cuda.using_allocator(allocator), on:
             Cycle(on, own, allocator, cp.zeros(SIZE), cp.zeros(SIZE))
@@ -60,7 +60,7 @@ def _an_exception_that_its_own_frame_holds(memory: DeviceMemory) -> None:
             kept = wrong
         assert kept.__traceback__ is not None
 
-    with cp.cuda.using_allocator(memory.allocator()), stream():
+    with cp.cuda.using_allocator(memory.allocator()), new_stream():
         fail()
 
 
@@ -75,7 +75,7 @@ def _an_array_that_there_is_no_room_for(memory: DeviceMemory) -> None:
         assert kept is not None
         assert kept.__traceback__ is not None
 
-    with cp.cuda.using_allocator(memory.allocator()), stream():
+    with cp.cuda.using_allocator(memory.allocator()), new_stream():
         fail()
 
 
@@ -88,14 +88,14 @@ def _another_thread_collects(memory: DeviceMemory) -> None:
 
 
 def _views_outlive_their_array(memory: DeviceMemory) -> None:
-    with cp.cuda.using_allocator(memory.allocator()), stream():
+    with cp.cuda.using_allocator(memory.allocator()), new_stream():
         view = cp.zeros(SIZE)[5:90]
     assert memory.statistics().allocations == 1
     Cycle(view)
 
 
 def _arrays_at_the_end_of_the_process(memory: DeviceMemory) -> None:
-    with cp.cuda.using_allocator(memory.allocator()), stream():
+    with cp.cuda.using_allocator(memory.allocator()), new_stream():
         globals()["kept"] = cp.zeros(SIZE)
         Cycle(cp.zeros(SIZE))
     gc.collect()

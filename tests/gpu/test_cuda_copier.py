@@ -188,16 +188,16 @@ INVALID = "cudaErrorInvalidMemcpyDirection"
 def test_a_path_that_fails_when_it_is_measured_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     cupy = need_gpu()
     from services.worker.transfer.calibration import calibrate
-    from services.worker.transfer.paths import Rows
+    from services.worker.transfer.paths import RowsPath
 
     array: Any = cupy.zeros((2, 20, 4096), cupy.uint8)
     shape = BlockShape.layer_major(array.data.ptr, 2, 4096, 20)
-    measured = calibrate({"broken": Broken(Rows(shape)), "rows": Rows(shape)}, shape, 0, time.perf_counter)
+    measured = calibrate({"broken": Broken(RowsPath(shape)), "rows": RowsPath(shape)}, shape, 0, time.perf_counter)
     assert {row.path for row in measured} == {"rows"}
     [record] = caplog.records
     assert record.message.startswith(f"copies do not take the path broken: {INVALID}")
     with pytest.raises(DeviceFailed, match="blocks go on none of broken"):
-        calibrate({"broken": Broken(Rows(shape))}, shape, 0, time.perf_counter)
+        calibrate({"broken": Broken(RowsPath(shape))}, shape, 0, time.perf_counter)
 
 
 @pytest.mark.parametrize("path", FORCED)
@@ -256,7 +256,7 @@ def test_without_room_for_both_staging_rings_blocks_go_without_them(
     left_mib: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cupy = need_gpu()
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.cuda_copier import CudaCopier
     from services.worker.transfer.device_memory import DeviceMemory
 
@@ -265,7 +265,7 @@ def test_without_room_for_both_staging_rings_blocks_go_without_them(
     shape = BlockShape.layer_major(array.data.ptr, 8, 4096, 200)
     memory = DeviceMemory(0)
     CudaCopier(shape, memory, time.perf_counter, path="zero_copy").close()  # kernels are loaded
-    hog, on = DeviceMemory(0), stream()
+    hog, on = DeviceMemory(0), new_stream()
     held: list[int] = []
     room = cupy.cuda.runtime.memGetInfo()[0] - (left_mib << 20)
     while room >= 2 << 20:

@@ -23,10 +23,10 @@ def cupy() -> Any:
 
 
 def test_a_reserve_is_there_from_the_start_and_stays(cupy: Any) -> None:
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
-    memory, on = DeviceMemory(0, reserve_bytes=256 * MIB), stream()
+    memory, on = DeviceMemory(0, reserve_bytes=256 * MIB), new_stream()
     assert memory.statistics().reserved_bytes >= 256 * MIB
     assert memory.statistics().used_bytes == 0
     address = memory.allocate(64 * MIB, on)
@@ -41,10 +41,10 @@ def test_a_reserve_is_there_from_the_start_and_stays(cupy: Any) -> None:
 
 
 def test_what_is_over_the_threshold_goes_back_to_the_device(cupy: Any) -> None:
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
-    memory, on = DeviceMemory(0, reserve_bytes=64 * MIB), stream()
+    memory, on = DeviceMemory(0, reserve_bytes=64 * MIB), new_stream()
     memory.free(memory.allocate(1024 * MIB, on))
     on.synchronize()
     assert memory.statistics().most_reserved_bytes >= 1024 * MIB
@@ -53,11 +53,11 @@ def test_what_is_over_the_threshold_goes_back_to_the_device(cupy: Any) -> None:
 
 
 def test_too_much_is_refused_by_name_after_unused_memory_was_given_back(cupy: Any) -> None:
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
     from services.worker.transfer.errors import DeviceMemoryExhausted
 
-    memory, on = DeviceMemory(0, reserve_bytes=128 * MIB), stream()
+    memory, on = DeviceMemory(0, reserve_bytes=128 * MIB), new_stream()
     with pytest.raises(DeviceMemoryExhausted, match="bytes asked of a device with") as caught:
         memory.allocate(1 << 45, on)
     assert caught.value.asked_bytes == 1 << 45
@@ -71,11 +71,11 @@ def test_too_much_is_refused_by_name_after_unused_memory_was_given_back(cupy: An
 
 
 def test_memory_that_another_size_left_unused_makes_room_after_a_trim(cupy: Any) -> None:
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
     free_bytes = cupy.cuda.runtime.memGetInfo()[0]
-    memory, other, on = DeviceMemory(0, keep_bytes=1 << 40), DeviceMemory(0), stream()
+    memory, other, on = DeviceMemory(0, keep_bytes=1 << 40), DeviceMemory(0), new_stream()
     memory.free(memory.allocate(free_bytes // 2, on))
     on.synchronize()
     assert memory.statistics().reserved_bytes >= free_bytes // 2
@@ -88,10 +88,10 @@ def test_memory_that_another_size_left_unused_makes_room_after_a_trim(cupy: Any)
 
 
 def test_a_raw_handle_does_as_a_stream_and_all_allocations_are_counted(cupy: Any) -> None:
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
-    memory, on = DeviceMemory(0, reserve_bytes=8 * MIB), stream()
+    memory, on = DeviceMemory(0, reserve_bytes=8 * MIB), new_stream()
     before = memory.statistics().allocated
     for handle in (on, on.ptr, 0):
         address = memory.allocate(MIB, handle)
@@ -106,10 +106,10 @@ def test_a_raw_handle_does_as_a_stream_and_all_allocations_are_counted(cupy: Any
 
 
 def test_a_stream_outlives_the_arrays_that_were_made_for_it(cupy: Any) -> None:
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
-    memory, on = DeviceMemory(0), stream()
+    memory, on = DeviceMemory(0), new_stream()
     with cupy.cuda.using_allocator(memory.allocator()), on:
         array = cupy.arange(1 << 20)
     del on
@@ -121,10 +121,10 @@ def test_a_stream_outlives_the_arrays_that_were_made_for_it(cupy: Any) -> None:
 
 
 def test_cupy_arrays_come_from_it(cupy: Any) -> None:
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
-    memory, on = DeviceMemory(0), stream()
+    memory, on = DeviceMemory(0), new_stream()
     with cupy.cuda.using_allocator(memory.allocator()), on:
         array = cupy.arange(1 << 20)
         assert int(array.sum()) == (1 << 20) * ((1 << 20) - 1) // 2
@@ -162,7 +162,7 @@ def test_every_kind_of_garbage_has_a_test(cupy: Any) -> None:
 
 
 def test_threads_allocate_free_and_read_statistics_at_once(cupy: Any) -> None:
-    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
     memory = DeviceMemory(0, reserve_bytes=64 * MIB, keep_bytes=1 << 40)
@@ -172,7 +172,7 @@ def test_threads_allocate_free_and_read_statistics_at_once(cupy: Any) -> None:
     wrong: list[str] = []
 
     def allocate_and_free(number: int) -> None:
-        own = stream()
+        own = new_stream()
         for turn in range(rounds):
             address = memory.allocate(4096 * (1 + (number + turn) % 9), own)
             cupy.cuda.runtime.memsetAsync(address, number, 4096, own.ptr)
@@ -180,7 +180,7 @@ def test_threads_allocate_free_and_read_statistics_at_once(cupy: Any) -> None:
         own.synchronize()
 
     def make_arrays_and_garbage(number: int) -> None:
-        with cupy.cuda.using_allocator(allocator), stream() as own:
+        with cupy.cuda.using_allocator(allocator), new_stream() as own:
             for turn in range(rounds):
                 array = cupy.full(1024, number, cupy.int32)
                 cycle: list[Any] = [cupy.full(512, turn, cupy.int32)]

@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.config import CudaConfig
 from services.worker.native.config import read_config
-from services.worker.native.grammars import Grammars
+from services.worker.native.grammars import GrammarCache
 from services.worker.native.runner import NativeRunner
 from services.worker.runner import Runner
 from shared.messages import Sampling
@@ -63,7 +63,7 @@ def test_held_rows_draw_as_on_a_cpu_beside_rows_that_are_free(tmp_path: Path) ->
     directory = write_tiny_model(tmp_path / "model")
     config = read_config(directory)
     reference = NativeRunner(directory, capacity_blocks=64)
-    grammars = Grammars.of(directory, config.vocab, config.eos_token_ids)
+    grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
     settings = CudaConfig(dtype="float32", graph_upper_bound=4)
     runner = cuda_runner(directory, settings, capacity_blocks=64, block_size=16, grammars=grammars)
     try:

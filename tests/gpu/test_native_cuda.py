@@ -25,8 +25,8 @@ from tests.worker.native.works import GREEDY, work
 pytestmark = pytest.mark.gpu
 cp = cupy_on_a_device()
 
-from services.worker.native.cuda.drawing import Drawing  # noqa: E402
 from services.worker.native.cuda.kernels import compile_kernels  # noqa: E402
+from services.worker.native.cuda.sampler import CudaSampler  # noqa: E402
 from tests.gpu.models import cuda_runner  # noqa: E402
 
 Floats = NDArray[np.float32]
@@ -161,10 +161,10 @@ def test_the_same_step_twice_gives_the_same_bits(tmp_path: Path, element_type: A
     assert (both.logits(works) == both.logits(works)).all()
 
 
-def drawing(directory: Path, settings: CudaConfig) -> Drawing:
+def drawing(directory: Path, settings: CudaConfig) -> CudaSampler:
     """On the current stream, of 64 rows at most."""
     kernels = compile_kernels(read_config(write_tiny_model(directory)), "bfloat16", BLOCK_SIZE)
-    return Drawing(kernels, cp.cuda.get_current_stream(), 64, settings)
+    return CudaSampler(kernels, cp.cuda.get_current_stream(), 64, settings)
 
 
 @pytest.mark.parametrize("waits", [(False, False), (True, False), (False, True), (True, True)])

@@ -31,7 +31,7 @@ from tests.worker.pool_file import make_pool
 pytestmark = pytest.mark.gpu
 cp = cupy_on_a_device()
 
-from services.worker.native.cuda import drawing  # noqa: E402
+from services.worker.native.cuda import sampler  # noqa: E402
 from services.worker.native.cuda.load import load_cuda  # noqa: E402
 from services.worker.native.cuda.runner import CudaRunner, step_limits  # noqa: E402
 from services.worker.native.cuda.weights import load_cuda_weights  # noqa: E402
@@ -192,7 +192,7 @@ def test_garbage_on_the_runners_stream_is_freed_after_a_capture_and_not_in_it(tm
                 CudaConfig(dtype="float32", graph_upper_bound=8),
                 memory=memory,
                 capacity_blocks=40,
-                told=leave_garbage,
+                progress=leave_garbage,
             )
         finally:
             gc.set_threshold(*was)
@@ -226,7 +226,7 @@ def test_a_start_that_fails_leaves_no_memory_in_use_and_the_next_one_serves(tmp_
                 raise ModelError("in the middle of the graphs")
 
         with pytest.raises(ModelError, match=r"no room for|in the middle"):
-            CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=blocks, told=fail)
+            CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=blocks, progress=fail)
         gc.collect()
         assert memory.statistics().allocations == of_weights
         runner = CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
@@ -242,9 +242,9 @@ def test_rows_that_sampling_has_no_room_for_at_once_draw_the_same_in_turns(
     filtered = [work([1, 2 + row], [row], sampling=nucleus) for row in range(7)]
     mixed = [*filtered, work([1, 2], [7])]
     together = [runner.step(filtered), runner.step(mixed)]
-    row_bytes = drawing._LOGIT_BYTES * runner.facts.vocab_size
+    row_bytes = sampler._LOGIT_BYTES * runner.facts.vocab_size
     for rows in (0, 1, 3, 7):
-        monkeypatch.setattr(drawing, "_SAMPLE_BYTES", rows * row_bytes)
+        monkeypatch.setattr(sampler, "_SAMPLE_BYTES", rows * row_bytes)
         assert [runner.step(filtered), runner.step(mixed)] == together
     runner.close()
 

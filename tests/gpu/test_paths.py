@@ -30,7 +30,7 @@ class Rig:
 
     def __init__(self, cupy: Any, shape: tuple[int, int, int], *, pinned: bool = True, uneven: bool = False) -> None:
         from services.worker.transfer import memcpy_batch, paths
-        from services.worker.transfer.cuda import register, stream
+        from services.worker.transfer.cuda import new_stream, register
         from services.worker.transfer.device_memory import DeviceMemory
         from services.worker.transfer.fragment_kernel import FragmentKernel
         from services.worker.transfer.staging_ring import StagingRing
@@ -57,18 +57,18 @@ class Rig:
         self.pinned = pinned
         if pinned:
             register(self.array.at, self.pool.nbytes)
-        self.on = stream()
+        self.on = new_stream()
         self.device_memory = DeviceMemory(0)
         self.ring = StagingRing(self.device_memory, self.shape.block_bytes)
         kernel = FragmentKernel(self.shape, 1 if fragment_bytes % 4 else 4096)
-        memcpy = memcpy_batch.offered()
+        memcpy = memcpy_batch.load_memcpy_batch()
         assert memcpy is not None
-        self.paths: dict[str, paths.Path] = {
-            "rows": paths.Rows(self.shape),
-            "batch": paths.Batched(self.shape, memcpy),
-            "staged": paths.Staged(self.shape, kernel, self.ring, memcpy),
-            "staged, one by one": paths.Staged(self.shape, kernel, self.ring, None),
-            "zero_copy": paths.ZeroCopy(kernel),
+        self.paths: dict[str, paths.TransferPath] = {
+            "rows": paths.RowsPath(self.shape),
+            "batch": paths.BatchPath(self.shape, memcpy),
+            "staged": paths.StagedPath(self.shape, kernel, self.ring, memcpy),
+            "staged, one by one": paths.StagedPath(self.shape, kernel, self.ring, None),
+            "zero_copy": paths.ZeroCopyPath(kernel),
         }
         cupy.cuda.get_current_stream().synchronize()
 

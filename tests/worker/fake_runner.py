@@ -64,7 +64,7 @@ class FakeRunner:
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Copies that carry fingerprints."""
         memory = self.memory.reshape(-1).view(np.uint8).data
-        return TransferMover(HostCopier.of(memory, self.facts.kv_layout.block_bytes), clock)
+        return TransferMover(HostCopier.over(memory, self.facts.kv_layout.block_bytes), clock)
 
     def close(self) -> None:
         pass

@@ -54,7 +54,7 @@ class PoolRunner:
         """Whether wrong bytes are numbers that are not finite; else they fail the test."""
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
-        copier = HostCopier.of(self.memory.reshape(-1).data, LAYOUT.block_bytes)
+        copier = HostCopier.over(self.memory.reshape(-1).data, LAYOUT.block_bytes)
         return TransferMover(copier, clock, most_blocks=1, verify=True)
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:

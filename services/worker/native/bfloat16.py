@@ -13,7 +13,7 @@ import numpy as np
 from services.worker.native.linear import Array
 
 
-def narrowed(xp: ModuleType, floats: Array) -> Array:
+def to_bfloat16(xp: ModuleType, floats: Array) -> Array:
     """float32 → the nearest bfloat16, to even where two are as near; uint16 of the same shape. NaN stays NaN."""
     bits = xp.ascontiguousarray(floats).view(xp.uint32)
     # Rounding carries into the upper half; that of a NaN could carry on into the sign, and make it a zero.
@@ -21,7 +21,7 @@ def narrowed(xp: ModuleType, floats: Array) -> Array:
     return xp.where(floats == floats, rounded, 0x7FC0).astype(xp.uint16)
 
 
-def widened(bits: Array) -> Array:
+def from_bfloat16(bits: Array) -> Array:
     """uint16 → the same numbers as float32, of the same shape."""
     wide = bits.astype(np.uint32)
     wide <<= 16

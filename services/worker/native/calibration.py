@@ -10,7 +10,7 @@ import numpy as np
 from services.worker.native.linear import Array, Linear
 
 
-def calibrated(weights: Sequence[Array]) -> Linear:
+def calibrate_linear(weights: Sequence[Array]) -> Linear:
     """The Linear whose crossing was measured on these weights, all of one shape.
 
     They are read in turn, so that most of them come from memory and not from a cache, as in a step.

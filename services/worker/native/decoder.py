@@ -19,7 +19,7 @@ from services.worker.native.config import ModelConfig
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, Linear
 from services.worker.native.pooling import RowSpan, Sums
-from services.worker.native.rope import tables
+from services.worker.native.rope import rope_tables
 from services.worker.native.step import Group, Span, Step, lay_out
 from services.worker.native.weights import Layer, Weights
 from services.worker.runner import Work
@@ -39,7 +39,7 @@ class Decoder:
         self._weights = weights
         self._cache = cache
         self._linear = linear
-        cosines, sines = tables(config.rope, config.head_dim, positions)
+        cosines, sines = rope_tables(config.rope, config.head_dim, positions)
         self._cosines = np.concatenate([cosines, cosines], axis=1)
         self._sines = np.concatenate([-sines, sines], axis=1)
         self._scale = np.float32(1 / math.sqrt(config.head_dim))

@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 
-from services.worker.native.gguf_tokenizer import Vocabulary
+from services.worker.native.gguf_tokenizer import GgufVocabulary
 from services.worker.native.rope import Llama3Rope, PlainRope, frequencies
 from services.worker.native.tensor_file import Floats, Shape
 from shared.errors import ModelError
@@ -64,7 +64,7 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-class _Reader(GGUFReader):
+class _BoundedReader(GGUFReader):
     """The package's, but it believes no number of entries before it has compared it with the file's size."""
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class GgufFile:
         if len(head) < _HEAD.size or head[: len(_MAGIC)] != _MAGIC or sum(_HEAD.unpack(head)[2:]) > ENTRIES_LIMIT:
             raise torn
         try:
-            reader = _Reader(path)
+            reader = _BoundedReader(path)
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
         except OSError as wrong:
             raise ModelError(f"{path}: {wrong.strerror or wrong}") from None
@@ -140,13 +140,13 @@ class GgufFile:
         by_text = [vocabulary.tokens.index(text) for text in _END_OF_TURN if text in vocabulary.control_tokens()]
         return sorted({token for token in [*named, *by_text] if token is not None})
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GgufVocabulary:
         """The tokenizer's parts. Raises ModelError where it is not a byte-level BPE."""
         kind = self._field("tokenizer.ggml.model", str)
         if kind != "gpt2":
             raise ModelError(f"{self.path}: tokenizer {kind} is not supported; gpt2 (byte-level BPE) is")
         tokens = self._field("tokenizer.ggml.tokens", list)
-        return Vocabulary(
+        return GgufVocabulary(
             where=str(self.path),
             splitter=self._field("tokenizer.ggml.pre", str),
             tokens=tokens,

@@ -55,7 +55,7 @@ def _by_pattern(pattern: str) -> PreTokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """A GGUF file's `tokenizer.ggml.*`, as stored."""
 
     where: str

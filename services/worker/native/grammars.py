@@ -33,7 +33,7 @@ LIMITS = LLParserLimits(
 _log = logging.getLogger(__name__)
 
 
-class Grammars:
+class GrammarCache:
     """Of one tokenizer. Not for two threads at once."""
 
     def __init__(self, tokenizer_json: str, vocab: int, eos_token_ids: Sequence[int]) -> None:
@@ -47,12 +47,12 @@ class Grammars:
         self._characters = 0
 
     @staticmethod
-    def of(directory: Path, vocab: int, eos_token_ids: Sequence[int]) -> Grammars | None:
+    def from_directory(directory: Path, vocab: int, eos_token_ids: Sequence[int]) -> GrammarCache | None:
         """With the model's tokenizer.json; None, and logged, where that will not do: then nothing can be held to a
         grammar, and all else is served."""
         file = directory / "tokenizer.json"
         try:
-            return Grammars(read_model_file(file, TOKENIZER_LIMIT_BYTES).decode(), vocab, eos_token_ids)
+            return GrammarCache(read_model_file(file, TOKENIZER_LIMIT_BYTES).decode(), vocab, eos_token_ids)
         except (ValueError, ModelError) as wrong:
             _log.warning("%s: no output can be held to a grammar: %s", file, wrong)
             return None

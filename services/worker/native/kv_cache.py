@@ -20,7 +20,7 @@ from math import prod
 
 import numpy as np
 
-from services.worker.native.bfloat16 import narrowed, widened
+from services.worker.native.bfloat16 import from_bfloat16, to_bfloat16
 from services.worker.native.linear import Array
 from shared.messages import KvLayout
 
@@ -45,7 +45,7 @@ class KvCache:
         """Store new tokens' keys and values, each float32 (tokens, kv_heads, head_dim), at their places in their
         blocks."""
         if self._narrow:
-            keys, values = narrowed(np, keys), narrowed(np, values)
+            keys, values = to_bfloat16(np, keys), to_bfloat16(np, values)
         begun = slots[offsets == 0]
         if begun.size:
             self.pages[begun, layer] = 0
@@ -62,7 +62,7 @@ class KvCache:
         keys = self.pages[table, layer, 0].reshape(shape)
         values = self.pages[table, layer, 1].reshape(shape)
         if self._narrow:
-            keys, values = widened(keys), widened(values)
+            keys, values = from_bfloat16(keys), from_bfloat16(values)
         return keys[:, :length], values[:, :length]
 
     def close(self) -> None:

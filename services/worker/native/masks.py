@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from services.worker.native.grammars import Grammars
+from services.worker.native.grammars import GrammarCache
 from services.worker.runner import Work
 from shared.messages import UNFOLLOWABLE
 
@@ -50,7 +50,7 @@ class _Matching:
 class MaskThread:
     """The matchers of an engine, and their thread, which starts when it is first needed."""
 
-    def __init__(self, grammars: Grammars | None) -> None:
+    def __init__(self, grammars: GrammarCache | None) -> None:
         """None: no work has a grammar."""
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, "masks")

@@ -31,7 +31,7 @@ class RowSpan(Struct, frozen=True):
     count: int
 
 
-def spans_of(works: Sequence[Work]) -> list[RowSpan]:
+def pooling_spans(works: Sequence[Work]) -> list[RowSpan]:
     """One for each work that something is kept or comes of, in order of works; empty of most steps."""
     spans: list[RowSpan] = []
     first = 0
@@ -45,7 +45,7 @@ def spans_of(works: Sequence[Work]) -> list[RowSpan]:
     return spans
 
 
-def answered(works: Sequence[Work], drawn: Iterable[Drawn], sums: Sums) -> list[Drawn | None]:
+def step_results(works: Sequence[Work], drawn: Iterable[Drawn], sums: Sums) -> list[Drawn | None]:
     """What comes of each work of a step: the next of `drawn`, an embedding, or None. `sums` are of the works' spans.
     Where a hidden state is not finite there is the error instead of an embedding."""
     tokens, left = iter(drawn), iter(sums)

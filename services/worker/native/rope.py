@@ -126,7 +126,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Angles, float]:
             return _yarn(rope, plain), _yarn_attention(rope)
 
 
-def tables(rope: Rope, head_dim: int, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def rope_tables(rope: Rope, head_dim: int, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Cosines and sines, each (positions, head_dim / 2)."""
     angles, scale = frequencies(rope, head_dim)
     # In float32 from here on, as the models were trained: at far positions the rounding is part of the model.

@@ -13,14 +13,14 @@ import numpy as np
 
 from services.worker.config import Dtype
 from services.worker.messages import Loading, Ready
-from services.worker.native.calibration import calibrated
+from services.worker.native.calibration import calibrate_linear
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
-from services.worker.native.grammars import Grammars
+from services.worker.native.grammars import GrammarCache
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
 from services.worker.native.masks import MaskThread
-from services.worker.native.pooling import answered, spans_of
+from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
@@ -64,7 +64,7 @@ class NativeRunner:
         self._cache = KvCache(layout, capacity_blocks)
         self._decoder = Decoder(config, weights, self._cache, _linear(weights), context_length)
         self._verify = verify
-        grammars = Grammars.of(directory, config.vocab, config.eos_token_ids)
+        grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
         self._masks = MaskThread(grammars)
         self._facts = Ready(
             context_length=context_length,
@@ -90,12 +90,12 @@ class NativeRunner:
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
         with np.errstate(over="ignore", invalid="ignore"):  # found in the logits or the sums, where it matters
-            logits, sums = self._decoder.pool(works, spans_of(works))
-        return answered(works, sample(np, logits, drawing, self._masks.end()), sums)
+            logits, sums = self._decoder.pool(works, pooling_spans(works))
+        return step_results(works, sample(np, logits, drawing, self._masks.end()), sums)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Between the KV pages and a pool."""
-        copier = HostCopier.of(self._cache.memory, self._cache.layout.block_bytes)
+        copier = HostCopier.over(self._cache.memory, self._cache.layout.block_bytes)
         return TransferMover(copier, clock, verify=self._verify)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class NativeRunner:
 def _linear(weights: Weights) -> Linear:
     """Measured on enough of the layers to outgrow the CPU's caches: about 0.1 s."""
     layers = max(1, _CALIBRATION_BYTES // weights.layers[0].up.nbytes)
-    return calibrated([layer.up for layer in weights.layers[:layers]])
+    return calibrate_linear([layer.up for layer in weights.layers[:layers]])
 
 
 def load_native(

@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 Floats = NDArray[np.float32]
 
 
-class Entry(Struct, frozen=True):
+class TensorEntry(Struct, frozen=True):
     """What the header says of one tensor."""
 
     dtype: str
@@ -104,7 +104,7 @@ def write_tensors(
     end = 0
     for name in names:
         start, end = end, end + prod(shapes[name]) * 4
-        header[name] = Entry("F32", tuple(shapes[name]), (start, end))
+        header[name] = TensorEntry("F32", tuple(shapes[name]), (start, end))
     text = msgspec.json.encode(header)
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     with path.open("wb") as file:
@@ -118,11 +118,11 @@ def write_tensors(
         os.fsync(file.fileno())
 
 
-def _parse(path: Path, header: bytes, data_bytes: int) -> dict[str, Entry]:
+def _parse(path: Path, header: bytes, data_bytes: int) -> dict[str, TensorEntry]:
     """The header's entries; they must fill the rest of the file without hole or overlap."""
     try:
         entries = {
-            name: msgspec.convert(entry, Entry)
+            name: msgspec.convert(entry, TensorEntry)
             for name, entry in msgspec.json.decode(header, type=dict[str, Any]).items()
             if name != "__metadata__"
         }
@@ -140,6 +140,6 @@ def _parse(path: Path, header: bytes, data_bytes: int) -> dict[str, Entry]:
     return entries
 
 
-def _in_file_order(entries: Iterable[tuple[str, Entry]]) -> Iterator[tuple[str, int, int]]:
+def _in_file_order(entries: Iterable[tuple[str, TensorEntry]]) -> Iterator[tuple[str, int, int]]:
     for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
         yield name, *entry.data_offsets

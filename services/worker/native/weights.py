@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
-from services.worker.native.tensor_file import Entry, Floats, Shape, TensorFile
+from services.worker.native.tensor_file import Floats, Shape, TensorEntry, TensorFile
 from shared.errors import ModelError
 from shared.model_file import LIST_LIMIT_BYTES, read_model_json
 
@@ -79,7 +79,7 @@ class Checkpoint:
         """Whether every tensor is float32 and so used in place."""
         return all(self.entry(name).dtype == "F32" for name in self.shapes)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorEntry:
         """How one tensor is stored."""
         return self._files[self._where[name]].entries[name]
 

@@ -1,7 +1,7 @@
-"""One batch of copies on its way through a lane: what was taken of it, and what became of that. Pure.
+"""One batch of copies on its way through a lane: which copies were handed out, and what became of them. Pure.
 
-waiting ──take──▶ groups, the last one marked ──landed──▶ outcome
-   └── cancelled, failed, too late, or no copies: the next group is empty, and the last
+waiting ──next_group──▶ groups, the last one marked ──add_result──▶ outcome
+   └── cancelled, failed, too late, or no copies: the next group is empty, and it is the last one
 """
 
 from __future__ import annotations
@@ -15,45 +15,44 @@ from msgspec import Struct, field
 from services.worker.mover import Copied, Copy
 
 
-class Landed(Struct, frozen=True):
-    """A group that nothing reads or writes any more; fields as in Copied."""
+class GroupResult(Struct, frozen=True):
+    """What became of a group that nothing reads or writes any more. Its fields mean what those of `Copied` mean."""
 
     good: Sequence[bool]
     paths: Mapping[str, int] = {}
     fallbacks: Mapping[str, int] = {}
     differing: int = 0
     damaged: Sequence[int] = ()
-    """By their place in the group."""
+    """Indices of damaged loads within the group."""
     checksums: Sequence[int] = ()
 
 
-class Batch(Struct):
-    """See the module."""
+class CopyBatch(Struct):
+    """A batch of saves or of loads, handed out group by group. The module's picture shows its states."""
 
     number: int
     copies: Sequence[Copy]
     loads: bool
     until_s: float = inf
-    """No group is taken from then on."""
+    """Clock time from which no further group is handed out."""
     taken: int = 0
-    """Of the copies."""
+    """How many of the copies were handed out, from the front."""
     good: list[bool] = field(default_factory=list)
-    """Of the first copies, which have landed …"""
+    """One entry for each copy whose group has ended, in order. The next five fields cover the same copies."""
     paths: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     differing: int = 0
     damaged: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
-    """… and these, too."""
     begun_s: float = 0.0
-    """Of the first group …"""
+    """Clock time when the first group was handed out."""
     ended_s: float = 0.0
-    """… and of the last that landed."""
+    """Clock time when the latest group ended."""
     cancelled: bool = False
     failed: str = ""
 
-    def take(self, most: int, now_s: float) -> tuple[Sequence[Copy], bool]:
-        """The next copies, and whether they are the last that are made of it."""
+    def next_group(self, most: int, now_s: float) -> tuple[Sequence[Copy], bool]:
+        """Hand out the next copies, at most `most`, and say whether they are the last ones of this batch."""
         assert most > 0
         if self.cancelled or self.failed or now_s >= self.until_s:
             return (), True
@@ -63,8 +62,8 @@ class Batch(Struct):
         self.taken += len(group)
         return group, self.taken == len(self.copies)
 
-    def land(self, landed: Landed, now_s: float) -> None:
-        """The oldest group that was taken and has not landed; not an empty one."""
+    def add_result(self, landed: GroupResult, now_s: float) -> None:
+        """Record the result of the oldest group that is still under way. The group must not be an empty one."""
         self.damaged.extend(len(self.good) + place for place in landed.damaged)
         self.checksums.extend(landed.checksums)
         self.good.extend(landed.good)
@@ -76,7 +75,7 @@ class Batch(Struct):
         self.ended_s = now_s
 
     def outcome(self, block_bytes: int) -> Copied:
-        """All that was taken has landed."""
+        """Return what became of the batch. Every group that was handed out must have ended."""
         missing = len(self.copies) - len(self.good)
         return Copied(
             batch=self.number,
@@ -92,9 +91,9 @@ class Batch(Struct):
         )
 
     def validate(self) -> None:
-        """Raises AssertionError where it contradicts itself."""
+        """Raise AssertionError if the batch contradicts itself."""
         assert len(self.good) <= self.taken <= len(self.copies)
         assert self.begun_s <= self.ended_s
-        assert self.paths.total() in (0, len(self.good))  # 0: whoever copied does not say
+        assert self.paths.total() in (0, len(self.good))  # 0: the copier does not report paths
         assert self.differing <= self.good.count(False)
         assert self.loads or not self.differing

@@ -1,6 +1,6 @@
 """Where the bytes of a block lie on the device. Pure.
 
-in the pool     | fragment 0 | fragment 1 | …                one behind the other
+in the pool     | fragment 0 | fragment 1 | …                back to back
 on the device   fragment f of slot i: regions[f] + i · stride_bytes
 
 one super-block a slot    one region, a stride of the whole block       the native engine
@@ -15,17 +15,17 @@ from math import gcd
 from msgspec import Struct
 
 MOST_PITCH_BYTES = (1 << 31) - 1
-"""Of a 2-D copy, on all devices that we know (cudaDeviceProp.memPitch)."""
+"""The largest pitch of a 2-D copy, on all devices that we know (cudaDeviceProp.memPitch)."""
 
 
 class BlockShape(Struct, frozen=True):
-    """See the module. Addresses and sizes are in bytes."""
+    """The places of all blocks on one device, as the module's picture shows. Addresses and sizes are in bytes."""
 
     regions: tuple[int, ...]
-    """Where each fragment of slot 0 begins."""
+    """The address of each fragment of slot 0."""
     fragment_bytes: int
     stride_bytes: int
-    """From a slot to the next, the same in each region."""
+    """The distance from one slot to the next, the same in each region."""
     slots: int
 
     @staticmethod
@@ -34,7 +34,7 @@ class BlockShape(Struct, frozen=True):
 
     @staticmethod
     def layer_major(at: int, fragments: int, fragment_bytes: int, slots: int) -> BlockShape:
-        """One array (fragments, slots, fragment_bytes)."""
+        """Return the shape of one array (fragments, slots, fragment_bytes) at the address `at`."""
         return BlockShape(
             tuple(at + index * slots * fragment_bytes for index in range(fragments)),
             fragment_bytes,
@@ -52,7 +52,7 @@ class BlockShape(Struct, frozen=True):
 
     @property
     def pitch_bytes(self) -> int | None:
-        """From a fragment of a block to the next; None: it is not always the same, or none that a 2-D copy takes."""
+        """The distance between a block's fragments; None if it varies or a 2-D copy does not support it."""
         if self.fragments == 1:
             return self.fragment_bytes
         steps = {after - before for before, after in pairwise(self.regions)}
@@ -60,12 +60,15 @@ class BlockShape(Struct, frozen=True):
         return step if not others and self.fragment_bytes <= step <= MOST_PITCH_BYTES else None
 
     def word_bytes(self, alignment: int) -> int:
-        """The widest of 16, 4 and 1 bytes in which blocks can be moved whose other end is aligned to `alignment`."""
+        """Return the widest word (16, 4 or 1 bytes) in which a kernel can move these blocks.
+
+        `alignment`, in bytes, is that of the other end of each copy.
+        """
         common = gcd(self.fragment_bytes, self.stride_bytes, alignment, *self.regions)
         return next(width for width in (16, 4, 1) if common % width == 0)
 
     def validate(self) -> None:
-        """Raises AssertionError where it contradicts itself."""
+        """Raise AssertionError if the shape contradicts itself."""
         assert self.regions
         assert self.slots > 0
         assert 0 < self.fragment_bytes <= self.stride_bytes

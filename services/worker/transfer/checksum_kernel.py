@@ -1,4 +1,4 @@
-"""The checksums of blocks that lie on the device, whatever their shape; `block_checksum` says what they are."""
+"""Computes checksums of blocks on the device, whatever their shape; `block_checksum` defines the checksum."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.transfer.block_checksum import FACTOR, STEP
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.cuda import ANYWHERE, Stream, our_errors, sleeping_event
+from services.worker.transfer.cuda import ANYWHERE, Stream, sleeping_event, translated_errors
 
 MOST_BLOCKS = 128
-"""A launch."""
+"""The most blocks that one launch takes."""
 THREADS = 256
 PARTS = 8
-"""Of a block, each added up by a group of threads."""
+"""Thread blocks that share the words of one block."""
 _SOURCE = r"""
 typedef unsigned long long Word;
 struct Slots { long long at[MOST_BLOCKS]; };
@@ -47,10 +47,10 @@ extern "C" __global__ void checksum(
 
 
 class ChecksumKernel:
-    """For one shape of blocks; belongs to one thread."""
+    """The compiled kernel for one shape of blocks. It belongs to one thread."""
 
     def __init__(self, shape: BlockShape) -> None:
-        """The first launch compiles, if CuPy has not cached it."""
+        """Prepare the kernel; its first launch compiles it, if CuPy has not cached it."""
         aligned = shape.word_bytes(16) == 16
         options = (
             f"-DMOST_BLOCKS={MOST_BLOCKS}",
@@ -59,7 +59,7 @@ class ChecksumKernel:
             f"-DALIGNED={aligned:d}",
         )
         self._slots = np.zeros((), np.dtype([("at", np.int64, (MOST_BLOCKS,))]))
-        with our_errors():
+        with translated_errors():
             self._kernel = cupy.RawKernel(_SOURCE, "checksum", options=options)
             self._regions = cupy.asarray(np.array(shape.regions, np.int64))
             self._sums = cupy.empty(MOST_BLOCKS, cupy.uint64)
@@ -68,18 +68,20 @@ class ChecksumKernel:
         self._arguments = (self._slots, self._regions, *map(np.int64, sizes), self._sums)
 
     def checksums(self, slots: Sequence[int], on: Stream) -> list[int]:
-        """Of what the device's slots hold when `on` has come so far, which this thread sleeps for. Raises
-        DeviceFailed."""
+        """Return the checksum of each of these device slots, after all earlier work on `on`.
+
+        The calling thread sleeps until then. Raises DeviceFailed.
+        """
         sums: list[int] = []
         for first in range(0, len(slots), MOST_BLOCKS):
             part = slots[first : first + MOST_BLOCKS]
             self._slots["at"][: len(part)] = part
-            told, done = np.empty(len(part), np.uint64), sleeping_event()
-            with our_errors(), on:
-                runtime.memsetAsync(self._sums.data.ptr, 0, told.nbytes, on.ptr)
+            sums_here, done = np.empty(len(part), np.uint64), sleeping_event()
+            with translated_errors(), on:
+                runtime.memsetAsync(self._sums.data.ptr, 0, sums_here.nbytes, on.ptr)
                 self._kernel((PARTS, len(part)), (THREADS,), self._arguments)
-                runtime.memcpyAsync(told.ctypes.data, self._sums.data.ptr, told.nbytes, ANYWHERE, on.ptr)
+                runtime.memcpyAsync(sums_here.ctypes.data, self._sums.data.ptr, sums_here.nbytes, ANYWHERE, on.ptr)
                 done.record(on)
                 done.synchronize()
-            sums += told.tolist()
+            sums += sums_here.tolist()
         return sums

@@ -1,4 +1,4 @@
-"""What a mover needs of a copier: CUDA's (`cuda_copier`), or its twin between host memories (`host_copier`). Pure."""
+"""What a mover needs from a copier: CUDA's (`cuda_copier`), or its twin between host memories (`host_copier`). Pure."""
 
 from __future__ import annotations
 
@@ -9,71 +9,80 @@ from services.worker.mover import Copy, Slots
 from services.worker.transfer.block_shape import BlockShape
 
 GROUP_BYTES = 32 << 20
-"""0.6 ms of an H200's link."""
+"""The size of a group: 0.6 ms on an H200's link."""
 GROUP_BLOCKS = 256
+"""The most blocks in a group."""
 
 
 def group_blocks(block_bytes: int) -> int:
-    """How many blocks a GPU's copier is handed in one go."""
+    """Return how many blocks a lane hands to a GPU's copier at once."""
     return max(1, min(GROUP_BYTES // block_bytes, GROUP_BLOCKS))
 
 
 class Pending(Protocol):
-    """Copies that were handed over. What they took is known once they have been waited for."""
+    """Copies that are under way. Their paths are known once `wait` has returned."""
 
     @property
     def paths(self) -> Mapping[str, int]:
-        """Blocks by the way they took; together all that were handed over."""
+        """Blocks copied on each path; the numbers add up to all blocks of the call."""
         ...
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Blocks for which a better way failed before, by "WAY: reason"; few words, so that they can be counted by."""
+        """Blocks for which a better path failed, by "PATH: reason". The texts are few, so that they can be labels."""
         ...
 
     def wait(self) -> None:
-        """Until none of them is read or written any more; other threads run meanwhile. Raises DeviceFailed."""
+        """Wait until none of the blocks is read or written any more; other threads can run. Raises DeviceFailed."""
         ...
 
 
 class Copier(Protocol):
-    """Copies blocks. Each direction belongs to one thread, `prepare` to that of saves, the rest to the engine's."""
+    """Copies blocks between a device and a pool.
+
+    Each direction belongs to one thread. `prepare` belongs to the thread of saves, the rest to the engine's thread.
+    """
 
     @property
     def shape(self) -> BlockShape:
-        """Of the device's slots."""
+        """Where the device's blocks lie."""
         ...
 
     @property
     def duplex(self) -> bool:
-        """Whether loads and saves hardly slow each other: each direction then has a thread of its own."""
+        """Whether loads and saves hardly slow each other down; if so, each direction gets a thread of its own."""
         ...
 
     @property
     def group_blocks(self) -> int:
-        """How many blocks to hand over in one go: of as many, twice, a cancel waits for the end."""
+        """How many blocks to hand over at once. Twice as many can be under way when a cancel comes."""
         ...
 
     def attach(self, slots: Slots) -> None:
-        """The pool to copy to and from."""
+        """Set the pool to copy to and from."""
         ...
 
     def detach(self) -> None:
-        """No copy is under way."""
+        """Let go of the pool. No copy may be under way."""
         ...
 
     def prepare(self) -> bool:
-        """Readies one more piece of the pool, for copies that come. False: there is nothing left to ready."""
+        """Prepare one more piece of the pool for later copies. Returns False once all of it is prepared."""
         ...
 
     def begin(self, copies: Sequence[Copy], *, loads: bool) -> Pending:
-        """Hands copies over, after those of the same direction; among themselves they are made in any order. Their
-        slots exist, and none is written twice. Raises DeviceFailed, and then none of them is under way."""
+        """Start copies, after all earlier ones of the same direction; among themselves they run in any order.
+
+        Their slots must exist, and no slot is written twice. If DeviceFailed is raised, none of them is under way.
+        """
         ...
 
     def differs(self, copies: Sequence[Copy]) -> list[bool]:
-        """Of loads that have been waited for, and whose slots nobody else writes: whether the device's block is other
-        than the pool's. Belongs to the thread that loads. Raises DeviceFailed."""
+        """Say for each of these loads whether the device's block differs from the pool's.
+
+        The loads have ended, and nothing else writes their device slots. Belongs to the thread that loads. Raises
+        DeviceFailed.
+        """
         ...
 
     def close(self) -> None: ...

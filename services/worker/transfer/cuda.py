@@ -1,4 +1,7 @@
-"""What this package needs of CUDA, by CuPy's runtime, and CUDA's errors in our words. Needs CuPy and a device."""
+"""The CUDA calls that this package needs, through CuPy's runtime, with CUDA's errors translated to ours.
+
+Needs CuPy and a device.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,25 @@ from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 from services.worker.transfer.errors import DeviceFailed, PinRefused
 
 Stream = Any
-"""cupy.cuda.Stream; CuPy has no types."""
+"""A cupy.cuda.Stream; CuPy has no types."""
 Event = Any
-"""cupy.cuda.Event."""
+"""A cupy.cuda.Event; CuPy has no types."""
 Error: type[Exception] = runtime.CUDARuntimeError
 ERRORS: tuple[type[Exception], ...] = (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
-"""The runtime's and the driver's."""
+"""Exceptions of CUDA's runtime and of its driver."""
 OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation."""
+"""The status code cudaErrorMemoryAllocation."""
 SPIN_BYTES = 16 << 20
-"""0.3 ms of an H200's link."""
+"""Up to this many bytes, a thread spins until copies end: 0.3 ms on an H200's link."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-"""Its first line has the release of the kernel's module, and when it was built."""
+"""The first line of this file has the kernel module's release, and when it was built."""
 ANYWHERE: int = runtime.memcpyDefault
-"""Of a copy: the addresses say where its ends lie."""
+"""The kind of a copy whose addresses say whether each end lies on the host or on a device."""
 
 
 @contextmanager
-def our_errors() -> Iterator[None]:
-    """Raises DeviceFailed where CUDA or its driver complains, or CuPy finds no room."""
+def translated_errors() -> Iterator[None]:
+    """Raise DeviceFailed for errors of CUDA and its driver, and where CuPy finds no memory."""
     try:
         yield
     except ERRORS as wrong:
@@ -40,15 +43,18 @@ def our_errors() -> Iterator[None]:
         raise DeviceFailed(f"cudaErrorMemoryAllocation: {wrong}") from wrong
 
 
-def use(device: int) -> None:
-    """This thread's device; each thread says so itself."""
-    with our_errors():
+def use_device(device: int) -> None:
+    """Make `device` the calling thread's device; each thread must do this itself."""
+    with translated_errors():
         cupy.cuda.Device(device).use()
 
 
-def names(device: int) -> tuple[str, str, str]:
-    """Of the GPU, of its driver (the newest CUDA that it knows and, where Linux tells, its release), of CuPy."""
-    with our_errors():
+def device_versions(device: int) -> tuple[str, str, str]:
+    """Return the GPU's name, its driver's version and CuPy's version.
+
+    The driver's version is the newest CUDA that it supports and, if Linux has it, the driver's release.
+    """
+    with translated_errors():
         properties = runtime.getDeviceProperties(device)
         driver = str(runtime.driverGetVersion())
     with suppress(OSError):
@@ -56,30 +62,35 @@ def names(device: int) -> tuple[str, str, str]:
     return properties["name"].decode(), driver, str(cupy.__version__)
 
 
-def stream() -> Stream:
-    """One that waits for none but those it is told to wait for."""
+def new_stream() -> Stream:
+    """Return a stream that waits for no other stream unless it is asked to (non-blocking)."""
     return cupy.cuda.Stream(non_blocking=True)
 
 
 def sleeping_event() -> Event:
-    """Whoever waits for it sleeps, and lets other threads run."""
+    """Return an event for which a thread waits asleep, so that other threads can run."""
     return cupy.cuda.Event(block=True, disable_timing=True)
 
 
 def end_event(size_bytes: int) -> Event:
-    """Of so many bytes' copies. Whoever waits for it sleeps; where they are few, spins, without Python's lock: to be
-    woken takes 35 to 80 µs, and a block of 2 MiB takes 38."""
+    """Return an event for the end of copies of `size_bytes`.
+
+    A thread waits for it asleep, or spins without Python's lock if the copies are small: waking up takes 35 to 80 µs,
+    and a copy of 2 MiB takes 38 µs.
+    """
     return cupy.cuda.Event(block=size_bytes > SPIN_BYTES, disable_timing=True)
 
 
 def order_event() -> Event:
-    """For streams to wait for; costs less."""
+    """Return an event for which only streams wait; it costs less than the others."""
     return cupy.cuda.Event(block=False, disable_timing=True)
 
 
 def register(address: int, size_bytes: int) -> None:
-    """Pins whole pages of host memory, for copies at full speed and kernels. Blocking: 0.04 s a GiB, 0.5 s where they
-    were never touched. Raises PinRefused."""
+    """Pin whole pages of host memory, for kernels and for copies at full speed. Raises PinRefused.
+
+    This blocks for 0.04 s a GiB, or 0.5 s a GiB if the pages were never touched.
+    """
     try:
         runtime.hostRegister(address, size_bytes, 0)
     except runtime.CUDARuntimeError as wrong:
@@ -87,6 +98,6 @@ def register(address: int, size_bytes: int) -> None:
 
 
 def unregister(address: int) -> None:
-    """What `register` was given."""
-    with our_errors():
+    """Unpin the pages that `register` pinned at this address."""
+    with translated_errors():
         runtime.hostUnregister(address)

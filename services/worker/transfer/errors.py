@@ -1,9 +1,9 @@
-"""What the device refuses, in our words; CUDA's own errors end where these begin. Pure.
+"""Errors of a device. CUDA's own errors are translated to these and go no further. Pure.
 
 HeadraceError
-├── DeviceFailed           a call of CUDA's failed; nothing more is known than its text
-├── DeviceMemoryExhausted  no room on the device, also after unused memory was given back
-└── PinRefused             host memory cannot be registered: it is copied all the same, only slower
+├── DeviceFailed           a CUDA call failed; the message is all that is known
+├── DeviceMemoryExhausted  the device has no room, even after unused memory was given back
+└── PinRefused             host memory cannot be pinned; it is still copied, but more slowly
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from __future__ import annotations
 from shared.errors import HeadraceError
 
 REASON_CHARS = 60
+"""The longest reason, in characters; a reason is a metric's label."""
 
 
 class DeviceFailed(HeadraceError):
-    """The message is CUDA's: the error's name, a colon, and what it says."""
+    """A CUDA call failed. The message is CUDA's: the error's name, a colon, and its text."""
 
     @property
     def reason(self) -> str:
-        """The error's name."""
+        """The error's name, cut to REASON_CHARS."""
         return str(self).partition(":")[0][:REASON_CHARS]
 
 
 class DeviceMemoryExhausted(HeadraceError):
-    """`asked_bytes` beside `reserved_bytes` that the pool has, of which `used_bytes` are in use."""
+    """The device has no room for `asked_bytes`. Its pool has `reserved_bytes`, of which `used_bytes` are in use."""
 
     def __init__(self, asked_bytes: int, used_bytes: int, reserved_bytes: int, free_bytes: int) -> None:
         super().__init__(
-            f"{asked_bytes} bytes asked of a device with {free_bytes} free; the pool has {reserved_bytes},"
+            f"no room for {asked_bytes} bytes on a device with {free_bytes} bytes free; the pool has {reserved_bytes},"
             f" of which {used_bytes} are in use"
         )
         self.asked_bytes = asked_bytes
@@ -37,4 +38,4 @@ class DeviceMemoryExhausted(HeadraceError):
 
 
 class PinRefused(HeadraceError):
-    """The message is CUDA's."""
+    """Host memory cannot be pinned. The message is CUDA's."""

@@ -1,6 +1,7 @@
-"""The kernel that moves blocks between their fragments on the device and one piece each, on the device or pinned.
+"""A kernel that gathers a block's fragments on the device into one piece, or scatters the piece into fragments.
 
-A thread has four words under way before it stores the first: reads from host memory take microseconds.
+The piece lies on the device or in pinned host memory. A thread reads four words before it stores the first, because
+reads from host memory take microseconds.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import cupy  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.cuda import Stream, our_errors
+from services.worker.transfer.cuda import Stream, translated_errors
 
 MOST_BLOCKS = 128
-"""A launch: their places are passed by value, 2 KiB of the 4 that a launch may have on any device."""
+"""The most blocks of a launch. Their addresses are passed by value: 2 KiB of the 4 KiB that any device accepts."""
 THREADS = 512
 _PLACES = np.dtype([("linear", np.int64, (MOST_BLOCKS,)), ("slot", np.int64, (MOST_BLOCKS,))])
 _WORDS = {16: "uint4", 4: "unsigned int", 1: "unsigned char"}
@@ -50,24 +51,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) move_fragments(
 
 
 class FragmentKernel:
-    """For one shape of blocks; belongs to one thread."""
+    """The compiled kernel for one shape of blocks. It belongs to one thread."""
 
     def __init__(self, shape: BlockShape, alignment: int) -> None:
-        """`alignment`: of blocks' other ends, in bytes. The first launch compiles, if CuPy has not cached it."""
+        """Prepare the kernel; its first launch compiles it, if CuPy has not cached it.
+
+        `alignment`, in bytes, is that of the one-piece ends.
+        """
         word_bytes = shape.word_bytes(alignment)
         self._words = shape.fragment_bytes // word_bytes
         self._shape = shape
         assert shape.fragments * self._words < 1 << 30, "a block's words are counted in 32 bits"
         options = (f"-DWORD={_WORDS[word_bytes]}", f"-DMOST_BLOCKS={MOST_BLOCKS}", f"-DTHREADS={THREADS}")
-        with our_errors():
+        with translated_errors():
             self._kernel = cupy.RawKernel(_SOURCE, "move_fragments", options=options)
             self._regions = cupy.asarray(np.array(shape.regions, np.int64))
             cupy.cuda.get_current_stream().synchronize()
         self._places = np.zeros((), _PLACES)
 
     def launch(self, linear: np.ndarray, slots: np.ndarray, *, loads: bool, on: Stream, multiprocessors: int) -> None:
-        """Both int64 (blocks,), at most MOST_BLOCKS: addresses of the pieces, and the device's slots; free again when
-        this returns. `multiprocessors` are kept busy at most."""
+        """Enqueue the kernel on `on`; it gathers, or with `loads` scatters.
+
+        `linear` has the addresses of the pieces and `slots` the device's slots: both int64 (blocks,), with at most
+        MOST_BLOCKS blocks. Both can be overwritten when this returns. At most `multiprocessors` are kept busy.
+        """
         blocks = len(slots)
         self._places["linear"][:blocks] = linear
         self._places["slot"][:blocks] = slots

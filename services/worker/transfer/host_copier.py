@@ -1,6 +1,6 @@
-"""HostCopier: copies blocks between two pieces of host memory; CudaCopier's twin, for machines without a GPU.
+"""HostCopier: copies blocks between two pieces of host memory. It is CudaCopier's twin for machines without a GPU.
 
-`begin` has copied when it returns.
+Its copies have ended when `begin` returns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from shared.pool.map import touch
 
 PATH = "memmove"
 GROUP_BYTES = 4 << 20
-"""0.4 ms. Copies in groups of 1 MiB, of blocks of 0.7 MiB, took 1.13 times as long."""
+"""The size of a group: 0.4 ms. In groups of 1 MiB, copies of 0.7 MiB blocks took 1.13 times as long."""
 PIECE_BYTES = 16 << 20
-"""Of the pool, touched in one go (3 ms): a copy, or `detach`, waits no longer than that."""
+"""How much of the pool is touched at once (3 ms). A copy or `detach` waits no longer than that."""
 
 _log = logging.getLogger(__name__)
 _memcmp = ctypes.CDLL(None).memcmp  # other threads run meanwhile
@@ -25,12 +25,12 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class HostCopier:
-    """A Copier; see the module."""
+    """A Copier between two pieces of host memory."""
 
     duplex = False
 
     def __init__(self, shape: BlockShape, memory: object) -> None:
-        """`shape` lies in `memory`, which is kept alive."""
+        """Copy blocks of `shape`, which lies in `memory`; the copier keeps `memory` alive."""
         shape.validate()
         self.shape = shape
         self._memory: object | None = memory
@@ -38,11 +38,11 @@ class HostCopier:
         self._slots: Slots | None = None
         self._pool_at = 0
         self._untouched = range(0)
-        """Where the pieces of the pool that are yet to be touched begin."""
+        """Offsets of the pieces of the pool that are still to be touched."""
 
     @staticmethod
-    def of(blocks: memoryview, block_bytes: int) -> HostCopier:
-        """`blocks`: all of the device's slots, one behind the other; writable and contiguous."""
+    def over(blocks: memoryview, block_bytes: int) -> HostCopier:
+        """Return a copier over `blocks`: all of the device's slots back to back, writable and contiguous."""
         at = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
         return HostCopier(BlockShape.contiguous(at, block_bytes, blocks.nbytes // block_bytes), blocks)
 
@@ -56,7 +56,7 @@ class HostCopier:
         self._untouched = range(0)
 
     def prepare(self) -> bool:
-        """Touches its pages."""
+        """Touch the pages of the pool's next piece."""
         if self._untouched:
             assert self._slots is not None
             piece, self._untouched = self._untouched[0], self._untouched[1:]
@@ -64,19 +64,19 @@ class HostCopier:
                 try:
                     touch(memory)
                 except OSError as wrong:
-                    # Its text alone: who keeps the exception keeps the pool mapped.
-                    _log.warning("the pool's pages are not touched beforehand, copies will be slower: %s", str(wrong))
+                    # Log the text only: a handler that keeps the exception would keep the pool mapped.
+                    _log.warning("the pool's pages cannot be touched beforehand, so copies are slower: %s", str(wrong))
                     self._untouched = range(0)
         return bool(self._untouched)
 
-    def begin(self, copies: Sequence[Copy], *, loads: bool) -> Done:
+    def begin(self, copies: Sequence[Copy], *, loads: bool) -> FinishedCopies:
         size_bytes = self.shape.fragment_bytes
         for on_device, in_pool in self._places(copies):
             if loads:
                 ctypes.memmove(on_device, in_pool, size_bytes)
             else:
                 ctypes.memmove(in_pool, on_device, size_bytes)
-        return Done({PATH: len(copies)})
+        return FinishedCopies({PATH: len(copies)})
 
     def differs(self, copies: Sequence[Copy]) -> list[bool]:
         size_bytes = self.shape.fragment_bytes
@@ -86,7 +86,7 @@ class HostCopier:
         self._memory = None
 
     def _places(self, copies: Sequence[Copy]) -> Iterator[tuple[int, int]]:
-        """Where each fragment of each block lies on the device, and in the pool."""
+        """Yield the address of each fragment of each block on the device, and that in the pool."""
         assert self._slots is not None
         slot_bytes, shape = self._slots.arena.slot_bytes, self.shape
         for copy in copies:
@@ -96,8 +96,8 @@ class HostCopier:
                 in_pool += shape.fragment_bytes
 
 
-class Done:
-    """A Pending that has ended."""
+class FinishedCopies:
+    """A `Pending` whose copies have ended."""
 
     def __init__(self, paths: Mapping[str, int]) -> None:
         self.paths = paths

@@ -1,6 +1,7 @@
-"""MemoryStep: stands for a step of an engine's that does nothing but read device memory, to see what slows it.
+"""MemoryStep: stands for an engine's step. It only reads device memory, so that one can measure what slows a step.
 
-Pieces as large as a layer's weights, read by a kernel each, in a graph: between two of them another kernel gets in.
+It is a graph of kernels, each of which reads a piece as large as a layer's weights. Between two of them another kernel
+can start.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import cupy  # pyright: ignore[reportMissingImports]
 import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.transfer.cuda import our_errors, stream
+from services.worker.transfer.cuda import new_stream, translated_errors
 from services.worker.transfer.device_memory import DeviceMemory
 
 STEP_S = 4e-3
-"""About that of an 8B model on an H200."""
+"""The length of a step: about that of an 8B model on an H200."""
 READ_BYTES = 512 << 20
-"""Many times what a cache holds; less where the device has less …"""
+"""The memory that a step reads in turn: many times a cache's size. A device with less free memory reads less, but at
+least one piece."""
 PIECE_BYTES = 64 << 20
-"""… but never less than a piece."""
+"""The memory that one kernel reads."""
 THREADS = 512
 _WORDS = PIECE_BYTES // 16
 _WORDS_A_THREAD = 8
@@ -35,19 +37,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) read_all(const uint4* __re
         const uint4 word = from[first + i * THREADS];
         sum += word.x + word.y + word.z + word.w;
     }
-    if (sum == 1) *sink = sum;  // else nobody would need the reads
+    if (sum == 1) *sink = sum;  // otherwise the compiler would drop the reads
 }
 """
 
 
 class MemoryStep:
-    """See the module."""
+    """A stand-in for an engine's step that reads device memory."""
 
     def __init__(self, device: int) -> None:
-        """Raises DeviceMemoryExhausted where not even a piece is left, DeviceFailed."""
-        self._memory = DeviceMemory(device)  # all of it goes back to the device in the end
-        with our_errors():
-            self._on = stream()
+        """Capture the step. Raises DeviceMemoryExhausted if the device has no room for one piece, and DeviceFailed."""
+        self._memory = DeviceMemory(device)  # a pool of its own, so that all of it goes back to the device
+        with translated_errors():
+            self._on = new_stream()
             free_bytes = int(runtime.memGetInfo()[0])
             pieces = max(1, min(READ_BYTES, free_bytes // 2) // PIECE_BYTES)
             self._at = self._memory.allocate(pieces * PIECE_BYTES, self._on)
@@ -59,16 +61,16 @@ class MemoryStep:
                 runtime.memsetAsync(self._at, 0, pieces * PIECE_BYTES, self._on.ptr)
                 self._begun, self._ended = cupy.cuda.Event(), cupy.cuda.Event()
                 self._graph = self._captured(pieces, pieces)
-                self.took_s()
-                self._graph = self._captured(pieces, ceil(STEP_S / self.took_s() * pieces))
-                self.took_s()
+                self.run_s()
+                self._graph = self._captured(pieces, ceil(STEP_S / self.run_s() * pieces))
+                self.run_s()
             except BaseException:
                 self.close()
                 raise
 
-    def took_s(self, beside: Callable[[], None] | None = None) -> float:
-        """Of one step, during which `beside` was handed over. Raises DeviceFailed."""
-        with our_errors():
+    def run_s(self, beside: Callable[[], None] | None = None) -> float:
+        """Run one step and return its seconds. `beside` is called while it runs. Raises DeviceFailed."""
+        with translated_errors():
             self._begun.record(self._on)
             self._graph.launch(self._on)
             self._ended.record(self._on)
@@ -78,17 +80,19 @@ class MemoryStep:
             return float(cupy.cuda.get_elapsed_time(self._begun, self._ended)) / 1e3
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Free the memory. Nothing may be under way."""
         self._memory.free(self._at)
-        with our_errors():
+        with translated_errors():
             self._on.synchronize()
         self._memory.close()
 
     def _captured(self, pieces: int, launches: int) -> Any:
-        """A graph that reads so many pieces in turn."""
+        """Capture a graph of `launches` kernels that read the `pieces` in turn."""
         grid = (_WORDS // (THREADS * _WORDS_A_THREAD),)
         with self._on:
-            self._kernel(grid, (THREADS,), (np.uintp(self._at), self._sink))  # loads it, which no capture may
+            self._kernel(
+                grid, (THREADS,), (np.uintp(self._at), self._sink)
+            )  # loads the kernel, which a capture must not do
             self._on.synchronize()
             self._on.begin_capture()
             for index in range(launches):

@@ -1,12 +1,12 @@
-"""TransferMover: the Mover over a Copier, which may be CUDA's.
+"""TransferMover: the Mover over a Copier, CUDA's or its host twin.
 
     save ──▶ lane of saves ─┐
-                            ├──▶ what has ended, and an eventfd ──▶ ended
+                            ├──▶ list of ended batches, and an eventfd ──▶ ended
     load ──▶ lane of loads ─┘
 
-Where a link has two directions that do not slow each other, each has its lane (an H200's: 55 GB/s each, 102 at once),
-and no load waits for a save. Elsewhere one lane has both, and loads go first: between host memories two lanes made no
-more copies in all, and a load beside saves took 1.6 to 2 times as long.
+If the two directions of a link do not slow each other down, each has its lane, and no load waits for a save (an H200's
+link: 55 GB/s in each direction, 102 in both at once). Otherwise one lane has both directions, and loads go first.
+Between host memories two lanes copied no more in all, and a load took 1.6 to 2 times as long while saves ran.
 """
 
 from __future__ import annotations
@@ -16,55 +16,60 @@ import threading
 from collections.abc import Callable, Sequence
 
 from services.worker.mover import Copied, Copy, Slots
-from services.worker.transfer.batch import Batch
+from services.worker.transfer.batch import CopyBatch
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.lane import Lane
 from shared.pool.format import PoolUnfit
 
 
 class TransferMover:
-    """A Mover; see the module. It owns the copier."""
+    """A Mover that copies in threads. It owns its copier."""
 
     def __init__(
         self, copier: Copier, clock: Callable[[], float], *, most_blocks: int | None = None, verify: bool = False
     ) -> None:
-        """`most_blocks`: of a group; None: as many as the copier says. `verify`: what was loaded is compared."""
+        """Start the lanes. With `verify` every loaded block is compared with the pool's.
+
+        `most_blocks` bounds a group; None means the copier's `group_blocks`.
+        """
         self._copier = copier
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._told = threading.Lock()
-        """Guards what has ended."""
+        self._ended_lock = threading.Lock()
+        """Guards the list `_ended`, which the lanes fill."""
         self._ended: list[Copied] = []
         self._attached = False
         blocks = copier.group_blocks if most_blocks is None else most_blocks
         names = ("saves", "loads") if copier.duplex else ("copies",)
-        lanes = [Lane(name, copier, blocks, clock, self._tell, verify=verify) for name in names]
+        lanes = [Lane(name, copier, blocks, clock, self._on_ended, verify=verify) for name in names]
         self._lanes = lanes
         self._saves, self._loads = lanes[0], lanes[-1]
 
     def attach(self, slots: Slots) -> None:
-        """Raises PoolUnfit where a block is larger than a slot."""
+        """Set the pool to copy to and from. Raises PoolUnfit if a block is larger than a slot."""
         assert not self._attached
         block_bytes = self._copier.shape.block_bytes
         if slots.arena.slot_bytes < block_bytes:
-            raise PoolUnfit(f"slots of {slots.arena.slot_bytes} bytes for blocks of {block_bytes}")
+            raise PoolUnfit(
+                f"the pool's slots of {slots.arena.slot_bytes} bytes are too small for blocks of {block_bytes}"
+            )
         self._copier.attach(slots)
         for lane in self._lanes:
             lane.attach(slots, prepares=lane is self._saves)
         self._attached = True
 
     def detach(self) -> None:
-        """Waits for the piece of the pool that is being readied."""
+        """Let go of the pool, after the piece of it that is being prepared."""
         for lane in self._lanes:
             lane.attach(None, prepares=False)
         self._copier.detach()
         self._attached = False
 
     def save(self, batch: int, copies: Sequence[Copy], until_s: float) -> None:
-        """A copy begins when it is handed to the device."""
-        self._saves.add(Batch(batch, copies, loads=False, until_s=until_s))
+        """Queue a batch of saves; a copy begins when it is handed to the device."""
+        self._saves.add(CopyBatch(batch, copies, loads=False, until_s=until_s))
 
     def load(self, batch: int, copies: Sequence[Copy]) -> None:
-        self._loads.add(Batch(batch, copies, loads=True))
+        self._loads.add(CopyBatch(batch, copies, loads=True))
 
     def cancel(self, batch: int) -> None:
         for lane in self._lanes:
@@ -75,9 +80,9 @@ class TransferMover:
             os.eventfd_read(self._wake)
         except BlockingIOError:
             return []
-        with self._told:
-            told, self._ended = self._ended, []
-        return told
+        with self._ended_lock:
+            ended, self._ended = self._ended, []
+        return ended
 
     def fileno(self) -> int:
         return self._wake
@@ -87,14 +92,14 @@ class TransferMover:
         return None
 
     def close(self) -> None:
-        """Waits for the copies under way."""
+        """End the lanes and close the copier, after the copies under way have ended."""
         for lane in self._lanes:
             lane.close()
         self._copier.close()
         os.close(self._wake)
 
-    def _tell(self, copied: Copied) -> None:
-        with self._told:
-            if not self._ended:  # else it is readable, or they are being taken, and this one with them
+    def _on_ended(self, copied: Copied) -> None:
+        with self._ended_lock:
+            if not self._ended:  # otherwise the eventfd is readable, or `ended` is about to take this one too
                 os.eventfd_write(self._wake, 1)
             self._ended.append(copied)

@@ -1,14 +1,14 @@
-"""The ways a group of blocks can take between the device's slots and others, one piece each: the pool's, or a device's.
+"""The paths on which a group of blocks can be copied between the device's slots and one-piece slots of the pool.
 
-    rows        a copy a block, 2-D where it has fragments               DMA; fragments evenly spaced
+    rows        one copy for each block, 2-D if it has fragments         DMA; needs evenly spaced fragments
     batch       all fragments of a group in one call                     DMA; any spacing
-    staged      a kernel gathers blocks into a ring on the device,       DMA, of whole blocks
-                and each goes over as one copy; loads the other way
-    zero_copy   a kernel reads or writes the pool itself                 a step takes 2.2 times as long beside saves
-    pageable    like rows, fragment by fragment if need be               slots that cannot be pinned
+    staged      a kernel gathers blocks into a ring on the device,       DMA of whole blocks
+                and each is copied as one piece; loads the other way
+    zero_copy   a kernel reads or writes the pool itself                 saves make a step take 2.2 times as long
+    pageable    like rows, or fragment by fragment                       for slots that cannot be pinned
 
-All give the same bytes. What a path tells CUDA (addresses, slots) it has in arrays that are made once: CUDA reads them
-during the call, and no copy allocates anything.
+All paths give the same bytes. The addresses and slots that a path passes to CUDA lie in arrays that are made once: CUDA
+reads them during the call, and no copy allocates anything.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ from services.worker.transfer.memcpy_batch import MemcpyBatch
 from services.worker.transfer.staging_ring import StagingRing
 
 PIECES, PIECE_BYTES = 4, 2 << 20
-"""Of a group that fits one segment: the kernel has one ready, or empties it, while the next is copied. Smaller ones
-would cost more than that saves."""
+"""A group that fits one segment is cut into PIECES, so that the kernel works on one piece while another is copied. A
+piece has at least PIECE_BYTES, because smaller ones cost more than they save."""
 STAGING_MULTIPROCESSORS = 32
-"""That gather or scatter at most."""
+"""The most multiprocessors that gather or scatter."""
 ZERO_COPY_MULTIPROCESSORS = 8
-"""Enough for the link; more slow others for nothing."""
+"""Multiprocessors of a zero-copy kernel. These fill the link; more would only slow other kernels."""
 
 
 class SlotArray(Struct, frozen=True):
-    """Slots one behind the other, in pinned host memory or on a device; `pageable` also takes what is not pinned."""
+    """Slots back to back, in pinned host memory or on a device; the path `pageable` also takes memory not pinned."""
 
     at: int
     slot_bytes: int
 
 
-class Path(Protocol):
-    """Belongs to one direction's thread."""
+class TransferPath(Protocol):
+    """A way to copy groups. It belongs to one direction's thread."""
 
     def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
-        """Hands them over. They are made when the stream that is returned has come so far. Raises DeviceFailed or
-        CUDA's errors; some of them may be under way then."""
+        """Enqueue copies, after all work on `on`, and return the stream on which the last of them ends.
+
+        Raises DeviceFailed or CUDA's errors; some of the copies may be under way then.
+        """
         ...
 
 
-class Rows:
-    """See the module."""
+class RowsPath:
+    """The path `rows`: one copy for each block."""
 
     def __init__(self, shape: BlockShape) -> None:
         self._shape = shape
@@ -79,8 +81,8 @@ class Rows:
         return on
 
 
-class Batched:
-    """See the module."""
+class BatchPath:
+    """The path `batch`: one call for all fragments of a group."""
 
     def __init__(self, shape: BlockShape, memcpy: MemcpyBatch) -> None:
         self._shape = shape
@@ -105,13 +107,13 @@ class Batched:
         return on
 
 
-class Staged:
-    """See the module."""
+class StagedPath:
+    """The path `staged`: a kernel and a ring on the device, and one copy for each block."""
 
     def __init__(
         self, shape: BlockShape, kernel: FragmentKernel, ring: StagingRing, memcpy: MemcpyBatch | None
     ) -> None:
-        """`memcpy`: copies of 256 KiB go at 53 GB/s in one call, at 34 in one call each."""
+        """`memcpy` copies in one call: pieces of 256 KiB reach 53 GB/s with it, and 34 GB/s with a call each."""
         self._block_bytes = shape.block_bytes
         self._kernel = kernel
         self._ring = ring
@@ -129,7 +131,7 @@ class Staged:
         most = min(self._most, max(self._least, -(-len(copies) // PIECES))) if few else self._most
         for first in range(0, len(copies), most):
             blocks, slots = self._places.of(copies[first : first + most], pool)
-            segment = ring.next(copying_first=loads, on=on)
+            segment = ring.next_segment(copying_first=loads, on=on)
             staged = np.add(self._steps[: len(slots)], segment.at, out=self._staged[: len(slots)])
             if loads:
                 self._copy(staged, blocks, on)
@@ -149,8 +151,8 @@ class Staged:
             runtime.memcpyAsync(at, begin, self._block_bytes, ANYWHERE, on.ptr)
 
 
-class ZeroCopy:
-    """See the module."""
+class ZeroCopyPath:
+    """The path `zero_copy`: a kernel that reads or writes the pool."""
 
     def __init__(self, kernel: FragmentKernel) -> None:
         self._kernel = kernel
@@ -164,14 +166,14 @@ class ZeroCopy:
 
 
 class _Places:
-    """Where a group's blocks lie."""
+    """Computes where a group's blocks lie."""
 
     def __init__(self, most: int) -> None:
         self._blocks = np.empty(most, np.int64)
         self._slots = np.empty(most, np.int64)
 
     def of(self, copies: Sequence[Copy], pool: SlotArray) -> tuple[np.ndarray, np.ndarray]:
-        """Both int64 (copies,): addresses in the pool, and the device's slots; good until the next call."""
+        """Return the addresses in the pool and the device's slots, both int64 (copies,), valid until the next call."""
         blocks, slots = self._blocks[: len(copies)], self._slots[: len(copies)]
         blocks[:] = [copy.pool_slot for copy in copies]
         blocks *= pool.slot_bytes

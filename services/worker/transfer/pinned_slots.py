@@ -1,11 +1,11 @@
-"""Which of the pool's slots are pinned, chunk by chunk.
+"""Pins the pool's slots chunk by chunk, and knows which slots are pinned.
 
-    | chunk 0: slots 0 … n-1 | chunk 1: slots n … 2n-1 | …      whole slots: a copy across the border of two fails
+    | chunk 0: slots 0 … n-1 | chunk 1: slots n … 2n-1 | …      whole slots: a copy across two chunks would fail
 
-    untouched ──ensure, prepare──▶ pinned          released all at once
-                            └────▶ refused         copied as pageable memory
+    untouched ──ensure_pinned, pin_next_chunk──▶ pinned         unpinned all at once
+                                           └───▶ refused        copied as pageable memory
 
-A chunk is pinned when a copy first needs it, or before, when there is nothing else to do.
+A chunk is pinned when a copy first needs it, or earlier, when the lane has nothing else to do.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable
 from services.worker.transfer.errors import PinRefused
 
 CHUNK_BYTES = 256 << 20
-"""Pinned in one go: a copy waits 10 ms for it, or 130 ms where nobody has touched the pool yet."""
+"""The size of a chunk. A copy waits 10 ms for its pinning, or 130 ms if no process has touched these pages yet."""
 ADVICE = (
-    "its blocks are copied the slow way. Let the pool lie in memory, such as /dev/shm or hugetlbfs, as Linux pins no"
-    " file that lies on a disk; and let the worker lock memory if a limit keeps it from that (ulimit -l, LimitMEMLOCK,"
+    "their blocks are copied more slowly. Put the pool into memory, such as /dev/shm or hugetlbfs, as Linux pins no"
+    " file that lies on a disk; if a limit keeps the worker from locking memory, raise it (ulimit -l, LimitMEMLOCK,"
     " docker run --ulimit memlock=-1)"
 )
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class PinnedSlots:
-    """See the module. Threads may share it."""
+    """The chunks of one pool. Threads may share it."""
 
     def __init__(
         self,
@@ -40,9 +40,12 @@ class PinnedSlots:
         clock: Callable[[], float],
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`register(address, size_bytes)` raises PinRefused; slots are whole pages."""
-        self.whole = False
-        """Whether all of them are pinned; once, it stays so until they are released."""
+        """Start with every chunk untouched.
+
+        Slots are whole pages. `register(address, size_bytes)` raises PinRefused.
+        """
+        self.all_pinned = False
+        """Whether all slots are pinned; it stays true until `unpin_all`."""
         self._at = at
         self._slot_bytes = slot_bytes
         self._slots = slots
@@ -51,35 +54,35 @@ class PinnedSlots:
         self._clock = clock
         self._per_chunk = max(1, chunk_bytes // slot_bytes)
         self._lock = threading.Lock()
-        """Guards all below."""
+        """Guards all fields below."""
         self._pinned: dict[int, bool] = {}
-        """Chunks that are not untouched; False: refused."""
+        """Whether each chunk that was tried is pinned; False means that CUDA refused it."""
         self._next = 0
-        """Chunks before it are not untouched."""
+        """The first chunk that may be untouched."""
         self._took_s = 0.0
-        """For pinning, so far."""
+        """Seconds spent on pinning."""
 
     @property
     def chunks(self) -> int:
         return -(-self._slots // self._per_chunk)
 
     @property
-    def refused(self) -> int:
-        """Chunks that CUDA would not pin."""
+    def refused_chunks(self) -> int:
+        """How many chunks CUDA refused to pin."""
         return sum(not pinned for pinned in self._pinned.values())
 
-    def ensure(self, slot: int) -> bool:
-        """Whether the slot is pinned, which it is now if it can be."""
+    def ensure_pinned(self, slot: int) -> bool:
+        """Pin the slot's chunk if it is untouched; return whether the slot is pinned."""
         assert 0 <= slot < self._slots
         chunk = slot // self._per_chunk
-        pinned = self._pinned.get(chunk)  # once known, it stays so: no lock for the many copies that find it known
+        pinned = self._pinned.get(chunk)  # the answer never changes, so most copies need no lock
         if pinned is None:
             with self._lock:
                 pinned = self._pin(chunk)
         return pinned
 
-    def prepare(self) -> bool:
-        """Pins one more chunk; False: none is untouched."""
+    def pin_next_chunk(self) -> bool:
+        """Pin one more chunk. Returns False once no chunk is untouched."""
         with self._lock:
             while self._next < self.chunks and self._next in self._pinned:
                 self._next += 1
@@ -87,28 +90,28 @@ class PinnedSlots:
                 self._pin(self._next)
             return len(self._pinned) < self.chunks
 
-    def release(self) -> None:
-        """Nothing is copied any more; all is untouched again."""
+    def unpin_all(self) -> None:
+        """Unpin all chunks, so that all are untouched again. No copy may be under way."""
         with self._lock:
             for chunk in [chunk for chunk, pinned in self._pinned.items() if pinned]:
                 self._unregister(self._at + chunk * self._per_chunk * self._slot_bytes)
             self._pinned.clear()
             self._next = 0
             self._took_s = 0.0
-            self.whole = False
+            self.all_pinned = False
 
     def validate(self) -> None:
-        """Raises AssertionError where it contradicts itself."""
+        """Raise AssertionError if the state contradicts itself."""
         assert all(0 <= chunk < self.chunks for chunk in self._pinned)
         assert all(chunk in self._pinned for chunk in range(self._next))
-        assert self.whole == (len(self._pinned) == self.chunks and all(self._pinned.values()))
+        assert self.all_pinned == (len(self._pinned) == self.chunks and all(self._pinned.values()))
 
     def _pin(self, chunk: int) -> bool:
-        """With the lock held."""
+        """Pin one chunk; the caller holds the lock."""
         if chunk in self._pinned:
             return self._pinned[chunk]
         if not self._pinned:
-            _log.info("pinning %d bytes of the pool, in %d pieces", self._slots * self._slot_bytes, self.chunks)
+            _log.info("pinning %d bytes of the pool in %d chunks", self._slots * self._slot_bytes, self.chunks)
         first = chunk * self._per_chunk
         size_bytes = min(self._per_chunk, self._slots - first) * self._slot_bytes
         begun_s = self._clock()
@@ -122,7 +125,7 @@ class PinnedSlots:
             self._pinned[chunk] = True
         self._took_s += self._clock() - begun_s
         if len(self._pinned) == self.chunks:
-            self.whole = not self.refused
+            self.all_pinned = not self.refused_chunks
             _log.info("pinned %d bytes of the pool in %.2f s", self._pinned_bytes, self._took_s)
         return self._pinned[chunk]
 

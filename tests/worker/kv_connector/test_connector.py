@@ -16,7 +16,7 @@ from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MO
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeEngineSnapshot
 from services.worker.mover import Copy
 from services.worker.transfer.errors import DeviceFailed
-from services.worker.transfer.host_copier import Done, HostCopier
+from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from shared import kvbm_messages as wire
 from shared.hashing import pack_tokens
 from shared.messages import BlockRemoved
@@ -315,7 +315,7 @@ def test_a_block_that_changes_on_its_way_to_the_device_is_found_and_computed_wit
     damaged = 1  # slots are granted in order: the prompt's second block
     begin = HostCopier.begin
 
-    def damaging(copier: HostCopier, copies: Sequence[Copy], *, loads: bool) -> Done:
+    def damaging(copier: HostCopier, copies: Sequence[Copy], *, loads: bool) -> FinishedCopies:
         pending = begin(copier, copies, loads=loads)
         for copy in copies:
             if loads and copy.pool_slot == damaged:

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.worker.native.bfloat16 import narrowed, widened
+from services.worker.native.bfloat16 import from_bfloat16, to_bfloat16
 
 
 def through(floats: NDArray[np.float32]) -> NDArray[np.float32]:
-    wide: NDArray[np.float32] = widened(narrowed(np, floats))
+    wide: NDArray[np.float32] = from_bfloat16(to_bfloat16(np, floats))
     return wide
 
 
 def test_every_bfloat16_survives_as_it_is() -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
-    wide = widened(bits)
+    wide = from_bfloat16(bits)
     sound = ~np.isnan(wide)
-    np.testing.assert_array_equal(narrowed(np, wide)[sound], bits[sound])
+    np.testing.assert_array_equal(to_bfloat16(np, wide)[sound], bits[sound])
     assert np.isnan(through(wide)[~sound]).all()
 
 

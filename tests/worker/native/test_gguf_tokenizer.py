@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from services.worker.native.gguf_tokenizer import Vocabulary
+from services.worker.native.gguf_tokenizer import GgufVocabulary
 from shared.errors import ModelError
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = ["<s>", "<|im_end|>", "[tool]", *BYTES, "he", "ll", "hell", "hello", "12", "123", "Ġhe"]
 MERGES = ["h e", "l l", "he ll", "hell o", "1 2", "12 3", "Ġ he"]
-VOCABULARY = Vocabulary(
+VOCABULARY = GgufVocabulary(
     where="x.gguf",
     splitter="smollm",
     tokens=TOKENS,
@@ -29,7 +29,7 @@ VOCABULARY = Vocabulary(
 )
 
 
-def tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     return Tokenizer.from_str(vocabulary.tokenizer_json())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.native import grammars as module
-from services.worker.native.grammars import Grammars
+from services.worker.native.grammars import GrammarCache
 from tests.tiny_model import write_tiny_model
 
 VOCAB = 320
@@ -15,20 +15,20 @@ EOS = (0, 2)
 
 
 @pytest.fixture
-def grammars(tmp_path: Path) -> Grammars:
-    found = Grammars.of(write_tiny_model(tmp_path / "model"), VOCAB, EOS)
+def grammars(tmp_path: Path) -> GrammarCache:
+    found = GrammarCache.from_directory(write_tiny_model(tmp_path / "model"), VOCAB, EOS)
     assert found is not None
     return found
 
 
-def test_matchers_of_one_grammar_know_nothing_of_each_other(grammars: Grammars) -> None:
+def test_matchers_of_one_grammar_know_nothing_of_each_other(grammars: GrammarCache) -> None:
     first, second = (grammars.matcher('start: "a" "b"') for _ in range(2))
     assert first.consume_token(first.compute_ff_tokens()[0])
     assert first.compute_bitmask() != second.compute_bitmask()
     assert second.compute_bitmask() == grammars.matcher('start: "a" "b"').compute_bitmask()
 
 
-def test_what_is_kept_is_bounded_in_number_and_length(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_bounded_in_number_and_length(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", 3)
     monkeypatch.setattr(module, "KEPT_CHARACTERS", 100)
     texts = [f'start: "{"x" * length}"' for length in (1, 2, 3, 4, 1, 60, 2, 200, 3)]
@@ -37,7 +37,7 @@ def test_what_is_kept_is_bounded_in_number_and_length(grammars: Grammars, monkey
         grammars.validate()
 
 
-def test_a_grammar_that_is_no_good_is_in_error_and_not_an_exception(grammars: Grammars) -> None:
+def test_a_grammar_that_is_no_good_is_in_error_and_not_an_exception(grammars: GrammarCache) -> None:
     assert grammars.matcher("start: nothing").is_error()
     assert grammars.matcher('{"grammars": 7}').is_error()
 
@@ -46,4 +46,4 @@ def test_a_grammar_that_is_no_good_is_in_error_and_not_an_exception(grammars: Gr
 def test_without_a_tokenizer_that_can_be_read_nothing_is_held(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
-    assert Grammars.of(tmp_path, VOCAB, EOS) is None
+    assert GrammarCache.from_directory(tmp_path, VOCAB, EOS) is None

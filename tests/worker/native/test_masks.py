@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from services.worker.native.grammars import Grammars
+from services.worker.native.grammars import GrammarCache
 from services.worker.native.masks import NO_MASKS, Masks, MaskThread
 from services.worker.runner import Work
 from shared.messages import Sampling
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def thread(model: Path) -> Iterator[MaskThread]:
-    one = MaskThread(Grammars.of(model, VOCAB, (0, 2)))
+    one = MaskThread(GrammarCache.from_directory(model, VOCAB, (0, 2)))
     yield one
     one.close()
 

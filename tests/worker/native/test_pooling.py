@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from services.worker.native.config import read_config
-from services.worker.native.pooling import RowSpan, answered, spans_of
+from services.worker.native.pooling import RowSpan, pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner
 from services.worker.native.weights import load_weights
@@ -126,9 +126,9 @@ def test_vectors_have_length_1_and_each_work_its_own_span() -> None:
         work([1, 2, 3], [0], sampling=ASKED["last"], draws=False),
         work([1, 2], [0], sampling=ASKED["last"]),
     ]
-    assert spans_of(works) == [RowSpan(3, 3), RowSpan(10, 1)]
+    assert pooling_spans(works) == [RowSpan(3, 3), RowSpan(10, 1)]
     token = Drawn(5)
-    drawn = answered(works, [token], np.array([[3.0, 4.0], [0.0, 0.0]]))
+    drawn = step_results(works, [token], np.array([[3.0, 4.0], [0.0, 0.0]]))
     assert drawn[0] is token
     assert drawn[2] is None
     assert vector(drawn[1]).tolist() == [np.float32(0.6), np.float32(0.8)]
@@ -137,7 +137,7 @@ def test_vectors_have_length_1_and_each_work_its_own_span() -> None:
 
 def test_hidden_states_that_are_not_finite_are_an_error_of_their_work_alone() -> None:
     works = [work([1], [0], sampling=ASKED["mean"])] * 2
-    wrong, right = answered(works, [], np.array([[1.0, np.nan], [3.0, 4.0]]))
+    wrong, right = step_results(works, [], np.array([[1.0, np.nan], [3.0, 4.0]]))
     assert wrong is not None
     assert wrong.suspect
     assert wrong.error.startswith(NOT_FINITE)

@@ -7,7 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from services.worker.native.rope import DynamicRope, LinearRope, Llama3Rope, PlainRope, YarnRope, frequencies, tables
+from services.worker.native.rope import (
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    PlainRope,
+    YarnRope,
+    frequencies,
+    rope_tables,
+)
 
 
 def test_plain_frequencies_are_powers_of_theta() -> None:
@@ -44,7 +52,7 @@ def test_yarn_keeps_what_turns_often_and_divides_what_hardly_turns() -> None:
 
 
 def test_tables_hold_cosine_and_sine_of_every_position() -> None:
-    cosines, sines = tables(PlainRope(), 8, 5)
+    cosines, sines = rope_tables(PlainRope(), 8, 5)
     assert cosines.shape == sines.shape == (5, 4)
     assert cosines.dtype == np.float32
     np.testing.assert_allclose(cosines[3], np.cos([3, 0.3, 0.03, 0.003]), rtol=1e-6)

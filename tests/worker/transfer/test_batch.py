@@ -1,66 +1,66 @@
 from __future__ import annotations
 
 from services.worker.mover import Copied, Copy
-from services.worker.transfer.batch import Batch, Landed
+from services.worker.transfer.batch import CopyBatch, GroupResult
 
 COPIES = [Copy(slot, slot) for slot in range(5)]
 
 
 def test_groups_are_taken_in_order_and_the_last_is_marked() -> None:
-    batch = Batch(1, COPIES, loads=True)
-    assert batch.take(2, 1.0) == (COPIES[:2], False)
-    assert batch.take(2, 2.0) == (COPIES[2:4], False)
-    batch.land(Landed([True, True]), 3.0)
-    assert batch.take(2, 3.5) == (COPIES[4:], True)
-    batch.land(Landed([True, False]), 4.0)
-    batch.land(Landed([True]), 5.0)
+    batch = CopyBatch(1, COPIES, loads=True)
+    assert batch.next_group(2, 1.0) == (COPIES[:2], False)
+    assert batch.next_group(2, 2.0) == (COPIES[2:4], False)
+    batch.add_result(GroupResult([True, True]), 3.0)
+    assert batch.next_group(2, 3.5) == (COPIES[4:], True)
+    batch.add_result(GroupResult([True, False]), 4.0)
+    batch.add_result(GroupResult([True]), 5.0)
     batch.validate()
     assert batch.outcome(10) == Copied(1, [True, True, True, False, True], 50, 4.0)
 
 
 def test_what_comes_too_late_is_not_taken() -> None:
-    batch = Batch(1, COPIES, loads=False, until_s=2.0)
-    batch.take(1, 1.9)
-    assert batch.take(1, 2.0) == ((), True)
-    batch.land(Landed([True]), 3.0)
+    batch = CopyBatch(1, COPIES, loads=False, until_s=2.0)
+    batch.next_group(1, 1.9)
+    assert batch.next_group(1, 2.0) == ((), True)
+    batch.add_result(GroupResult([True]), 3.0)
     batch.validate()
     assert batch.outcome(10).good == [True, False, False, False, False]
 
 
 def test_a_cancelled_batch_ends_with_what_has_landed() -> None:
-    batch = Batch(1, COPIES, loads=True)
+    batch = CopyBatch(1, COPIES, loads=True)
     batch.cancelled = True
-    assert batch.take(1, 5.0) == ((), True)
+    assert batch.next_group(1, 5.0) == ((), True)
     assert batch.outcome(10) == Copied(1, [False] * 5, 0, 0.0)
 
 
 def test_nothing_of_a_failed_batch_is_good() -> None:
-    batch = Batch(1, COPIES, loads=True)
-    batch.take(2, 0.0)
-    batch.land(Landed([True, True]), 1.0)
+    batch = CopyBatch(1, COPIES, loads=True)
+    batch.next_group(2, 0.0)
+    batch.add_result(GroupResult([True, True]), 1.0)
     batch.failed = "no"
-    assert batch.take(2, 2.0) == ((), True)
+    assert batch.next_group(2, 2.0) == ((), True)
     assert batch.outcome(10) == Copied(1, [False] * 5, 20, 1.0, "no")
 
 
 def test_what_is_damaged_is_told_by_its_place_in_the_batch_and_checksums_in_order() -> None:
-    batch = Batch(1, COPIES, loads=True)
-    batch.take(3, 0.0)
-    batch.take(2, 0.0)
-    batch.land(Landed([True, False, True], damaged=[1], checksums=[1, 2, 3]), 1.0)
-    batch.land(Landed([False, True], damaged=[0], checksums=[4, 5]), 2.0)
+    batch = CopyBatch(1, COPIES, loads=True)
+    batch.next_group(3, 0.0)
+    batch.next_group(2, 0.0)
+    batch.add_result(GroupResult([True, False, True], damaged=[1], checksums=[1, 2, 3]), 1.0)
+    batch.add_result(GroupResult([False, True], damaged=[0], checksums=[4, 5]), 2.0)
     batch.validate()
     told = batch.outcome(10)
     assert (told.damaged, told.checksums) == ([1, 3], [1, 2, 3, 4, 5])
 
 
 def test_ways_and_what_differs_add_up_over_groups() -> None:
-    batch = Batch(1, COPIES, loads=True)
-    batch.take(3, 0.0)
-    batch.take(2, 0.0)
-    batch.land(Landed([True, False, True], {"rows": 2, "batch": 1}, {"batch: no": 2}, 1), 1.0)
+    batch = CopyBatch(1, COPIES, loads=True)
+    batch.next_group(3, 0.0)
+    batch.next_group(2, 0.0)
+    batch.add_result(GroupResult([True, False, True], {"rows": 2, "batch": 1}, {"batch: no": 2}, 1), 1.0)
     batch.validate()
-    batch.land(Landed([True, True], {"rows": 2}, {"batch: no": 1, "staged: no": 1}), 2.0)
+    batch.add_result(GroupResult([True, True], {"rows": 2}, {"batch: no": 1, "staged: no": 1}), 2.0)
     batch.validate()
     told = batch.outcome(10)
     assert (told.paths, told.fallbacks, told.differing) == (

@@ -12,7 +12,7 @@ def test_a_path_that_fails_again_and_again_is_left_out_for_good() -> None:
     fallbacks = Fallbacks()
     for turn in range(MOST_IN_A_ROW):
         assert fallbacks.usable(PATHS) == ["rows", "staged"]
-        assert fallbacks.failed("rows") == (turn == MOST_IN_A_ROW - 1)
+        assert fallbacks.record_failure("rows") == (turn == MOST_IN_A_ROW - 1)
     assert fallbacks.usable(PATHS) == ["staged"]
     fallbacks.validate()
 
@@ -20,8 +20,8 @@ def test_a_path_that_fails_again_and_again_is_left_out_for_good() -> None:
 def test_a_path_that_works_in_between_stays() -> None:
     fallbacks = Fallbacks()
     for _ in range(3 * MOST_IN_A_ROW):
-        assert not fallbacks.failed("rows")
-        fallbacks.worked("rows")
+        assert not fallbacks.record_failure("rows")
+        fallbacks.record_success("rows")
     assert fallbacks.usable(PATHS) == ["rows", "staged"]
 
 
@@ -35,12 +35,12 @@ class AnyOrder(RuleBasedStateMachine):
     def fail(self, path: str) -> None:
         if self.fallbacks.usable([path]):
             self.in_a_row[path] += 1
-            assert self.fallbacks.failed(path) == (self.in_a_row[path] == MOST_IN_A_ROW)
+            assert self.fallbacks.record_failure(path) == (self.in_a_row[path] == MOST_IN_A_ROW)
 
     @rule(path=st.sampled_from(PATHS))
     def work(self, path: str) -> None:
         if self.fallbacks.usable([path]):
-            self.fallbacks.worked(path)
+            self.fallbacks.record_success(path)
             self.in_a_row[path] = 0
 
     @invariant()

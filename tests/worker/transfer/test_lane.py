@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.mover import Copied, Copy
-from services.worker.transfer.host_copier import Done, HostCopier
+from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from tests.worker.transfer.devices import BLOCK_BYTES, HostDevice
 from tests.worker.transfer.mover_rig import Rig, rigged
 
@@ -43,7 +43,7 @@ class FaultyCopier(HostCopier):
         self.late: set[int] = set()
         self.grant: Callable[[int], None] = lambda _slot: None
 
-    def begin(self, copies: Sequence[Copy], *, loads: bool) -> Done:
+    def begin(self, copies: Sequence[Copy], *, loads: bool) -> FinishedCopies:
         done = super().begin(copies, loads=loads)
         for copy in copies:
             if loads and copy.pool_slot in self.faulty:

@@ -3,15 +3,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.transfer.path_choice import Measured, PathChoice
+from services.worker.transfer.path_choice import PathChoice, PathTiming
 
 PATHS = ("rows", "batch", "staged", "zero_copy")
 SIZES = (1, 8, 64)
 seconds = st.floats(1e-6, 1.0)
 
 
-def rows(blocks: int, **took_s: float) -> list[Measured]:
-    return [Measured(path, loads, blocks, s) for path, s in took_s.items() for loads in (False, True)]
+def rows(blocks: int, **took_s: float) -> list[PathTiming]:
+    return [PathTiming(path, loads, blocks, s) for path, s in took_s.items() for loads in (False, True)]
 
 
 def test_the_fastest_copy_is_taken_for_groups_of_about_its_size() -> None:
@@ -25,7 +25,10 @@ def test_what_a_path_takes_from_a_step_beside_it_counts_like_its_own_time() -> N
         measured = [
             row
             for loads in (False, True)
-            for row in (Measured("rows", loads, 1, 1.0, 0.1), Measured("zero_copy", loads, 1, kernel_s, kernel_s * 0.6))
+            for row in (
+                PathTiming("rows", loads, 1, 1.0, 0.1),
+                PathTiming("zero_copy", loads, 1, kernel_s, kernel_s * 0.6),
+            )
         ]
         return PathChoice.cheapest(measured).order(1, loads=False)[0]
 
@@ -35,10 +38,10 @@ def test_what_a_path_takes_from_a_step_beside_it_counts_like_its_own_time() -> N
 
 def test_directions_are_chosen_apart_and_groups_smaller_than_any_measured_go_as_the_smallest() -> None:
     measured = [
-        Measured("rows", True, 4, 1.0),
-        Measured("batch", True, 4, 2.0),
-        Measured("rows", False, 4, 2.0),
-        Measured("batch", False, 4, 1.0),
+        PathTiming("rows", True, 4, 1.0),
+        PathTiming("batch", True, 4, 2.0),
+        PathTiming("rows", False, 4, 2.0),
+        PathTiming("batch", False, 4, 1.0),
     ]
     choice = PathChoice.cheapest(measured)
     assert choice.order(1, loads=True) == ("rows", "batch")
@@ -52,7 +55,7 @@ def test_a_path_that_is_forced_goes_first_and_the_others_after_it() -> None:
 
 
 def test_the_table_has_a_line_a_direction_and_size_best_first() -> None:
-    choice = PathChoice.cheapest([*rows(1, rows=2e-6, staged=1e-6), Measured("rows", True, 8, 3e-6, 5e-7)])
+    choice = PathChoice.cheapest([*rows(1, rows=2e-6, staged=1e-6), PathTiming("rows", True, 8, 3e-6, 5e-7)])
     assert choice.table() == [
         "save 1: staged 1.0 + 0.0, rows 2.0 + 0.0",
         "load 1: staged 1.0 + 0.0, rows 2.0 + 0.0",
@@ -72,7 +75,7 @@ def test_the_order_has_each_path_measured_for_that_size_once_and_costs_ascend(
     drawn: dict[tuple[str, bool, int], tuple[float, float]], base_s: float, blocks: int, loads: bool
 ) -> None:
     base = {("rows", way, 1): (base_s, 0.0) for way in (False, True)}
-    measured = [Measured(*key, *times) for key, times in (drawn | base).items()]
+    measured = [PathTiming(*key, *times) for key, times in (drawn | base).items()]
     order = PathChoice.cheapest(measured).order(blocks, loads=loads)
     size = max(row.blocks for row in measured if row.loads == loads and row.blocks <= blocks)
     costs_s = {row.path: row.cost_s for row in measured if (row.loads, row.blocks) == (loads, size)}

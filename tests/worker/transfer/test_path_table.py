@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.transfer.path_choice import Measured
+from services.worker.transfer.path_choice import PathTiming
 from services.worker.transfer.path_table import TableKey, read_table, write_table
 
 KEY = TableKey(
@@ -20,7 +20,7 @@ KEY = TableKey(
     paths=("rows", "staged"),
 )
 MEASURED = [
-    Measured(path, loads, blocks, 1e-6 * blocks, 1e-7)
+    PathTiming(path, loads, blocks, 1e-6 * blocks, 1e-7)
     for path in KEY.paths
     for loads in (False, True)
     for blocks in KEY.blocks
@@ -50,7 +50,7 @@ def test_where_a_path_failed_nothing_is_kept_and_it_is_measured_again_the_next_t
         [*MEASURED[:-1], msgspec.structs.replace(MEASURED[-1], took_s=0.0)],
     ],
 )
-def test_a_table_that_is_not_whole_is_not_used(tmp_path: Path, wrong: list[Measured]) -> None:
+def test_a_table_that_is_not_whole_is_not_used(tmp_path: Path, wrong: list[PathTiming]) -> None:
     write_table(tmp_path, KEY, wrong)
     assert read_table(tmp_path, KEY) is None
 

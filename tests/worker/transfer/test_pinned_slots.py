@@ -41,7 +41,7 @@ def test_chunks_are_whole_slots_and_the_last_one_is_shorter() -> None:
     registry = Registry()
     slots = registry.slots()
     assert slots.chunks == 3
-    assert all(slots.ensure(slot) for slot in range(SLOTS))
+    assert all(slots.ensure_pinned(slot) for slot in range(SLOTS))
     slots.validate()
     assert registry.registered == {
         AT: 4 * SLOT_BYTES, AT + 4 * SLOT_BYTES: 4 * SLOT_BYTES, AT + 8 * SLOT_BYTES: 2 * SLOT_BYTES,
@@ -52,17 +52,17 @@ def test_slots_larger_than_a_chunk_are_pinned_one_by_one() -> None:
     registry = Registry()
     slots = PinnedSlots(AT, SLOT_BYTES, 2, registry.register, registry.unregister, registry.clock, 4096)
     assert slots.chunks == 2
-    assert slots.ensure(1)
+    assert slots.ensure_pinned(1)
     assert registry.registered == {AT + SLOT_BYTES: SLOT_BYTES}
 
 
 def test_preparing_pins_what_no_copy_has_needed_yet() -> None:
     registry = Registry()
     slots = registry.slots()
-    assert slots.ensure(0)
-    assert slots.prepare()
-    assert not slots.prepare()
-    assert not slots.prepare()
+    assert slots.ensure_pinned(0)
+    assert slots.pin_next_chunk()
+    assert not slots.pin_next_chunk()
+    assert not slots.pin_next_chunk()
     slots.validate()
     assert len(registry.registered) == 3
 
@@ -71,9 +71,9 @@ def test_a_chunk_that_is_refused_is_said_once_and_not_asked_for_again(caplog: py
     registry = Registry(AT, AT + 4 * SLOT_BYTES)
     slots = registry.slots()
     with caplog.at_level(logging.WARNING):
-        assert [slots.ensure(slot) for slot in (0, 1, 4, 8)] == [False, False, False, True]
-    assert slots.refused == 2
-    assert not slots.whole
+        assert [slots.ensure_pinned(slot) for slot in (0, 1, 4, 8)] == [False, False, False, True]
+    assert slots.refused_chunks == 2
+    assert not slots.all_pinned
     [record] = caplog.records
     assert "32768 bytes of the pool cannot be pinned (no)" in record.message
     assert "ulimit -l" in record.message
@@ -86,11 +86,11 @@ def test_pinning_says_when_it_begins_and_how_it_ended(
 ) -> None:
     slots = Registry(*refused).slots()
     with caplog.at_level(logging.INFO):
-        while slots.prepare():
-            assert not slots.whole
+        while slots.pin_next_chunk():
+            assert not slots.all_pinned
             slots.validate()
     slots.validate()
-    assert slots.whole == (not refused)
+    assert slots.all_pinned == (not refused)
     messages = [record.message for record in caplog.records if record.levelno == logging.INFO]
     assert messages == [
         f"pinning {10 * SLOT_BYTES} bytes of the pool, in 3 pieces",
@@ -101,9 +101,9 @@ def test_pinning_says_when_it_begins_and_how_it_ended(
 def test_releasing_unpins_what_was_pinned() -> None:
     registry = Registry(AT)
     slots = registry.slots()
-    while slots.prepare():
+    while slots.pin_next_chunk():
         slots.validate()
-    slots.release()
+    slots.unpin_all()
     slots.validate()
     assert registry.registered == {}
-    assert not slots.whole
+    assert not slots.all_pinned

@@ -12,6 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from services.worker.config import CudaConfig
 from services.worker.native.config import ModelConfig
 from shared.errors import ModelError
 
@@ -116,3 +117,13 @@ def capacity(room: GpuRoom, *, blocks: int, kv_bytes: int, share: float, block_b
             f" free, and cuda.memory_share is {share}; {advice}"
         )
     return asked
+
+
+def graph_rows(settings: CudaConfig, max_running: int) -> tuple[int, ...]:
+    """Rows of the graphs, ascending: 1, 2, 4, then every 8 and above 256 every 32, up to the smaller of
+    `graph_upper_bound` and `max_running`, which is the last one itself. Those that only steps below
+    `graph_lower_bound` would take are left out."""
+    lower, upper = settings.graph_lower_bound, min(settings.graph_upper_bound, max_running)
+    if not settings.graphs or upper < lower:
+        return ()
+    return (*(rows for rows in (1, 2, 4, *range(8, 257, 8), *range(288, upper, 32)) if lower <= rows < upper), upper)

@@ -23,7 +23,7 @@ from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers
 from services.worker.native.cuda.capacity import split_parts
 from services.worker.native.cuda.kernels import PREFILL_ROWS, Kernels
-from services.worker.native.cuda.layout import Counts, sections
+from services.worker.native.cuda.layout import StepCounts, sections
 from services.worker.native.cuda.weights import CudaLayer, CudaWeights
 from services.worker.native.linear import Array
 
@@ -63,7 +63,7 @@ class CudaDecoder:
         self._processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
         self._group_tiles = -(-config.heads // config.kv_heads // _DECODE_HEADS)
 
-    def step(self, counts: Counts) -> Array:
+    def step(self, counts: StepCounts) -> Array:
         """Enqueue a step on the current stream: its KV is stored, and its logits (drawing, vocab) float32, which are
         returned, are written where those of every step are.
 
@@ -156,7 +156,7 @@ class CudaDecoder:
             ),
         )
 
-    def _attend(self, counts: Counts, layer_offset: np.int64, splits: int) -> None:
+    def _attend(self, counts: StepCounts, layer_offset: np.int64, splits: int) -> None:
         config, room, kernels, at = self._config, self._buffers, self._kernels, sections(counts)
         ints, split_room = room.ints, room.split_room
         positions, starts, table = ints[at.positions :], ints[at.table_starts :], ints[at.tables :]

@@ -18,7 +18,7 @@ _FAILURES: tuple[type[Exception], ...] = (*ERRORS, DeviceMemoryExhausted, Device
 
 
 @contextmanager
-def naming_no_room(model: str, what: str) -> Iterator[None]:
+def no_room_as_model_error(model: str, what: str) -> Iterator[None]:
     """Raises ModelError where the device has no room for `what`."""
     try:
         yield
@@ -39,7 +39,7 @@ def _says_no_room(wrong: Exception) -> bool:
 
 
 @contextmanager
-def failing_the_step() -> Iterator[None]:
+def device_errors_as_model_error() -> Iterator[None]:
     """Raises ModelError where the device fails."""
     try:
         yield

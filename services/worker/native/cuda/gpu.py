@@ -5,7 +5,7 @@ from __future__ import annotations
 import cupy as cp  # pyright: ignore[reportMissingImports]
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.transfer.cuda import use
+from services.worker.transfer.cuda import use_device
 from shared.errors import ConfigError
 
 _INSUFFICIENT_DRIVER = 35
@@ -21,7 +21,7 @@ def use_gpu(gpu: int) -> None:
     if gpu >= count:
         shown = "one GPU, number 0" if count == 1 else f"{count} GPUs, 0 to {count - 1}"
         raise ConfigError(f"cuda.gpu is {gpu}, and CUDA shows {shown}; CUDA_VISIBLE_DEVICES chooses which")
-    use(gpu)
+    use_device(gpu)
 
 
 def _why(wrong: Exception) -> str:

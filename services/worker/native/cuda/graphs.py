@@ -16,7 +16,7 @@ import numpy as np
 
 from services.worker.native.cuda.buffers import Buffers
 from services.worker.native.cuda.decoder import CudaDecoder
-from services.worker.native.cuda.layout import Counts
+from services.worker.native.cuda.layout import StepCounts
 from services.worker.native.linear import Array
 from services.worker.runner import Work
 from services.worker.transfer.cuda import Stream
@@ -25,7 +25,7 @@ _TYPICAL_CONTEXT = 4096
 """What a graph's attention is cut for; it serves any."""
 
 
-class Graphs:
+class DecodeGraphs:
     """One for each of `rows`, ascending."""
 
     def __init__(
@@ -37,10 +37,10 @@ class Graphs:
         *,
         lower_bound: int,
         context_length: int,
-        told: Callable[[float], None],
+        progress: Callable[[float], None],
     ) -> None:
-        """Captures all of them on `stream`, the current one; `told` is told the share that is done. A step of fewer
-        works than `lower_bound` is not padded."""
+        """Captures all of them on `stream`, the current one; `progress` is progress the share that is done. A step of
+        fewer works than `lower_bound` is not padded."""
         self._decoder = decoder
         self._buffers = buffers
         self._stream = stream
@@ -50,7 +50,7 @@ class Graphs:
         self._graphs: dict[int, tuple[Any, Array]] = {}
         for done, count in enumerate(self._rows, 1):
             self._graphs[count] = self._captured(count)
-            told(done / len(self._rows))
+            progress(done / len(self._rows))
 
     def rows_for(self, works: Sequence[Work]) -> int:
         """Of the graph that takes these works; 0: none."""
@@ -68,7 +68,7 @@ class Graphs:
 
     def _captured(self, rows: int) -> tuple[Any, Array]:
         """The graph of a decode step of so many rows, of any lengths, and where its logits are."""
-        counts = Counts(rows, rows, rows, 0, self._longest)
+        counts = StepCounts(rows, rows, rows, 0, self._longest)
         # All padding. First without a capture: the kernels are loaded and cuBLAS chooses, which a capture must not do.
         padding = np.zeros(6 * rows, np.int32)
         padding[rows : 3 * rows] = -1

@@ -13,11 +13,11 @@ from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.messages import Loading
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
-from services.worker.native.cuda.faults import naming_no_room
+from services.worker.native.cuda.faults import no_room_as_model_error
 from services.worker.native.cuda.gpu import use_gpu
 from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.weights import load_cuda_weights
-from services.worker.native.grammars import Grammars
+from services.worker.native.grammars import GrammarCache
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import tensor_shapes
 from services.worker.native.weights_digest import weights_digest
@@ -32,18 +32,18 @@ def load_cuda(settings: EngineConfig) -> LoadRunner:
 
     def load(progress: Callable[[Loading], None]) -> CudaRunner:
         cuda, source = settings.cuda, Path(settings.model)
-        with naming_no_room(settings.model, "CUDA itself"):
+        with no_room_as_model_error(settings.model, "CUDA itself"):
             use_gpu(cuda.gpu)
         # float32 weights are the CPU engine's own, so that both name and exchange blocks alike.
         directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
         config = read_config(directory)
-        with naming_no_room(str(directory), "CUDA itself"):
+        with no_room_as_model_error(str(directory), "CUDA itself"):
             free_bytes, total_bytes = runtime.memGetInfo()
         capacity_blocks = _capacity(settings, config, str(directory), free_bytes, total_bytes)
         # What is free in it stays there: a step whose sampling allocates must not ask the driver.
         memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
         cp.cuda.set_allocator(memory.allocator())
-        with naming_no_room(str(directory), "the weights"):
+        with no_room_as_model_error(str(directory), "the weights"):
             weights = load_cuda_weights(
                 directory, config, cuda.dtype, lambda share: progress(Loading("copying weights to the GPU", share))
             )
@@ -62,8 +62,8 @@ def load_cuda(settings: EngineConfig) -> LoadRunner:
             path=str(directory),
             # In 16 bit other numbers are computed than on a CPU that keeps KV in the same type.
             digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
-            grammars=Grammars.of(directory, config.vocab, config.eos_token_ids),
-            told=lambda share: progress(Loading("capturing graphs", share)),
+            grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
+            progress=lambda share: progress(Loading("capturing graphs", share)),
         )
 
     return load

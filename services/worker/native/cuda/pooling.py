@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from services.worker.native.cuda.buffers import kernel_address, pinned_array
 from services.worker.native.cuda.decoder import CudaDecoder
-from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.pooling import RowSpan, Sums
 
 
@@ -22,9 +22,9 @@ class Pooling:
 
     def __init__(self, decoder: CudaDecoder, most_spans: int, width: int) -> None:
         self._decoder = decoder
-        self._spans = pinned(2 * most_spans, np.int32)
-        self._sums = pinned(most_spans * width, np.float64).reshape(most_spans, width)
-        self._spans_at, self._sums_at = address(self._spans), address(self._sums)
+        self._spans = pinned_array(2 * most_spans, np.int32)
+        self._sums = pinned_array(most_spans * width, np.float64).reshape(most_spans, width)
+        self._spans_at, self._sums_at = kernel_address(self._spans), kernel_address(self._sums)
 
     def begin(self, spans: Sequence[RowSpan]) -> None:
         """Enqueue, behind the step whose rows these are, in order. The step before has been waited for."""

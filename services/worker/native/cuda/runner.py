@@ -21,22 +21,20 @@ from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.messages import Ready
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
-from services.worker.native.cuda.buffers import Buffers
-from services.worker.native.cuda.capacity import StepLimits
+from services.worker.native.cuda.buffers import Buffers, kernel_address, pinned_array
+from services.worker.native.cuda.capacity import StepLimits, graph_rows
 from services.worker.native.cuda.decoder import CudaDecoder
-from services.worker.native.cuda.drawing import Drawing
-from services.worker.native.cuda.faults import failing_the_step, naming_no_room
-from services.worker.native.cuda.graph_rows import graph_rows
-from services.worker.native.cuda.graphs import Graphs
+from services.worker.native.cuda.faults import device_errors_as_model_error, no_room_as_model_error
+from services.worker.native.cuda.graphs import DecodeGraphs
 from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
-from services.worker.native.cuda.layout import Layout, most_ints
-from services.worker.native.cuda.pinned import address, pinned
+from services.worker.native.cuda.layout import StepLayout, most_ints
 from services.worker.native.cuda.pooling import Pooling
+from services.worker.native.cuda.sampler import CudaSampler
 from services.worker.native.cuda.weights import DTYPES, CudaWeights
-from services.worker.native.grammars import Grammars
+from services.worker.native.grammars import GrammarCache
 from services.worker.native.linear import Array
 from services.worker.native.masks import MaskThread
-from services.worker.native.pooling import answered, spans_of
+from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.runner import Drawn, Work
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ERRORS
@@ -69,8 +67,8 @@ class CudaRunner:
         verify: bool = False,
         path: str = "",
         digest: str = "",
-        grammars: Grammars | None = None,
-        told: Callable[[float], None] = lambda _share: None,
+        grammars: GrammarCache | None = None,
+        progress: Callable[[float], None] = lambda _share: None,
     ) -> None:
         """Of steps of at most `max_rows` rows of `max_running` sequences. `cache`, `verify`: the mover's. `told` hears
         the share of the graphs that are captured. Raises ModelError where the device has no room."""
@@ -96,7 +94,7 @@ class CudaRunner:
         self._settings = settings
         self._cache = cache
         self._verify = verify
-        self._layout = Layout(block_size, PREFILL_ROWS)
+        self._layout = StepLayout(block_size, PREFILL_ROWS)
         self.use_graphs = True
         """Off: every step runs eagerly."""
         self.stream = cp.cuda.Stream(non_blocking=True)
@@ -104,30 +102,30 @@ class CudaRunner:
         self.stream.wait_event(cp.cuda.get_current_stream().record())  # by then the weights are there
         model = path or "the model"
         with self.stream, cp.cuda.using_allocator(memory.allocator()):
-            with naming_no_room(model, f"{capacity_blocks} blocks of KV of {layout.block_bytes} bytes"):
+            with no_room_as_model_error(model, f"{capacity_blocks} blocks of KV of {layout.block_bytes} bytes"):
                 shape = (capacity_blocks, config.layers, 2, block_size, config.kv_heads, config.head_dim)
                 self.pages: Array = cp.empty(shape, DTYPES[element_type])
             limits = step_limits(self._facts.context_length, block_size, max_running=max_running, max_rows=max_rows)
-            with naming_no_room(model, f"steps of {limits.rows} tokens"):
-                self._buffers = Buffers.reserved(config, limits, element_type)
-                self._staged_ints = pinned(limits.ints, np.int32)
-                self._staged_at = address(self._staged_ints)
+            with no_room_as_model_error(model, f"steps of {limits.rows} tokens"):
+                self._buffers = Buffers.allocate(config, limits, element_type)
+                self._staged_ints = pinned_array(limits.ints, np.int32)
+                self._staged_at = kernel_address(self._staged_ints)
                 self._ints_left = cp.cuda.Event(disable_timing=True)
                 """The staged integers may be written again."""
                 self._kernels = compile_kernels(config, element_type, block_size)
                 self._blas = Blas(element_type, self.stream)
                 self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, self._buffers)
                 self._pooling = Pooling(self._decoder, limits.drawing, config.hidden)
-                self._drawing = Drawing(self._kernels, self.stream, limits.drawing, settings)
-            with naming_no_room(model, "graphs"):
-                self._graphs = Graphs(
+                self._drawing = CudaSampler(self._kernels, self.stream, limits.drawing, settings)
+            with no_room_as_model_error(model, "graphs"):
+                self._graphs = DecodeGraphs(
                     self._decoder,
                     self._buffers,
                     self.stream,
                     graph_rows(settings, max_running),
                     lower_bound=settings.graph_lower_bound,
                     context_length=self._facts.context_length,
-                    told=told,
+                    progress=progress,
                 )
                 self.stream.synchronize()
 
@@ -141,9 +139,9 @@ class CudaRunner:
         it filled may be copied, on any stream. Raises ModelError if the device fails."""
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
-        with failing_the_step(), self.stream:
+        with device_errors_as_model_error(), self.stream:
             logits = self.logits(works)
-            spans = spans_of(works)
+            spans = pooling_spans(works)
             self._pooling.begin(spans)
             masks = self._masks.end()  # made while the device computes
             if drawing:
@@ -151,12 +149,12 @@ class CudaRunner:
             else:
                 drawn = []
                 self._drawing.wait()
-        return answered(works, drawn, self._pooling.sums(spans))
+        return step_results(works, drawn, self._pooling.sums(spans))
 
     def logits(self, works: Sequence[Work]) -> Array:
         """Enqueue a step on the runner's stream; (drawing works, vocab) float32 on the device, until the next step."""
         padded_rows = self._graphs.rows_for(works) if self.use_graphs else 0
-        step = self._layout.of(works, padded_rows=padded_rows)
+        step = self._layout.lay_out(works, padded_rows=padded_rows)
         ints = step.ints
         self._ints_left.synchronize()
         self._staged_ints[: len(ints)] = ints
@@ -175,7 +173,7 @@ class CudaRunner:
         """Between the KV pages and a pool, on streams of its own that wait for none of ours: a block is offered only
         after the step that filled it has returned, so has been done, and one that is loaded enters the cache only after
         the mover has told that its copy has ended (`Exchange.collect`, before a step is scheduled)."""
-        with failing_the_step():
+        with device_errors_as_model_error():
             self.stream.synchronize()
             layout = self._facts.kv_layout
             shape = BlockShape.contiguous(self.pages.data.ptr, layout.block_bytes, self._facts.capacity_blocks)

@@ -15,7 +15,7 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from services.worker.config import Dtype
-from services.worker.native.bfloat16 import narrowed
+from services.worker.native.bfloat16 import to_bfloat16
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.weights import Checkpoint
@@ -60,9 +60,9 @@ def load_cuda_weights(
     directory: Path,
     config: ModelConfig,
     element_type: Dtype,
-    told: Callable[[float], None] = lambda _share: None,
+    progress: Callable[[float], None] = lambda _share: None,
 ) -> CudaWeights:
-    """Copy a directory's weights to the current device, piece by piece; `told` hears the share of the bytes that is
+    """Copy a directory's weights to the current device, piece by piece; `progress` hears the share of the bytes that is
     there. Raises ModelError."""
     checkpoint = Checkpoint(directory, config)
     dtype = DTYPES[element_type]
@@ -72,7 +72,7 @@ def load_cuda_weights(
     def count(name: str) -> None:
         nonlocal done
         done += prod(checkpoint.shapes[name])
-        told(done / elements)
+        progress(done / elements)
 
     def matrix(*names: str) -> Array:
         """The named matrices, one above the other."""
@@ -131,6 +131,6 @@ def _fill(matrix: Array, checkpoint: Checkpoint, name: str, element_type: Dtype)
         if same:
             to.set(piece)
         elif element_type == "bfloat16":
-            to[...] = narrowed(cp, cp.asarray(piece))
+            to[...] = to_bfloat16(cp, cp.asarray(piece))
         else:
             to[...] = cp.asarray(piece)

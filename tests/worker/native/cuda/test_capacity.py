@@ -1,20 +1,23 @@
-"""How a GPU's memory is shared out."""
+"""How a GPU's memory is shared out, and which batches are captured as CUDA graphs."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.config import CudaConfig
 from services.worker.native.cuda.capacity import (
     MARGIN_BYTES,
     MOST_BLOCKS,
     OUTSIDE_BYTES,
     GpuRoom,
     capacity,
+    graph_rows,
     weight_bytes,
 )
 from shared.errors import ModelError
@@ -90,3 +93,29 @@ def test_nothing_is_promised_that_is_not_there(
 
 def test_matrices_are_of_the_element_type_and_vectors_float32() -> None:
     assert weight_bytes({"a": (10, 20), "b": (20,)}, 2) == 400 + 80
+
+
+def test_the_last_graph_takes_all_that_may_run() -> None:
+    assert graph_rows(CudaConfig(), 1) == (1,)
+    assert graph_rows(CudaConfig(), 6) == (1, 2, 4, 6)
+    assert graph_rows(CudaConfig(), 20) == (1, 2, 4, 8, 16, 20)
+    assert graph_rows(CudaConfig(graph_upper_bound=16), 64) == (1, 2, 4, 8, 16)
+    assert graph_rows(CudaConfig(), 300)[-1] == 256
+    assert graph_rows(CudaConfig(graph_upper_bound=300), 300)[-3:] == (256, 288, 300)
+
+
+def test_what_no_step_would_take_is_not_captured() -> None:
+    assert graph_rows(CudaConfig(graph_lower_bound=3), 16) == (4, 8, 16)
+    assert graph_rows(CudaConfig(graph_lower_bound=9), 16) == (16,)
+    assert graph_rows(CudaConfig(graph_lower_bound=17), 16) == ()
+    assert graph_rows(CudaConfig(graphs=False), 16) == ()
+
+
+@given(st.integers(1, 400), st.integers(0, 400), st.integers(1, 400))
+def test_rows_ascend_and_little_is_padded(lower: int, more: int, max_running: int) -> None:
+    rows = graph_rows(CudaConfig(graph_lower_bound=lower, graph_upper_bound=lower + more), max_running)
+    assert list(rows) == sorted(set(rows))
+    upper = min(lower + more, max_running)
+    for running in range(lower, upper + 1):
+        taken = rows[bisect_left(rows, running)]
+        assert taken - running <= max(7, running // 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.native.cuda.layout import Counts, CudaStep, Layout, most_ints, sections
+from services.worker.native.cuda.layout import CudaStep, StepCounts, StepLayout, most_ints, sections
 from tests.worker.native.works import work
 
 
@@ -24,8 +24,8 @@ def cut(step: CudaStep) -> dict[str, list[int]]:
 
 def test_chunks_become_tiles_and_single_tokens_stand_apart() -> None:
     chunk = work([*range(100, 106)], [9, 4], start=1, draws=False)
-    step = Layout(4, 2).of([chunk, work([7, 8, 9], [3], start=2)])
-    assert step.counts == Counts(rows=6, singles=1, drawing=1, tiles=3, longest=3)
+    step = StepLayout(4, 2).lay_out([chunk, work([7, 8, 9], [3], start=2)])
+    assert step.counts == StepCounts(rows=6, singles=1, drawing=1, tiles=3, longest=3)
     assert cut(step) == {
         "tokens": [101, 102, 103, 104, 105, 9],
         "positions": [1, 2, 3, 4, 5, 2],
@@ -39,17 +39,17 @@ def test_chunks_become_tiles_and_single_tokens_stand_apart() -> None:
 
 
 def test_tiles_with_the_most_to_attend_to_are_last() -> None:
-    step = Layout(4, 4).of([work([*range(8)], [0, 1], start=4), work([*range(3)], [2])])
+    step = StepLayout(4, 4).lay_out([work([*range(8)], [0, 1], start=4), work([*range(3)], [2])])
     assert cut(step)["tiles"] == [4, 3, 0, 4]
 
 
 def test_tiles_begin_at_an_even_place() -> None:
     for works in ([work([1, 2], [0])], [work([1, 2], [0], draws=False)], [work([1, 2], [0]), work([1], [1])]):
-        assert sections(Layout(4, 4).of(works).counts).tiles % 2 == 0
+        assert sections(StepLayout(4, 4).lay_out(works).counts).tiles % 2 == 0
 
 
 def test_padding_leaves_no_trace_and_every_section_lies_where_the_rows_decide() -> None:
-    step = Layout(4, 4).of([work([5, 6], [3], start=1)], padded_rows=4)
+    step = StepLayout(4, 4).lay_out([work([5, 6], [3], start=1)], padded_rows=4)
     assert cut(step) == {
         "tokens": [6, 0, 0, 0],
         "positions": [1, -1, -1, -1],
@@ -60,26 +60,26 @@ def test_padding_leaves_no_trace_and_every_section_lies_where_the_rows_decide() 
         "tiles": [],
         "tables": [3],
     }
-    full = Layout(4, 4).of([work([5, 6], [3], start=1)] * 4, padded_rows=4)
+    full = StepLayout(4, 4).lay_out([work([5, 6], [3], start=1)] * 4, padded_rows=4)
     assert sections(full.counts) == sections(step.counts)
 
 
 @given(st.lists(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=5), max_size=4), min_size=1, max_size=6))
 def test_a_layout_that_has_seen_other_steps_lays_out_as_a_new_one(steps: list[list[list[int]]]) -> None:
-    layout = Layout(4, 4)
+    layout = StepLayout(4, 4)
     for tables in [tables for tables in steps if tables]:
         works = [work([*range(4 * len(own))], own, start=4 * len(own) - 1, sequence=n) for n, own in enumerate(tables)]
-        laid, expected = layout.of(works), Layout(4, 4).of(works)
+        laid, expected = layout.lay_out(works), StepLayout(4, 4).lay_out(works)
         assert laid.counts == expected.counts
         assert laid.ints.tolist() == expected.ints.tolist()
 
 
 def test_a_table_that_changed_in_place_is_laid_out_anew() -> None:
-    layout, blocks = Layout(4, 4), [7, 8]
+    layout, blocks = StepLayout(4, 4), [7, 8]
     one = work([*range(6)], blocks, start=5)
-    assert cut(layout.of([one]))["tables"] == [7, 8]
+    assert cut(layout.lay_out([one]))["tables"] == [7, 8]
     blocks[1] = 3
-    assert cut(layout.of([one]))["tables"] == [7, 3]
+    assert cut(layout.lay_out([one]))["tables"] == [7, 3]
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.booleans()), min_size=1, max_size=6))
@@ -89,5 +89,5 @@ def test_no_step_has_more_integers_than_are_reserved_for_it(chunks: list[tuple[i
         for length, end, draws in chunks
     ]
     rows = sum(one.end - one.start for one in works)
-    step = Layout(4, 8).of(works)
+    step = StepLayout(4, 8).lay_out(works)
     assert len(step.ints) <= most_ints(rows, len(works), 8, 8)

@@ -15,8 +15,8 @@ import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import CudaConfig
+from services.worker.native.cuda.buffers import kernel_address, pinned_array
 from services.worker.native.cuda.kernels import Kernels
-from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.sampler import GREEDY_BELOW, NO_TOKEN, is_plain, sample
@@ -30,7 +30,7 @@ _LOGIT_BYTES = 64
 """That it takes for each logit where all filters are set: 41 on NumPy, and CuPy's sort takes more."""
 
 
-class Drawing:
+class CudaSampler:
     """Draws on one stream, of at most so many rows at once, and waits for what runs there. Not for two threads."""
 
     def __init__(self, kernels: Kernels, stream: Stream, most_rows: int, settings: CudaConfig) -> None:
@@ -38,13 +38,13 @@ class Drawing:
         self._stream = stream
         self._done = cp.cuda.Event(block=not settings.busy_wait_events, disable_timing=True)
         """Whoever waits for it sleeps, or spins on a core."""
-        self._seeds = pinned(most_rows, np.uint64)
-        self._draws = pinned(most_rows, np.uint64)
-        self._coldness = pinned(most_rows, np.float32)
+        self._seeds = pinned_array(most_rows, np.uint64)
+        self._draws = pinned_array(most_rows, np.uint64)
+        self._coldness = pinned_array(most_rows, np.float32)
         """1 / temperature, or 0."""
-        self._tokens = pinned(most_rows, np.int32)
-        self._addresses = [address(one) for one in (self._coldness, self._seeds, self._draws)]
-        self._tokens_at = address(self._tokens)
+        self._tokens = pinned_array(most_rows, np.int32)
+        self._addresses = [kernel_address(one) for one in (self._coldness, self._seeds, self._draws)]
+        self._tokens_at = kernel_address(self._tokens)
         self._copies: Stream = None
         """On which tokens leave the device; None: the kernel writes them where they go."""
         if settings.output_copy_stream:
