@@ -123,7 +123,7 @@ def test_a_path_that_these_blocks_do_not_have_is_refused_with_those_there_are() 
     array: Any = cupy.zeros((20, 4096), cupy.uint8)
     memory = DeviceMemory(0)
     shape = BlockShape.contiguous(array.data.ptr, 4096, 20)
-    with pytest.raises(ConfigError, match=r"copy_path is staged; .* there are: auto, rows, batch$"):
+    with pytest.raises(ConfigError, match=r"copy_path is staged, .* one of: auto, rows, batch$"):
         CudaCopier(shape, memory, time.perf_counter, path="staged")
     memory.close()
 
@@ -158,11 +158,11 @@ def test_calibration_changes_no_block_measures_each_path_and_is_kept(
     assert "\nload 200: " in told
     again, told = started()
     assert again == measured
-    assert f"(as kept in {tmp_path})" in told
+    assert f"(read from {tmp_path})" in told
     [file] = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-20])
     assert "(measured now)" in started()[1]
-    assert "(as kept in" in started()[1]
+    assert "(read from" in started()[1]
     memory.close()
 
 
@@ -195,8 +195,8 @@ def test_a_path_that_fails_when_it_is_measured_is_left_out_and_said(caplog: pyte
     measured = calibrate({"broken": Broken(RowsPath(shape)), "rows": RowsPath(shape)}, shape, 0, time.perf_counter)
     assert {row.path for row in measured} == {"rows"}
     [record] = caplog.records
-    assert record.message.startswith(f"copies do not take the path broken: {INVALID}")
-    with pytest.raises(DeviceFailed, match="blocks go on none of broken"):
+    assert record.message.startswith(f"the copy path broken failed its calibration and is not used: {INVALID}")
+    with pytest.raises(DeviceFailed, match="these were tried: broken"):
         calibrate({"broken": Broken(RowsPath(shape))}, shape, 0, time.perf_counter)
 
 
@@ -214,7 +214,9 @@ def test_blocks_of_a_path_that_fails_go_on_the_next_and_it_is_left_out_in_the_en
                 assert (pending.paths, pending.fallbacks) == ({following: SLOTS}, fell)
         told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == 2, "once a direction"
-        assert all(message.startswith(f"blocks are not copied by {path} any more") for message in told)
+        assert all(
+            message.startswith(f"the copy path {path} keeps failing and is not used any more") for message in told
+        )
 
 
 def test_where_no_path_works_it_is_an_error_and_the_copier_goes_on_when_one_does() -> None:
@@ -278,7 +280,7 @@ def test_without_room_for_both_staging_rings_blocks_go_without_them(
     assert any("has no room" in record.message for record in caplog.records)
     assert {row.path for row in copier.choice.measured} == {"rows", "batch", "zero_copy"}
     np.testing.assert_array_equal(array.get(), before)
-    with pytest.raises(ConfigError, match="there are: auto, rows, batch, zero_copy"):
+    with pytest.raises(ConfigError, match="one of: auto, rows, batch, zero_copy"):
         CudaCopier(shape, memory, time.perf_counter, path="staged")
     copier.close()
     for address in held:

@@ -58,7 +58,7 @@ def test_too_much_is_refused_by_name_after_unused_memory_was_given_back(cupy: An
     from services.worker.transfer.errors import DeviceMemoryExhausted
 
     memory, on = DeviceMemory(0, reserve_bytes=128 * MIB), new_stream()
-    with pytest.raises(DeviceMemoryExhausted, match="bytes asked of a device with") as caught:
+    with pytest.raises(DeviceMemoryExhausted, match="bytes on a device with") as caught:
         memory.allocate(1 << 45, on)
     assert caught.value.asked_bytes == 1 << 45
     assert caught.value.reserved_bytes == 0

@@ -263,7 +263,7 @@ def _all_of(memory: DeviceMemory) -> list[int]:
 
 def test_a_gpu_that_is_not_there_is_a_config_error_that_says_what_is(tmp_path: Path) -> None:
     config = settings(write_tiny_model(tmp_path / "model"), tmp_path / "cache", cuda={"gpu": 99})
-    with pytest.raises(ConfigError, match=r"cuda\.gpu is 99, and CUDA shows"):
+    with pytest.raises(ConfigError, match=r"cuda\.gpu is 99, but CUDA shows"):
         load_cuda(config)(lambda _loading: None)
 
 

@@ -1,4 +1,4 @@
-"""Finds, on the machine at hand, up to how many rows dot products beat the matrix product (linear.py says why)."""
+"""Measures up to how many rows dot products beat the matrix product on this machine (linear.py says why)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from services.worker.native.linear import Array, Linear
 
 
 def calibrate_linear(weights: Sequence[Array]) -> Linear:
-    """The Linear whose crossing was measured on these weights, all of one shape.
+    """Return a Linear whose crossover is measured on these weights, all of one shape.
 
-    They are read in turn, so that most of them come from memory and not from a cache, as in a step.
+    The weights are read in turn, so that most of them come from memory and not from a cache, as in a step.
     """
     dot_rows = 0
     for rows in (1, 2, 4, 6, 8):
@@ -25,7 +25,7 @@ def calibrate_linear(weights: Sequence[Array]) -> Linear:
 
 
 def _fastest_s(linear: Linear, x: Array, weights: Sequence[Array]) -> float:
-    """The best of a few rounds: other programs only ever make one slower."""
+    """Return the best of a few rounds, because other programs can only make a round slower."""
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""What config.json says, checked once: the shape of the decoder.
+"""Reads and checks config.json, which has the shape of the decoder.
 
-Hugging Face's files of the Llama and Qwen2 families, as written by transformers 4 (`rope_theta` and `rope_scaling`)
-and by transformers 5 (`rope_parameters`). A setting that would change the arithmetic and is not implemented is
-refused, never ignored.
+It reads Hugging Face's files of the Llama and Qwen2 families, as written by transformers 4 (`rope_theta` and
+`rope_scaling`) and by transformers 5 (`rope_parameters`). A setting that would change the arithmetic and is not
+implemented is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shared.errors import ModelError
 from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json
 
 _LAYERS_LIMIT = 1000
-"""Far beyond any real model: a damaged file must not make us list a billion tensors."""
+"""The most layers, far beyond any real model. A damaged file must not make us list a billion tensors."""
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 
 
 class _Named(Struct, frozen=True):
-    """Of config.json what is read first: other architectures have other fields."""
+    """The part of config.json that is read first, because other architectures have other fields."""
 
     architectures: tuple[str, ...]
 
@@ -45,7 +45,7 @@ class _Json(Struct, frozen=True):
     mlp_bias: bool = False
     use_sliding_window: bool = False
     is_causal: bool = True
-    """False: an embedding model's, in which a position attends to those behind it, too."""
+    """False for an embedding model in which a position attends to later positions too."""
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -71,20 +71,20 @@ class ModelConfig(Struct, frozen=True):
     norm_epsilon: float
     rope: Rope
     tied: bool
-    """The output projection is the embedding."""
+    """Whether the output projection is the embedding."""
     qkv_bias: bool
     output_bias: bool
-    """Llama's attention_bias also gives o_proj one."""
+    """Whether o_proj has a bias; Llama's attention_bias gives it one."""
     eos_token_ids: tuple[int, ...]
 
     @property
     def queries(self) -> int:
-        """Width of all query heads."""
+        """The width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of all key (or value) heads."""
+        """The width of all key heads, or of all value heads, together."""
         return self.kv_heads * self.head_dim
 
 

@@ -4,8 +4,8 @@
                             RMSNorm → SwiGLU                                                        → RMSNorm → logits
                                                                                                             └─▶ sums
 
-All tokens of a step go through a weight together; only attention looks at sequences apart. Everything is float32; what
-the KV cache keeps may be narrower. On NumPy; `cuda/decoder.py` is the GPU's.
+All tokens of a step go through a weight together; only attention treats sequences separately. All arithmetic is
+float32; the KV cache may store narrower numbers. This decoder runs on NumPy; `cuda/decoder.py` runs on a GPU.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from services.worker.native.weights import Layer, Weights
 from services.worker.runner import Work
 
 _SCORES_LIMIT = 2 << 20
-"""Attention scores held at once by a prefill (elements, 8 MiB): a chunk's rows are tiled to stay below."""
+"""The most attention scores that a prefill holds at once (8 MiB); a chunk's rows are tiled to stay below."""
 _GATHER_LIMIT_BYTES = 32 << 20
-"""Keys and values that a group of decoding sequences copies together, of one layer."""
+"""The most bytes of one layer's keys and values that a group of decoding sequences copies together."""
 
 
 class Decoder:
-    """Weights, KV pages and the step that joins them."""
+    """Computes steps with a model's weights and KV pages."""
 
     def __init__(self, config: ModelConfig, weights: Weights, cache: KvCache, linear: Linear, positions: int) -> None:
-        """`positions` bounds the positions ever computed: the length of the rotation tables."""
+        """Make the rotation tables for positions below `positions`, which bounds those ever computed."""
         self._config = config
         self._weights = weights
         self._cache = cache
@@ -46,12 +46,12 @@ class Decoder:
         self._group_limit = _GATHER_LIMIT_BYTES // (2 * 4 * config.keys)
 
     def step(self, works: Sequence[Work]) -> Array:
-        """Compute every work's tokens and store their KV; logits (drawing works, vocab) in the order of works."""
+        """Compute every work's tokens and store their KV; return logits (drawing works, vocab), in order of works."""
         logits, _ = self.pool(works, ())
         return logits
 
     def pool(self, works: Sequence[Work], spans: Sequence[RowSpan]) -> tuple[Array, Sums]:
-        """The same, and of each of these spans of rows the sum of its hidden states."""
+        """Compute a step, as `step` does, and also sum the hidden states of each of these spans of rows."""
         weights = self._weights
         step = lay_out(works, self._cache.layout.block_size, self._group_limit)
         positions = step.positions
@@ -67,7 +67,7 @@ class Decoder:
         return self._linear(self._norm(hidden[step.drawing_rows], weights.norm), weights.head), sums
 
     def _norm(self, x: Array, weight: Array) -> Array:
-        """RMSNorm, each row by itself."""
+        """Apply RMSNorm to each row by itself."""
         mean_square = (x * x).sum(axis=1, keepdims=True) / self._config.hidden
         scale = 1.0 / np.sqrt(mean_square + self._config.norm_epsilon)
         normed = x * scale
@@ -75,9 +75,9 @@ class Decoder:
         return normed
 
     def _feed(self, layer: Layer, x: Array) -> Array:
-        """SwiGLU: down(silu(gate) · up)."""
+        """Apply SwiGLU: down(silu(gate) · up)."""
         gate = self._linear(x, layer.gate)
-        # silu(g) = g · sigmoid(g); through tanh, because exp(-g) overflows where the result is plainly 0.
+        # silu(g) = g · sigmoid(g), computed with tanh, because exp(-g) overflows where the result is 0.
         half = gate * 0.5
         gate = half * np.tanh(half) + half
         gate *= self._linear(x, layer.up)
@@ -118,7 +118,7 @@ class Decoder:
         return rotated
 
     def _attend_span(self, number: int, span: Span, q: Array) -> Array:
-        """A chunk over its own history and itself: (count, heads, head_dim), causal."""
+        """Attend causally from a chunk to its history and itself; return (count, heads, head_dim)."""
         config = self._config
         end = span.start + span.count
         keys, values = self._cache.read(number, span.table, end)
@@ -131,14 +131,14 @@ class Decoder:
             seen = span.start + first + count
             rows = q[first : first + count].reshape(count, config.kv_heads, -1, config.head_dim)
             scores = np.matmul(rows.transpose(1, 2, 0, 3), keys[..., :seen])  # kv_heads, heads of each, count, seen
-            # Row i sees all but the last count - 1 - i: only that corner is masked.
+            # Row i does not see the last count - 1 - i positions: only that corner is masked.
             scores[..., seen - count :] += np.triu(np.full((count, count), -np.inf, np.float32), 1)
             mixed = np.matmul(self._softmax(scores), values[..., :seen, :])
             attended[first : first + count] = mixed.transpose(2, 0, 1, 3).reshape(count, config.heads, -1)
         return attended
 
     def _attend_group(self, number: int, group: Group, q: Array) -> Array:
-        """One token each over its own history: (members, heads, head_dim)."""
+        """Attend from one token of each sequence to its own history; return (members, heads, head_dim)."""
         config = self._config
         members = q.shape[0]
         keys, values = self._cache.read(number, group.table, group.longest)
@@ -149,7 +149,7 @@ class Decoder:
         return np.matmul(self._softmax(scores), values.transpose(0, 2, 1, 3)).reshape(q.shape)
 
     def _softmax(self, scores: Array) -> Array:
-        """Over the last axis, in place, of raw products of queries and keys."""
+        """Apply softmax over the last axis, in place, to unscaled products of queries and keys."""
         scores -= scores.max(axis=-1, keepdims=True)
         scores *= self._scale
         np.exp(scores, out=scores)

@@ -1,8 +1,8 @@
-"""A GGUF model file, read as if it were a Hugging Face directory.
+"""Reads a GGUF model file as if it were a Hugging Face directory.
 
 llama.cpp stores the rows of q and k of the llama architecture interleaved, because its rotation pairs neighbours;
-Hugging Face pairs i with i + head_dim / 2. `floats` undoes that (qwen2 is stored as it is). Llama 3.1's frequency
-scaling is stored as a tensor of divisors, for which the parameters that make it are found again.
+Hugging Face pairs i with i + head_dim / 2. `floats` restores that order (qwen2 is stored in it). Llama 3.1's frequency
+scaling is stored as a tensor of divisors; `config` finds the parameters that give these divisors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, through the `gguf` package.
 """
@@ -42,21 +42,21 @@ _IN_LAYERS = {
     "mlp.down_proj": "ffn_down",
 }
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")
-"""Control tokens that end a turn by their text, as in llama.cpp: older files do not name them in the metadata."""
+"""Texts of control tokens that end a turn, as in llama.cpp: older files do not name the tokens in their metadata."""
 
 _MAGIC = b"GGUF"
-_ARRAY = int(GGUFValueType.ARRAY)  # an enumeration's member takes long to look up, for each entry
+_ARRAY = int(GGUFValueType.ARRAY)  # looking up an enumeration's member for each entry takes long
 _HEAD = struct.Struct("<4sIQQ")
-"""Magic, version, number of tensors, number of fields."""
+"""The file's head: magic, version, number of tensors, number of fields."""
 ENTRIES_LIMIT = 1 << 22
-"""Of all arrays of a file, and of its fields and tensors: the package makes an object of each. The largest known
-vocabularies have some 1 M."""
+"""The most entries of all arrays of a file, and the most fields and tensors: the package makes an object of each. The
+largest known vocabularies have about 1 M entries."""
 
 T = TypeVar("T")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as one: those of some programs have no suffix. False where it cannot be read."""
+    """Say whether a file begins as a GGUF file; some have no suffix. False if it cannot be read."""
     try:
         with open_model_file(path) as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -65,7 +65,7 @@ def is_gguf(path: Path) -> bool:
 
 
 class _BoundedReader(GGUFReader):
-    """The package's, but it believes no number of entries before it has compared it with the file's size."""
+    """The package's reader, which also compares each number of entries with the file's size before it uses it."""
 
     def __init__(self, path: Path) -> None:
         self._entries = 0
@@ -85,7 +85,7 @@ class GgufFile:
     """A mapped GGUF file of a supported architecture."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError, naming the file, where it is missing, torn, or of an unsupported architecture."""
+        """Map the file. Raises ModelError if it is missing, torn, or of an unsupported architecture."""
         self.path = path
         with open_model_file(path) as file:
             head, size_bytes = file.read(_HEAD.size), os.fstat(file.fileno()).st_size
@@ -98,19 +98,19 @@ class GgufFile:
         except OSError as wrong:
             raise ModelError(f"{path}: {wrong.strerror or wrong}") from None
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError):
-            raise torn from None  # what they say is of the package's arrays
+            raise torn from None  # the package's messages are about its own arrays
         self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
         self._kind = self._field("general.architecture", str)
         if self._kind not in _ARCHITECTURES:
             raise ModelError(f"{path}: architecture {self._kind} is not supported; {', '.join(_ARCHITECTURES)} are")
 
     def config(self) -> dict[str, Any]:
-        """What config.json would say. Raises ModelError naming a missing or strange field."""
+        """Return the content of config.json. Raises ModelError that names a missing or strange field."""
         head_count = self._of_kind("attention.head_count", int)
         hidden = self._of_kind("embedding_length", int)
         head_dim = self._of_kind("attention.key_length", int, hidden // max(head_count, 1))
         if self._of_kind("rope.dimension_count", int, head_dim) != head_dim:
-            raise ModelError(f"{self.path}: rotary embeddings of a part of each head are not supported")
+            raise ModelError(f"{self.path}: rotary embeddings on only a part of each head are not supported")
         return {
             "architectures": [_ARCHITECTURES[self._kind]],
             "model_type": self._kind,
@@ -134,14 +134,14 @@ class GgufFile:
         }
 
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end an answer: eos, eot, and those known by their text."""
+        """Return the tokens that end an answer: eos, eot, eom, and those known by their text."""
         named = [self._fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
         vocabulary = self.vocabulary()
         by_text = [vocabulary.tokens.index(text) for text in _END_OF_TURN if text in vocabulary.control_tokens()]
         return sorted({token for token in [*named, *by_text] if token is not None})
 
     def vocabulary(self) -> GgufVocabulary:
-        """The tokenizer's parts. Raises ModelError where it is not a byte-level BPE."""
+        """Return the tokenizer's parts. Raises ModelError if the tokenizer is not a byte-level BPE."""
         kind = self._field("tokenizer.ggml.model", str)
         if kind != "gpt2":
             raise ModelError(f"{self.path}: tokenizer {kind} is not supported; gpt2 (byte-level BPE) is")
@@ -159,14 +159,14 @@ class GgufFile:
         )
 
     def check(self, shapes: dict[str, Shape]) -> None:
-        """Raises ModelError where a tensor is missing or of another shape."""
+        """Raise ModelError if a tensor is missing or has another shape."""
         for name, shape in shapes.items():
             stored = self._shape(_stored_name(name))
             if stored != shape:
                 raise ModelError(f"{self.path}: tensor {_stored_name(name)} has shape {stored}; expected {shape}")
 
     def floats(self, name: str) -> Floats:
-        """A tensor by its Hugging Face name, dequantised, in Hugging Face's order of rows."""
+        """Return a tensor by its Hugging Face name, dequantised, with rows in Hugging Face's order."""
         tensor = self._tensors[_stored_name(name)]
         try:
             floats: Floats = dequantize(tensor.data, tensor.tensor_type).reshape(self._shape(tensor.name))
@@ -194,7 +194,7 @@ class GgufFile:
         return scaling
 
     def _llama3_scaling(self, head_dim: int) -> dict[str, Any]:
-        """The parameters of Llama 3.1 to 3.3 that give the stored divisors; none other is known."""
+        """Return the parameters that give the stored divisors: those of Llama 3.1 to 3.3, the only ones supported."""
         theta = self._of_kind("rope.freq_base", float, 10_000.0)
         stored = dequantize(self._tensors["rope_freqs.weight"].data, self._tensors["rope_freqs.weight"].tensor_type)
         plain, _ = frequencies(PlainRope(theta), head_dim)
@@ -230,12 +230,12 @@ class GgufFile:
 
 
 def uninterleaved(rows: Floats, heads: int) -> Floats:
-    """Rows of each head from llama.cpp's order (pairs side by side) to Hugging Face's (first halves, second halves)."""
+    """Reorder each head's rows from llama.cpp's order (pairs) to Hugging Face's (first halves, then second halves)."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _stored_name(name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight → blk.3.ffn_up.weight"""
+    """Return GGUF's name of a tensor: model.layers.3.mlp.up_proj.weight → blk.3.ffn_up.weight."""
     stem, _, kind = name.rpartition(".")
     if stem in _OUTSIDE_LAYERS:
         return f"{_OUTSIDE_LAYERS[stem]}.{kind}"

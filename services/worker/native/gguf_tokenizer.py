@@ -1,7 +1,7 @@
-"""tokenizer.json and tokenizer_config.json from a GGUF file's vocabulary (byte-level BPE).
+"""Makes tokenizer.json and tokenizer_config.json from a GGUF file's vocabulary (byte-level BPE).
 
-How text is split before merging is not in a GGUF file, only a name for it (`tokenizer.ggml.pre`). The patterns of the
-names known here are those of the models' own tokenizer.json files; llama.cpp keeps the same table (llama-vocab.cpp).
+A GGUF file does not say how text is split before merging. It has only a name for it (`tokenizer.ggml.pre`). The
+patterns here are those of the models' own tokenizer.json files; llama.cpp has the same table (llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # of gguf.TokenType
 
 
 def _words(digits: str) -> str:
-    """The pattern of GPT-4's family: contractions, words, runs of digits, punctuation, spaces."""
+    """Return the pattern of GPT-4's family: contractions, words, runs of digits, punctuation, spaces."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
@@ -33,7 +33,7 @@ class _Splitter:
     pre_tokenizer: PreTokenizer
     normalizer: Normalizer | None = None
     ignore_merges: bool = False
-    """Whether a word that is a token is taken as it is (Llama 3)."""
+    """Whether a word that is a token skips the merges (Llama 3)."""
 
 
 def _splitter(name: str) -> _Splitter | None:
@@ -59,7 +59,7 @@ class GgufVocabulary:
     """A GGUF file's `tokenizer.ggml.*`, as stored."""
 
     where: str
-    """The file, for errors."""
+    """The file's path, for errors."""
     splitter: str
     tokens: list[str]
     types: list[int]
@@ -70,18 +70,18 @@ class GgufVocabulary:
     chat_template: str
 
     def __post_init__(self) -> None:
-        """Raises ModelError where the lists are not what the rest relies on."""
+        """Check the lists. Raises ModelError."""
         if not all(isinstance(text, str) for text in (*self.tokens, *self.merges)):
             raise ModelError(f"{self.where}: the vocabulary's tokens and merges must be strings")
         if len(set(self.tokens)) != len(self.tokens) or len(self.types) != len(self.tokens):
             raise ModelError(f"{self.where}: the vocabulary names a token twice, or not every token has a type")
 
     def control_tokens(self) -> set[str]:
-        """Texts of the tokens that no text may produce."""
+        """Return the texts of control tokens, which a request's text must not produce."""
         return {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _CONTROL}
 
     def tokenizer_json(self) -> str:
-        """The content of tokenizer.json. Raises ModelError naming the pre-tokenizer where it is unknown."""
+        """Return the content of tokenizer.json. Raises ModelError if the pre-tokenizer is unknown."""
         splitter = _splitter(self.splitter)
         if splitter is None:
             raise ModelError(f"{self.where}: pre-tokenizer {self.splitter!r} is not supported")
@@ -103,7 +103,7 @@ class GgufVocabulary:
         return tokenizer.to_str(pretty=False)
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """The content of tokenizer_config.json."""
+        """Return the content of tokenizer_config.json."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
         if self.bos is not None:
             config["bos_token"] = self._text(self.bos, "bos_token_id")
@@ -130,5 +130,5 @@ class GgufVocabulary:
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """The text of one of a model directory's JSON files."""
+    """Return the text of one of a model directory's JSON files."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

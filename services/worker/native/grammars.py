@@ -1,7 +1,7 @@
-"""The grammars that output is held to, compiled for one tokenizer. The arithmetic is llguidance's.
+"""Compiles the grammars that constrain output, for one tokenizer, with llguidance.
 
-A grammar that compiles may still fail later, in a state that is too large to follow; its matcher says so then. The same
-text is compiled once: a request's continuation, and most applications' every request, brings one that is known.
+A grammar that compiles may still fail later, in a state that is too large to follow; its matcher reports that. A text
+is compiled once, because most applications send the same grammar with every request, and so does a continued request.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shared.errors import ModelError
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 
 KEPT = 64
-"""Compiled grammars, the latest used …"""
+"""The most compiled grammars that are kept; the least recently used goes first."""
 KEPT_CHARACTERS = 1 << 20
-"""… and their texts; LIMITS bound what each is compiled to."""
+"""The most characters of the kept grammars' texts. LIMITS bound the compiled form of each."""
 LIMITS = LLParserLimits(
     initial_lexer_fuel=600_000,
     step_lexer_fuel=200_000,  # 15 ms
@@ -28,37 +28,43 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""Of one grammar. Frontends let less through, so that what they let through compiles here."""
+"""The limits of one grammar. Frontends have lower limits, so a grammar that they accept compiles here."""
 
 _log = logging.getLogger(__name__)
 
 
 class GrammarCache:
-    """Of one tokenizer. Not for two threads at once."""
+    """Compiled grammars for one tokenizer. Only one thread may use it at a time."""
 
     def __init__(self, tokenizer_json: str, vocab: int, eos_token_ids: Sequence[int]) -> None:
-        """Takes 0.3 s and 50 MB for 50,000 tokens. `vocab`: logits of a row. Raises ModelError."""
+        """Read the tokenizer, which takes 0.3 s and 50 MB for 50,000 tokens. Raises ModelError.
+
+        `vocab` is the number of logits in a row.
+        """
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(eos_token_ids))
         except BaseException as wrong:  # noqa: BLE001  a tokenizer comes with the model; the package's panics are no Exceptions
-            raise ModelError(f"llguidance cannot read it: {wrong}") from None
+            raise ModelError(f"llguidance cannot read the tokenizer: {wrong}") from None
         self.vocab = vocab
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._characters = 0
 
     @staticmethod
     def from_directory(directory: Path, vocab: int, eos_token_ids: Sequence[int]) -> GrammarCache | None:
-        """With the model's tokenizer.json; None, and logged, where that will not do: then nothing can be held to a
-        grammar, and all else is served."""
+        """Return a cache for the model's tokenizer.json.
+
+        If the file cannot be used, this is logged and the result is None: then requests with a grammar are refused,
+        and all others are served.
+        """
         file = directory / "tokenizer.json"
         try:
             return GrammarCache(read_model_file(file, TOKENIZER_LIMIT_BYTES).decode(), vocab, eos_token_ids)
         except (ValueError, ModelError) as wrong:
-            _log.warning("%s: no output can be held to a grammar: %s", file, wrong)
+            _log.warning("%s cannot be used for grammars, so requests with a grammar are refused: %s", file, wrong)
             return None
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """One that has taken no token; it is in error where the grammar is no good."""
+        """Return a matcher that has consumed no token. It is in an error state if the grammar is invalid."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compiled[grammar] = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
@@ -71,7 +77,7 @@ class GrammarCache:
         return compiled.deep_copy()
 
     def validate(self) -> None:
-        """Assert every invariant."""
+        """Raise AssertionError if the cache contradicts itself."""
         assert len(self._compiled) <= KEPT
         assert self._characters == sum(map(len, self._compiled))
         assert self._characters <= KEPT_CHARACTERS or len(self._compiled) == 1

@@ -2,13 +2,13 @@
 
     pages[slot]  =  layer 0: keys (block_size, kv_heads, head_dim), values (the same) | layer 1: keys, values | …
 
-so that a block leaves or enters the device as one copy. Which slot belongs to which sequence is the scheduler's
-business. The rest of a block is zeros from its first token on: attention reads past a sequence's end within its last
-block and masks it, and what it masks must at least be finite, whatever the slot held for others before.
+So a block leaves or enters the device as one copy. The scheduler decides which slot belongs to which sequence. A block
+is zeroed when its first token is written: attention reads past a sequence's end within its last block and masks that
+part, and masked numbers must be finite, whatever the slot held before.
 
-What is stored may be narrower than float32. All attention reads what is stored, also that of the chunk that wrote it:
-so a block gives the same numbers to those who computed it and to those who were given it. Widening what is read makes
-a decode step of eight sequences of 512 tokens (SmolLM2-135M) 8 % longer.
+The stored type may be narrower than float32. All attention reads stored numbers, even that of the chunk that wrote
+them. So a block gives the same numbers to the worker that computed it and to one that fetched it. Widening makes a
+decode step of eight sequences of 512 tokens (SmolLM2-135M) 8 % longer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shared.messages import KvLayout
 
 
 class KvCache:
-    """`capacity_blocks` slots of `layout`; memory is touched as slots are first used."""
+    """The KV pages: `capacity_blocks` slots of `layout`. Memory is touched when a slot is first used."""
 
     def __init__(self, layout: KvLayout, capacity_blocks: int) -> None:
-        """Of `layout.dtype` there are float32 and bfloat16."""
+        """Map the pages. `layout.dtype` is float32 or bfloat16."""
         self.layout = layout
         self.capacity_blocks = capacity_blocks
         self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
@@ -38,12 +38,11 @@ class KvCache:
 
     @property
     def memory(self) -> memoryview:
-        """All of the pages' bytes, in host memory; slot i from i · `block_bytes` on."""
+        """All bytes of the pages, in host memory; slot i begins at i · `block_bytes`."""
         return memoryview(self.pages.reshape(-1).view(np.uint8))
 
     def write(self, layer: int, slots: Array, offsets: Array, keys: Array, values: Array) -> None:
-        """Store new tokens' keys and values, each float32 (tokens, kv_heads, head_dim), at their places in their
-        blocks."""
+        """Store new tokens' keys and values, each float32 (tokens, kv_heads, head_dim), in their blocks."""
         if self._narrow:
             keys, values = to_bfloat16(np, keys), to_bfloat16(np, values)
         begun = slots[offsets == 0]
@@ -53,7 +52,7 @@ class KvCache:
         self.pages[slots, layer, 1, offsets] = values
 
     def read(self, layer: int, table: Array, length: int) -> tuple[Array, Array]:
-        """Copies of the first `length` keys and values of each sequence of `table` (sequences, blocks).
+        """Return copies of the first `length` keys and values of each sequence of `table` (sequences, blocks).
 
         Each is float32 (sequences, length, kv_heads, head_dim).
         """
@@ -66,13 +65,16 @@ class KvCache:
         return keys[:, :length], values[:, :length]
 
     def close(self) -> None:
-        """The memory goes when nobody has a view of it any more."""
+        """Let go of the pages; their memory is freed when the last view of it ends."""
         self.pages = None
 
 
 def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
-    """Like numpy.zeros, which lies 16 bytes off a page, where a copy to a page can take twice as long. Blocks as models
-    have them are whole pages, so all of them begin on one."""
+    """Return zeros that begin on a page boundary.
+
+    Memory of numpy.zeros begins 16 bytes after one, and a copy from there to a page can take twice as long. Blocks of
+    real models are whole pages, so with this array each block begins on a page.
+    """
     memory = mmap.mmap(-1, prod(shape) * np.dtype(dtype).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         with suppress(OSError):  # a kernel without huge pages

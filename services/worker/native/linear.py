@@ -1,11 +1,10 @@
-"""x · Wᵀ, by whichever of two ways is faster on this machine for that many rows.
+"""Computes x · Wᵀ in the faster of two ways for the machine and the number of rows.
 
 OpenBLAS's matrix-vector kernel reads weights at half the memory's speed on the CPUs we measured (16 of 33 GB/s on one
 EPYC core), and its matrix kernel first copies them into its own order. `numpy.vecdot`, one BLAS dot product an output,
-reads each weight row once from memory and reuses it from the cache for the other rows: twice as fast for one row,
-1.7 times for four; from about eight rows on the matrix kernel wins. So the crossing is measured at start
-(calibration.py). The price: a row may differ in its last bits with the number of rows computed beside it, as it does
-within BLAS anyway.
+reads each weight row once from memory and reuses it from the cache for the other rows. It is twice as fast for one row
+and 1.7 times for four; from about eight rows on the matrix kernel wins. So the crossover is measured at start
+(calibration.py). The price: a row's last bits may depend on how many rows are computed with it, as within BLAS anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""NumPy's, or CuPy's."""
+"""An array of NumPy or of CuPy."""
 
 _LINE_BYTES = 64
 
@@ -26,10 +25,10 @@ class Linear:
     """Multiplies by row-major (outputs, inputs) weights."""
 
     dot_rows: int = 0
-    """Up to this many rows, outputs are dot products (0: always a matrix product)."""
+    """The most rows for which outputs are dot products; 0 means always a matrix product."""
 
     def __call__(self, x: Array, weight: Array) -> Array:
-        """(rows, inputs) · (outputs, inputs)ᵀ → (rows, outputs), contiguous."""
+        """Return x (rows, inputs) · weight (outputs, inputs)ᵀ as (rows, outputs), contiguous."""
         rows = x.shape[0]
         if rows > self.dot_rows:
             # W · xᵀ: BLAS copies the smaller operand into its order less often this way (a quarter faster at 4 rows).
@@ -40,7 +39,7 @@ class Linear:
 
 
 def _aligned(x: Array) -> Array:
-    """The same numbers from the start of a cache line: a quarter faster, as rows now come from the cache."""
+    """Return `x` from the start of a cache line on: a quarter faster, because rows are read from the cache."""
     if x.__array_interface__["data"][0] % _LINE_BYTES == 0:
         return x
     room = np.empty(x.nbytes + _LINE_BYTES, np.uint8)

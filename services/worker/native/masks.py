@@ -1,10 +1,10 @@
-"""Which tokens the rows of a step may draw, made in a thread while the step's logits are computed.
+"""Computes which tokens the rows of a step may draw, in a thread, while the step's logits are computed.
 
-    begin ─▶ each matcher takes its sequence's tokens since the last step ─▶ its mask ─▶ end
-                └── none yet: of the compiled grammar, and all of the output so far
+    begin ─▶ each matcher consumes its sequence's tokens since the last step ─▶ its mask ─▶ end
+                └── no matcher yet: a new one of the compiled grammar, which consumes all of the output so far
 
-A matcher lives while its sequence is in every step. One that was preempted, or began on another worker, has a new one
-that is given the output so far, and so stands where the old one stood.
+A matcher lives while its sequence is in every step. A sequence that was preempted, or began on another worker, gets a
+new matcher. It consumes the output so far and so reaches the old one's state.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from services.worker.runner import Work
 from shared.messages import UNFOLLOWABLE
 
 _CUT = "<non-verbose/>"
-"""llguidance's word for what it leaves out of an error."""
-_TOLD_CHARACTERS = 300
-"""Of an error; it may hold all of the grammar."""
+"""The marker that llguidance puts where it shortens an error."""
+_ERROR_CHARACTERS = 300
+"""The most characters of an error, which could otherwise contain the whole grammar."""
 
 
 @dataclass(frozen=True)
 class Masks:
-    """By `Work.sequence`; sequences that are held to nothing are in neither."""
+    """Masks by `Work.sequence`; a sequence without a grammar is in neither mapping."""
 
     allowed: Mapping[int, NDArray[np.bool_]]
-    """(vocab,), at least one of them true."""
+    """Which tokens may be drawn: (vocab,), at least one of them true."""
     failed: Mapping[int, str]
-    """Why there is no mask."""
+    """Why a sequence has no mask."""
 
 
 NO_MASKS = Masks({}, {})
@@ -44,22 +44,22 @@ NO_MASKS = Masks({}, {})
 class _Matching:
     matcher: LLMatcher
     taken: int = 0
-    """Tokens of the output."""
+    """How many tokens of the output the matcher has consumed."""
 
 
 class MaskThread:
     """The matchers of an engine, and their thread, which starts when it is first needed."""
 
     def __init__(self, grammars: GrammarCache | None) -> None:
-        """None: no work has a grammar."""
+        """Start without matchers. Without `grammars` no work may have a grammar."""
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, "masks")
         self._matching: dict[int, _Matching] = {}
-        """The thread's, between `begin` and `end`."""
+        """The matcher of each sequence. It belongs to the thread between `begin` and `end`."""
         self._under_way: Future[Masks] | None = None
 
     def begin(self, works: Sequence[Work]) -> None:
-        """Start on all works of a step; those that do not draw yet have their grammars compiled meanwhile."""
+        """Start computing the masks of a step. The grammars of works that do not draw yet are compiled too."""
         assert self._under_way is None
         held = [work for work in works if work.sampling.grammar]
         if held:
@@ -68,14 +68,14 @@ class MaskThread:
             self._matching.clear()
 
     def end(self) -> Masks:
-        """Waits for those of the works that draw. Once after each `begin`."""
+        """Wait for the masks of the works that draw and return them. Call this once after each `begin`."""
         if self._under_way is None:
             return NO_MASKS
         under_way, self._under_way = self._under_way, None
         return under_way.result()
 
     def close(self) -> None:
-        """The thread has ended when this returns."""
+        """End the thread and wait for its end."""
         self._thread.shutdown()
 
     def _masks(self, works: Sequence[Work]) -> Masks:
@@ -89,14 +89,14 @@ class MaskThread:
             if work.draws:
                 mask = _mask(one, work, self._grammars.vocab)
                 if isinstance(mask, str):
-                    failed[work.sequence] = f"{UNFOLLOWABLE}: {mask:.{_TOLD_CHARACTERS}}"
+                    failed[work.sequence] = f"{UNFOLLOWABLE}: {mask:.{_ERROR_CHARACTERS}}"
                 else:
                     allowed[work.sequence] = mask
         return Masks(allowed, failed)
 
 
 def _mask(one: _Matching, work: Work, vocab: int) -> NDArray[np.bool_] | str:
-    """Or why there is none. llguidance lets go of Python's lock while it computes."""
+    """Return the work's mask, or why there is none. llguidance releases Python's lock while it computes."""
     new = work.history[work.prompt_tokens + one.taken :]
     one.matcher.consume_tokens(list(new))
     one.taken += len(new)

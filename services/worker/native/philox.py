@@ -1,7 +1,7 @@
 """Philox4x32-10: random numbers that are a function of (key, counter), as plain array arithmetic.
 
 Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011); test vectors in Random123. There is
-no state to carry: whoever knows a request's seed and how many tokens it has draws the same next number.
+no state: a request's seed and its number of tokens determine the next number, on any worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOW = 0xFFFFFFFF
 
 
 def philox(xp: ModuleType, counter: Array, key: Array) -> Array:
-    """Ten rounds: counter (n, 4) and key (n, 2), each u32 held in u64 → (n, 4) of the same."""
+    """Apply ten rounds to counter (n, 4) and key (n, 2), u32 numbers in u64 arrays; return (n, 4) of the same."""
     low, half = xp.uint64(_LOW), xp.uint64(32)
     c0, c1, c2, c3 = (counter[:, column] for column in range(4))
     k0, k1 = key[:, 0], key[:, 1]
@@ -28,7 +28,7 @@ def philox(xp: ModuleType, counter: Array, key: Array) -> Array:
 
 
 def uniform(xp: ModuleType, seeds: Array, draws: Array) -> Array:
-    """One number of [0, 1) with 53 random bits for each (u64 seed, index of the draw)."""
+    """Return a number of [0, 1) with 53 random bits for each u64 seed and index of the draw."""
     low, half = xp.uint64(_LOW), xp.uint64(32)
     nothing = xp.zeros_like(draws)
     counter = xp.stack([draws & low, draws >> half, nothing, nothing], axis=1)

@@ -1,11 +1,12 @@
-"""Embeddings from hidden states, a prompt in one piece or in chunks, on a CPU or behind a GPU.
+"""Makes embeddings from hidden states, for prompts in one piece or in chunks, for the CPU's and the GPU's decoder.
 
-    work of a step    | a chunk of a mean | a chunk of a last, no end | the end of a last | of a mean | …
-    spans, in rows      all of them         none                        its last row        all
-        └─▶ (the decoder) sums of hidden states behind the final norm, one a span ─▶ added to what is kept ─▶ vectors
+    pooling of a work   mean, any chunk   last, not the last chunk   last, the last chunk
+    rows of its span    all               no span                    its last row
+        └─▶ the decoder sums each span's hidden states after the final norm ─▶ added to the work's sum ─▶ embedding
 
-The sum of a mean is kept with its work and begins anew where the prompt does, as after a preemption: what it adds up is
-every position exactly once, because the scheduler lets it reuse none. In float64, so that no length of prompt shows.
+The sum of a mean is kept with its work and begins again where the prompt does, as after a preemption. Every position is
+added exactly once, because the scheduler reuses no cached block for it. Sums are float64, so that long prompts lose no
+precision.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from services.worker.runner import Drawn, Work
 from shared.messages import NOT_FINITE
 
 Sums = NDArray[np.float64]
-"""(spans, hidden)."""
+"""Sums of hidden states, (spans, hidden)."""
 
 
 class RowSpan(Struct, frozen=True):
-    """Consecutive rows of a step, whose hidden states are added up."""
+    """Consecutive rows of a step whose hidden states are added up."""
 
     first: int
     count: int
 
 
 def pooling_spans(works: Sequence[Work]) -> list[RowSpan]:
-    """One for each work that something is kept or comes of, in order of works; empty of most steps."""
+    """Return the spans to sum, in order of works; most steps have none."""
     spans: list[RowSpan] = []
     first = 0
     for work in works:
@@ -46,8 +47,10 @@ def pooling_spans(works: Sequence[Work]) -> list[RowSpan]:
 
 
 def step_results(works: Sequence[Work], drawn: Iterable[Drawn], sums: Sums) -> list[Drawn | None]:
-    """What comes of each work of a step: the next of `drawn`, an embedding, or None. `sums` are of the works' spans.
-    Where a hidden state is not finite there is the error instead of an embedding."""
+    """Return each work's result: the next of `drawn`, an embedding, or None. `sums` are those of the works' spans.
+
+    If a hidden state is not finite, the result is an error instead of an embedding.
+    """
     tokens, left = iter(drawn), iter(sums)
     return [next(tokens) if work.draws else _pooled(work, left) for work in works]
 
@@ -70,7 +73,7 @@ def _pooled(work: Work, sums: Iterator[NDArray[np.float64]]) -> Drawn | None:
 
 
 def _embedding(total: NDArray[np.float64]) -> Drawn:
-    """Of length 1: what a sum is divided by does not matter. A vector of zeros has no direction and stays as it is."""
+    """Scale a sum to length 1, so its number of summands does not matter. A vector of zeros stays as it is."""
     length = np.linalg.norm(total)
     if not np.isfinite(length):
         return Drawn(0, error=f"{NOT_FINITE}: its hidden states", suspect=True)

@@ -1,16 +1,16 @@
-"""Any model source to a directory whose weights can be mapped as float32.
+"""Turns any model source into a directory whose weights can be mapped as float32.
 
     directory, all float32   ─▶ itself, used in place
     directory, 16-bit floats ─▶ converted once ─┐
     GGUF file                ─▶ converted once ─┴▶ CACHE/<name>-<key>/     a Hugging Face directory
 
-The key covers the source's path, sizes and modification times. A conversion is written beside its place and renamed
-when it is whole and on the disk, under a lock that ends with its process; whoever comes second waits and finds it. All
-workers of a machine map the same files, so the page cache holds the weights once. float32 takes twice the disk of
-16-bit weights and up to eight times a GGUF file's: the price of arithmetic without unpacking.
+The key covers the source's path, sizes and modification times. A conversion is written under another name and renamed
+when it is complete and on the disk. It holds a lock that ends with its process; a second worker waits and then finds
+the result. All workers of a machine map the same files, so the page cache holds the weights once. float32 takes twice
+the disk space of 16-bit weights and up to eight times that of a GGUF file: the price of arithmetic without unpacking.
 
-The cache is bounded: after a conversion the models used least recently go until the rest fits in `limit_bytes`, except
-those used (prepared again) within the last hour. A worker that still maps a removed file keeps it.
+The cache is bounded: after a conversion the least recently used models are removed until the rest fits in
+`limit_bytes`, except those used (prepared again) within the last hour. A worker that maps a removed file keeps it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shared.errors import ModelError
 from shared.model_file import CONFIG_LIMIT_BYTES, LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_model_file
 
 _FORMAT = b"headrace 1"
-"""Part of every key: a change in what a conversion writes changes it."""
+"""A part of every key. Change it whenever a conversion writes something else."""
 _COPIED = {
     "generation_config.json": CONFIG_LIMIT_BYTES,
     "tokenizer.json": TOKENIZER_LIMIT_BYTES,
@@ -53,10 +53,11 @@ Progress = Callable[[Loading], None]
 def prepare(
     source: Path, cache: Path, progress: Progress, *, limit_bytes: int = CACHE_LIMIT_BYTES, as_stored: bool = False
 ) -> Path:
-    """The directory to serve `source` (a directory, or a GGUF file) from: config, tokenizer and float32 weights; with
-    `as_stored` a directory is served from itself, for whoever takes weights of any type.
+    """Return the directory to serve `source` from, with config, tokenizer and float32 weights.
 
-    Raises ModelError naming the file that is missing, torn, of an unsupported kind or shape, or cannot be written.
+    `source` is a directory or a GGUF file. With `as_stored` a directory is served from itself, for engines that read
+    weights of any type. Raises ModelError that names the file that is missing, torn, of an unsupported kind or shape,
+    or cannot be written.
     """
     if source.is_dir():
         checkpoint = _checkpoint(source)
@@ -78,7 +79,7 @@ def prepare(
 
 
 def check_source(source: Path, cache: Path) -> None:
-    """Raises ModelError where `prepare` would for what is in the files' heads. Writes nothing that stays."""
+    """Check the heads of the files and raise ModelError where `prepare` would. Nothing that it writes stays."""
     if source.is_dir():
         _checkpoint(source)
         return
@@ -89,7 +90,7 @@ def check_source(source: Path, cache: Path) -> None:
 
 
 def _checkpoint(source: Path) -> Checkpoint:
-    """Of a directory that has a tokenizer, too."""
+    """Open a directory's checkpoint, after checking that it has a tokenizer too."""
     config = read_config(source)
     if not (source / "tokenizer.json").exists():
         raise ModelError(f"{source / 'tokenizer.json'}: missing")
@@ -104,7 +105,7 @@ def _refuse_other_files(source: Path) -> None:
 def _converted(
     source: Path, files: list[Path], cache: Path, progress: Progress, limit_bytes: int, convert: Callable[[Path], None]
 ) -> Path:
-    """The cache's entry for these source files, converted if it is not there or damaged."""
+    """Return the cache's entry for these source files; convert them if it is missing or damaged."""
     target = _target(source, files, cache)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,9 @@ def _converted(
                 os.utime(target)  # used now: the last to be removed
                 return target
             shutil.rmtree(target, ignore_errors=True)
-            aside = cache / f"{target.name}.partial"  # one name: what a killed conversion left is overwritten
+            aside = (
+                cache / f"{target.name}.partial"
+            )  # always the same name, so that a killed conversion's files are replaced
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
             try:
@@ -129,7 +132,7 @@ def _converted(
 
 
 def _target(source: Path, files: list[Path], cache: Path) -> Path:
-    """Where these source files are, or would be, converted to."""
+    """Return the cache's entry for these source files, which may not exist yet."""
     name = source.stem if source.is_file() else source.resolve().name  # also of "."
     return cache / f"{name}-{_key(source, files)}"
 
@@ -148,7 +151,7 @@ def _convert_gguf(source: Path, target: Path, progress: Progress) -> None:
 
 
 def _open_gguf(source: Path, target: Path) -> tuple[GgufFile, dict[str, Shape]]:
-    """The file and the shapes of its tensors, checked; all but the weights is written to `target`."""
+    """Open and check a GGUF file, and write all but its weights to `target`; return it with its tensors' shapes."""
     model = GgufFile(source)
     vocabulary = model.vocabulary()
     (target / "config.json").write_text(as_json(model.config()), encoding="utf-8")
@@ -158,7 +161,7 @@ def _open_gguf(source: Path, target: Path) -> tuple[GgufFile, dict[str, Shape]]:
     (target / "tokenizer_config.json").write_text(as_json(vocabulary.tokenizer_config()), encoding="utf-8")
     try:
         shapes = tensor_shapes(read_config(target))
-    except ModelError as wrong:  # names the file being written, which is about to go
+    except ModelError as wrong:  # it names a file in `target`, which will not stay
         raise ModelError(f"{source}: {str(wrong).removeprefix(f'{target}/config.json: ')}") from None
     model.check(shapes)
     return model, shapes
@@ -176,7 +179,7 @@ def _write_weights(
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether an entry is there and every file is as long as it says; anything else is converted again."""
+    """Say whether an entry exists and its files have the right lengths; otherwise the source is converted again."""
     try:
         Checkpoint(target, read_config(target))
     except ModelError:
@@ -185,7 +188,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _key(source: Path, files: list[Path]) -> str:
-    """16 hex digits that change whenever a source file does."""
+    """Return 16 hex digits that change whenever a source file changes."""
     digest = hashlib.sha256(_FORMAT + os.fsencode(source.resolve()))
     for file in files:
         try:
@@ -202,7 +205,7 @@ def _existing(source: Path) -> list[Path]:
 
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """A kernel lock: it ends with its process, however that ends."""
+    """Hold a kernel lock, which ends with its process, however the process ends."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,9 +216,9 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
 
 
 def _shrink(cache: Path, limit_bytes: int) -> None:
-    """Remove entries, least recently used first, until they fit or only those in use are left.
+    """Remove entries, least recently used first, until the rest fits or is in use.
 
-    What a killed conversion left counts as an entry; one that is still being written is in use.
+    The files of a killed conversion count as an entry; an entry that is being written is in use.
     """
     entries = [entry for entry in cache.iterdir() if (entry / "model.safetensors").is_file()]
     entries.sort(key=lambda entry: entry.stat().st_mtime)

@@ -1,14 +1,14 @@
 """Rotary position embeddings: the frequencies of each scaling variant, and the tables of cosine and sine.
 
     linear    every frequency ÷ factor                                      (kaiokendev)
-    dynamic   within max_position_embeddings the same as none               (bloc97; see below)
+    dynamic   no scaling within max_position_embeddings                     (bloc97; see below)
     llama3    long wavelengths ÷ factor, short ones kept, between blended   (Llama 3.1)
     yarn      the same idea by rotations, and the attention scaled          (arXiv 2309.00071)
 
-Formulas as in transformers' modeling_rope_utils.py. A key is cached rotated, so its rotation may depend on its own
-position alone. Dynamic scaling changes all frequencies once a sequence grows past max_position_embeddings; such
-sequences are not served, and below that length its factor is 1. LongRoPE swaps frequencies by the sequence's length,
-within the served range too, and is refused.
+The formulas are those of transformers' modeling_rope_utils.py. A key is cached after its rotation, so the rotation may
+depend only on the key's position. Dynamic scaling changes all frequencies once a sequence grows past
+max_position_embeddings. Such sequences are not served, and below that length the factor is 1. LongRoPE changes
+frequencies with the sequence's length within the served range too, and is refused.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Angles = NDArray[np.float64]
 
 
 class PlainRope(Struct, frozen=True, tag="default", tag_field="rope_type"):
-    """No scaling."""
+    """Rotation without scaling."""
 
     rope_theta: float = 10_000.0
 
 
 class LinearRope(Struct, frozen=True, tag="linear", tag_field="rope_type"):
-    """Positions interpolated."""
+    """Scaling by interpolation of positions."""
 
     factor: float
     rope_theta: float = 10_000.0
 
 
 class DynamicRope(Struct, frozen=True, tag="dynamic", tag_field="rope_type"):
-    """NTK scaling by length; within the served lengths equal to PlainRope."""
+    """NTK scaling by length, which equals PlainRope within the served lengths."""
 
     factor: float
     rope_theta: float = 10_000.0
@@ -76,10 +76,10 @@ Rope = PlainRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 def parse_rope(
     where: str, parameters: dict[str, Any], max_positions: int, original_positions: int | None
 ) -> tuple[Rope, int]:
-    """A config's rope parameters, and the context length they serve.
+    """Return a config's rope parameters, and the context length that they serve. Raises ModelError.
 
-    `where` names the file in errors. YaRN configs state the original length as max_position_embeddings and mean
-    factor times that; the others state what they serve. Raises ModelError.
+    `where` names the file in errors. YaRN configs state the original length as max_position_embeddings and serve
+    factor times that; the others state the length that they serve.
     """
     named: Any = parameters.get("rope_type") or parameters.get("type") or "default"
     known = ["default", "dynamic", "linear", "llama3", "yarn"]
@@ -113,7 +113,7 @@ def _check(where: str, rope: Rope) -> None:
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[Angles, float]:
-    """(head_dim / 2) angles a position turns each pair by, and the factor on cosine and sine."""
+    """Return by which angle one position turns each pair, (head_dim / 2), and the factor on cosine and sine."""
     plain: Angles = np.power(rope.rope_theta, -np.arange(0, head_dim, 2) / head_dim)
     match rope:
         case PlainRope() | DynamicRope():
@@ -127,9 +127,9 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Angles, float]:
 
 
 def rope_tables(rope: Rope, head_dim: int, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines, each (positions, head_dim / 2)."""
+    """Return cosines and sines, each (positions, head_dim / 2)."""
     angles, scale = frequencies(rope, head_dim)
-    # In float32 from here on, as the models were trained: at far positions the rounding is part of the model.
+    # float32 from here on, as in training: at large positions the rounding is part of the model.
     turned = np.arange(positions, dtype=np.float32)[:, None] * angles.astype(np.float32)
     return np.cos(turned) * np.float32(scale), np.sin(turned) * np.float32(scale)
 
@@ -144,7 +144,7 @@ def _yarn(rope: YarnRope, plain: Angles) -> Angles:
     half = len(plain)
 
     def pair_of(rotations: float) -> float:
-        """The pair that turns this often within the original context."""
+        """Return the pair that turns this often within the original context."""
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return half * math.log(turns) / math.log(rope.rope_theta)
 
@@ -159,7 +159,7 @@ def _yarn(rope: YarnRope, plain: Angles) -> Angles:
 
 
 def _blend(plain: Angles, kept: Angles, factor: float) -> Angles:
-    """Each frequency, kept by this share (cut to 0 … 1) and else divided by `factor`."""
+    """Mix each frequency, at the share `kept` (clipped to 0 … 1), with that frequency divided by `factor`."""
     share: Angles = np.clip(kept, 0.0, 1.0)
     return share * plain + (1 - share) * plain / factor
 

@@ -1,7 +1,7 @@
-"""The native engine as a Runner: a prepared directory in, tokens out.
+"""The native engine as a Runner: it computes steps on the CPU for a prepared model directory.
 
-Not for two threads at once. Set the number of BLAS threads before NumPy is imported (OPENBLAS_NUM_THREADS): two
-engines with as many threads each as there are cores are many times slower than with half as many.
+Only one thread may use it at a time. Set the number of BLAS threads before NumPy is imported (OPENBLAS_NUM_THREADS):
+two engines with a thread for each core are many times slower than with half as many threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CALIBRATION_BYTES = 128 << 20
 
 
 class NativeRunner:
-    """Computes steps with NumPy on the CPU, in float32, whatever keys and values are stored as."""
+    """Computes steps with NumPy on the CPU in float32, also where keys and values are stored in another type."""
 
     def __init__(
         self,
@@ -47,17 +47,18 @@ class NativeRunner:
         kv_dtype: Dtype = "float32",
         verify: bool = False,
     ) -> None:
-        """`directory` is what `prepare` returned; `capacity_blocks` 0 means as many as `capacity_bytes` holds.
-        `verify`: blocks that are loaded are compared.
+        """Load the model. Raises ModelError, also if the cache would hold no block.
 
-        Raises ModelError, also where the cache would hold no block.
+        `directory` is the result of `prepare`. `capacity_blocks` 0 means as many as `capacity_bytes` hold. With
+        `verify` every loaded block is compared with the pool's.
         """
         config = read_config(directory)
         layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, block_size)
         capacity_blocks = capacity_blocks or capacity_bytes // layout.block_bytes
         if capacity_blocks < 1:
             raise ModelError(
-                f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes}"
+                f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes} bytes;"
+                " raise capacity_bytes"
             )
         weights = load_weights(directory, config)
         context_length = min(config.context_length, capacity_blocks * block_size)
@@ -82,30 +83,32 @@ class NativeRunner:
 
     @property
     def facts(self) -> Ready:
-        """What is served. The context is no longer than the cache."""
+        """What the engine serves. The context is no longer than the cache."""
         return self._facts
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry a work, None for those that do not end."""
+        """Compute a step; return one entry for each work, None for those that do not end."""
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
-        with np.errstate(over="ignore", invalid="ignore"):  # found in the logits or the sums, where it matters
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # numbers that are not finite are found later, in the logits or the sums
             logits, sums = self._decoder.pool(works, pooling_spans(works))
         return step_results(works, sample(np, logits, drawing, self._masks.end()), sums)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
-        """Between the KV pages and a pool."""
+        """Return a mover between the KV pages and a pool."""
         copier = HostCopier.over(self._cache.memory, self._cache.layout.block_bytes)
         return TransferMover(copier, clock, verify=self._verify)
 
     def close(self) -> None:
-        """Let go of the KV pages; the weights are mapped and go with the process."""
+        """Let go of the KV pages. The weights stay mapped until the process ends."""
         self._masks.close()
         self._cache.close()
 
 
 def _linear(weights: Weights) -> Linear:
-    """Measured on enough of the layers to outgrow the CPU's caches: about 0.1 s."""
+    """Calibrate on enough layers to exceed the CPU's caches; this takes about 0.1 s."""
     layers = max(1, _CALIBRATION_BYTES // weights.layers[0].up.nbytes)
     return calibrate_linear([layer.up for layer in weights.layers[:layers]])
 
@@ -120,7 +123,10 @@ def load_native(
     kv_dtype: Dtype = "float32",
     verify: bool = False,
 ) -> LoadRunner:
-    """A LoadRunner for a model directory or GGUF file; `cache` holds converted models, the rest is as above."""
+    """Return a LoadRunner for a model directory or GGUF file.
+
+    `cache` is the directory of converted models; the other arguments are NativeRunner's.
+    """
 
     def load(progress: Callable[[Loading], None]) -> NativeRunner:
         directory = prepare(source, cache, progress)

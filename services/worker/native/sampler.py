@@ -1,17 +1,17 @@
-"""From logits to drawn tokens, every row by its own settings and as if it were alone.
+"""Draws tokens from logits; each row has its own settings and does not depend on the other rows.
 
     logits ─▶ biases, penalties, mask ─▶ greatest                                            temperature 0
-       │                             └─▶ ÷ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ draw    else
-       └────▶ log-probabilities of the raw logits, where asked for
+       │                             └─▶ ÷ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ draw    otherwise
+       └────▶ log-probabilities of the raw logits, if a request asks for them
 
-A mask says which tokens a row's grammar allows; all else is as if the model had given the others no weight at all.
+A mask says which tokens a row's grammar allows; the others count as if the model had given them no weight.
 
 Biases are OpenAI's `logit_bias`. Penalties are OpenAI's (presence, frequency: over the output) and CTRL's (repetition:
 over prompt and output), in vLLM's order: biases, repetition, the others. Then temperature and the filters in
 transformers' order (`_get_logits_processor`).
-Log-probabilities are vLLM's default, `raw_logprobs`: of the model's distribution before any of this.
+Log-probabilities are vLLM's default, `raw_logprobs`: those of the model's distribution before any of this.
 
-A token is drawn by inverting the cumulative distribution at one Philox number keyed by (seed, index of the token in
+A token is drawn by inverting the cumulative distribution at one Philox number with the key (seed, index of the token in
 the output). So the same logits and settings draw the same token in any batch and on any worker.
 """
 
@@ -33,12 +33,15 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy (vLLM's bound): dividing by it would overflow."""
 _LOGIT_LIMIT = 1e30
 NO_TOKEN = Drawn(0, error=f"{NOT_FINITE}: its logits", suspect=True)
-"""Of a row with a logit that is not finite."""
+"""The result of a row with a logit that is not finite."""
 
 
 def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
-    """Draw one token a row of logits (works, vocab), float32; not changed. A row whose grammar has failed gets no
-    token but the error, and so does one with a logit that is not finite: any token of it would be an invention."""
+    """Draw one token for each row of `logits` (works, vocab), float32, which stay unchanged.
+
+    A row whose grammar has failed gets an error instead of a token, and so does a row with a logit that is not finite:
+    no token of it would be the model's.
+    """
     finite = xp.isfinite(logits).all(axis=1).tolist()
     if all(finite):
         return _drawn(xp, logits, works, masks)
@@ -48,7 +51,7 @@ def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = 
 
 
 def _drawn(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> list[Drawn]:
-    """Of finite logits."""
+    """Draw tokens from finite logits."""
     penalised = _masked(xp, _penalised(xp, _biased(xp, logits, works), works), works, masks)
     tokens = xp.argmax(penalised, axis=1)
     random = [row for row, work in enumerate(works) if work.sampling.temperature >= GREEDY_BELOW]
@@ -65,7 +68,7 @@ def _drawn(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -
 
 
 def _biased(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
-    """A copy with what is added to some tokens' logits, or the logits themselves where no row has any."""
+    """Return a copy with biases added to some tokens' logits, or the logits themselves if no row has a bias."""
     rows = [row for row, work in enumerate(works) if work.sampling.logit_bias]
     if not rows:
         return logits
@@ -77,9 +80,9 @@ def _biased(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
 
 
 def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
-    """A copy with penalties, or the logits themselves where no row has any.
+    """Return a copy with penalties, or the logits themselves if no row has any.
 
-    Counted from the history at each token: tens of µs for some thousand tokens, and only where penalties are set.
+    Tokens are counted from the history at each step: tens of µs for some thousand tokens, and only with penalties.
     """
     rows = [row for row, work in enumerate(works) if _has_penalty(work.sampling)]
     if not rows:
@@ -91,7 +94,7 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
         if sampling.repetition_penalty != 1.0:
             seen = xp.asarray(np.unique(history))
             scores, factor = penalised[row, seen].astype(np.float64), sampling.repetition_penalty
-            with np.errstate(over="ignore"):  # any factor above 0 is allowed; what it makes stays a float32
+            with np.errstate(over="ignore"):  # any factor above 0 is allowed; the result is clipped below
                 scores = xp.where(scores > 0, scores / factor, scores * factor)
             penalised[row, seen] = xp.clip(scores, -_LOGIT_LIMIT, _LOGIT_LIMIT)
         produced, counts = np.unique(history[work.prompt_tokens :], return_counts=True)
@@ -101,7 +104,7 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
 
 
 def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> Array:
-    """A copy in which what no grammar allows has no weight, or the logits themselves where no row has a mask."""
+    """Return a copy in which masked tokens have no weight, or the logits themselves if no row has a mask."""
     rows = [row for row, work in enumerate(works) if work.sequence in masks.allowed]
     if not rows:
         return logits
@@ -116,8 +119,10 @@ def _has_penalty(sampling: Sampling) -> bool:
 
 
 def is_plain(sampling: Sampling, vocab: int) -> bool:
-    """Whether it asks for no more than the greatest logit, or a draw from the model's own distribution at some
-    temperature; for whoever has a faster way to these."""
+    """Say whether a row needs only the greatest logit, or a draw from the model's distribution at some temperature.
+
+    The GPU has a faster kernel for these rows.
+    """
     greedy = sampling.temperature < GREEDY_BELOW
     filtered = not greedy and (0 < sampling.top_k < vocab or sampling.top_p < 1.0 or sampling.min_p > 0.0)
     changed = sampling.logit_bias or _has_penalty(sampling) or sampling.grammar
@@ -125,12 +130,12 @@ def is_plain(sampling: Sampling, vocab: int) -> bool:
 
 
 def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Array:
-    """Unnormalised probabilities (rows, vocab), the likeliest 1, what a filter removes 0. Changes `logits`.
+    """Return unnormalised probabilities (rows, vocab): 1 for the likeliest, 0 for removed tokens. Changes `logits`.
 
     Every filter keeps all tokens that tie with the last one it keeps, so that the order of equal logits never matters.
     """
     vocab = logits.shape[1]
-    with np.errstate(over="ignore"):  # what falls out of float32's range has no weight
+    with np.errstate(over="ignore"):  # a logit out of float32's range has no weight
         logits -= logits.max(axis=1, keepdims=True)
         logits *= xp.asarray([[1 / sampling.temperature] for sampling in settings], np.float32)
     rows = [row for row, sampling in enumerate(settings) if 0 < sampling.top_k < vocab]
@@ -144,13 +149,13 @@ def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Ar
         weights[rows] = _nucleus(xp, weights[rows], xp.asarray([[settings[row].top_p] for row in rows]))
     rows = [row for row, sampling in enumerate(settings) if sampling.min_p > 0.0]
     if rows:
-        least = xp.asarray([[settings[row].min_p] for row in rows], np.float32)  # of the greatest weight, which is 1
+        least = xp.asarray([[settings[row].min_p] for row in rows], np.float32)  # the greatest weight is 1
         weights[rows] = xp.where(weights[rows] < least, xp.float32(0), weights[rows])
     return weights
 
 
 def _nucleus(xp: ModuleType, weights: Array, top_p: Array) -> Array:
-    """Keep the smallest set of the likeliest tokens whose mass reaches `top_p` (rows, 1) of each row."""
+    """Keep the smallest set of likeliest tokens whose mass reaches each row's `top_p` (rows, 1)."""
     ranked = xp.sort(weights, axis=1)
     mass = xp.cumsum(ranked, axis=1, dtype=np.float64)
     removable = mass <= (1 - top_p) * mass[:, -1:]  # a prefix of the ascending order
@@ -160,18 +165,18 @@ def _nucleus(xp: ModuleType, weights: Array, top_p: Array) -> Array:
 
 
 def _draw(xp: ModuleType, weights: Array, works: Sequence[Work]) -> Array:
-    """Tokens drawn in proportion to each row's weights."""
+    """Draw a token for each row, in proportion to its weights."""
     seeds = xp.asarray([work.sampling.seed for work in works], np.uint64)
     draws = xp.asarray([work.draw_index for work in works], np.uint64)
     mass = xp.cumsum(weights, axis=1, dtype=np.float64)
     total = mass[:, -1]
-    # Below the total even after rounding, so that the first mass above it is that of a token with some weight.
+    # The target stays below the total even after rounding, so the first mass above it is that of a token with weight.
     target = xp.minimum(uniform(xp, seeds, draws) * total, xp.nextafter(total, xp.zeros_like(total)))
     return xp.argmax(mass > target[:, None], axis=1)
 
 
 def _logprob(xp: ModuleType, logits: Array, token: int, count: int) -> TokenLogprob:
-    """Of one row: the drawn token's, and those of the `count` likeliest, ties by lower id."""
+    """Return one row's log-probabilities: the drawn token's, and those of the `count` likeliest, ties by lower id."""
     greatest = logits.max()
     with np.errstate(over="ignore"):
         normaliser = greatest + xp.log(xp.exp(logits - greatest).sum(dtype=np.float64))

@@ -1,10 +1,10 @@
-"""Where each token of a step stands: index arrays made once and used by every layer.
+"""Lays out the rows of a step: index arrays made once and used by every layer.
 
     rows of the step    | work 0: a prefill chunk | work 1: one token | work 2: one token | …   (in order)
     Span                  attends alone             ╰── a Group attends together ──╯
 
-Works that compute one token are grouped by the length of their history, so that padding at most doubles what a
-group reads, and cut where a group would gather more than it may hold at once. Pure: no array module, no model.
+Works that compute one token are grouped by the length of their history, so that padding at most doubles what a group
+reads. A group ends where it would gather more than it may hold at once.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One work's chunk of several tokens: rows first … first + count - 1 at positions start …"""
+    """One work's chunk of several tokens: rows first … first + count - 1, whose positions begin at `start`."""
 
     first: int
     count: int
     start: int
     table: Ints
-    """(1, blocks): slots up to the last position."""
+    """The slots up to the last position, (1, blocks)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Works of one token each."""
+    """Works of one token each, which attend together."""
 
     rows: Ints
     lengths: Ints
-    """Positions each attends to, its own among them."""
+    """How many positions each work attends to, its own included."""
     table: Ints
-    """(works, blocks); a shorter sequence repeats its own first slot, so that nobody reads another's pages."""
+    """The slots, (works, blocks). A shorter sequence repeats its first slot, so that it reads only its own pages."""
     mask: NDArray[np.float32]
-    """(works, 1, 1, longest), added to scores: -inf beyond a work's own length."""
+    """What is added to scores, (works, 1, 1, longest): -inf beyond a work's own length."""
 
     @property
     def longest(self) -> int:
-        """Positions the longest of them attends to."""
+        """How many positions the longest work attends to."""
         return int(self.lengths.max())
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's rows."""
+    """The index arrays of a step; the first four have an entry for each row."""
 
     tokens: Ints
     positions: Ints
     slots: Ints
     offsets: Ints
-    """Place of each row in its block."""
+    """The place of each row within its block."""
     spans: tuple[Span, ...]
     groups: tuple[Group, ...]
     drawing_rows: Ints
@@ -65,7 +65,7 @@ class Step:
 
 
 def lay_out(works: Sequence[Work], block_size: int, group_limit_positions: int) -> Step:
-    """Index arrays of a step; a group gathers at most `group_limit_positions` (one work always fits)."""
+    """Make a step's index arrays. A group gathers at most `group_limit_positions` (one work always fits)."""
     assert works, "a step has work"
     counts = [work.end - work.start for work in works]
     firsts = np.cumsum([0, *counts])
@@ -97,17 +97,17 @@ def lay_out(works: Sequence[Work], block_size: int, group_limit_positions: int) 
 
 
 def _table(work: Work, block_size: int) -> Ints:
-    """The slots up to the work's last position; the scheduler may already have given it more."""
+    """Return the slots up to the work's last position; the scheduler may already have added more."""
     blocks = -(-work.end // block_size)
     assert len(work.blocks) >= blocks, f"sequence {work.sequence}: {len(work.blocks)} slots for {work.end} positions"
     return np.asarray(work.blocks[:blocks], np.int64)
 
 
 def _gather(single: Sequence[int], blocks: Sequence[int], limit_blocks: int) -> Iterator[list[int]]:
-    """Group works (by number) of similar length: none over twice another's, none's padded table over the limit."""
+    """Group works (by index) of similar length: at most twice the shortest, and the padded table within the limit."""
     group: list[int] = []
     for number in sorted(single, key=lambda number: blocks[number]):
-        widest = blocks[number]  # ascending, so the newcomer decides the padding
+        widest = blocks[number]  # lengths ascend, so the newest decides the padding
         if group and (widest > 2 * blocks[group[0]] or widest * (len(group) + 1) > limit_blocks):
             yield group
             group = []

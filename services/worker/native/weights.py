@@ -1,4 +1,4 @@
-"""A directory's weights, named and shaped as config.json says.
+"""Maps a directory's weights and checks their names and shapes against config.json.
 
 Names and shapes are those of transformers' LlamaForCausalLM and Qwen2ForCausalLM. Matrices are (outputs, inputs),
 row-major, as stored, so that a float32 file is used in place.
@@ -21,7 +21,7 @@ from shared.model_file import LIST_LIMIT_BYTES, read_model_json
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; biases are None where the model has none."""
+    """The weights of one decoder layer; a bias is None if the model does not have it."""
 
     input_norm: Array
     q: Array
@@ -46,7 +46,7 @@ class Weights:
     layers: tuple[Layer, ...]
     norm: Array
     head: Array
-    """(vocab, hidden); the embedding itself where they are tied."""
+    """The output projection, (vocab, hidden); the embedding itself if they are tied."""
 
 
 class _Index(Struct, frozen=True):
@@ -57,13 +57,15 @@ class Checkpoint:
     """The safetensors file of a directory, or several with their index, checked against the config."""
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
-        """Map and check. Raises ModelError naming the file, the tensor and what was expected."""
+        """Map and check the files. Raises ModelError that names the file, the tensor and what was expected."""
         self.shapes = tensor_shapes(config)
         self._files, self._where = _open(directory)
         for name, shape in self.shapes.items():
             file = self._where.get(name)
             if file is None:
-                raise ModelError(f"{directory}: tensor {name} is in no safetensors file; expected one of shape {shape}")
+                raise ModelError(
+                    f"{directory}: tensor {name} is in no safetensors file; expected one with shape {shape}"
+                )
             entry = self._files[file].entries.get(name)
             if entry is None:
                 raise ModelError(f"{directory / file}: tensor {name} is missing; the index says it is here")
@@ -76,24 +78,24 @@ class Checkpoint:
 
     @property
     def mapped(self) -> bool:
-        """Whether every tensor is float32 and so used in place."""
+        """Whether every tensor is float32 and so is used in place."""
         return all(self.entry(name).dtype == "F32" for name in self.shapes)
 
     def entry(self, name: str) -> TensorEntry:
-        """How one tensor is stored."""
+        """Return how one tensor is stored."""
         return self._files[self._where[name]].entries[name]
 
     def pieces(self, name: str, most: int, piece_bytes: int) -> Iterator[memoryview]:
-        """Of one tensor's bytes, as `TensorFile.pieces`."""
+        """Yield pieces of one tensor's bytes, as `TensorFile.pieces` does."""
         return self._files[self._where[name]].pieces(name, most, piece_bytes)
 
     def floats(self, name: str) -> Floats:
-        """One tensor as float32."""
+        """Return one tensor as float32."""
         return self._files[self._where[name]].floats(name)
 
 
 def load_weights(directory: Path, config: ModelConfig) -> Weights:
-    """Map a directory's weights (convert them, where they are not float32). Raises ModelError."""
+    """Map a directory's weights; those that are not float32 are converted. Raises ModelError."""
     checkpoint = Checkpoint(directory, config)
 
     def layer(number: int) -> Layer:
@@ -128,7 +130,7 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor the decoder needs, by its Hugging Face name."""
+    """Return the shape of every tensor that the decoder needs, by its Hugging Face name."""
     hidden, intermediate, queries, keys = config.hidden, config.intermediate, config.queries, config.keys
     layer: dict[str, Shape] = {
         "input_layernorm.weight": (hidden,),
@@ -155,7 +157,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The files a directory's weights are in, index first. Raises ModelError."""
+    """Return the files of a directory's weights, the index first if there is one. Raises ModelError."""
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists() or not index.exists():
         return [directory / "model.safetensors"]
@@ -163,7 +165,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def _open(directory: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
-    """The mapped files by name, and the file of each tensor."""
+    """Return the mapped files by name, and the name of the file of each tensor."""
     first, *shards = checkpoint_files(directory)
     if not shards:
         single = TensorFile(first)

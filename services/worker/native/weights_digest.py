@@ -1,10 +1,10 @@
-"""Names what a model computes with, so that blocks of other weights are never taken for its own.
+"""Computes a digest of a model's weights, so that cached blocks of other weights are never used for it.
 
-Covered: config.json as far as it is understood, each tensor's name, shape and type, and of its bytes PIECES pieces, the
-first and the last among them. Tensors of up to 64 KiB, so all norms and biases of today's models, are covered whole.
-Fine-tuning, merging and quantising change every piece. Not seen is a change that leaves all pieces of all tensors as
-they were: who edits single rows of a matrix gives the model another name. How the files are cut does not matter. Takes
-30 ms for 270 tensors, where all bytes would take seconds.
+The digest covers the parts of config.json that are read, and each tensor's name, shape and type. Of a tensor's bytes it
+covers PIECES pieces, the first and the last among them; tensors of up to 64 KiB, so all norms and biases of today's
+models, are covered completely. Fine-tuning, merging and quantising change every piece. A change that leaves all pieces
+of all tensors as they were is not found: after editing single rows of a matrix, give the model another name. How the
+weights are split into files does not matter. It takes 30 ms for 270 tensors; reading all bytes would take seconds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from services.worker.native.config import ModelConfig
 from services.worker.native.weights import Checkpoint
 
 PIECES = 16
+"""How many pieces of a tensor are covered."""
 PIECE_BYTES = 4096
 _ARITHMETIC = b"headrace 1"
-"""A change in what the decoder computes changes it."""
+"""The version of the decoder's arithmetic. Change it whenever the decoder computes something else."""
 
 
 def weights_digest(directory: Path, config: ModelConfig) -> str:
-    """16 hex digits. Raises ModelError."""
+    """Return the digest as 16 hex digits. Raises ModelError."""
     digest = hashlib.sha256(_ARITHMETIC + msgspec.json.encode(config))
     checkpoint = Checkpoint(directory, config)
     for name in sorted(checkpoint.shapes):

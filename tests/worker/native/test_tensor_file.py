@@ -93,14 +93,14 @@ def test_a_pipe_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_header_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="x: header is not that of a safetensors file"):
+    with pytest.raises(ModelError, match="x: the header is not that of a safetensors file"):
         TensorFile(with_header(tmp_path / "x", b'{"a":' * 50_000 + b"1" + b"}" * 50_000))
 
 
 def test_a_header_over_the_limit_is_not_read(tmp_path: Path) -> None:
     header = b"{}".ljust(HEADER_LIMIT_BYTES)
     assert TensorFile(with_header(tmp_path / "x", header)).entries == {}
-    with pytest.raises(ModelError, match=rf"y: a header of {len(header) + 1} bytes; at most {len(header)} are read"):
+    with pytest.raises(ModelError, match=rf"y: the header has {len(header) + 1} bytes; at most {len(header)} are"):
         TensorFile(with_header(tmp_path / "y", header + b" "))
 
 
@@ -118,8 +118,8 @@ def test_a_header_over_the_limit_is_not_read(tmp_path: Path) -> None:
         ({"a": entry("F32", [2], 8, 0)}, "inconsistent at a"),
         ({"a": entry("I8", [-2], 0, -2)}, "inconsistent at a"),
         ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [2], 0, 8)}, "inconsistent at b"),
-        ({"a": entry("F32", [1], 0, 4)}, "promises 4 bytes of tensors, the file has 8"),
-        ({"a": entry("F32", [1 << 40], 0, 4 << 40)}, "promises 4398046511104 bytes"),
+        ({"a": entry("F32", [1], 0, 4)}, "lists 4 bytes of tensors, the file has 8"),
+        ({"a": entry("F32", [1 << 40], 0, 4 << 40)}, "lists 4398046511104 bytes"),
     ],
 )
 def test_a_header_that_lies_is_refused(tmp_path: Path, header: object, complaint: str) -> None:

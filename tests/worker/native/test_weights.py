@@ -41,7 +41,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     )
     with pytest.raises(
-        ModelError, match=r"lm_head\.weight is in no safetensors file; expected one of shape \(320, 64\)"
+        ModelError, match=r"lm_head\.weight is in no safetensors file; expected one with shape \(320, 64\)"
     ):
         load_weights(directory, read_config(directory))
 

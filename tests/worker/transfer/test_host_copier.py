@@ -95,8 +95,8 @@ def test_a_pool_that_cannot_be_touched_is_said_once_and_let_go_like_any_other(
         slots.close()  # BufferError, were it still in use
         pool.close()
     [record] = caplog.records
-    assert (
-        record.message == "the pool's pages are not touched beforehand, copies will be slower: [Errno 14] Bad address"
+    assert record.message == (
+        "the pool's pages cannot be touched beforehand, so copies are slower: [Errno 14] Bad address"
     )
 
 

@@ -106,7 +106,9 @@ def test_a_fault_is_said_once_and_loudly(tmp_path: Path, caplog: pytest.LogCaptu
     rig.close()
     [record] = caplog.records
     assert record.levelno == logging.CRITICAL
-    assert record.message.startswith("WRONG BYTES: the pool's slot 3, loaded into the device's slot 3 on one of the")
+    assert record.message.startswith(
+        "WRONG BYTES: after a load of the pool's slot 3 into the device's slot 3, on one of"
+    )
 
 
 def test_what_is_not_to_be_compared_is_not(tmp_path: Path) -> None:

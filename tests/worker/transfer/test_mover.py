@@ -148,7 +148,7 @@ def test_a_batch_that_fails_says_why_once_with_its_traceback_and_others_go_on(
             rig.mover.save(batch, [Copy(0, 0), Copy(ARENA.slots, 1)], 1.0)
             [copied] = rig.ended()
             assert copied.good == [False, False]
-            assert copied.failed == f"PoolUnfit: slot {ARENA.slots} of an arena of {ARENA.slots}"
+            assert copied.failed == f"PoolUnfit: there is no slot {ARENA.slots} in an arena of {ARENA.slots} slots"
     [record] = caplog.records
     assert record.exc_info is not None
     rig.mover.load(3, [Copy(0, 0)])
@@ -196,7 +196,7 @@ def test_slots_smaller_than_a_block_are_refused(rig: Rig) -> None:
     rig.mover.detach()
     pool = PoolMap(rig.path)
     slots = pool.arena(GEOMETRY.arena(0, 1, 4096))
-    with pytest.raises(PoolUnfit, match=f"slots of 4096 bytes for blocks of {BLOCK_BYTES}"):
+    with pytest.raises(PoolUnfit, match=f"slots of 4096 bytes are too small for blocks of {BLOCK_BYTES}"):
         rig.mover.attach(slots)
     slots.close()
     pool.close()

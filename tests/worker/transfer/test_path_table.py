@@ -92,4 +92,4 @@ def test_a_directory_that_is_none_is_said_and_nothing_fails(tmp_path: Path, capl
     with caplog.at_level(logging.WARNING):
         write_table(tmp_path / "file", KEY, MEASURED)
         assert read_table(tmp_path / "file", KEY) is None
-    assert "is not kept" in caplog.records[0].message
+    assert "cannot be kept" in caplog.records[0].message

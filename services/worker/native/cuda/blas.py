@@ -1,7 +1,7 @@
-"""Matrix products by cuBLAS, on a handle of our own.
+"""Computes matrix products with cuBLAS, on a handle of its own.
 
-CuPy refuses its own cuBLAS calls while a stream captures a CUDA graph. cuBLAS itself captures well once it has a fixed
-workspace, so `cublasGemmEx` is called through ctypes, in the library that CuPy has loaded.
+CuPy refuses its own cuBLAS calls while a stream captures a CUDA graph. cuBLAS itself can be captured once it has a
+fixed workspace, so `cublasGemmEx` is called through ctypes, in the library that CuPy has loaded.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _DEFAULT_ALGORITHM = -1
 
 
 class Blas:
-    """Products of one element type, accumulated in float32. Not for two threads at once."""
+    """Matrix products of one element type, accumulated in float32. Only one thread may use it at a time."""
 
     def __init__(self, element_type: Dtype, stream: Any) -> None:
-        """All products run on `stream`. Raises ModelError."""
+        """Make a cuBLAS handle whose products run on `stream`. Raises ModelError."""
         self._library = _loaded_cublas()
         self._type = _DATA_TYPES[element_type]
         self._workspace = cp.empty(BLAS_BYTES, cp.uint8)
@@ -40,14 +40,14 @@ class Blas:
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def product(self, out: Array, x: Array, weight: Array, *, add: bool = False) -> None:
-        """out (rows, outputs) = x (rows, inputs) · weight (outputs, inputs)ᵀ, or is added to it.
+        """Compute x (rows, inputs) · weight (outputs, inputs)ᵀ into `out` (rows, outputs); with `add`, add it there.
 
-        All row-major and contiguous; x and weight of the element type, out of it or float32.
+        All are row-major and contiguous. x and weight have the element type; out has it too, or is float32.
         """
         rows, inputs = x.shape
         outputs = weight.shape[0]
         assert out.shape == (rows, outputs), (out.shape, x.shape, weight.shape)
-        # cuBLAS counts column-major, where each of these is its transpose: outᵀ = weight · xᵀ.
+        # cuBLAS reads arrays as column-major, so it sees their transposes: outᵀ = weight · xᵀ.
         self._call(
             "cublasGemmEx",
             self._handle,
@@ -72,7 +72,7 @@ class Blas:
         )
 
     def close(self) -> None:
-        """After this there are no products."""
+        """Destroy the handle; no product may follow."""
         self._call("cublasDestroy_v2", self._handle)
 
     def _call(self, function: str, *arguments: Any) -> None:
@@ -82,7 +82,7 @@ class Blas:
 
 
 def _loaded_cublas() -> ctypes.CDLL:
-    """The very library CuPy uses: two copies would each take memory on the device."""
+    """Return the library that CuPy has loaded: a second copy would take memory on the device too."""
     cp.cuda.device.get_cublas_handle()  # loads it
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.split(maxsplit=5)[-1]

@@ -1,4 +1,4 @@
-"""The device memory that steps compute in: reserved once, as large as the largest step needs."""
+"""The device memory that steps compute in, allocated once for the largest step; and pinned host memory for kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from services.worker.native.rope import rope_tables
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What they are for is drawn in `decoder`; shapes are in `capacity`."""
+    """The arrays of a step. `decoder` shows their use; `capacity.step_arrays` has their shapes."""
 
     hidden: Array
     normed: Array
     qkv: Array
     q: Array
     q_rest: Array
-    """What rounding took from `q`; float16 alone uses it."""
+    """The rounding errors of `q`; only float16 uses them."""
     attended: Array
     gate_up: Array
     activated: Array
@@ -38,7 +38,7 @@ class Buffers:
 
     @staticmethod
     def allocate(config: ModelConfig, limits: StepLimits, element_type: Dtype) -> Buffers:
-        """On the current stream."""
+        """Allocate the arrays for steps of up to `limits`, on the current stream."""
         dtypes = {"element": DTYPES[element_type], "float32": cp.float32, "int32": cp.int32}
         arrays = {name: cp.empty(shape, dtypes[item]) for name, (shape, item) in step_arrays(config, limits).items()}
         arrays["every_row"].set(cp.arange(limits.rows, dtype=cp.int32).get())
@@ -50,11 +50,14 @@ class Buffers:
 
 
 def pinned_array(count: int, dtype: Any) -> Any:
-    """(count,) of `dtype`, aligned to 256 bytes; what is there is anything. The array keeps the memory."""
+    """Return an uninitialised array (count,) of `dtype` in pinned host memory, aligned to 256 bytes.
+
+    Kernels read and write it in place, and no thread has to wait for a copy of it. The array keeps the memory.
+    """
     size_bytes = count * np.dtype(dtype).itemsize
     return np.frombuffer(cp.cuda.alloc_pinned_memory(size_bytes), dtype, count)
 
 
 def kernel_address(array: Any) -> np.uintp:
-    """As a kernel takes it."""
+    """Return an array's host address as a kernel's argument."""
     return np.uintp(array.ctypes.data)

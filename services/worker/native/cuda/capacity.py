@@ -1,7 +1,7 @@
-"""How a GPU's memory is shared out: weights, what steps compute in, and for blocks of KV what is left. Pure arithmetic.
+"""Shares out a GPU's memory between weights, the buffers of a step, and KV blocks; chooses the sizes of CUDA graphs.
 
 total │ outside │ weights │ steps │ blocks of KV            │ margin
-      └────────────── memory_share of total ────────────────┘   and beside what others have, at least the margin
+      └────────────── memory_share of total ────────────────┘   other processes' memory and the margin stay free
 """
 
 from __future__ import annotations
@@ -17,40 +17,44 @@ from services.worker.native.config import ModelConfig
 from shared.errors import ModelError
 
 OUTSIDE_BYTES = 1 << 30
-"""What a process takes beside all that it allocates: on an H200 0.5 GiB for CUDA's context, and 0.2 for kernels and 19
-graphs."""
+"""The memory that a process takes in addition to its allocations: on an H200, 0.5 GiB for CUDA's context and 0.2 GiB
+for kernels and 19 graphs."""
 MARGIN_BYTES = 512 << 20
-"""Of what is free when an engine starts, left for what comes later: kernels and graphs, and what calibration takes."""
+"""The free memory that is left for later needs: kernels, graphs and calibration."""
 MOST_BLOCKS = 1 << 20
-"""Where no setting says: beyond, a tiny model's blocks would cost the scheduler more memory than the GPU."""
+"""The most blocks without a setting. More blocks of a tiny model would cost the scheduler more memory than the GPU."""
 BLAS_BYTES = 64 << 20
-"""cuBLAS asks for 32 MiB on Hopper; with less it falls back to slower kernels."""
+"""cuBLAS's workspace. It asks for 32 MiB on Hopper; with less it falls back to slower kernels."""
 
 _LEAST_SPLIT_PARTS = 512
 Shape = tuple[int, ...]
 Item = Literal["element", "float32", "int32"]
-"""element: the type that is multiplied."""
+"""The type of an array; `element` is the type of weights and KV."""
 
 
 def split_parts(running: int) -> int:
-    """Into how many pieces the contexts of `running` sequences are cut at most, all together: enough for three thread
-    blocks on each of 132 multiprocessors where one piece is one block, and for the tail of a step of many."""
+    """Return the most pieces into which the contexts of `running` sequences are cut, all together.
+
+    It is enough for three thread blocks on each of 132 multiprocessors, where one piece is one block, and for the tail
+    of a step of many.
+    """
     return max(_LEAST_SPLIT_PARTS, 4 * running)
 
 
 class StepLimits(Struct, frozen=True):
-    """The largest step."""
+    """The size of the largest step."""
 
     rows: int
     drawing: int
-    """Sequences that draw from it, or only decode."""
+    """The most sequences that draw in a step, or only decode."""
     ints: int
-    """As `layout` has it."""
+    """The most integers of a step's layout."""
     positions: int
+    """The most positions of a sequence."""
 
 
 def step_arrays(config: ModelConfig, limits: StepLimits) -> dict[str, tuple[Shape, Item]]:
-    """What a step computes in, by the names of `Buffers`."""
+    """Return the shape and the type of each array of `Buffers`, by name."""
     rows = limits.rows
     return {
         "hidden": ((rows, config.hidden), "float32"),
@@ -71,35 +75,39 @@ def step_arrays(config: ModelConfig, limits: StepLimits) -> dict[str, tuple[Shap
 
 
 def step_bytes(config: ModelConfig, limits: StepLimits, element_bytes: int) -> int:
-    """All that steps need beside weights and KV."""
+    """Return the bytes that steps need in addition to weights and KV."""
     sizes: dict[Item, int] = {"element": element_bytes, "float32": 4, "int32": 4}
     return BLAS_BYTES + sum(prod(shape) * sizes[item] for shape, item in step_arrays(config, limits).values())
 
 
 def weight_bytes(shapes: Mapping[str, Shape], element_bytes: int) -> int:
-    """Matrices are of the element type, vectors float32."""
+    """Return the bytes of weights whose matrices have the element type and whose vectors are float32."""
     return sum(prod(shape) * (element_bytes if len(shape) > 1 else 4) for shape in shapes.values())
 
 
 class GpuRoom(Struct, frozen=True):
-    """What is known before anything is allocated."""
+    """The sizes that are known before anything is allocated."""
 
     total_bytes: int
     free_bytes: int
-    """With CUDA's context there."""
+    """The device's free memory after CUDA's context was made."""
     weight_bytes: int
     step_bytes: int
 
     def kv_bytes(self, share: float) -> int:
-        """That are left to blocks where no setting says how many there are; below 0: weights and steps alone are too
-        much."""
+        """Return the bytes that are left for KV blocks if no setting says how many there are.
+
+        The result is negative if weights and steps alone are too large.
+        """
         taken = self.weight_bytes + self.step_bytes
         return min(int(share * self.total_bytes) - OUTSIDE_BYTES, self.free_bytes - MARGIN_BYTES) - taken
 
 
 def capacity(room: GpuRoom, *, blocks: int, kv_bytes: int, share: float, block_bytes: int, model: str) -> int:
-    """Blocks of KV: `blocks`, else as many as `kv_bytes` hold, else what the share leaves. Raises ModelError with all
-    sizes where they do not fit, or not one of them does."""
+    """Return the number of KV blocks: `blocks`, or as many as `kv_bytes` hold, or as many as the share leaves room for.
+
+    Raises ModelError with all sizes if they do not fit, or not even one block fits.
+    """
     if blocks or kv_bytes:
         asked = blocks or kv_bytes // block_bytes
         left_bytes = room.free_bytes - room.weight_bytes - room.step_bytes
@@ -109,7 +117,9 @@ def capacity(room: GpuRoom, *, blocks: int, kv_bytes: int, share: float, block_b
         asked = max(1, min(left_bytes // block_bytes, MOST_BLOCKS))
         advice = "raise cuda.memory_share, free the GPU, or serve a smaller model"
     if asked < 1:
-        raise ModelError(f"{model}: capacity_bytes {kv_bytes} holds no block of KV, which has {block_bytes} bytes")
+        raise ModelError(
+            f"{model}: capacity_bytes {kv_bytes} holds no block of KV, which has {block_bytes} bytes; raise it"
+        )
     if asked * block_bytes > left_bytes:
         raise ModelError(
             f"{model}: the GPU has no room for {asked} blocks of KV of {block_bytes} bytes: weights take"
@@ -120,9 +130,11 @@ def capacity(room: GpuRoom, *, blocks: int, kv_bytes: int, share: float, block_b
 
 
 def graph_rows(settings: CudaConfig, max_running: int) -> tuple[int, ...]:
-    """Rows of the graphs, ascending: 1, 2, 4, then every 8 and above 256 every 32, up to the smaller of
-    `graph_upper_bound` and `max_running`, which is the last one itself. Those that only steps below
-    `graph_lower_bound` would take are left out."""
+    """Return the numbers of rows for which a CUDA graph is captured, ascending.
+
+    They are 1, 2, 4, then every 8 and above 256 every 32. The last one is the smaller of `graph_upper_bound` and
+    `max_running`. Graphs that only steps below `graph_lower_bound` would use are left out.
+    """
     lower, upper = settings.graph_lower_bound, min(settings.graph_upper_bound, max_running)
     if not settings.graphs or upper < lower:
         return ()

@@ -1,13 +1,13 @@
-"""The decoder's step on the device: what decoder.py computes on a CPU, by our kernels and cuBLAS on one stream.
+"""Computes the decoder's step on the device, as native/decoder.py does on a CPU, with our kernels and cuBLAS.
 
     embed → for each layer: RMSNorm → q, k, v in one product → rotate, write KV → attend over paged KV → + product
                             RMSNorm → gate and up in one product → SwiGLU                              → + product
                                                                         → RMSNorm of drawing rows → logits (float32)
                                                                         → RMSNorm of all rows → sums (`pool`)
 
-Activations are of the element type. The residual stream stays float32, and the products that end in it are accumulated
-there by cuBLAS itself: no kernel adds, and nothing is rounded between layers. Nothing here waits for the device or
-allocates, so a step can be captured as a CUDA graph.
+Activations have the element type. The residual stream stays float32, and cuBLAS itself accumulates products in it: no
+kernel adds, and nothing is rounded between layers. All of it runs on one stream. Nothing here waits for the device or
+allocates memory, so a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from services.worker.native.linear import Array
 
 _THREADS = 256
 _ROW_WARPS = 8
-"""Of a thread block of row_product.cu."""
+"""Warps of a thread block of row_product.cu."""
 _ROW_WARPS_WANTED = 20
-"""On each multiprocessor: 1 and 40 were slower on an H200 (by 4 and 2 % of a step)."""
+"""Wanted warps on each multiprocessor; with 1 or 40, a step was 4 or 2 % slower on an H200."""
 _DECODE_HEADS = 8
-"""Query heads a thread block of attention_decode.cu takes."""
+"""Query heads of a thread block of attention_decode.cu."""
 _SPLIT_POSITIONS = 64
-"""Fewest positions of a split of a decoding sequence's context."""
+"""The fewest positions of a split of a decoding sequence's context."""
 _SPLITS_LIMIT = 64
 _BLOCKS_OF_PROCESSOR = 3
 """Thread blocks of attention_decode.cu that a multiprocessor holds at once."""
 _BLOCK_COST, _MERGE_COST, _MERGE_COST_OF_SPLIT = 3.0, 4.0, 0.125
-"""Of starting and ending a thread block, of merging, and of each split in it, in 64 positions' time: off an H200."""
+"""Costs of a thread block's start and end, of a merge, and of each split in a merge. The unit is the time of 64
+positions; measured on an H200."""
 
 
 class CudaDecoder:
-    """Weights, KV pages and the step that joins them. Not for two threads at once."""
+    """Enqueues steps with a model's weights and KV pages. Only one thread may use it at a time."""
 
     def __init__(
         self, config: ModelConfig, weights: CudaWeights, pages: Array, kernels: Kernels, blas: Blas, buffers: Buffers
     ) -> None:
-        """`pages` (slots, layers, 2, block_size, kv_heads, head_dim) of the element type."""
+        """Compute on `pages` (slots, layers, 2, block_size, kv_heads, head_dim) of the element type."""
         self._config = config
         self._weights = weights
         self._pages = pages
@@ -64,11 +65,10 @@ class CudaDecoder:
         self._group_tiles = -(-config.heads // config.kv_heads // _DECODE_HEADS)
 
     def step(self, counts: StepCounts) -> Array:
-        """Enqueue a step on the current stream: its KV is stored, and its logits (drawing, vocab) float32, which are
-        returned, are written where those of every step are.
+        """Enqueue a step on the current stream: store its KV, and return its logits (drawing, vocab), float32.
 
-        The buffers' `ints` are what `Layout` made. Attention of single rows is cut for `counts.longest` positions; more
-        are as right, and slower than they could be.
+        The logits lie where those of every step lie. The buffers' `ints` are what `StepLayout` made. Attention of
+        single rows is split for `counts.longest` positions; with more positions it is still right, but slower.
         """
         config, weights, kernels = self._config, self._weights, self._kernels
         room, at, rows, ints = self._buffers, sections(counts), counts.rows, self._buffers.ints
@@ -98,8 +98,10 @@ class CudaDecoder:
         return logits
 
     def pool(self, rows: int, spans: int, spans_at: np.uintp, sums_at: np.uintp) -> None:
-        """Enqueue, behind a step and before the next: of each span (first row, rows) int32, all within the step's first
-        `rows`, the sum of its hidden states behind the final norm, (spans, hidden) float64. Both lie in pinned memory.
+        """Enqueue the sums of hidden states after the final norm. Call this after a step and before the next.
+
+        `spans_at` has the spans (first row, rows) as int32, all within the step's first `rows`. `sums_at` gets the sums
+        (spans, hidden) as float64. Both lie in pinned memory.
         """
         room, width = self._buffers, self._config.hidden
         normed = room.normed[:rows]
@@ -108,15 +110,14 @@ class CudaDecoder:
         self._kernels.sum_rows((-(-width // _THREADS), spans), (_THREADS,), arguments)
 
     def _splits(self, singles: int, longest: int) -> int:
-        """Into how many thread blocks a context is cut for each KV head, so that few sequences fill the GPU."""
+        """Return into how many thread blocks each KV head's context is cut, so that few sequences fill the GPU."""
         if singles == 0:
             return 1
         units = singles * self._config.kv_heads * self._group_tiles
         pieces = -(-longest // _SPLIT_POSITIONS)
 
         def cost(splits: int) -> float:
-            """Blocks run in waves of as many as fit at once; a last wave that is hardly filled takes as long as a full
-            one."""
+            """Estimate the time: blocks run in waves, and a nearly empty last wave takes as long as a full one."""
             waves = -(-units * splits // (_BLOCKS_OF_PROCESSOR * self._processors))
             merging = _MERGE_COST + _MERGE_COST_OF_SPLIT * splits if splits > 1 else 0.0
             return waves * (-(-pieces // splits) + _BLOCK_COST) + merging
@@ -128,7 +129,9 @@ class CudaDecoder:
         width, epsilon = np.int32(self._config.hidden), np.float32(self._config.norm_epsilon)
         arguments = (out, hidden, _pointer(bias), weight, _pointer(picked), width, epsilon)
         pieces = -(-self._config.hidden // self._kernels.pack)
-        threads = min(1024, -(-pieces // 32) * 32)  # one piece each, as far as it goes: a row is waited for once
+        threads = min(
+            1024, -(-pieces // 32) * 32
+        )  # one piece for each thread if possible, so that a row is waited for once
         self._kernels.rms_norm((out.shape[0],), (threads,), arguments)
 
     def _rotate_and_store(
@@ -186,7 +189,7 @@ class CudaDecoder:
             )
 
     def _product(self, out: Array, x: Array, weight: Array, *, add: bool = False) -> None:
-        """As Blas.product, of float32 `out`; a single row by our own kernel."""
+        """Compute a product like Blas.product, into float32 `out`; a single row uses our own kernel."""
         if x.shape[0] > 1:
             self._blas.product(out, x, weight, add=add)
             return
@@ -196,7 +199,7 @@ class CudaDecoder:
         self._kernels.row_product((blocks,), (32 * _ROW_WARPS,), arguments)
 
     def _activate(self, out: Array, x: Array, gate_up: Array) -> None:
-        """SwiGLU of x · gateᵀ and x · upᵀ."""
+        """Compute SwiGLU of x · gateᵀ and x · upᵀ into `out`."""
         rows, width = out.shape
         if rows == 1:
             share, blocks = self._row_share(width)
@@ -209,7 +212,7 @@ class CudaDecoder:
         self._kernels.swiglu((rows, blocks), (_THREADS,), (out, both, np.int32(width)))
 
     def _row_share(self, pairs: int) -> tuple[int, int]:
-        """Warps for each pair of weight rows, so that there are enough to keep the memory busy; and thread blocks."""
+        """Return the warps for each pair of weight rows, enough to keep the memory busy, and the thread blocks."""
         share = 1
         while share < _ROW_WARPS and pairs * share < _ROW_WARPS_WANTED * self._processors:
             share *= 2
@@ -217,5 +220,5 @@ class CudaDecoder:
 
 
 def _pointer(array: Array | None) -> Any:
-    """None is a null pointer, which CuPy takes only as a number."""
+    """Return a kernel's argument for `array`; None is a null pointer, which CuPy takes only as a number."""
     return np.intp(0) if array is None else array

@@ -1,7 +1,7 @@
-"""What goes wrong on the device, in the engine's words.
+"""Translates errors of the device into errors of the engine.
 
-at start    no room                 ModelError: starting again will not help, and what will is said
-            anything else           as it is: the engine may be started again
+at start    no room                 ModelError: a restart will not help, so the message says what does
+            anything else           unchanged: the engine may be started again
 in a step   anything                ModelError: the engine ends and is started again
 """
 
@@ -19,7 +19,7 @@ _FAILURES: tuple[type[Exception], ...] = (*ERRORS, DeviceMemoryExhausted, Device
 
 @contextmanager
 def no_room_as_model_error(model: str, what: str) -> Iterator[None]:
-    """Raises ModelError where the device has no room for `what`."""
+    """Raise ModelError if the device has no room for `what`."""
     try:
         yield
     except _FAILURES as wrong:
@@ -32,7 +32,7 @@ def no_room_as_model_error(model: str, what: str) -> Iterator[None]:
 
 
 def _says_no_room(wrong: Exception) -> bool:
-    """A DeviceFailed is CUDA's error in our words."""
+    """Say whether an error, or the CUDA error that a DeviceFailed translates, means that there is no room."""
     if isinstance(wrong, DeviceMemoryExhausted):
         return True
     return any(getattr(each, "status", None) == OUT_OF_MEMORY for each in (wrong, wrong.__cause__))
@@ -40,7 +40,7 @@ def _says_no_room(wrong: Exception) -> bool:
 
 @contextmanager
 def device_errors_as_model_error() -> Iterator[None]:
-    """Raises ModelError where the device fails."""
+    """Raise ModelError if the device fails."""
     try:
         yield
     except _FAILURES as wrong:

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: a whole step is one launch, where its kernels one by one cost the CPU milliseconds.
+"""Captures decode steps as CUDA graphs: a step is one launch, while single launches of its kernels take milliseconds.
 
 rows of a step    1   2   3   4   5 … 8   9 … 16
-the graph's       1   2   4   4     8       16        the rest is padding, which leaves no trace
+rows of a graph   1   2   4   4     8       16        the other rows are padding, which leaves no trace
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from services.worker.runner import Work
 from services.worker.transfer.cuda import Stream
 
 _TYPICAL_CONTEXT = 4096
-"""What a graph's attention is cut for; it serves any."""
+"""The context length for which a graph's attention is split; the graph is right for any length."""
 
 
 class DecodeGraphs:
-    """One for each of `rows`, ascending."""
+    """A captured graph for each of `rows`, which ascend."""
 
     def __init__(
         self,
@@ -39,8 +39,10 @@ class DecodeGraphs:
         context_length: int,
         progress: Callable[[float], None],
     ) -> None:
-        """Captures all of them on `stream`, the current one; `progress` is progress the share that is done. A step of
-        fewer works than `lower_bound` is not padded."""
+        """Capture all graphs on `stream`, the current one; `progress` is called with the share that is done.
+
+        A step of fewer works than `lower_bound` is not padded.
+        """
         self._decoder = decoder
         self._buffers = buffers
         self._stream = stream
@@ -53,7 +55,7 @@ class DecodeGraphs:
             progress(done / len(self._rows))
 
     def rows_for(self, works: Sequence[Work]) -> int:
-        """Of the graph that takes these works; 0: none."""
+        """Return the rows of the graph that can run these works; 0 if there is none."""
         if not self._rows or not self._lower_bound <= len(works) <= self._rows[-1]:
             return 0
         if any(work.end - work.start > 1 or not work.draws for work in works):
@@ -61,15 +63,16 @@ class DecodeGraphs:
         return self._rows[bisect_left(self._rows, len(works))]
 
     def launch(self, rows: int) -> Array:
-        """A step of what lies in the buffers' `ints`; its logits."""
+        """Launch a step of the rows in the buffers' `ints`; return its logits."""
         graph, logits = self._graphs[rows]
         graph.launch(self._stream)
         return logits
 
     def _captured(self, rows: int) -> tuple[Any, Array]:
-        """The graph of a decode step of so many rows, of any lengths, and where its logits are."""
+        """Capture a decode step of `rows` rows, of any lengths; return the graph and its logits."""
         counts = StepCounts(rows, rows, rows, 0, self._longest)
-        # All padding. First without a capture: the kernels are loaded and cuBLAS chooses, which a capture must not do.
+        # All rows are padding. The first run is not captured: it loads kernels and lets cuBLAS choose its own, which a
+        # capture must not do.
         padding = np.zeros(6 * rows, np.int32)
         padding[rows : 3 * rows] = -1
         padding[4 * rows :] = np.tile(np.arange(rows), 2)
@@ -79,14 +82,16 @@ class DecodeGraphs:
             self._stream.begin_capture()
             logits = self._decoder.step(counts)
             graph = self._stream.end_capture()
-        graph.upload(self._stream)  # or its first launch would take memory
+        graph.upload(self._stream)  # otherwise its first launch would allocate memory
         return graph, logits
 
 
 @contextmanager
 def _collector_off() -> Iterator[None]:
-    """While a stream is captured, nothing may be freed on it: CUDA would put that into the graph, or refuse it. And
-    Python's collector frees arrays in garbage at any line."""
+    """Keep Python's collector off while a stream is captured.
+
+    It could free an array at any line. CUDA would put a free on that stream into the graph, or refuse it.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

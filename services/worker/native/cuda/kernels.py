@@ -1,5 +1,7 @@
-"""Compiles the CUDA sources beside this file for one model's shape, by NVRTC through CuPy, which keeps the results on
-disk. Shapes are constants of the compilation: loops over a head's dims unroll into registers."""
+"""Compiles the CUDA sources in `kernels/` for one model's shape, with NVRTC through CuPy, which caches them on disk.
+
+Shapes are constants of the compilation, so that loops over a head's dimensions unroll into registers.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from services.worker.transfer.cuda import ERRORS
 from shared.errors import ConfigError
 
 Kernel = Any
-"""A cupy.RawKernel."""
+"""A cupy.RawKernel; CuPy has no types."""
 
 _SOURCES = Path(__file__).parent / "kernels"
 _FAST_HEAD_DIMS = (64, 128)
 _DECODE_TILE = 16
 PREFILL_ROWS = 128
-"""Of one tile of attention_prefill.cu."""
+"""Rows of one tile of attention_prefill.cu."""
 _PREFILL_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of one model's shape; what each does is said in its source."""
+    """The kernels for one model's shape. Their sources document them."""
 
     fetch: Kernel
     embed: Kernel
@@ -39,25 +41,27 @@ class Kernels:
     row_swiglu: Kernel
     attend_any: Kernel
     attend_decode: Kernel | None
-    """None: this shape is left to `attend_any`, as below."""
+    """None if this shape is left to `attend_any`; so are the next two."""
     merge_splits: Kernel | None
     attend_prefill: Kernel | None
     choose: Kernel
     pack: int
-    """Elements a thread takes at once; widths of rows are multiples of it."""
+    """Elements that a thread reads at once; widths of rows are multiples of it."""
     prefill_shared_bytes: int
 
 
 def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int) -> Kernels:
-    """On the current device; some seconds the first time. Raises ConfigError where the compiler is not there or not
-    content, CUDA's errors as they are."""
+    """Compile the kernels for the current device, which takes some seconds the first time.
+
+    Raises ConfigError if there is no compiler or it reports an error. CUDA's own errors pass unchanged.
+    """
     try:
         return _compiled(config, element_type, block_size)
     except ERRORS:
         raise
     except (cp.cuda.compiler.CompileException, RuntimeError, OSError) as wrong:  # RuntimeError: no NVRTC
         raise ConfigError(
-            "the GPU's kernels do not compile; `./headrace install-gpu` brings the compiler and CUDA's headers:"
+            "the GPU's kernels do not compile; `./headrace install-gpu` installs the compiler and CUDA's headers:"
             f" {wrong}"
         ) from wrong
 

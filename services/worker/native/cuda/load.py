@@ -1,4 +1,4 @@
-"""A worker's settings to a CudaRunner: which GPU, how much of it, and the weights on it."""
+"""Makes a CudaRunner from a worker's settings: selects the GPU, shares out its memory and loads the weights."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ from shared.messages import KvLayout
 
 
 def load_cuda(settings: EngineConfig) -> LoadRunner:
-    """A LoadRunner of a worker's settings; raises ConfigError and ModelError. It sets CuPy's allocator for the whole
-    process, so that it is for one runner in an engine process of its own."""
+    """Return a LoadRunner for a worker's settings, which raises ConfigError and ModelError.
+
+    It sets CuPy's allocator for the whole process, so a process can have only one such runner.
+    """
 
     def load(progress: Callable[[Loading], None]) -> CudaRunner:
         cuda, source = settings.cuda, Path(settings.model)
         with no_room_as_model_error(settings.model, "CUDA itself"):
             use_gpu(cuda.gpu)
-        # float32 weights are the CPU engine's own, so that both name and exchange blocks alike.
+        # float32 weights are prepared as for the CPU engine, so that both engines can exchange blocks.
         directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
         config = read_config(directory)
         with no_room_as_model_error(str(directory), "CUDA itself"):
             free_bytes, total_bytes = runtime.memGetInfo()
         capacity_blocks = _capacity(settings, config, str(directory), free_bytes, total_bytes)
-        # What is free in it stays there: a step whose sampling allocates must not ask the driver.
+        # Free memory stays in the pool: a step whose sampling allocates must not have to ask the driver.
         memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
         cp.cuda.set_allocator(memory.allocator())
         with no_room_as_model_error(str(directory), "the weights"):
@@ -48,7 +50,7 @@ def load_cuda(settings: EngineConfig) -> LoadRunner:
                 directory, config, cuda.dtype, lambda share: progress(Loading("copying weights to the GPU", share))
             )
         digest = weights_digest(directory, config)
-        progress(Loading("compiling kernels, where they are not on disk", 0.0))
+        progress(Loading("compiling kernels that are not on disk", 0.0))
         return CudaRunner(
             config,
             weights,
@@ -60,7 +62,7 @@ def load_cuda(settings: EngineConfig) -> LoadRunner:
             cache=Path(settings.cache),
             verify=settings.kvbm.verify,
             path=str(directory),
-            # In 16 bit other numbers are computed than on a CPU that keeps KV in the same type.
+            # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
             digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
             grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
             progress=lambda share: progress(Loading("capturing graphs", share)),
@@ -70,7 +72,7 @@ def load_cuda(settings: EngineConfig) -> LoadRunner:
 
 
 def _capacity(settings: EngineConfig, config: ModelConfig, model: str, free_bytes: int, total_bytes: int) -> int:
-    """Blocks of KV. Raises ModelError."""
+    """Return the number of KV blocks. Raises ModelError."""
     dtype, block_size = settings.cuda.dtype, settings.block_size
     layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
     element_bytes = 4 if dtype == "float32" else 2

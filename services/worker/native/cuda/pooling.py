@@ -1,9 +1,9 @@
-"""Sums of hidden states on the device, which native/pooling.py makes embeddings of.
+"""Sums hidden states on the device; native/pooling.py makes embeddings of the sums.
 
-    hidden states of a step ─▶ final RMSNorm of all rows ─▶ sums, one a span ─▶ pinned memory: whoever has waited
+    hidden states of a step ─▶ final RMSNorm of all rows ─▶ one sum for each span ─▶ pinned memory
 
-Behind the norm they are of the element type, as for the logits. The kernel reads the spans and writes the sums in
-pinned memory itself, for drawing.py's reason.
+After the norm the states have the element type, as for the logits. The kernel itself reads the spans from pinned memory
+and writes the sums there, for the reason in sampler.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.worker.native.pooling import RowSpan, Sums
 
 
 class Pooling:
-    """Of one decoder's steps, of at most so many spans. Not for two threads."""
+    """The sums of one decoder's steps. Only one thread may use it."""
 
     def __init__(self, decoder: CudaDecoder, most_spans: int, width: int) -> None:
         self._decoder = decoder
@@ -27,7 +27,7 @@ class Pooling:
         self._spans_at, self._sums_at = kernel_address(self._spans), kernel_address(self._sums)
 
     def begin(self, spans: Sequence[RowSpan]) -> None:
-        """Enqueue, behind the step whose rows these are, in order. The step before has been waited for."""
+        """Enqueue the sums of these spans, in order of rows, after their step. The step before must have ended."""
         assert len(spans) <= len(self._sums), f"{len(spans)} spans of a step"
         if spans:
             self._spans[: 2 * len(spans)] = [number for span in spans for number in (span.first, span.count)]
@@ -35,5 +35,5 @@ class Pooling:
             self._decoder.pool(rows, len(spans), self._spans_at, self._sums_at)
 
     def sums(self, spans: Sequence[RowSpan]) -> Sums:
-        """Of those begun, once the stream has come so far."""
+        """Return the sums that `begin` enqueued, once the stream has done them."""
         return np.array(self._sums[: len(spans)])

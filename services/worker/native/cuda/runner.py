@@ -1,10 +1,10 @@
-"""The native engine on one NVIDIA GPU as a Runner: weights on the device in, tokens out.
+"""The native engine on one NVIDIA GPU as a Runner.
 
-    step ─▶ all works compute one token and draw, and as many were captured? ─▶ replay that graph, rows padded
-       └─▶ else                                                            ─▶ the same launches one by one
+    step ─▶ all works compute one token and draw, and a graph fits? ─▶ launch that graph, rows padded
+       └─▶ otherwise                                                ─▶ the same kernels one by one
 
-All device memory comes from one DeviceMemory, and all that the largest step needs is taken at start. A step ends when
-the device has done it. Not for two threads at once.
+All device memory comes from one DeviceMemory, and the memory of the largest step is allocated at start. `step` returns
+when the device has done the step. Only one thread may use it at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class CudaRunner:
-    """Computes steps on the current device, stored and multiplied in `settings.dtype`, added up in float32."""
+    """Computes steps on the current device: it stores and multiplies in `settings.dtype` and sums in float32."""
 
     def __init__(
         self,
@@ -70,12 +70,15 @@ class CudaRunner:
         grammars: GrammarCache | None = None,
         progress: Callable[[float], None] = lambda _share: None,
     ) -> None:
-        """Of steps of at most `max_rows` rows of `max_running` sequences. `cache`, `verify`: the mover's. `told` hears
-        the share of the graphs that are captured. Raises ModelError where the device has no room."""
+        """Allocate all memory and capture the graphs. Raises ModelError if the device has no room.
+
+        A step has at most `max_rows` rows of `max_running` sequences. `cache` and `verify` are for the mover.
+        `progress` is called with the share of the graphs that are captured.
+        """
         element_type = settings.dtype
         layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
         if capacity_blocks < 1:
-            raise ModelError(f"a KV cache of {capacity_blocks} blocks holds nothing")
+            raise ModelError(f"a KV cache of {capacity_blocks} blocks holds nothing; it needs at least one")
         self._facts = Ready(
             context_length=min(config.context_length, capacity_blocks * block_size),
             vocab_size=config.vocab,
@@ -96,10 +99,10 @@ class CudaRunner:
         self._verify = verify
         self._layout = StepLayout(block_size, PREFILL_ROWS)
         self.use_graphs = True
-        """Off: every step runs eagerly."""
+        """Whether graphs are used; otherwise every step runs eagerly."""
         self.stream = cp.cuda.Stream(non_blocking=True)
-        """On which everything is computed."""
-        self.stream.wait_event(cp.cuda.get_current_stream().record())  # by then the weights are there
+        """The stream of all steps."""
+        self.stream.wait_event(cp.cuda.get_current_stream().record())  # wait for the weights
         model = path or "the model"
         with self.stream, cp.cuda.using_allocator(memory.allocator()):
             with no_room_as_model_error(model, f"{capacity_blocks} blocks of KV of {layout.block_bytes} bytes"):
@@ -111,7 +114,7 @@ class CudaRunner:
                 self._staged_ints = pinned_array(limits.ints, np.int32)
                 self._staged_at = kernel_address(self._staged_ints)
                 self._ints_left = cp.cuda.Event(disable_timing=True)
-                """The staged integers may be written again."""
+                """Happens when the staged integers can be overwritten."""
                 self._kernels = compile_kernels(config, element_type, block_size)
                 self._blas = Blas(element_type, self.stream)
                 self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, self._buffers)
@@ -131,19 +134,22 @@ class CudaRunner:
 
     @property
     def facts(self) -> Ready:
-        """What is served. The context is no longer than the cache."""
+        """What the engine serves. The context is no longer than the cache."""
         return self._facts
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry a work, None for those that do not end. When it returns the device has done the step: blocks that
-        it filled may be copied, on any stream. Raises ModelError if the device fails."""
+        """Compute a step; return one entry for each work, None for those that do not end.
+
+        The device has then done the step, so that the blocks that it filled can be copied on any stream. Raises
+        ModelError if the device fails.
+        """
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
         with device_errors_as_model_error(), self.stream:
             logits = self.logits(works)
             spans = pooling_spans(works)
             self._pooling.begin(spans)
-            masks = self._masks.end()  # made while the device computes
+            masks = self._masks.end()  # they were computed while the device computes
             if drawing:
                 drawn = self._drawing.draw(logits, drawing, masks)
             else:
@@ -152,14 +158,17 @@ class CudaRunner:
         return step_results(works, drawn, self._pooling.sums(spans))
 
     def logits(self, works: Sequence[Work]) -> Array:
-        """Enqueue a step on the runner's stream; (drawing works, vocab) float32 on the device, until the next step."""
+        """Enqueue a step on the runner's stream.
+
+        Returns logits (drawing works, vocab), float32 on the device, which are valid until the next step.
+        """
         padded_rows = self._graphs.rows_for(works) if self.use_graphs else 0
         step = self._layout.lay_out(works, padded_rows=padded_rows)
         ints = step.ints
         self._ints_left.synchronize()
         self._staged_ints[: len(ints)] = ints
         with self.stream:
-            # By a kernel: a copy would wait behind those of blocks that come from the pool.
+            # A kernel reads them, because a copy would wait for the copies of blocks from the pool.
             fours = -(-len(ints) // 4)
             blocks = min(_FETCH_BLOCKS, -(-fours // _FETCH_THREADS))
             arguments = (self._buffers.ints, self._staged_at, np.int32(fours))
@@ -170,9 +179,12 @@ class CudaRunner:
             return self._decoder.step(step.counts)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
-        """Between the KV pages and a pool, on streams of its own that wait for none of ours: a block is offered only
-        after the step that filled it has returned, so has been done, and one that is loaded enters the cache only after
-        the mover has told that its copy has ended (`Exchange.collect`, before a step is scheduled)."""
+        """Return a mover between the KV pages and a pool, on streams of its own.
+
+        These streams and the runner's need not wait for each other. A block is offered only after the step that filled
+        it has returned. A loaded block enters the cache only after the mover has reported its copy, before the next
+        step is scheduled.
+        """
         with device_errors_as_model_error():
             self.stream.synchronize()
             layout = self._facts.kv_layout
@@ -181,20 +193,23 @@ class CudaRunner:
         return TransferMover(copier, clock, verify=self._verify)
 
     def close(self) -> None:
-        """Wait for the device and let go of its memory. Of a device that is lost there is nothing to let go."""
+        """Wait for the device and free its memory. On a lost device there is nothing to free."""
         self._masks.close()
         try:
             self.stream.synchronize()
         except ERRORS as wrong:
-            _log.warning("the GPU is lost: %s", wrong)
+            _log.warning("the GPU is lost, so its memory is not freed: %s", wrong)
             return
         self._blas.close()
-        # Nothing is left for the interpreter's end to free: by then CUDA may be gone.
+        # Free everything now: at the interpreter's end CUDA may be gone.
         del self._graphs, self._drawing, self._pooling, self._decoder, self._buffers, self._blas, self.pages
 
 
 def step_limits(context_length: int, block_size: int, *, max_running: int, max_rows: int) -> StepLimits:
-    """The largest step: `max_rows`, or where more sequences run than that, a token each and a block's worth beside."""
+    """Return the size of the largest step.
+
+    It has `max_rows` rows, or, if more sequences run, a row for each and a block's worth in addition.
+    """
     rows = max(max_rows, max_running + block_size)
     return StepLimits(
         rows=rows,

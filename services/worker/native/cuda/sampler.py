@@ -1,9 +1,9 @@
-"""Tokens from logits on the device: one kernel for what most requests ask, sampler.py on CuPy for the rest.
+"""Draws tokens from logits on the device: a kernel for most requests, native/sampler.py on CuPy for the others.
 
-    pinned memory: seeds, numbers of the draws, temperatures ─▶ choose ─▶ pinned memory: tokens ─▶ whoever waits
+    pinned memory: seeds, indices of the draws, temperatures ─▶ choose ─▶ pinned memory: tokens ─▶ the waiting thread
 
-The kernel reads and writes the pinned memory itself. Copies of these few bytes would wait in the copy engines behind
-blocks on their way to the pool: that made a step beside them three times as long.
+The kernel reads and writes the pinned memory itself. Copies of these few bytes would wait in the copy engines until
+blocks on their way to the pool are copied, which made a step three times as long.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from services.worker.transfer.cuda import Stream
 
 _THREADS = 1024
 _SAMPLE_BYTES = 256 << 20
-"""That `sample` takes of the device at most, half of `capacity.MARGIN_BYTES`; rows beyond go after the others."""
+"""The most device memory that `sample` takes: half of `capacity.MARGIN_BYTES`. More rows are drawn in turns."""
 _LOGIT_BYTES = 64
-"""That it takes for each logit where all filters are set: 41 on NumPy, and CuPy's sort takes more."""
+"""The bytes that `sample` takes for each logit with all filters: 41 on NumPy, and CuPy's sort takes more."""
 
 
 class CudaSampler:
-    """Draws on one stream, of at most so many rows at once, and waits for what runs there. Not for two threads."""
+    """Draws tokens on one stream and waits for it. Only one thread may use it."""
 
     def __init__(self, kernels: Kernels, stream: Stream, most_rows: int, settings: CudaConfig) -> None:
         self._kernels = kernels
         self._stream = stream
         self._done = cp.cuda.Event(block=not settings.busy_wait_events, disable_timing=True)
-        """Whoever waits for it sleeps, or spins on a core."""
+        """The event of a step's end; `busy_wait_events` says whether a thread spins or sleeps until then."""
         self._seeds = pinned_array(most_rows, np.uint64)
         self._draws = pinned_array(most_rows, np.uint64)
         self._coldness = pinned_array(most_rows, np.float32)
-        """1 / temperature, or 0."""
+        """1 / temperature of each row; 0 for a greedy row."""
         self._tokens = pinned_array(most_rows, np.int32)
         self._addresses = [kernel_address(one) for one in (self._coldness, self._seeds, self._draws)]
         self._tokens_at = kernel_address(self._tokens)
         self._copies: Stream = None
-        """On which tokens leave the device; None: the kernel writes them where they go."""
+        """The stream that copies tokens to the host; None if the kernel writes them there itself."""
         if settings.output_copy_stream:
             self._copies = cp.cuda.Stream(non_blocking=True)
             self._chosen = cp.cuda.Event(disable_timing=True)
             self._on_device = cp.empty(most_rows, cp.int32)
 
     def draw(self, logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
-        """Draw one token a row of logits (works, vocab), float32; waits for it.
+        """Draw one token for each row of logits (works, vocab), float32, and wait for the tokens.
 
-        The same tokens as `sample`'s but where the drawn number lies within rounding of the border of two tokens. Only
-        rows that are left to `sample` allocate anything. A row with a logit that is not finite gets no token but the
-        error.
+        They are the tokens that `sample` draws, unless the random number is within rounding of the border of two
+        tokens. Only rows that are left to `sample` allocate memory. A row with a logit that is not finite gets an error
+        instead of a token.
         """
         vocab = logits.shape[1]
         special = [row for row, work in enumerate(works) if not is_plain(work.sampling, vocab)]
@@ -84,7 +84,7 @@ class CudaSampler:
         return drawn
 
     def wait(self) -> None:
-        """Until the stream has come so far."""
+        """Wait until the stream has done its work so far."""
         self._wait(self._stream)
 
     def _wait(self, on: Stream) -> None:
@@ -93,7 +93,7 @@ class CudaSampler:
 
 
 def _sampled(logits: Array, works: Sequence[Work], masks: Masks) -> list[Drawn]:
-    """As `sample`, which draws each row as if it were alone, in turns that its memory has room for."""
+    """Call `sample` in turns for which there is memory; a row's token does not depend on the other rows."""
     most = max(1, _SAMPLE_BYTES // (_LOGIT_BYTES * logits.shape[1]))
     turns = (slice(first, first + most) for first in range(0, len(works), most))
     return [drawn for turn in turns for drawn in sample(cp, logits[turn], works[turn], masks)]

@@ -1,6 +1,6 @@
-"""A model's weights on the device: matrices in the element type, norms and biases in float32.
+"""Loads a model's weights to the device: matrices in the element type, norms and biases in float32.
 
-What is multiplied by the same rows lies together: q, k and v are one matrix, gate and up another.
+Matrices that are multiplied by the same rows are joined: q, k and v are one matrix, gate and up another.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _STORED: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF
 DTYPES: dict[Dtype, type[np.generic]] = {
     "float32": np.float32,
     "float16": np.float16,
-    "bfloat16": np.uint16,  # CuPy has no bfloat16; only our kernels and cuBLAS look into it
+    "bfloat16": np.uint16,  # CuPy has no bfloat16; only our kernels and cuBLAS interpret it
 }
 _PIECE_ELEMENTS = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CudaLayer:
-    """One decoder layer; biases are None where the model has none."""
+    """The weights of one decoder layer; a bias is None if the model does not have it."""
 
     input_norm: Array
     qkv: Array
-    """(queries + 2 · keys, hidden)"""
+    """The joined matrix of q, k and v: (queries + 2 · keys, hidden)."""
     qkv_bias: Array | None
     output: Array
     output_bias: Array | None
     output_norm: Array
     gate_up: Array
-    """(2 · intermediate, hidden)"""
+    """The joined matrix of gate and up: (2 · intermediate, hidden)."""
     down: Array
 
 
@@ -53,7 +53,7 @@ class CudaWeights:
     layers: tuple[CudaLayer, ...]
     norm: Array
     head: Array
-    """(vocab, hidden); the embedding itself where they are tied."""
+    """The output projection, (vocab, hidden); the embedding itself if they are tied."""
 
 
 def load_cuda_weights(
@@ -62,8 +62,10 @@ def load_cuda_weights(
     element_type: Dtype,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> CudaWeights:
-    """Copy a directory's weights to the current device, piece by piece; `progress` hears the share of the bytes that is
-    there. Raises ModelError."""
+    """Copy a directory's weights to the current device, piece by piece. Raises ModelError.
+
+    `progress` is called with the share of the weights that are on the device.
+    """
     checkpoint = Checkpoint(directory, config)
     dtype = DTYPES[element_type]
     elements = sum(prod(shape) for shape in checkpoint.shapes.values())
@@ -75,7 +77,7 @@ def load_cuda_weights(
         progress(done / elements)
 
     def matrix(*names: str) -> Array:
-        """The named matrices, one above the other."""
+        """Return the named matrices, one above the other."""
         rows = [checkpoint.shapes[name][0] for name in names]
         joined = cp.empty((sum(rows), checkpoint.shapes[names[0]][1]), dtype)
         first = 0
@@ -117,8 +119,10 @@ def load_cuda_weights(
 
 
 def _fill(matrix: Array, checkpoint: Checkpoint, name: str, element_type: Dtype) -> None:
-    """One tensor: its bytes as they are where it is stored in the element type, else through float32. In pieces, so
-    that what a conversion needs beside is small."""
+    """Copy one tensor: unchanged if it is stored in the element type, otherwise through float32.
+
+    It is copied in pieces, so that a conversion needs little additional memory.
+    """
     same = checkpoint.entry(name).dtype == _STORED[element_type]
     if same:
         (stored,) = checkpoint.pieces(name, 1, sys.maxsize)

@@ -1,12 +1,12 @@
-// Paged attention for any type and head size: one thread block a row and head, plain float32. The fast kernels take what
-// they can (attention_decode.cu, attention_prefill.cu); this one takes the rest, float32 among it.
+// Paged attention for any type and head size: one thread block for each row and head, in plain float32. It serves the
+// shapes and types that the fast kernels (attention_decode.cu, attention_prefill.cu) do not, such as float32.
 #include "elements.cuh"
 
 #define WARPS 4
 #define MINE ((HEAD_DIM + WARP - 1) / WARP)
 
-// attended (rows, heads, HEAD_DIM); q the same. `rows`: which of them. Row r sees positions 0 … positions[r] of the
-// sequence whose slots begin at tables[table_starts[r]].
+// attended and q are (rows, heads, HEAD_DIM); `rows` lists the rows to compute. Row r attends to positions
+// 0 … positions[r] of the sequence whose slots begin at tables[table_starts[r]].
 extern "C" __global__ void attend_any(ELEMENT* attended, const ELEMENT* q, const ELEMENT* pages, const int* rows,
                                       const int* positions, const int* tables, const int* table_starts,
                                       long long slot_stride, long long layer_offset, int kv_heads, float scale) {

@@ -1,14 +1,14 @@
-// Paged attention of single rows over their whole context, for 16-bit types: reads keys and values once, straight from
-// the pages into the matrix unit's registers, all query heads of a KV head together.
+// Paged attention of single rows over their context, for 16-bit types. It reads keys and values once, directly from the
+// pages into the tensor core's registers, for all query heads of a KV head together.
 //
-// A thread block is one split of one sequence's context for one KV head (8 query heads at most); its 4 warps take 16
-// positions each in turn, and merge at the end. Splits are merged by `merge_splits`, unless there is one.
+// A thread block is one split of one sequence's context for one KV head (at most 8 query heads); its 4 warps take 16
+// positions each in turn, and merge at the end. `merge_splits` merges the splits if there are several.
 //
-//   scores  (heads, 8 positions)  = q (8 heads, and what rounding took from them: 16 rows) · keysᵀ: two products
-//   mixedᵀ  (16 dims, 8 heads)   += valuesᵀ (16 dims, 16 positions) · weightsᵀ: the scores lie in registers as this wants
+//   scores  (heads, 8 positions)  = q (8 heads and their rounding errors: 16 rows) · keysᵀ: two products
+//   mixedᵀ  (16 dims, 8 heads)   += valuesᵀ (16 dims, 16 positions) · weightsᵀ: the scores already lie in its registers
 //
-// A sum over dims may be taken in any order, if q and keys have the same, and output rows may be any dims: so each lane
-// loads 16 bytes of a row at once, and no shared memory is needed to rearrange anything.
+// A sum over dims may be taken in any order if q and keys have the same order, and output rows may be any dims. So each
+// lane loads 16 bytes of a row at once, and no shared memory is needed to rearrange anything.
 #include "tensor_cores.cuh"
 
 #define WARPS 4
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
   int slot = at < end ? table[at / BLOCK_SIZE] : 0;
   for (; at < end; at += STRIDE) {
     const ELEMENT* block = origin + slot * slot_stride + at % BLOCK_SIZE * step;
-    const int last = end - 1 - at;  // what lies beyond is not read: it may be anything
+    const int last = end - 1 - at;  // positions beyond are not read: they may hold anything
     uint4 keys[2][HEAD_DIM / 32], values[4][HEAD_DIM / 64];
 #pragma unroll
     for (int n = 0; n < 2; n++)
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
   }
 }
 
-// attended of each row and head from its splits' sums; a thread is one dim.
+// Computes each row's and head's attended from its splits' sums; a thread is one dim.
 extern "C" __global__ void merge_splits(ELEMENT* attended, const float* split_mixed, const float2* split_sums,
                                         const int* rows, int splits, float scale_log2) {
   const long long first = ((long long)blockIdx.y * gridDim.x + blockIdx.x) * splits;

@@ -1,7 +1,7 @@
-// Causal paged attention of a chunk's rows, for 16-bit types: FlashAttention-2's loop (Dao, 2023) on mma.sync, keys and
-// values from the pages into shared memory by cp.async, the next tile on its way while one is computed.
+// Causal paged attention of a chunk's rows, for 16-bit types: FlashAttention-2's loop (Dao, 2023) on mma.sync. cp.async
+// copies keys and values from the pages into shared memory, the next tile while one is computed.
 //
-// A thread block is one head of up to ROWS consecutive rows of one sequence; a warp has 16 rows of it.
+// A thread block is one head of up to ROWS consecutive rows of one sequence; each warp has 16 of these rows.
 #include "tensor_cores.cuh"
 
 #define WARPS 8
@@ -12,7 +12,7 @@
 
 __device__ __forceinline__ unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
 
-// Chunks of a row are stored permuted by its number, so that the 8 rows a matrix load reads lie in different banks.
+// A row's chunks are permuted by the row's number, so that the 8 rows of a matrix load lie in different banks.
 __device__ __forceinline__ unsigned chunk_address(unsigned tile, int row, int chunk) {
   return tile + (row * CHUNKS + (chunk ^ (row & 7))) * 16;
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_tile(unsigned keys, unsigned values, const 
   asm volatile("cp.async.commit_group;");
 }
 
-// tiles (n, 2): first row of the step and count of rows, ROWS at most; the last tiles, with the most to do, begin first.
+// tiles (n, 2): first row of the step and count of rows, at most ROWS. The last tiles have the most work and begin first.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     attend_prefill(ELEMENT* attended, const ELEMENT* q, const ELEMENT* q_rest, const ELEMENT* pages, const int2* tiles,
                    const int* positions, const int* tables, const int* table_starts, long long slot_stride,

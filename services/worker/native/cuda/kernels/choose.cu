@@ -1,5 +1,5 @@
-// Draws one token a row from logits (rows, vocab) float32: the greatest, or by inverting the cumulative distribution at
-// one Philox number of (seed, index of the draw), as sampler.py does. A row with a logit that is no number gives -1.
+// Draws one token for each row of logits (rows, vocab) float32: the greatest, or by inverting the cumulative distribution
+// at one Philox number of (seed, index of the draw), as sampler.py does. A row with a logit that is not finite gives -1.
 #include "elements.cuh"
 
 #define THREADS 1024
@@ -16,14 +16,14 @@ __device__ double uniform(unsigned long long seed, unsigned long long draw) {  /
   return (double)(((unsigned long long)c0 << 21) | (c1 >> 11)) * 0x1p-53;
 }
 
-// coldness: 1 / temperature, or 0 for the greatest (the lowest id of equal ones). All but the logits may lie in the host's
-// memory.
+// coldness is 1 / temperature, or 0 for the greatest logit (the lowest id of equal ones). All arrays but the logits may
+// lie in host memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
     choose(int* drawn, const float* logits, const float* coldness, const unsigned long long* seeds,
            const unsigned long long* draws, int vocab) {
   const float* row = logits + (long long)blockIdx.x * vocab;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const float cold = coldness[blockIdx.x];  // read at once: it comes from far
+  const float cold = coldness[blockIdx.x];  // read early: it comes from host memory
   __shared__ float tops[WARP];
   __shared__ int ids[WARP];
   float top = -INFINITY;
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   int choice = begin;
   for (int at = begin; at < end; at++) {
     const float weight = expf((row[at] - top) * cold);
-    if (weight > 0) choice = at;  // where rounding lets the sum fall short, the last that has any weight
+    if (weight > 0) choice = at;  // if rounding keeps the sum too small, the last token with weight
     reached += weight;
     if (reached > target) break;
   }

@@ -1,4 +1,4 @@
-// The types a module is compiled for: ELEMENT is what weights, activations and the KV cache are stored as.
+// The types that a module is compiled for: ELEMENT is the type of weights, activations and the KV cache.
 // All arithmetic is in float32.
 #pragma once
 
@@ -18,17 +18,17 @@ __device__ __forceinline__ float wide(ELEMENT x) { return __half2float(x); }
 __device__ __forceinline__ ELEMENT narrow(float x) { return __float2half_rn(x); }
 #endif
 
-// Whether scores are of queries with what rounding took from them: that takes an eighth off the error of float16, which
-// is for those who want exactness, and costs a tenth of attention's time.
+// Whether scores include the rounding errors of queries. For float16, the type for users who want exactness, that lowers
+// the error by an eighth and costs a tenth of attention's time.
 #define REST (ELEMENT_BITS == 16 && !ELEMENT_BFLOAT)
 
-#ifndef INFINITY  // NVRTC brings no math.h
+#ifndef INFINITY  // NVRTC has no math.h
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 #define WARP 32
 #define EVERY_LANE 0xffffffffu
 
-// One PACK of elements is one load: 16 bytes where rows allow it.
+// PACK elements are one load: 16 bytes if the width of rows allows it.
 struct alignas(sizeof(ELEMENT) * PACK) Pack {
   ELEMENT of[PACK];
 };

@@ -1,7 +1,7 @@
-// Products of a single row, as decoding one sequence has them: bound by reading the weights once. Warps read two weight
-// rows side by side in 16-byte pieces, as many warps a pair of rows as keep the memory busy. On an H200 the products of a
-// layer of an 8B model take 112 µs, SwiGLU included, and 121 with cuBLAS, which splits some of them and needs a second
-// kernel to add the parts.
+// Products of a single row, for decoding one sequence. Reading the weights once bounds their time. Warps read two weight
+// rows together in 16-byte pieces; enough warps share a pair of rows to keep the memory busy. On an H200 the products of
+// a layer of an 8B model take 112 µs, SwiGLU included. They take 121 µs with cuBLAS, which splits some of them and needs
+// a second kernel to add the parts.
 #include "elements.cuh"
 
 #define WARPS 8
@@ -9,8 +9,8 @@
 #define REACH (WARP * PACK)
 #define CHUNK (AHEAD * REACH)
 
-// A piece of a weight, past the cache nearest to the processor. Volatile, or the compiler moves loads down to their uses
-// to save registers, and too few are in flight.
+// Reads a piece of a weight without L1. The load is volatile: otherwise the compiler moves loads down to their uses to
+// save registers, and too few are in flight.
 __device__ __forceinline__ Pack streamed(const ELEMENT* from) {
   Pack pack;
   if constexpr (sizeof(Pack) == 16) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ void add_products(float2& sums, const Pack& x, const 
   }
 }
 
-// x · first and x · second, for the first of the `share` warps that take pieces of these rows in turn; the block's warps
-// are so many for each pair of rows, in order.
+// Computes x · first and x · second. `share` consecutive warps of the block take pieces of these rows in turn; the first
+// of them returns the sums.
 __device__ __forceinline__ float2 two_products(const ELEMENT* x, const ELEMENT* first, const ELEMENT* second, int inputs,
                                                int share) {
   __shared__ float2 parts[WARPS];
@@ -66,7 +66,7 @@ __device__ __forceinline__ float2 two_products(const ELEMENT* x, const ELEMENT* 
   return sums;
 }
 
-// out (outputs) float32 = x (inputs) · weight (outputs, inputs)ᵀ, or is added to it.
+// out (outputs) float32 = x (inputs) · weight (outputs, inputs)ᵀ; with `add` the product is added to out.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     row_product(float* out, const ELEMENT* x, const ELEMENT* weight, int inputs, int outputs, int share, int add) {
   const int warp = threadIdx.x / WARP, first = 2 * (blockIdx.x * (WARPS / share) + warp / share);

@@ -1,7 +1,7 @@
-// What is done to each row of a step by itself, between the matrix products.
+// The kernels that treat each row of a step by itself, between the matrix products.
 #include "elements.cuh"
 
-// to (count, 4) = from, which lies in the host's memory.
+// to (count, 4) = from, which lies in host memory.
 extern "C" __global__ void fetch(int4* to, const int4* from, int count) {
   for (int at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += gridDim.x * blockDim.x) to[at] = from[at];
 }
@@ -19,8 +19,8 @@ extern "C" __global__ void embed(float* hidden, const ELEMENT* embedding, const 
   }
 }
 
-// normed (rows, width) = RMSNorm of hidden's rows, or of those `picked`. A bias, where there is one, is first added to
-// hidden itself: it is that of the product which was just accumulated there.
+// normed (rows, width) = RMSNorm of hidden's rows, or of the `picked` ones. A bias, if there is one, is first added to
+// hidden itself: it belongs to the product that was just accumulated there.
 extern "C" __global__ void rms_norm(ELEMENT* normed, float* hidden, const float* bias, const float* weight,
                                     const int* picked, int width, float epsilon) {
   __shared__ float sums[WARP];
@@ -51,7 +51,7 @@ extern "C" __global__ void rms_norm(ELEMENT* normed, float* hidden, const float*
   }
 }
 
-// sums (spans, width) float64, in the host's memory = the sum of each span (first row, rows) of normed (rows, width).
+// sums (spans, width) float64, in host memory = the sum of each span (first row, rows) of normed (rows, width).
 extern "C" __global__ void sum_rows(double* sums, const ELEMENT* normed, const int2* spans, int width) {
   const int column = blockIdx.x * blockDim.x + threadIdx.x;
   if (column >= width) return;
@@ -75,9 +75,9 @@ extern "C" __global__ void swiglu(ELEMENT* activated, const float* gate_up, int 
   *(Pack*)(activated + (long long)blockIdx.x * width + at) = pack;
 }
 
-// Adds biases to q, k and v, rotates q and k in Hugging Face's order (pairs i, i + HEAD_DIM / 2), writes q out, with
-// what rounding takes from it (REST), and k and v to their places in the paged cache. qkv is (rows, heads + 2 · kv_heads,
-// HEAD_DIM) float32; place = slot · BLOCK_SIZE + offset; a row of position -1 is padding and leaves no trace.
+// Adds biases to q, k and v and rotates q and k in Hugging Face's order (pairs i, i + HEAD_DIM / 2). Writes q, with its
+// rounding errors (REST), and writes k and v to their places in the paged cache. qkv is (rows, heads + 2 · kv_heads,
+// HEAD_DIM) float32; place = slot · BLOCK_SIZE + offset. A row with position -1 is padding and leaves no trace.
 extern "C" __global__ void rotate_and_store(ELEMENT* q, ELEMENT* q_rest, ELEMENT* pages, const float* qkv, const float* bias,
                                             const float* cosines, const float* sines, const int* positions,
                                             const int* places, long long slot_stride, long long layer_offset, int heads,

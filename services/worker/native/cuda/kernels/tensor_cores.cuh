@@ -1,4 +1,4 @@
-// The matrix unit on 16 × 8 tiles: d (16, 8) += a (16, 16) · b (16, 8), spread over a warp.
+// A tensor core's product on 16 × 8 tiles: d (16, 8) += a (16, 16) · b (16, 8), spread over a warp.
 //
 //     g = lane / 4, c = lane % 4          a: [0] row g,  k 2c, 2c+1    [1] row g+8, the same k    [2], [3] the same rows, k + 8
 //                                         b: [0] k 2c, 2c+1, column g  [1] k + 8
