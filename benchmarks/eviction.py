@@ -41,7 +41,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.eviction_loads import agents, batch, conversations, documents
-from benchmarks.loads import Load, ideal, read_trace
+from benchmarks.loads import RequestTrace, ideal, read_trace
 from benchmarks.plot import Panel, draw
 from benchmarks.report import Goal, report
 from services.kvbm.tiers.actions import TierSizes
@@ -60,7 +60,7 @@ Prompts = Sequence[tuple[Sequence[ContentKey], int]]
 """Of each request: its full blocks, and how many of them can be of use to it."""
 
 
-class Row(Struct, frozen=True):
+class EvictionRow(Struct, frozen=True):
     """One policy, load and size."""
 
     load: str
@@ -82,7 +82,7 @@ class Row(Struct, frozen=True):
     """CPU time of the whole simulation a block asked for: a bound on the policy's."""
 
 
-class Store:
+class TieredStore:
     """Both tiers, with an engine that does at once what it may."""
 
     def __init__(self, host_policy: str, disk_policy: str, sizes: TierSizes) -> None:
@@ -137,7 +137,7 @@ def foresight(prompts: Prompts, capacity_blocks: int) -> int:
     return found
 
 
-def rows_of(load: Load, sizes: Sequence[float], policies: Sequence[str]) -> Iterator[Row]:
+def rows_of(load: RequestTrace, sizes: Sequence[float], policies: Sequence[str]) -> Iterator[EvictionRow]:
     """Every combination."""
     size = load.block_size
     prompts: list[tuple[Sequence[ContentKey], int]] = []
@@ -150,7 +150,7 @@ def rows_of(load: Load, sizes: Sequence[float], policies: Sequence[str]) -> Iter
     for share in sizes:
         host = max(1, round(share * different))
         hits = foresight(prompts, host) / best
-        yield Row(load.name, share, "host", "foresight", "", True, "", hits, hits, 0.0, 0.0)
+        yield EvictionRow(load.name, share, "host", "foresight", "", True, "", hits, hits, 0.0, 0.0)
         both = share * (1 + DISK) <= 1
         for policy, disk_policy, leaves, admission in _combinations(policies, both):
             records = DISK * host if admission else 0
@@ -162,12 +162,12 @@ def rows_of(load: Load, sizes: Sequence[float], policies: Sequence[str]) -> Iter
                 held_share=1.0,
                 leaves_first=leaves,
             )
-            store = Store(policy, disk_policy, sizes_of)
+            store = TieredStore(policy, disk_policy, sizes_of)
             began_s = process_time()
             for keys, most in prompts:
                 store.ask(keys, most)
             took_us = 1e6 * (process_time() - began_s) / asked
-            yield Row(
+            yield EvictionRow(
                 load=load.name,
                 size=share,
                 tiers="host and disk" if admission else "host",
@@ -222,12 +222,12 @@ def main() -> int:
     return 0
 
 
-def _part(part: tuple[Load, float, Sequence[str]]) -> list[Row]:
+def _part(part: tuple[RequestTrace, float, Sequence[str]]) -> list[EvictionRow]:
     load, size, policies = part
     return list(rows_of(load, (size,), policies))
 
 
-def _loads(trace: Path | None, *, quick: bool) -> Iterator[Load]:
+def _loads(trace: Path | None, *, quick: bool) -> Iterator[RequestTrace]:
     part = 5 if quick else 1
     if trace is not None:
         load = read_trace(trace)
@@ -236,7 +236,7 @@ def _loads(trace: Path | None, *, quick: bool) -> Iterator[Load]:
         yield make(5000 // part, Random(seed))
 
 
-def _line(row: Row) -> str:
+def _line(row: EvictionRow) -> str:
     tiers = f"and disk ({row.disk_policy}), {row.admission}" if row.admission else "leaves" if row.leaves else ""
     return (
         f"{row.load:14}{row.size:6.0%}  {row.policy:10}{tiers:26}{row.hits:7.1%} of the hits"
@@ -244,7 +244,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _goals(rows: Sequence[Row], *, trace: bool) -> list[Goal]:
+def _goals(rows: Sequence[EvictionRow], *, trace: bool) -> list[Goal]:
     """The default is the best of all over all loads and sizes, and nowhere much worse than LRU. Without the trace no
     goal is met."""
     goals = []
@@ -284,7 +284,7 @@ def _goal(name: str, value: float, least: float, trace: bool) -> Goal:
     return Goal(name, round(value, 4), "", round(least, 4), trace and value >= least)
 
 
-def _draw(rows: Sequence[Row], path: Path) -> None:
+def _draw(rows: Sequence[EvictionRow], path: Path) -> None:
     panels = []
     for load, found in groupby(rows, key=lambda row: row.load):
         host = [row for row in found if row.tiers == "host" and (not row.leaves or row.policy == "foresight")]

@@ -18,7 +18,7 @@ from itertools import count
 from math import log
 from random import Random
 
-from benchmarks.loads import Load, Request
+from benchmarks.loads import RequestTrace, TraceRequest
 
 BLOCK_SIZE = 256
 
@@ -38,18 +38,18 @@ class _Prompt:
         names += [next(self.new) for _ in range(-(-longer // BLOCK_SIZE) - len(names))]
         return _Prompt(self.new, longer, names)
 
-    def asked(self, at_s: float, answer: int) -> Request:
-        return Request(0, at_s, self.names, self.tokens, answer)
+    def asked(self, at_s: float, answer: int) -> TraceRequest:
+        return TraceRequest(0, at_s, self.names, self.tokens, answer)
 
 
-def conversations(requests: int, draw: Random) -> Load:
+def conversations(requests: int, draw: Random) -> RequestTrace:
     """Some 2.5 turns each; prompts of some 2,500 tokens."""
     return _load("conversations", _conversations(requests, draw, count()), requests)
 
 
-def agents(requests: int, draw: Random) -> Load:
+def agents(requests: int, draw: Random) -> RequestTrace:
     """Some twenty calls each; prompts of some 20,000 tokens."""
-    new, made, begun_s = count(), list[Request](), 0.0
+    new, made, begun_s = count(), list[TraceRequest](), 0.0
     kinds = [_Prompt(new).grown(draw.randint(4000, 12_000)) for _ in range(8)]
     while len(made) < 2 * requests:
         begun_s += draw.expovariate(1 / 12)
@@ -65,9 +65,9 @@ def agents(requests: int, draw: Random) -> Load:
     return _load("agents", made, requests)
 
 
-def documents(requests: int, draw: Random) -> Load:
+def documents(requests: int, draw: Random) -> RequestTrace:
     """Some 1.7 questions a reader; prompts of some 6,000 tokens."""
-    new, made, now_s = count(), list[Request](), 0.0
+    new, made, now_s = count(), list[TraceRequest](), 0.0
     instructions = _Prompt(new).grown(700)
     shelf = [instructions.grown(_long(draw, 4000, 0.8)) for _ in range(1500)]
     while len(made) < 2 * requests:
@@ -84,7 +84,7 @@ def documents(requests: int, draw: Random) -> Load:
     return _load("documents", made, requests)
 
 
-def batch(requests: int, draw: Random) -> Load:
+def batch(requests: int, draw: Random) -> RequestTrace:
     """Conversations, and a job now and then."""
     new = count()
     talk = _conversations(requests, draw, new)
@@ -98,8 +98,8 @@ def batch(requests: int, draw: Random) -> Load:
     return _load("batch", made, requests)
 
 
-def _conversations(requests: int, draw: Random, new: Iterator[int]) -> list[Request]:
-    made, begun_s = list[Request](), 0.0
+def _conversations(requests: int, draw: Random, new: Iterator[int]) -> list[TraceRequest]:
+    made, begun_s = list[TraceRequest](), 0.0
     systems = [_Prompt(new).grown(draw.randint(150, 2500)) for _ in range(20)]
     while len(made) < 2 * requests:
         begun_s += draw.expovariate(1 / 2)
@@ -113,15 +113,15 @@ def _conversations(requests: int, draw: Random, new: Iterator[int]) -> list[Requ
     return made
 
 
-def _load(name: str, made: list[Request], requests: int) -> Load:
+def _load(name: str, made: list[TraceRequest], requests: int) -> RequestTrace:
     """The middle: at the beginning too few are under way, at the end nobody new comes."""
     made.sort(key=_arrival)
     first = (len(made) - requests) // 4
     chosen = made[first : first + requests]
-    return Load(name, BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(chosen)])
+    return RequestTrace(name, BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(chosen)])
 
 
-def _arrival(request: Request) -> float:
+def _arrival(request: TraceRequest) -> float:
     return request.arrival_s
 
 

@@ -23,7 +23,7 @@ from math import inf
 from random import Random
 
 from benchmarks.fleet_store import KVBM, BlockStore, PoolPlace, StoreSizes
-from benchmarks.loads import VOCABULARY, Load, Prompts, Request
+from benchmarks.loads import VOCABULARY, RequestTrace, TracePrompts, TraceRequest
 from services.router.config import RouterConfig
 from services.router.index.kv_events import decode
 from services.router.index.shared_stores import store_id
@@ -77,7 +77,7 @@ StepTime = Callable[[Sequence[Work]], float]
 class Journey:
     """What became of one request."""
 
-    request: Request
+    request: TraceRequest
     asked_s: float = -1.0
     """When it came: in an open loop, when it arrives in the load."""
     attempt: int = -1
@@ -98,7 +98,7 @@ class Journey:
         return self.first_token_s - self.asked_s
 
 
-class Clock:
+class FleetClock:
     """Virtual time, and what is to be done when."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Clock:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class SimulatedWorker:
     """One engine, and what its shell knows of it."""
 
     name: str
@@ -138,21 +138,21 @@ class Worker:
     gone: bool = False
 
 
-class Fleet:
+class SimulatedFleet:
     """One run of one load. What became of each request is in `journeys`, what was computed when in `prefilled`."""
 
     def __init__(
-        self, load: Load, policy: str, *, capacity_blocks: int, seed: int = 0, sizes: StoreSizes | None = None
+        self, load: RequestTrace, policy: str, *, capacity_blocks: int, seed: int = 0, sizes: StoreSizes | None = None
     ) -> None:
         """`sizes`: of the block store that all workers share; None: there is none."""
-        self.clock = Clock()
+        self.clock = FleetClock()
         self.load = load
         self.journeys = [Journey(request) for request in load.requests]
         self.prefilled: dict[tuple[int, str], int] = {}
         """(window of time, worker) → prompt tokens computed."""
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, SimulatedWorker] = {}
         self.router = ModelRouter(MODEL, "router", RouterConfig(), load_policy(policy)(), Random(seed))
-        self.prompts = Prompts(load.block_size)
+        self.prompts = TracePrompts(load.block_size)
         self._capacity_blocks = capacity_blocks
         self._upcoming: Iterator[Journey] = iter(())
         """Those that come when another has ended."""
@@ -198,7 +198,7 @@ class Fleet:
         scheduler = Scheduler(limits)
         connector = None if self.store is None else self._connector(name, scheduler, self.store)
         core = EngineCore(scheduler, self.load.block_size, connector)
-        worker = self.workers[name] = Worker(name, core, step_s, core.opening())
+        worker = self.workers[name] = SimulatedWorker(name, core, step_s, core.opening())
         attached_to = ("", "") if self.store is None else (KVBM, self.store.layout.digest)
         self.router.add_card(_card(name, self.load.block_size, self._capacity_blocks, *attached_to), self.clock.now_s)
         self.router.set_sends_events(name, True)
@@ -256,15 +256,15 @@ class Fleet:
         worker.attempts[name, journey.attempt] = None
         self.clock.after(HOP_S, partial(self._order, worker, submit))
 
-    def _order(self, worker: Worker, order: EngineOrder) -> None:
+    def _order(self, worker: SimulatedWorker, order: EngineOrder) -> None:
         worker.arrived.append(order)
         self._look(worker)
 
-    def _look(self, worker: Worker) -> None:
+    def _look(self, worker: SimulatedWorker) -> None:
         if not worker.stepping and not worker.gone:
             self._begin(worker)
 
-    def _begin(self, worker: Worker) -> None:
+    def _begin(self, worker: SimulatedWorker) -> None:
         core = worker.core
         for order in worker.arrived:
             core.handle(order, self.clock.now_s)
@@ -281,19 +281,19 @@ class Fleet:
             elapsed_s = worker.step_s(works) if works else 0.0
             self.clock.after(elapsed_s, partial(self._finish, worker, works, elapsed_s))
 
-    def _rest(self, worker: Worker) -> None:
+    def _rest(self, worker: SimulatedWorker) -> None:
         """Until something comes, or until the time that the engine names."""
         until_s = self.clock.now_s if worker.core.busy else worker.core.wait_until_s
         if until_s is not None and until_s < worker.wakes_s:
             worker.wakes_s = until_s
             self.clock.at(until_s, partial(self._wake, worker, until_s))
 
-    def _wake(self, worker: Worker, until_s: float) -> None:
+    def _wake(self, worker: SimulatedWorker, until_s: float) -> None:
         if until_s == worker.wakes_s:
             worker.wakes_s = inf
         self._look(worker)
 
-    def _finish(self, worker: Worker, works: Sequence[Work], elapsed_s: float) -> None:
+    def _finish(self, worker: SimulatedWorker, works: Sequence[Work], elapsed_s: float) -> None:
         if worker.gone:
             return
         prompt_tokens = sum(work.end - work.start for work in works if work.start < work.prompt_tokens)
@@ -304,7 +304,7 @@ class Fleet:
         self._heard_of(worker, told)
         self._begin(worker)
 
-    def _heard_of(self, worker: Worker, told: Sequence[Stepped]) -> None:
+    def _heard_of(self, worker: SimulatedWorker, told: Sequence[Stepped]) -> None:
         for report in told:
             worker.last = report
             if report.events:
@@ -313,7 +313,7 @@ class Fleet:
             for part in report.parts.get(FRONTEND, ()):
                 self._take(worker, part)
 
-    def _take(self, worker: Worker, part: Part) -> None:
+    def _take(self, worker: SimulatedWorker, part: Part) -> None:
         journey = self.journeys[int(part.request)]
         if part.tokens and not journey.output:
             journey.first_token_s = self.clock.now_s
@@ -339,7 +339,7 @@ class Fleet:
 
     # --- what the router hears
 
-    def _hear(self, worker: Worker, payload: bytes) -> None:
+    def _hear(self, worker: SimulatedWorker, payload: bytes) -> None:
         chains = self.router.chains.get((worker.name, 0))
         if chains is not None:
             for event in decode(payload).events:
@@ -359,7 +359,7 @@ class Fleet:
     def _told(self, event: LoadEvent) -> None:
         self.router.apply_load_event(event, self.clock.now_s)
 
-    def _report(self, worker: Worker) -> None:
+    def _report(self, worker: SimulatedWorker) -> None:
         """As the worker's shell does: the engine's account after its last step, and the attempts as of now."""
         if worker.gone:
             return

@@ -52,7 +52,7 @@ class StoreSizes(Struct, frozen=True):
     tiers: TiersConfig = TiersConfig()
 
 
-class Clock(Protocol):
+class StoreClock(Protocol):
     """Virtual time, as a fleet has it."""
 
     now_s: float
@@ -92,10 +92,10 @@ class PoolPlace:
     def close(self) -> None: ...
 
 
-class _Line:
+class _StoreLine:
     """One direction of the disk: requests one after another."""
 
-    def __init__(self, clock: Clock, block_s: float) -> None:
+    def __init__(self, clock: StoreClock, block_s: float) -> None:
         self._clock = clock
         self._block_s = block_s
         self._free_s = 0.0
@@ -110,7 +110,7 @@ class BlockStore:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: StoreClock,
         layout: wire.StoreLayout,
         sizes: StoreSizes,
         hop_s: float,
@@ -128,8 +128,8 @@ class BlockStore:
         self.tickets = Tickets(self.tiers, TicketLimits(blocks_per_request=_BLOCKS_PER_REQUEST))
         if sizes.records:
             self.tiers.disk_ready([])
-        self._reading = _Line(clock, layout.kv.block_bytes / sizes.read_bytes_per_s)
-        self._writing = _Line(clock, layout.kv.block_bytes / sizes.write_bytes_per_s)
+        self._reading = _StoreLine(clock, layout.kv.block_bytes / sizes.read_bytes_per_s)
+        self._writing = _StoreLine(clock, layout.kv.block_bytes / sizes.write_bytes_per_s)
         self._spilling = 0
         self._waiting: dict[int, Callable[[wire.Fetched, bool], None]] = {}
         """Fetches that wait for the disk, by ticket: how they are told of more."""

@@ -152,7 +152,7 @@ class Peers:
         await self._bus.publish(subjects.stream(NAMESPACE, frontend), STEP_FRAME.encode(frame))
 
 
-class Client(asyncio.Protocol):
+class StreamClient(asyncio.Protocol):
     """One streamed chat; counts its events."""
 
     def __init__(self, payload: bytes) -> None:
@@ -172,7 +172,7 @@ class Client(asyncio.Protocol):
         self.events += data.count(b"data: {")
 
 
-class Frontend(Struct, frozen=True):
+class FrontendProcess(Struct, frozen=True):
     """The process that is measured."""
 
     pid: int
@@ -201,23 +201,25 @@ def rss_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-async def connect_clients(frontend: Frontend, count: int, prompt_tokens: int) -> list[Client]:
+async def connect_clients(frontend: FrontendProcess, count: int, prompt_tokens: int) -> list[StreamClient]:
     """Streams that have begun to ask."""
     loop = asyncio.get_running_loop()
     shown = f"Authorization: Bearer {frontend.key}\r\n" if frontend.key else ""
-    clients: list[Client] = []
+    clients: list[StreamClient] = []
     for number in range(count):
         content = f"{number:08d}" + "x" * (prompt_tokens - 8)
         asked = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": True}
         body = json.dumps({**asked, "max_tokens": MAX_TOKENS}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{shown}Content-Length: {len(body)}\r\n\r\n"
-        _, client = await loop.create_connection(partial(Client, head.encode() + body), "127.0.0.1", frontend.port)
+        _, client = await loop.create_connection(
+            partial(StreamClient, head.encode() + body), "127.0.0.1", frontend.port
+        )
         clients.append(client)
     return clients
 
 
 @asynccontextmanager
-async def stack(key: str = "") -> AsyncIterator[tuple[Frontend, Peers]]:
+async def stack(key: str = "") -> AsyncIterator[tuple[FrontendProcess, Peers]]:
     """Everything up, and the frontend ready; it has a core to itself where there are two. It asks for `key`, and has
     limits for it that nobody reaches."""
     with tempfile.TemporaryDirectory() as folder:
@@ -238,7 +240,7 @@ async def stack(key: str = "") -> AsyncIterator[tuple[Frontend, Peers]]:
                 keys.write_text(f'bench = {{ sha256 = "{digest}", {limits} }}\n', encoding="utf-8")
             asks = ["--access-keys-file", str(keys)] if key else []
             async with _process(server.url, discovered, asks) as (pid, port):
-                frontend = Frontend(pid, port, key)
+                frontend = FrontendProcess(pid, port, key)
                 yield frontend, peers
             await discovery.close()
             await bus.drain()

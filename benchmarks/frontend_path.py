@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from benchmarks.frontend_load import Client, Frontend, Peers, connect_clients, cpu, rss_bytes, stack
+from benchmarks.frontend_load import FrontendProcess, Peers, StreamClient, connect_clients, cpu, rss_bytes, stack
 from benchmarks.report import Goal, report
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
@@ -95,11 +95,11 @@ async def _stream(peers: Peers, step_s: float, seconds: float) -> None:
     await asyncio.sleep(CALM_S)
 
 
-def _events(clients: list[Client]) -> int:
+def _events(clients: list[StreamClient]) -> int:
     return sum(client.events for client in clients)
 
 
-async def _worst_live_s(frontend: Frontend, over: asyncio.Event) -> float:
+async def _worst_live_s(frontend: FrontendProcess, over: asyncio.Event) -> float:
     """The longest that /live took, asked ten times a second."""
     worst_s = 0.0
     while not over.is_set():

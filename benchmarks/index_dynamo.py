@@ -40,7 +40,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-class Peer:
+class DynamoIndexer:
     """One tree and what was put into it."""
 
     def fill(self, name: str, pairs: int) -> dict[str, int]:
@@ -92,7 +92,7 @@ class Peer:
 
 def main() -> None:
     """Until stdin ends."""
-    peer = Peer()
+    peer = DynamoIndexer()
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         print(json.dumps(getattr(peer, command)(*arguments)), flush=True)

@@ -47,7 +47,7 @@ GOAL = 0.8
 GIB = 1 << 30
 
 
-class Row(msgspec.Struct, frozen=True):
+class CopyRateRow(msgspec.Struct, frozen=True):
     """One size of blocks: plain memcpy's rate, the others as shares of it, and what touching a GiB takes."""
 
     block_kib: int
@@ -72,14 +72,14 @@ def main() -> int:
     if flags.json:
         print(msgspec.json.encode(report("kvbm_copies", sys.argv[1:], goals(rows), rows)).decode())
         return 0
-    print("   ".join(Row.__struct_fields__))
+    print("   ".join(CopyRateRow.__struct_fields__))
     for row in rows:
-        values = zip(Row.__struct_fields__, msgspec.structs.astuple(row), strict=True)
+        values = zip(CopyRateRow.__struct_fields__, msgspec.structs.astuple(row), strict=True)
         print("   ".join(f"{value:{len(name)}.{0 if name == 'block_kib' else 2}f}" for name, value in values))
     return 0
 
 
-def goals(rows: Sequence[Row]) -> list[Goal]:
+def goals(rows: Sequence[CopyRateRow]) -> list[Goal]:
     """What was promised, by the worst size."""
     shares = {"stored": min(row.stored for row in rows), "loaded": min(row.loaded for row in rows)}
     return [
@@ -88,7 +88,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     ]
 
 
-def measure(directory: Path, size_bytes: int) -> list[Row]:
+def measure(directory: Path, size_bytes: int) -> list[CopyRateRow]:
     """A row for each size of blocks, in a pool of `size_bytes` below `directory`."""
     with tempfile.TemporaryDirectory(prefix="kvbm-copies-", dir=directory) as below:
         pool = HostPool.open(Path(below), size_bytes)
@@ -110,7 +110,7 @@ def _prefault(pool: HostPool) -> float:
     return time.process_time() - began_s
 
 
-def _row(pool: HostPool, block_kib: int, device: memoryview, other: memoryview, prefault_s: float) -> Row:
+def _row(pool: HostPool, block_kib: int, device: memoryview, other: memoryview, prefault_s: float) -> CopyRateRow:
     """Slots are taken from the whole arena; as many blocks are copied as private memory has room for."""
     block_bytes = block_kib << 10
     arena = pool.geometry.arena(0, 1, block_bytes)
@@ -133,7 +133,7 @@ def _row(pool: HostPool, block_kib: int, device: memoryview, other: memoryview, 
                 for _ in range(PASSES)
             ]
     plain_s, stored_s, loaded_s = (statistics.median(seconds) for seconds in zip(*passes, strict=True))
-    return Row(
+    return CopyRateRow(
         block_kib=block_kib,
         plain_gib_s=blocks * block_bytes / GIB / plain_s,
         stored=plain_s / stored_s,

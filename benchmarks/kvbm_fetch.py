@@ -60,7 +60,7 @@ GOAL_MS = 1.0
 LIMIT_S = 30.0
 
 
-class Row(msgspec.Struct, frozen=True):
+class FetchRow(msgspec.Struct, frozen=True):
     """One kind of request, milliseconds."""
 
     what: str
@@ -91,13 +91,13 @@ def main() -> int:
     return 0
 
 
-def goals(rows: Sequence[Row]) -> list[Goal]:
+def goals(rows: Sequence[FetchRow]) -> list[Goal]:
     """What was promised."""
     fetch = rows[0]
     return [Goal(f"{fetch.what}, median", fetch.median_ms, "ms", GOAL_MS, met=fetch.median_ms <= GOAL_MS)]
 
 
-def measure(blocks: int, rounds: int) -> list[Row]:
+def measure(blocks: int, rounds: int) -> list[FetchRow]:
     """The fetch's row first."""
     with tempfile.TemporaryDirectory(prefix="kvbm-fetch-", dir="/dev/shm") as name:
         nats = NatsServer(Path(name))
@@ -108,7 +108,7 @@ def measure(blocks: int, rounds: int) -> list[Row]:
             nats.stop()
 
 
-async def _measure(directory: Path, nats: NatsServer, blocks: int, rounds: int) -> list[Row]:
+async def _measure(directory: Path, nats: NatsServer, blocks: int, rounds: int) -> list[FetchRow]:
     bus = await connect(NatsConfig(url=nats.url), "benchmark")
     engine = Engine(bus, directory / "pool", "owner", "worker", LAYOUT)
     with fleet(directory, nats.url, *Machine.where(directory)) as processes:
@@ -199,9 +199,11 @@ def _cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def _row(what: str, seconds: Sequence[float], cpu_s: float, in_kvbm_s: float) -> Row:
+def _row(what: str, seconds: Sequence[float], cpu_s: float, in_kvbm_s: float) -> FetchRow:
     p99_s = statistics.quantiles(seconds, n=100)[-1]
-    return Row(what, 1e3 * statistics.median(seconds), 1e3 * min(seconds), 1e3 * p99_s, 1e3 * cpu_s, 1e3 * in_kvbm_s)
+    return FetchRow(
+        what, 1e3 * statistics.median(seconds), 1e3 * min(seconds), 1e3 * p99_s, 1e3 * cpu_s, 1e3 * in_kvbm_s
+    )
 
 
 def _chain(blocks: int) -> list[Content]:

@@ -86,7 +86,7 @@ class Subject(msgspec.Struct, frozen=True):
     """Of a tmpfs, the number of blocks and the bytes of each: seconds to load them with nothing beside it."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class KvbmFirstRow(msgspec.Struct, frozen=True):
     """Milliseconds of one request."""
 
     tier: Tier
@@ -99,7 +99,7 @@ class Row(msgspec.Struct, frozen=True):
 class Times(msgspec.Struct, frozen=True):
     """Of one run."""
 
-    rows: list[Row]
+    rows: list[KvbmFirstRow]
     computed_ms: list[float]
     """To the first token of each prompt where nobody had its blocks yet."""
 
@@ -129,7 +129,7 @@ def main() -> int:
     return 0
 
 
-def goals(rows: Sequence[Row]) -> list[Goal]:
+def goals(rows: Sequence[KvbmFirstRow]) -> list[Goal]:
     """What was promised."""
     promised: list[Goal] = []
     for tier, goal in GOALS.items():
@@ -182,12 +182,12 @@ async def _measure(subject: Subject, memory: Path, disk: Path, nats_url: str, bl
     return Times(rows, computed_ms)
 
 
-def _row(tier: Tier, took: tuple[float, float], alone_s: float) -> Row:
+def _row(tier: Tier, took: tuple[float, float], alone_s: float) -> KvbmFirstRow:
     first_s, step_s = took
-    return Row(tier, 1e3 * (first_s - step_s), 1e3 * step_s, 1e3 * alone_s, (first_s - step_s) / alone_s)
+    return KvbmFirstRow(tier, 1e3 * (first_s - step_s), 1e3 * step_s, 1e3 * alone_s, (first_s - step_s) / alone_s)
 
 
-class Pair:
+class FirstTokenPair:
     """A worker and its kvbm."""
 
     def __init__(self, machine: Machine, wire: Wire, kvbm_flags: Sequence[str], tiers: Sequence[Tier]) -> None:
@@ -260,7 +260,9 @@ def _held(layout: LayoutState, tiers: Sequence[Tier]) -> list[int]:
 
 
 @asynccontextmanager
-async def _pair(subject: Subject, memory: Path, disk: Path, nats_url: str, blocks: int) -> AsyncIterator[Pair]:
+async def _pair(
+    subject: Subject, memory: Path, disk: Path, nats_url: str, blocks: int
+) -> AsyncIterator[FirstTokenPair]:
     """A device that holds one prompt of `blocks`, a pool and a disk that hold both, with room to spare."""
     pool_bytes = 2 * PROMPTS * blocks * subject.block_bytes + (64 << 20)
     kvbm_flags = ["--pool-directory", str(memory / "pool"), "--pool-size-bytes", str(pool_bytes)]
@@ -270,7 +272,7 @@ async def _pair(subject: Subject, memory: Path, disk: Path, nats_url: str, block
         worker_flags = (*subject.worker_flags, "--capacity-blocks", str(blocks + 1))
         machine = Machine(processes, memory, subject.model, pool_bytes, *worker_flags)
         async with connected(machine, nats_url) as wire:
-            pair = Pair(machine, wire, kvbm_flags, subject.tiers)
+            pair = FirstTokenPair(machine, wire, kvbm_flags, subject.tiers)
             await pair.start()
             yield pair
 

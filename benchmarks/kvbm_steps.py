@@ -56,7 +56,7 @@ class Use(msgspec.Struct, frozen=True):
     process: float
 
 
-class Row(msgspec.Struct, frozen=True):
+class KvbmStepRow(msgspec.Struct, frozen=True):
     """Milliseconds a token without and with storing, medians; and the median of the rounds' ratios."""
 
     what: str
@@ -90,13 +90,13 @@ def main() -> int:
     return 0
 
 
-def goals(rows: Sequence[Row]) -> list[Goal]:
+def goals(rows: Sequence[KvbmStepRow]) -> list[Goal]:
     """What was promised."""
     ratio = next(row.ratio for row in rows if row.what == "own")
     return [Goal("a token's time, storing", ratio, "of that without", MOST_SLOWER, met=ratio <= MOST_SLOWER)]
 
 
-async def measure(model: Path, sequences: int, rounds: int) -> list[Row]:
+async def measure(model: Path, sequences: int, rounds: int) -> list[KvbmStepRow]:
     """Rows for each kind of time."""
     with tempfile.TemporaryDirectory(prefix="kvbm-steps-", dir="/dev/shm") as directory:
         plain = WorkerConfig(
@@ -160,10 +160,10 @@ def _scheduled(pid: int) -> tuple[float, float, float]:
     return ran / 1e9, waited / 1e9, sum(fields[0] for fields in stats.values()) / 1e9
 
 
-def _row(what: str, uses: Sequence[tuple[Use, Use]]) -> Row:
+def _row(what: str, uses: Sequence[tuple[Use, Use]]) -> KvbmStepRow:
     pairs = [(getattr(without, what), getattr(storing, what)) for without, storing in uses]
     ratios = [storing / without for without, storing in pairs]
-    return Row(
+    return KvbmStepRow(
         what=what,
         without_ms=statistics.median(without for without, _ in pairs),
         storing_ms=statistics.median(storing for _, storing in pairs),

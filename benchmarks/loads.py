@@ -25,7 +25,7 @@ TRACE_BLOCK_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One prompt and how long its answer is."""
 
     number: int
@@ -37,25 +37,25 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RequestTrace:
     """Requests in order of arrival."""
 
     name: str
     block_size: int
     """Tokens a block."""
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
 
     @property
     def rate(self) -> float:
         """Requests a second."""
         return len(self.requests) / (self.requests[-1].arrival_s - self.requests[0].arrival_s)
 
-    def at(self, rate: float) -> Load:
+    def at(self, rate: float) -> RequestTrace:
         """The same requests, time stretched or compressed to so many a second."""
         factor = self.rate / rate
         return replace(self, requests=[replace(each, arrival_s=each.arrival_s * factor) for each in self.requests])
 
-    def first(self, requests: int) -> Load:
+    def first(self, requests: int) -> RequestTrace:
         """The beginning alone."""
         return replace(self, requests=self.requests[:requests])
 
@@ -72,7 +72,7 @@ class Ideal:
     cached_blocks: int
 
 
-def ideal(load: Load) -> Ideal:
+def ideal(load: RequestTrace) -> Ideal:
     """By order of arrival alone."""
     size = load.block_size
     seen: set[int] = set()
@@ -88,7 +88,7 @@ def ideal(load: Load) -> Ideal:
     return Ideal(sum(each.prompt_tokens for each in load.requests), found * size, full, found)
 
 
-class Prompts:
+class TracePrompts:
     """Tokens and hashes of requests, as the frontend makes them."""
 
     def __init__(self, block_size: int) -> None:
@@ -96,12 +96,12 @@ class Prompts:
         self._hashes: dict[int, int] = {}
         """Name → sequence hash: a name stands for the whole prefix."""
 
-    def tokens(self, request: Request) -> bytes:
+    def tokens(self, request: TraceRequest) -> bytes:
         """Packed u32."""
         packed = b"".join([self._block(name) for name in request.names])
         return packed[: 4 * request.prompt_tokens]
 
-    def hashes(self, request: Request) -> bytes:
+    def hashes(self, request: TraceRequest) -> bytes:
         """Sequence hashes of the full blocks, packed u64."""
         parent: int | None = None
         made = []
@@ -121,7 +121,7 @@ class Prompts:
 # --- the real trace
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _TraceLine(msgspec.Struct, frozen=True):
     timestamp: float
     """Milliseconds."""
     input_length: int
@@ -129,14 +129,14 @@ class _Line(msgspec.Struct, frozen=True):
     hash_ids: list[int]
 
 
-def read_trace(path: Path) -> Load:
+def read_trace(path: Path) -> RequestTrace:
     """A trace in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST'25): one JSON object a line."""
-    lines = [msgspec.json.decode(line, type=_Line) for line in path.read_bytes().splitlines()]
+    lines = [msgspec.json.decode(line, type=_TraceLine) for line in path.read_bytes().splitlines()]
     requests = [
-        Request(number, line.timestamp / 1000, line.hash_ids, line.input_length, max(line.output_length, 1))
+        TraceRequest(number, line.timestamp / 1000, line.hash_ids, line.input_length, max(line.output_length, 1))
         for number, line in enumerate(lines)
     ]
-    return Load("mooncake", TRACE_BLOCK_SIZE, requests)
+    return RequestTrace("mooncake", TRACE_BLOCK_SIZE, requests)
 
 
 # --- synthetic loads
@@ -144,48 +144,48 @@ def read_trace(path: Path) -> Load:
 _BLOCK_SIZE = 64
 
 
-def unshared(requests: int, draw: Random) -> Load:
+def unshared(requests: int, draw: Random) -> RequestTrace:
     """Prompts with nothing in common."""
     arrivals, names = _arrivals(draw), count()
     made = []
     for number in range(requests):
         tokens = draw.randint(500, 4000)
-        made.append(Request(number, next(arrivals), _take(names, tokens), tokens, draw.randint(50, 300)))
-    return Load("unshared", _BLOCK_SIZE, made)
+        made.append(TraceRequest(number, next(arrivals), _take(names, tokens), tokens, draw.randint(50, 300)))
+    return RequestTrace("unshared", _BLOCK_SIZE, made)
 
 
-def chats(requests: int, draw: Random) -> Load:
+def chats(requests: int, draw: Random) -> RequestTrace:
     """Conversations of some eight turns, 20 s apart, that share nothing but a system prompt of one block."""
     return _conversations("chats", requests, draw, common_tokens=64, turns=8, pause_s=20.0, added=(100, 800))
 
 
-def agents(requests: int, draw: Random) -> Load:
+def agents(requests: int, draw: Random) -> RequestTrace:
     """Agents in loops of some fifteen calls, 4 s apart, behind one system prompt of 8,192 tokens."""
     return _conversations("agents", requests, draw, common_tokens=8192, turns=15, pause_s=4.0, added=(50, 1500))
 
 
 def _conversations(
     name: str, requests: int, draw: Random, *, common_tokens: int, turns: int, pause_s: float, added: tuple[int, int]
-) -> Load:
+) -> RequestTrace:
     """`added` tokens a turn, between these bounds; answers of 30 to 300 are computed anew in the next prompt, for what
     the engine answers is not what the conversation goes on with."""
     arrivals, names = _arrivals(draw, requests_each=turns), count()
     common = _take(names, common_tokens)
-    made: list[Request] = []
+    made: list[TraceRequest] = []
     while len(made) < 2 * requests:
         now_s, tokens, known = next(arrivals), common_tokens, list(common)
         for _ in range(max(1, round(draw.expovariate(1 / turns)))):
             tokens += draw.randint(*added)
             output = draw.randint(30, 300)
             known += _take(names, tokens - len(known) * _BLOCK_SIZE)
-            made.append(Request(0, now_s, list(known), tokens, output))
+            made.append(TraceRequest(0, now_s, list(known), tokens, output))
             tokens += output
             known = known[: made[-1].prompt_tokens // _BLOCK_SIZE]
             now_s += draw.expovariate(1 / pause_s)
     made.sort(key=lambda each: each.arrival_s)
     # The first quarter has too few conversations under way, the last has no new ones.
     made = made[requests // 2 : requests // 2 + requests]
-    return Load(name, _BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(made)])
+    return RequestTrace(name, _BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(made)])
 
 
 def _take(names: Iterator[int], tokens: int) -> list[int]:

@@ -25,9 +25,9 @@ from random import Random
 import msgspec
 
 from benchmarks.fleet import StepTime
-from benchmarks.loads import Load, agents, chats, unshared
+from benchmarks.loads import RequestTrace, agents, chats, unshared
 from benchmarks.report import Goal, report
-from benchmarks.trace import Row, capacity, default_timing, line, run_open
+from benchmarks.trace import TraceRow, capacity, default_timing, line, run_open
 from services.router.selection.policy import BUILT_IN
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.timing import Timing
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=list(BUILT_IN), help="by name or module:attribute")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[TraceRow]] = {}
     for case, load, workers, part in _cases(500 if flags.quick else 2500):
         rows[case] = [run_open(load, policy, workers, part) for policy in flags.policies]
         if not flags.json:
@@ -58,7 +58,7 @@ def main() -> int:
     return 0
 
 
-def _cases(requests: int) -> Iterator[tuple[str, Load, Sequence[StepTime], float]]:
+def _cases(requests: int) -> Iterator[tuple[str, RequestTrace, Sequence[StepTime], float]]:
     """Name, load at its pace, workers, share of what they can do."""
     alone, talk, loops = unshared(requests, Random(1)), chats(requests, Random(2)), agents(requests, Random(3))
     quick, laptop = default_timing(), Timing(LAPTOP).step_s
@@ -79,7 +79,7 @@ def _cases(requests: int) -> Iterator[tuple[str, Load, Sequence[StepTime], float
     yield "cpu 0.3", few.at(0.3 * rate), [laptop] * 2, 0.3
 
 
-def _goals(rows: dict[str, list[Row]]) -> list[Goal]:
+def _goals(rows: dict[str, list[TraceRow]]) -> list[Goal]:
     """`kv` is as good as the best of the others, to the first token, everywhere."""
     goals = []
     for case, found in rows.items():

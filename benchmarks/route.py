@@ -87,7 +87,7 @@ ALONE_GOAL_MS = 1.0
 """A third of what a request alone may wait for all but its engine."""
 
 
-class Worker:
+class RoutedWorker:
     """One instance without an engine: it holds what it was given and reports what the router sent it."""
 
     def __init__(self, name: str, bus: NatsBus, events: ZmqEvents) -> None:
@@ -155,7 +155,7 @@ class Worker:
         }
 
 
-class Fleet:
+class RoutedFleet:
     """All workers, and the router's process."""
 
     def __init__(self, url: str, folder: Path, bus: NatsBus, events: ZmqEvents, known: int) -> None:
@@ -165,7 +165,7 @@ class Fleet:
         self._folder = folder
         self._bus = bus
         self._draw = Random(5)
-        self.workers = {f"{number:016x}": Worker(f"{number:016x}", bus, events) for number in range(INSTANCES)}
+        self.workers = {f"{number:016x}": RoutedWorker(f"{number:016x}", bus, events) for number in range(INSTANCES)}
         self.pairs = 0
         self.storing = False
         for chain in chains(known):
@@ -202,7 +202,7 @@ class Fleet:
 
     async def store(self) -> None:
         """While `storing`: new blocks, and as many old ones gone."""
-        told: list[tuple[Worker, list[int | bytes]]] = []
+        told: list[tuple[RoutedWorker, list[int | bytes]]] = []
         while True:
             await asyncio.sleep(2 * BURST_BLOCKS / EVENTS_BLOCKS_A_SECOND)
             if not self.storing:
@@ -273,7 +273,7 @@ def _router_name(folder: Path) -> str:
     return ""
 
 
-async def _asked(fleet: Fleet, pid: int, *flags: str) -> dict[str, Any]:
+async def _asked(fleet: RoutedFleet, pid: int, *flags: str) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.route_load", "--nats-url", fleet.url, "--router-pid", str(pid)),
         *("--chains", str(fleet.known), *flags),
@@ -299,7 +299,7 @@ async def _measure(quick: bool) -> list[dict[str, Any]]:
         try:
             bus = await connect(NatsConfig(url=server.url), "workers")
             discovery = FileDiscovery(discovered)
-            fleet = Fleet(server.url, discovered, bus, events, known)
+            fleet = RoutedFleet(server.url, discovered, bus, events, known)
             await fleet.serve(discovery)
             loops = [asyncio.create_task(fleet.report()), asyncio.create_task(fleet.store())]
             async with fleet.router(cores[0] if len(cores) > 1 else None) as pid:

@@ -42,8 +42,8 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.report import Goal, report
-from benchmarks.serving_load import ENDLESS, NO_TIME, OUTPUT_TOKENS, Generator, Report
-from benchmarks.serving_stacks import Running, ours, peer
+from benchmarks.serving_load import ENDLESS, NO_TIME, OUTPUT_TOKENS, Generator, GeneratorReport
+from benchmarks.serving_stacks import RunningStack, ours, peer
 
 STREAMS = (32, 128, 512)
 STEP_S = 0.020
@@ -65,7 +65,7 @@ LIMITS = {"HEADRACE_MAX_RUNNING": "256"}
 """As the yardstick's `--max-num-seqs`."""
 
 
-class Row(Struct, frozen=True):
+class ServingRow(Struct, frozen=True):
     """One run of one case."""
 
     system: str
@@ -75,16 +75,16 @@ class Row(Struct, frozen=True):
     """All processes."""
     by_kind: dict[str, float]
     rss_mb: dict[str, float]
-    load: Report
+    load: GeneratorReport
     refused: str
     """Why it does not count; empty: it does."""
 
 
-class Pair(Struct, frozen=True):
+class StackPair(Struct, frozen=True):
     """A run of ours and the yardstick's right after it."""
 
-    ours: Row
-    peer: Row | None
+    ours: ServingRow
+    peer: ServingRow | None
 
     @property
     def refused(self) -> str:
@@ -114,7 +114,7 @@ class Bench:
     """All runs, in order."""
 
     def __init__(self, flags: argparse.Namespace, directory: Path) -> None:
-        self.pairs: list[Pair] = []
+        self.pairs: list[StackPair] = []
         self._flags = flags
         self._yardstick: Path | None = None if flags.ours else flags.peer
         self._generator = Generator(flags.peer, directory)
@@ -140,17 +140,17 @@ class Bench:
                 self._turns(stack, beside, "unpaced", streams)
 
     @contextmanager
-    def _ours(self, worker: dict[str, str]) -> Iterator[Running]:
+    def _ours(self, worker: dict[str, str]) -> Iterator[RunningStack]:
         directory = self._directory / "ours"
         settings = ENDLESS | LIMITS | worker
         with ours(self._generator.model, directory, worker=settings, profile=self._flags.profile) as stack:
             self._warm(stack)
             yield stack
 
-    def _warm(self, stack: Running) -> None:
+    def _warm(self, stack: RunningStack) -> None:
         self._generator.run(stack, 16, 100)
 
-    def _calibrated(self, stack: Running, streams: int, started: ExitStack) -> Running:
+    def _calibrated(self, stack: RunningStack, streams: int, started: ExitStack) -> RunningStack:
         """The yardstick at the speed-up where a stream has as many tokens a second as ours. Its prefills take time too,
         and a step's depends on the batch, so this is found by trying; the last try stays, and `Pair` judges it."""
         assert self._yardstick is not None
@@ -161,7 +161,7 @@ class Bench:
                 self._warm(beside)
                 # Ours each time too: what else the machine does slows both.
                 mine = self._run(stack, "ours", "paced", streams)
-                pair = Pair(mine, self._run(beside, "peer", "paced", streams))
+                pair = StackPair(mine, self._run(beside, "peer", "paced", streams))
                 self._say(f"calibrating: speed-up {speedup:.3f}, {pair.slower:.3f} times as long as ours")
                 if left == 0 or abs(pair.slower - 1) < CALIBRATED:
                     started.push(tried.pop_all())
@@ -169,17 +169,17 @@ class Bench:
                 speedup *= pair.slower
         raise AssertionError("the last try is kept")
 
-    def _turns(self, stack: Running, beside: Running | None, pace: str, streams: int) -> None:
+    def _turns(self, stack: RunningStack, beside: RunningStack | None, pace: str, streams: int) -> None:
         for _ in range(1 if self._flags.quick else self._flags.repeats):
             mine = self._run(stack, "ours", pace, streams)
             self._say(line(mine))
             theirs = None if beside is None else self._run(beside, "peer", pace, streams)
-            self.pairs.append(Pair(mine, theirs))
+            self.pairs.append(StackPair(mine, theirs))
             if theirs is not None:
                 self._say(line(theirs))
                 self._say(f"{'ratio':5} {pace:8} {streams:4}  {self.pairs[-1].ratio:6.2f}  {self.pairs[-1].refused}")
 
-    def _run(self, stack: Running, system: str, pace: str, streams: int) -> Row:
+    def _run(self, stack: RunningStack, system: str, pace: str, streams: int) -> ServingRow:
         """One run of one case."""
         if pace == "paced":
             # Slots start one after another over the time of one request: no waves of requests.
@@ -191,14 +191,14 @@ class Bench:
         tokens = load.n * OUTPUT_TOKENS
         by_kind = {kind: 1e6 * cost.cpu_s / tokens for kind, cost in spent.items()}
         rss_mb = {kind: cost.rss_mb for kind, cost in spent.items()}
-        return Row(system, pace, streams, sum(by_kind.values()), by_kind, rss_mb, load, refusal(load, pace))
+        return ServingRow(system, pace, streams, sum(by_kind.values()), by_kind, rss_mb, load, refusal(load, pace))
 
     def _say(self, text: str) -> None:
         if not self._flags.json:
             print(text, flush=True)
 
 
-def refusal(load: Report, pace: str) -> str:
+def refusal(load: GeneratorReport, pace: str) -> str:
     """Why a run does not count; empty: it does."""
     if load.errors:
         return f"errors: {load.errors}"
@@ -208,7 +208,7 @@ def refusal(load: Report, pace: str) -> str:
     return f"{share:.2f} events a token" if share < LEAST_EVENTS_A_TOKEN else ""
 
 
-def line(row: Row) -> str:
+def line(row: ServingRow) -> str:
     """For people."""
     kinds = "  ".join(f"{kind} {us:.1f}" for kind, us in sorted(row.by_kind.items(), key=lambda item: -item[1]))
     load = row.load
@@ -221,7 +221,7 @@ def line(row: Row) -> str:
     )
 
 
-def goals(pairs: Sequence[Pair], paces: Sequence[str], streams: Sequence[int]) -> list[Goal]:
+def goals(pairs: Sequence[StackPair], paces: Sequence[str], streams: Sequence[int]) -> list[Goal]:
     """Medians over the repeats that count; a goal without one is not met."""
     found: list[Goal] = []
     for pace in paces:
@@ -244,7 +244,7 @@ def goals(pairs: Sequence[Pair], paces: Sequence[str], streams: Sequence[int]) -
     return found
 
 
-def summary(pairs: Sequence[Pair]) -> Iterator[str]:
+def summary(pairs: Sequence[StackPair]) -> Iterator[str]:
     """A line for each case: medians of the ratios that count, with the spread of all."""
     for case in dict.fromkeys((pair.ours.pace, pair.ours.streams) for pair in pairs):
         taken = [pair for pair in pairs if (pair.ours.pace, pair.ours.streams) == case and pair.peer is not None]
@@ -295,7 +295,7 @@ def _flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _plot(pairs: Sequence[Pair], path: Path) -> None:
+def _plot(pairs: Sequence[StackPair], path: Path) -> None:
     from benchmarks.plot import Curve, Panel, draw  # matplotlib is among the development packages only
 
     panels: list[Panel] = []
@@ -303,8 +303,10 @@ def _plot(pairs: Sequence[Pair], path: Path) -> None:
         rows = [row for pair in pairs for row in (pair.ours, pair.peer) if row is not None and row.pace == pace]
         streams = sorted({row.streams for row in rows})
 
-        def curve(system: str, kinds: Sequence[str], rows: Sequence[Row] = rows, xs: Sequence[int] = streams) -> Curve:
-            def cost(row: Row) -> float:
+        def curve(
+            system: str, kinds: Sequence[str], rows: Sequence[ServingRow] = rows, xs: Sequence[int] = streams
+        ) -> Curve:
+            def cost(row: ServingRow) -> float:
                 return sum(row.by_kind[kind] for kind in kinds) if kinds else row.us_a_token
 
             ys = [statistics.median(cost(row) for row in rows if (row.system, row.streams) == (system, x)) for x in xs]

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.report import Goal, report
-from benchmarks.serving_load import ENDLESS, NO_TIME, Generator, Report
+from benchmarks.serving_load import ENDLESS, NO_TIME, Generator, GeneratorReport
 from benchmarks.serving_stacks import ours, peer
 
 REQUESTS = 200
@@ -35,12 +35,12 @@ SPEEDUP = 1000
 GOAL_MS = 3.0
 
 
-class Row(Struct, frozen=True):
+class ServingFirstRow(Struct, frozen=True):
     """One run."""
 
     system: str
     quick_acks: bool
-    load: Report
+    load: GeneratorReport
 
 
 def main() -> int:
@@ -65,8 +65,8 @@ def main() -> int:
     return 0
 
 
-def _measure(yardstick: Path | None, repeats: int) -> list[Row]:
-    rows: list[Row] = []
+def _measure(yardstick: Path | None, repeats: int) -> list[ServingFirstRow]:
+    rows: list[ServingFirstRow] = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as started:
         directory = Path(name)
         generator = Generator(yardstick, directory)
@@ -82,11 +82,11 @@ def _measure(yardstick: Path | None, repeats: int) -> list[Row]:
                     load, _ = generator.run(stack, 1, REQUESTS, "--osl", OUTPUT_TOKENS, "--quickack", acks)
                     if load.errors:
                         raise SystemExit(f"{system}: {load.errors}")
-                    rows.append(Row(system, quick_acks, load))
+                    rows.append(ServingFirstRow(system, quick_acks, load))
     return rows
 
 
-def goals(rows: list[Row]) -> list[Goal]:
+def goals(rows: list[ServingFirstRow]) -> list[Goal]:
     """Medians over the repeats with quick acknowledgements."""
     medians = {
         system: statistics.median(times)

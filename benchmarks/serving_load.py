@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.serving_stacks import NAME, Cost, Running
+from benchmarks.serving_stacks import NAME, Cost, RunningStack
 from tests.tiny_model import write_tiny_model
 
 INPUT_TOKENS = 512
@@ -29,7 +29,7 @@ ENDLESS = {"HEADRACE_SIMULATED_OUTPUT_TOKENS": "0"}
 """… and one whose answers end at max_tokens only."""
 
 
-class Report(Struct, frozen=True):
+class GeneratorReport(Struct, frozen=True):
     """Of the load generator."""
 
     n: int
@@ -62,7 +62,9 @@ class Generator:
             self._command = [str(yardstick / "venv" / "bin" / "python"), str(yardstick / "loadgen.py")]
         self._seeds = count(1)
 
-    def run(self, stack: Running, streams: int, requests: int, *flags: str) -> tuple[Report, dict[str, Cost]]:
+    def run(
+        self, stack: RunningStack, streams: int, requests: int, *flags: str
+    ) -> tuple[GeneratorReport, dict[str, Cost]]:
         """So many requests, `streams` of them at once, and what the stack spent from the first request to the last
         answer, and took then. The prompts are new each time. `flags` go to the generator. Raises SystemExit."""
         asked = {
@@ -95,14 +97,14 @@ class Generator:
             os.close(writing)
             watch.join()
         try:
-            load = msgspec.json.decode(done.stdout, type=Report)
+            load = msgspec.json.decode(done.stdout, type=GeneratorReport)
         except msgspec.DecodeError:  # it failed, or not one stream ended well and its figures are null
             raise SystemExit(f"the load generator: {done.stdout}{done.stderr[-2000:]}") from None
         before, after = marks["start"], marks["stop"]
         return load, {kind: Cost(cost.cpu_s - before[kind].cpu_s, cost.rss_mb) for kind, cost in after.items()}
 
 
-def _watch(reading: int, stack: Running, marks: dict[str, dict[str, Cost]]) -> None:
+def _watch(reading: int, stack: RunningStack, marks: dict[str, dict[str, Cost]]) -> None:
     """What the stack has cost when the load generator says start and stop."""
     with os.fdopen(reading) as lines:
         for line in lines:

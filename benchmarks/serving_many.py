@@ -28,8 +28,8 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.report import Goal, report
-from benchmarks.serving_load import ENDLESS, LOAD_LIMIT_S, NO_TIME, Generator, Report
-from benchmarks.serving_stacks import Running, ours
+from benchmarks.serving_load import ENDLESS, LOAD_LIMIT_S, NO_TIME, Generator, GeneratorReport
+from benchmarks.serving_stacks import RunningStack, ours
 
 STREAMS = 4000
 STEP_S = 0.1
@@ -46,13 +46,13 @@ WORKER = {
 WITH_USAGE = '{"ignore_eos": true, "stream_options": {"include_usage": true}}'
 
 
-class Row(Struct, frozen=True):
+class ServingManyRow(Struct, frozen=True):
     """The run."""
 
     streams: int
     tokens: int
     """Of each stream."""
-    load: Report
+    load: GeneratorReport
     frontend_cpu_us_a_token: float
     rss_before_mb: float
     rss_largest_mb: float
@@ -81,7 +81,7 @@ def main() -> int:
     return 0
 
 
-def goals(row: Row) -> list[Goal]:
+def goals(row: ServingManyRow) -> list[Goal]:
     """Nothing lost, and little memory."""
     lost = row.streams - row.load.n + row.load.cut
     rss_kb = 1e3 * (row.rss_largest_mb - row.rss_before_mb) / row.streams
@@ -91,7 +91,7 @@ def goals(row: Row) -> list[Goal]:
     ]
 
 
-def _measure(streams: int, tokens: int) -> Row:
+def _measure(streams: int, tokens: int) -> ServingManyRow:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         generator = Generator(None, directory)
@@ -103,11 +103,11 @@ def _measure(streams: int, tokens: int) -> Row:
                 more = ("--ramp", str(tokens * STEP_S / 2), "--osl", str(tokens), "--timeout", str(LOAD_LIMIT_S))
                 load, spent = generator.run(stack, streams, streams, *more, "--extra", WITH_USAGE)
         cpu_us = 1e6 * spent["frontend"].cpu_s / (streams * tokens)
-        return Row(streams, tokens, load, cpu_us, before_mb, max(sizes_mb))
+        return ServingManyRow(streams, tokens, load, cpu_us, before_mb, max(sizes_mb))
 
 
 @contextmanager
-def _largest(stack: Running) -> Iterator[list[float]]:
+def _largest(stack: RunningStack) -> Iterator[list[float]]:
     """The frontend's size in MB, again and again while the context is open."""
     sizes_mb: list[float] = []
     over = threading.Event()

@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from benchmarks.report import Goal, report
 from benchmarks.serving_load import ENDLESS, NO_TIME, Generator
-from benchmarks.serving_stacks import Running, ours
+from benchmarks.serving_stacks import RunningStack, ours
 
 STREAMS = 64
 OUTPUT_TOKENS = 8
@@ -39,7 +39,7 @@ LEAVING = ("--osl", "100000", "--leave", "0.5")
 FLAT_GOAL = 0.05
 
 
-class Row(Struct, frozen=True):
+class ServingMemoryRow(Struct, frozen=True):
     """After one run of the load generator."""
 
     at_s: float
@@ -76,7 +76,7 @@ def main() -> int:
     return 0
 
 
-def goals(rows: Sequence[Row]) -> list[Goal]:
+def goals(rows: Sequence[ServingMemoryRow]) -> list[Goal]:
     """Over the second half."""
     late = rows[len(rows) // 2 :]
     sizes_mb = [row.rss_mb["frontend"] for row in late]
@@ -90,12 +90,12 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     ]
 
 
-def _measure(limit_s: float, requests: int) -> list[Row]:
+def _measure(limit_s: float, requests: int) -> list[ServingMemoryRow]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         generator = Generator(None, directory)
         with ours(generator.model, directory / "ours", worker=ENDLESS | NO_TIME) as stack:
-            rows: list[Row] = []
+            rows: list[ServingMemoryRow] = []
             began_s, sent = time.monotonic(), 0
             while len(rows) < QUICK_RUNS or time.monotonic() < began_s + limit_s:
                 load, _ = generator.run(stack, STREAMS, requests, "--osl", str(OUTPUT_TOKENS))
@@ -109,13 +109,13 @@ def _measure(limit_s: float, requests: int) -> list[Row]:
             return rows
 
 
-def _row(stack: Running, at_s: float, requests: int, errors: int) -> Row:
+def _row(stack: RunningStack, at_s: float, requests: int, errors: int) -> ServingMemoryRow:
     rss_mb = {kind: cost.rss_mb for kind, cost in stack.costs().items()}
     files = sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in stack.pids("frontend"))
-    return Row(at_s, requests, errors, rss_mb, files)
+    return ServingMemoryRow(at_s, requests, errors, rss_mb, files)
 
 
-def _plot(rows: Sequence[Row], path: Path) -> None:
+def _plot(rows: Sequence[ServingMemoryRow], path: Path) -> None:
     from benchmarks.plot import Panel, draw  # matplotlib is among the development packages only
 
     minutes = [row.at_s / 60 for row in rows]

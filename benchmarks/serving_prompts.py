@@ -26,8 +26,8 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.report import Goal, report
-from benchmarks.serving_load import ENDLESS, NO_TIME, OUTPUT_TOKENS, Generator, Report
-from benchmarks.serving_stacks import Running, ours
+from benchmarks.serving_load import ENDLESS, NO_TIME, OUTPUT_TOKENS, Generator, GeneratorReport
+from benchmarks.serving_stacks import RunningStack, ours
 
 STREAMS = 256
 ROUNDS = 5
@@ -44,12 +44,12 @@ WORKER = {
 }
 
 
-class Row(Struct, frozen=True):
+class ServingPromptsRow(Struct, frozen=True):
     """One phase."""
 
-    long: Report | None
+    long: GeneratorReport | None
     """None: without."""
-    beside: Report
+    beside: GeneratorReport
     cpu_s: dict[str, float]
     """By kind of process."""
 
@@ -83,7 +83,7 @@ def main() -> int:
     return 0
 
 
-def goals(rows: list[Row]) -> list[Goal]:
+def goals(rows: list[ServingPromptsRow]) -> list[Goal]:
     """The rise, and that nobody was turned away."""
     with_ms, without_ms = (
         statistics.median(row.beside.gap_p99_ms or 0.0 for row in rows if (row.long is not None) == there)
@@ -97,7 +97,7 @@ def goals(rows: list[Row]) -> list[Goal]:
     ]
 
 
-def _measure(rate: float, repeats: int) -> list[Row]:
+def _measure(rate: float, repeats: int) -> list[ServingPromptsRow]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         generator = Generator(None, directory)
@@ -106,7 +106,7 @@ def _measure(rate: float, repeats: int) -> list[Row]:
             return [_phase(generator, stack, each) for _ in range(repeats) for each in (0.0, rate)]
 
 
-def _phase(generator: Generator, stack: Running, rate: float) -> Row:
+def _phase(generator: Generator, stack: RunningStack, rate: float) -> ServingPromptsRow:
     with ThreadPoolExecutor(1) as beside:
         ramp = str(OUTPUT_TOKENS * STEP_S)
         streams = beside.submit(generator.run, stack, STREAMS, STREAMS * ROUNDS, "--ramp", ramp)
@@ -115,7 +115,7 @@ def _phase(generator: Generator, stack: Running, rate: float) -> Row:
             more = ("--rate", str(rate), "--isl", str(LONG_TOKENS), "--osl", str(LONG_OUTPUT_TOKENS))
             long, _ = generator.run(stack, 1, int(rate * PHASE_S), *more)
         load, spent = streams.result()
-    return Row(long, load, {kind: cost.cpu_s for kind, cost in spent.items()})
+    return ServingPromptsRow(long, load, {kind: cost.cpu_s for kind, cost in spent.items()})
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Cost(Struct, frozen=True):
     rss_mb: float
 
 
-class Running:
+class RunningStack:
     """A stack that answers."""
 
     def __init__(self, port: int, kinds: Mapping[int, str], observed: Mapping[str, str] | None = None) -> None:
@@ -115,7 +115,7 @@ def ours(
     *,
     worker: Mapping[str, str],
     profile: str = "",
-) -> AbstractContextManager[Running]:
+) -> AbstractContextManager[RunningStack]:
     """Our stack. `worker`: its settings, by the names of their environment variables.
 
     `profile`: frontend, router or worker (the shell of the first); cProfile's table is printed at the end.
@@ -138,7 +138,7 @@ def launched(
     *,
     profile: str = "",
     start_limit_s: float = START_LIMIT_S,
-) -> Iterator[Running]:
+) -> Iterator[RunningStack]:
     """What `up` would run with these options. `settings`: of each service, by its name, more of them, by the names of
     their environment variables."""
     place = Place(directory)
@@ -164,7 +164,7 @@ def launched(
             started.append(child)
         for url in observed.values():
             _wait_healthy(f"{url}/health", started, place.logs, start_limit_s)
-        yield Running(options.port, kinds, observed)
+        yield RunningStack(options.port, kinds, observed)
     if profile:
         pstats.Stats(str(table)).sort_stats("tottime").print_stats(40)
 
@@ -206,7 +206,7 @@ def _wait_healthy(url: str, children: Sequence[subprocess.Popen[bytes]], logs: P
 
 
 @contextmanager
-def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[Running]:
+def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[RunningStack]:
     """The yardstick's stack: KV routing, events on ZMQ, requests on NATS, discovery in etcd."""
     names = ("ETCD", "ETCDP", "NATS", "NATSM", "HTTP")
     ports = dict(zip(names, servers.free_ports(len(names)), strict=True))
@@ -237,6 +237,6 @@ def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[Runnin
             raise SystemExit(f"the yardstick did not start:\n{starter.communicate()[1][-3000:]}")
         kinds = {pid: "mocker" if name.startswith("mock") else name for name, pid in json.loads(line).items()}
         try:
-            yield Running(ports["HTTP"], kinds)
+            yield RunningStack(ports["HTTP"], kinds)
         finally:
             starter.communicate(timeout=STOP_LIMIT_S)

@@ -30,8 +30,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import Fleet
-from benchmarks.loads import Load, read_trace
+from benchmarks.fleet import SimulatedFleet
+from benchmarks.loads import RequestTrace, read_trace
 from benchmarks.report import Goal, report
 from benchmarks.trace import WORKER_BLOCKS, default_timing
 from services.worker.messages import Snapshot, TakeEngineSnapshot
@@ -45,7 +45,7 @@ FLAT_GOAL = 0.05
 _OTHER_NAMES = 1 << 20
 
 
-class Row(Struct, frozen=True):
+class SoakRow(Struct, frozen=True):
     """One virtual minute."""
 
     minute: int
@@ -62,9 +62,9 @@ class Row(Struct, frozen=True):
 class Soak:
     """One run."""
 
-    def __init__(self, load: Load) -> None:
-        self.fleet = Fleet(load, "kv", capacity_blocks=WORKER_BLOCKS)
-        self.rows: list[Row] = []
+    def __init__(self, load: RequestTrace) -> None:
+        self.fleet = SimulatedFleet(load, "kv", capacity_blocks=WORKER_BLOCKS)
+        self.rows: list[SoakRow] = []
         self.deaths = 0
         for request in load.requests:  # what is kept for the benchmark's own use is kept from the start
             self.fleet.prompts.hashes(request)
@@ -107,7 +107,7 @@ class Soak:
         index = self.fleet.router.index.statistics()
         pairs = sum(index.pairs.values())
         self.rows.append(
-            Row(
+            SoakRow(
                 minute=minute,
                 rss_bytes=rss_bytes(),
                 workers=len(self.fleet.workers),
@@ -153,7 +153,7 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _twice(load: Load) -> Load:
+def _twice(load: RequestTrace) -> RequestTrace:
     """The second time right behind the first, and with other prompts."""
     later_s = load.requests[-1].arrival_s
     again = [

@@ -33,7 +33,7 @@ _USAGE = b'"completion_tokens":'
 _DIGITS = re.compile(rb"[0-9]+")
 
 
-class Reading(asyncio.Protocol):
+class StreamReader(asyncio.Protocol):
     """One connection, one request at a time."""
 
     def __init__(self, *, quick_acks: bool) -> None:
@@ -119,7 +119,7 @@ class Reading(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-class Load:
+class LoadRun:
     """One run."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
@@ -132,7 +132,7 @@ class Load:
         """(time to the first event, to the last, when it ended, events, gaps) of each stream."""
         self.cut = 0
         """Streams that were asked for their usage and did not tell of as many tokens as were asked for."""
-        self._idle: list[Reading] = []
+        self._idle: list[StreamReader] = []
         self._next = 0
         self.start_s = 0.0
         self.start_cpu_s = 0.0
@@ -167,7 +167,7 @@ class Load:
             self._marked = True
             self._hook("start")
             self.start_s, self.start_cpu_s = time.perf_counter(), _cpu_s()
-        connection: Reading | None = None
+        connection: StreamReader | None = None
         try:
             connection = await self._connection()
             async with asyncio.timeout(self._flags.leave or self._flags.timeout):
@@ -191,7 +191,7 @@ class Load:
                 (connection.first_s - sent_s, ended_s - sent_s, ended_s, connection.events, connection.gaps_s)
             )
 
-    def _is_good(self, connection: Reading, body: bytes) -> bool:
+    def _is_good(self, connection: StreamReader, body: bytes) -> bool:
         """A stream came, and was whole."""
         if connection.status != 200 or connection.failed:
             self.errors[str(connection.status) if connection.status != 200 else connection.failed] += 1
@@ -200,13 +200,13 @@ class Load:
             self.cut += connection.tokens != self._flags.osl
         return True
 
-    async def _connection(self) -> Reading:
+    async def _connection(self) -> StreamReader:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
                 return connection
         loop = asyncio.get_running_loop()
-        reading = partial(Reading, quick_acks=bool(self._flags.quickack))
+        reading = partial(StreamReader, quick_acks=bool(self._flags.quickack))
         _, made = await loop.create_connection(reading, "127.0.0.1", self._flags.port)
         return made
 
@@ -294,7 +294,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--leave", type=float, default=0.0, help="seconds after which a client goes away; 0: it stays")
     parser.add_argument("--hook-fd", type=int, default=-1)
-    load = Load(parser.parse_args())
+    load = LoadRun(parser.parse_args())
     uvloop.run(load.run())
     print(json.dumps(load.report()))
     return 0

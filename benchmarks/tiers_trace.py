@@ -33,9 +33,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import Fleet
+from benchmarks.fleet import SimulatedFleet
 from benchmarks.fleet_store import StoreSizes
-from benchmarks.loads import Load, ideal, read_trace
+from benchmarks.loads import RequestTrace, ideal, read_trace
 from benchmarks.report import Goal, report
 from benchmarks.trace import capacity, default_timing
 
@@ -52,7 +52,7 @@ STORES: dict[str, StoreSizes | None] = {
 QUICK_REQUESTS = 1500
 
 
-class Row(Struct, frozen=True):
+class TiersRow(Struct, frozen=True):
     """One store at one load."""
 
     store: str
@@ -110,7 +110,7 @@ def main() -> int:
     return 0
 
 
-def _all(runs: Sequence[tuple[Load, str, float, float]], jobs: int) -> Iterable[Row]:
+def _all(runs: Sequence[tuple[RequestTrace, str, float, float]], jobs: int) -> Iterable[TiersRow]:
     if jobs == 1:
         yield from (_one(run) for run in runs)
         return
@@ -118,9 +118,11 @@ def _all(runs: Sequence[tuple[Load, str, float, float]], jobs: int) -> Iterable[
         yield from pool.map(_one, runs)
 
 
-def _one(run: tuple[Load, str, float, float]) -> Row:
+def _one(run: tuple[RequestTrace, str, float, float]) -> TiersRow:
     load, store, part, rate = run
-    fleet = Fleet(load.at(part * rate) if part else load, "kv", capacity_blocks=WORKER_BLOCKS, sizes=STORES[store])
+    fleet = SimulatedFleet(
+        load.at(part * rate) if part else load, "kv", capacity_blocks=WORKER_BLOCKS, sizes=STORES[store]
+    )
     for _ in range(WORKERS):
         fleet.join(default_timing())
     if part:
@@ -130,7 +132,7 @@ def _one(run: tuple[Load, str, float, float]) -> Row:
     return _measured(fleet, store, part)
 
 
-def _measured(fleet: Fleet, store: str, part: float) -> Row:
+def _measured(fleet: SimulatedFleet, store: str, part: float) -> TiersRow:
     best = ideal(fleet.load)
     ended = [journey for journey in fleet.journeys if not journey.failed]
     ttft_s = sorted(journey.ttft_s for journey in ended)
@@ -138,7 +140,7 @@ def _measured(fleet: Fleet, store: str, part: float) -> Row:
     host = sum(journey.cached_host_tokens for journey in ended)
     disk = sum(journey.cached_disk_tokens for journey in ended)
     blocks = fleet.store
-    return Row(
+    return TiersRow(
         store=store,
         load=part,
         requests_per_s=fleet.load.rate if part else len(ended) / fleet.clock.now_s,
@@ -166,7 +168,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 # --- what is told
 
 
-def _goals(rows: Sequence[Row]) -> list[Goal]:
+def _goals(rows: Sequence[TiersRow]) -> list[Goal]:
     """With a store, nothing gets worse, whatever the load: memory beside none, and disk beside memory alone."""
     goals = []
     for load in dict.fromkeys(row.load for row in rows):
@@ -189,7 +191,7 @@ def _goal(name: str, value: float) -> Goal:
     return Goal(name, round(value, 3), "ratio", 1.0, value >= 1.0)
 
 
-def _line(row: Row) -> str:
+def _line(row: TiersRow) -> str:
     load = f"load {row.load:4.2f}  " if row.load else "closed loop"
     return (
         f"{load}  {row.store:16} {row.requests_per_s:6.2f} requests/s  hits {row.hit_rate:6.1%} = {row.device:6.1%} "
@@ -199,7 +201,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _plot(rows: Sequence[Row], path: Path) -> None:
+def _plot(rows: Sequence[TiersRow], path: Path) -> None:
     from benchmarks.plot import Panel, draw  # matplotlib is among the development packages only
 
     opened = {store: [row for row in rows if row.store == store and row.load] for store in STORES}

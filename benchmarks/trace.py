@@ -33,8 +33,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import WINDOW_S, Fleet, StepTime
-from benchmarks.loads import Ideal, Load, ideal, read_trace
+from benchmarks.fleet import WINDOW_S, SimulatedFleet, StepTime
+from benchmarks.loads import Ideal, RequestTrace, ideal, read_trace
 from benchmarks.report import Goal, report
 from services.router.selection.policy import BUILT_IN
 from services.worker.config import SimulatedConfig
@@ -49,7 +49,7 @@ HITS_GOAL = 0.95
 QUICK_REQUESTS = 2000
 
 
-class Row(Struct, frozen=True):
+class TraceRow(Struct, frozen=True):
     """One policy at one load."""
 
     policy: str
@@ -101,7 +101,7 @@ def main() -> int:
     return 0
 
 
-def _all(runs: Sequence[tuple[Load, str, int, float, float]], jobs: int) -> Iterable[Row]:
+def _all(runs: Sequence[tuple[RequestTrace, str, int, float, float]], jobs: int) -> Iterable[TraceRow]:
     if jobs == 1:
         yield from (_one(run) for run in runs)
         return
@@ -114,33 +114,33 @@ def default_timing() -> StepTime:
     return Timing(SimulatedConfig()).step_s
 
 
-def capacity(load: Load, step_s: StepTime | None = None) -> float:
+def capacity(load: RequestTrace, step_s: StepTime | None = None) -> float:
     """Requests a second of one worker; see the module."""
-    fleet = Fleet(load, "round-robin", capacity_blocks=ALL_BLOCKS)
+    fleet = SimulatedFleet(load, "round-robin", capacity_blocks=ALL_BLOCKS)
     fleet.join(step_s or default_timing())
     fleet.run_closed(IN_FLIGHT)
     return len(load.requests) / fleet.clock.now_s
 
 
-def _one(run: tuple[Load, str, int, float, float]) -> Row:
+def _one(run: tuple[RequestTrace, str, int, float, float]) -> TraceRow:
     load, policy, workers, part, rate = run
     return run_open(load.at(part * workers * rate), policy, [default_timing()] * workers, part)
 
 
-def run_open(load: Load, policy: str, workers: Sequence[StepTime], part: float) -> Row:
+def run_open(load: RequestTrace, policy: str, workers: Sequence[StepTime], part: float) -> TraceRow:
     """A load through workers of these speeds, at its own pace, which is `part` of what they can do."""
-    fleet = Fleet(load, policy, capacity_blocks=WORKER_BLOCKS)
+    fleet = SimulatedFleet(load, policy, capacity_blocks=WORKER_BLOCKS)
     for step_s in workers:
         fleet.join(step_s)
     fleet.run()
     return _measured(fleet, ideal(load), policy, len(workers), part)
 
 
-def _measured(fleet: Fleet, best: Ideal, policy: str, workers: int, part: float) -> Row:
+def _measured(fleet: SimulatedFleet, best: Ideal, policy: str, workers: int, part: float) -> TraceRow:
     ended = [journey for journey in fleet.journeys if not journey.failed]
     ttft_s = sorted(journey.ttft_s for journey in ended)
     cached = sum(journey.cached_tokens for journey in ended)
-    return Row(
+    return TraceRow(
         policy=policy,
         workers=workers,
         load=part,
@@ -162,7 +162,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _imbalance(fleet: Fleet, workers: int) -> float:
+def _imbalance(fleet: SimulatedFleet, workers: int) -> float:
     """Whole windows up to the last arrival only: what is left over afterwards says nothing about balance."""
     windows: dict[int, list[int]] = {}
     last_s = fleet.load.requests[-1].arrival_s
@@ -175,7 +175,7 @@ def _imbalance(fleet: Fleet, workers: int) -> float:
 # --- what is told
 
 
-def _goals(rows: Sequence[Row]) -> list[Goal]:
+def _goals(rows: Sequence[TraceRow]) -> list[Goal]:
     """At 8 workers, at every load."""
     goals = []
     for row in rows:
@@ -190,7 +190,7 @@ def _goals(rows: Sequence[Row]) -> list[Goal]:
     return goals
 
 
-def line(row: Row) -> str:
+def line(row: TraceRow) -> str:
     """As the table has it."""
     return (
         f"{row.workers:3} workers  load {row.load:4.2f}  {row.policy:13}  hits {row.hit_rate:6.1%} "
@@ -200,7 +200,7 @@ def line(row: Row) -> str:
     )
 
 
-def _plot(rows: Sequence[Row], path: Path) -> None:
+def _plot(rows: Sequence[TraceRow], path: Path) -> None:
     from benchmarks.plot import Panel, draw  # matplotlib is among the development packages only
 
     panels = []

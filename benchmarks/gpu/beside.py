@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from benchmarks.gpu import llama, part
-from benchmarks.gpu.moving import Asked, arena, pool, scattered
+from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
 from services.worker.config import CudaConfig
 from services.worker.mover import Copy
 
@@ -44,7 +44,7 @@ WAYS: dict[str, tuple[bool, ...]] = {"alone": (), "offload": (False,), "onboard"
 """Which directions copy; True loads."""
 
 
-class Row(Struct, frozen=True):
+class StepDelayRow(Struct, frozen=True):
     """Steps beside one kind of copies."""
 
     beside: str
@@ -60,7 +60,7 @@ class Row(Struct, frozen=True):
 class Saturation:
     """Keeps a mover busy."""
 
-    def __init__(self, asked: Asked, copies: Sequence[Copy]) -> None:
+    def __init__(self, asked: EndedBatch, copies: Sequence[Copy]) -> None:
         """The first half of the copies is saved again and again, the second loaded."""
         self._asked = asked
         batches = [copies[first : first + BATCH_BLOCKS] for first in range(0, len(copies), BATCH_BLOCKS)]
@@ -84,7 +84,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for the pool")
 
 
-def measure(flags: argparse.Namespace) -> part.Measured:
+def measure(flags: argparse.Namespace) -> part.PartReport:
     """All ways."""
     from services.worker.native.cuda.runner import CudaRunner
 
@@ -105,7 +105,7 @@ def measure(flags: argparse.Namespace) -> part.Measured:
     with pool(flags.memory, SPARE_BYTES + (256 << 20)) as (path, geometry), arena(path, geometry, block_bytes) as slots:
         mover = runner.mover(time.perf_counter)
         mover.attach(slots)
-        asked = Asked(mover)
+        asked = EndedBatch(mover)
         copies = scattered(slots, range(used, used + spare))
         asked.move(copies, (), BATCH_BLOCKS)  # pins what is not pinned yet
         rows = _rows(runner, asked, Saturation(asked, copies), rounds=4 if flags.quick else ROUNDS)
@@ -118,10 +118,10 @@ def measure(flags: argparse.Namespace) -> part.Measured:
         "decode step beside a saturating onboard": times["onboard"],
         "decode step beside both": times["both"],
     }
-    return part.Measured(figures, rows, {"paths": paths})
+    return part.PartReport(figures, rows, {"paths": paths})
 
 
-def _rows(runner: CudaRunner, asked: Asked, saturation: Saturation, *, rounds: int) -> list[Row]:
+def _rows(runner: CudaRunner, asked: EndedBatch, saturation: Saturation, *, rounds: int) -> list[StepDelayRow]:
     works = llama.decoding(BATCH, BATCH)
     step_ms: dict[str, list[float]] = {way: [] for way in WAYS}
     device_ms: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -144,7 +144,7 @@ def _rows(runner: CudaRunner, asked: Asked, saturation: Saturation, *, rounds: i
     steps = {way: (median(step_ms[way]), median(device_ms[way])) for way in WAYS}
     step_alone_ms, device_alone_ms = steps["alone"]
     return [
-        Row(
+        StepDelayRow(
             beside=way,
             step_ms=step,
             times=step / step_alone_ms,

@@ -36,7 +36,7 @@ import numpy as np
 from msgspec import Struct
 
 from benchmarks.gpu import part
-from benchmarks.gpu.moving import Asked, arena, pool, scattered
+from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
 from services.worker.config import CopyPath
 from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
@@ -64,7 +64,7 @@ TRIES = 5
 MOST_ALONE = 20
 
 
-class Row(Struct, frozen=True):
+class CopyRow(Struct, frozen=True):
     """One way to copy."""
 
     fragments: str
@@ -90,12 +90,12 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", choices=get_args(CopyPath), default="auto", help="the way that blocks take")
 
 
-def measure(flags: argparse.Namespace) -> part.Measured:
+def measure(flags: argparse.Namespace) -> part.PartReport:
     """All shapes of blocks."""
     from services.worker.transfer.device_memory import DeviceMemory
 
     memory = DeviceMemory(0, reserve_bytes=256 << 20)
-    rows: list[Row] = []
+    rows: list[CopyRow] = []
     chosen: dict[str, Any] = {}
     with pool(flags.memory, (3 if flags.quick else 4) * GIB) as (path, geometry):
         with arena(path, geometry, PIECE_BYTES) as slots:
@@ -103,10 +103,10 @@ def measure(flags: argparse.Namespace) -> part.Measured:
         for name, (fragments, fragment_bytes) in FRAGMENTS.items():
             with arena(path, geometry, fragments * fragment_bytes) as slots:
                 rows += _shape(name, slots, memory, rates, chosen, flags)
-    return part.Measured(_figures(rows, rates), rows, {"gb_per_s": rates, "chosen": chosen})
+    return part.PartReport(_figures(rows, rates), rows, {"gb_per_s": rates, "chosen": chosen})
 
 
-def _figures(rows: Sequence[Row], rates: Mapping[str, float]) -> dict[str, float]:
+def _figures(rows: Sequence[CopyRow], rates: Mapping[str, float]) -> dict[str, float]:
     """The worst of what the goals are of."""
 
     def worst(how: str, batches: Sequence[int], directions: Sequence[str]) -> float:
@@ -195,7 +195,7 @@ def _shape(
     rates: Mapping[str, float],
     chosen: dict[str, Any],
     flags: argparse.Namespace,
-) -> list[Row]:
+) -> list[CopyRow]:
     """All rows of one shape of blocks; `chosen` is told which ways they took."""
     import cupy  # pyright: ignore[reportMissingImports]
 
@@ -211,14 +211,14 @@ def _shape(
     calibration_s = time.perf_counter() - begun_s
     mover = TransferMover(copier, time.perf_counter)
     mover.attach(slots)
-    asked = Asked(mover)
+    asked = EndedBatch(mover)
     copies = scattered(slots, range(device_slots))
     asked.move(copies, (), len(copies))  # pins what is not pinned yet
     asked.paths.clear()
     half, moved = len(copies) // 2, (1 if flags.quick else 4) * GIB // shape.block_bytes
     saves, loads = ([each[index % half] for index in range(moved)] for each in (copies[:half], copies[half:]))
     ways: dict[str, tuple[list[Copy], list[Copy]]] = {"save": (saves, []), "load": ([], loads), "both": (saves, loads)}
-    rows: list[Row] = []
+    rows: list[CopyRow] = []
     for batch in BATCHES:
         for direction, (save, load) in ways.items():
             took = _used(lambda: asked.move(save, load, batch))  # noqa: B023
@@ -272,10 +272,10 @@ def _row(
     took: tuple[float, float],
     rates: Mapping[str, float],
     shape: BlockShape,
-) -> Row:
+) -> CopyRow:
     rate = moved_bytes / 1e9 / took[0]
     cpu_ms = took[1] * 1e3 / (moved_bytes / 1e9)
-    return Row(name, batch, how, direction, rate, rate / rates[direction], cpu_ms, shape.block_bytes)
+    return CopyRow(name, batch, how, direction, rate, rate / rates[direction], cpu_ms, shape.block_bytes)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ extern "C" __global__ void read_all(const uint4* from, long long count, unsigned
 """
 
 
-class Row(Struct, frozen=True):
+class DecodeRow(Struct, frozen=True):
     """One step, several times."""
 
     what: str
@@ -86,7 +86,7 @@ class Setting(Struct, frozen=True):
     step_ms: float
 
 
-class Prompts(Struct, frozen=True):
+class DecodePrompts(Struct, frozen=True):
     """The whole step of PROMPTS prompts."""
 
     pooling: Pooling
@@ -102,7 +102,7 @@ def main() -> int:
     return part.main("decode", __doc__, measure)
 
 
-def measure(flags: argparse.Namespace) -> part.Measured:
+def measure(flags: argparse.Namespace) -> part.PartReport:
     """Steps, then settings."""
     from services.worker.native.cuda.runner import CudaRunner
 
@@ -122,7 +122,7 @@ def measure(flags: argparse.Namespace) -> part.Measured:
         max_running=most,
     )
     llama.Random(1.0).fill(runner.pages)
-    rows: list[Row] = []
+    rows: list[DecodeRow] = []
     for batch in BATCHES:
         floor_s = (_weight_bytes(config) + batch * CONTEXT * _kv_bytes(config)) / read_rate
         for how in ("graph", "eager"):
@@ -146,10 +146,12 @@ def measure(flags: argparse.Namespace) -> part.Measured:
     }
     settings = _settings(runners, 10 * rounds)
     yardsticks = {"read_tb_per_s": read_rate / 1e12, "matrix_tflops": matrix_rate / 1e12}
-    return part.Measured(_figures(rows, prompts, settings), [*rows, *prompts, *settings], yardsticks)
+    return part.PartReport(_figures(rows, prompts, settings), [*rows, *prompts, *settings], yardsticks)
 
 
-def _figures(rows: Sequence[Row], prompts: Sequence[Prompts], settings: Sequence[Setting]) -> dict[str, float]:
+def _figures(
+    rows: Sequence[DecodeRow], prompts: Sequence[DecodePrompts], settings: Sequence[Setting]
+) -> dict[str, float]:
     figures = {f"decode, batch {row.batch}, {row.what}": row.share for row in rows if row.what != "prefill"}
     figures["prefill of 8,192 tokens"] = next(row.share for row in rows if row.what == "prefill")
     drawn, *embedded = prompts
@@ -161,13 +163,13 @@ def _figures(rows: Sequence[Row], prompts: Sequence[Prompts], settings: Sequence
     return figures
 
 
-def _measured(what: str, runner: CudaRunner, works: list[Work], rounds: int, floor_s: float) -> Row:
+def _measured(what: str, runner: CudaRunner, works: list[Work], rounds: int, floor_s: float) -> DecodeRow:
     device_ms = median([llama.device_ms(runner, works) for _ in range(rounds + 2)][2:])
     step_ms = median([llama.step_ms(runner, works) for _ in range(rounds + 2)][2:])
-    return Row(what, len(works), works[0].end, device_ms, step_ms, floor_s * 1e3, floor_s * 1e3 / device_ms)
+    return DecodeRow(what, len(works), works[0].end, device_ms, step_ms, floor_s * 1e3, floor_s * 1e3 / device_ms)
 
 
-def _prompts(runner: CudaRunner, rounds: int) -> list[Prompts]:
+def _prompts(runner: CudaRunner, rounds: int) -> list[DecodePrompts]:
     """Drawn first, then each pooling; in turn, so that all find the GPU alike."""
     each = PROMPT_TOKENS // llama.BLOCK_SIZE
     slots = [list(range(number * each, (number + 1) * each)) for number in range(PROMPTS)]
@@ -181,7 +183,7 @@ def _prompts(runner: CudaRunner, rounds: int) -> list[Prompts]:
         for pooling, works in ways.items():
             took[pooling].append(llama.step_ms(runner, works))
     tokens = PROMPTS * PROMPT_TOKENS
-    return [Prompts(way, tokens, median(times), tokens / median(times) * 1e3) for way, times in took.items()]
+    return [DecodePrompts(way, tokens, median(times), tokens / median(times) * 1e3) for way, times in took.items()]
 
 
 def _settings(runners: dict[str, CudaRunner], rounds: int) -> list[Setting]:

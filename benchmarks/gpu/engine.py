@@ -35,7 +35,7 @@ FRONTEND = "f"
 LIMIT_S = 600.0
 
 
-class Spent(Struct, frozen=True):
+class StepTimes(Struct, frozen=True):
     """Of one run."""
 
     requests: int
@@ -48,7 +48,7 @@ class Spent(Struct, frozen=True):
     gap_p99_ms: float
 
 
-class Asking:
+class PromptSource:
     """A closed loop: who is answered asks again, until all was asked."""
 
     def __init__(
@@ -123,9 +123,9 @@ def main() -> int:
     return 0
 
 
-def _run(config: EngineConfig, runner: Runner, streams: int, requests: int, flags: argparse.Namespace) -> Spent:
+def _run(config: EngineConfig, runner: Runner, streams: int, requests: int, flags: argparse.Namespace) -> StepTimes:
     core = EngineCore.of(config, runner.facts)
-    asking = Asking(
+    asking = PromptSource(
         core,
         runner.facts.vocab_size,
         requests,
@@ -148,7 +148,7 @@ def _run(config: EngineConfig, runner: Runner, streams: int, requests: int, flag
         for stepped in core.finish(drawn, time.perf_counter() - step_s):
             asking.hear(stepped)
     elapsed_s = time.perf_counter() - begun_s
-    return Spent(
+    return StepTimes(
         requests=requests,
         failed=asking.failed,
         elapsed_s=elapsed_s,

@@ -44,7 +44,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
-def measure(flags: argparse.Namespace) -> part.Measured:
+def measure(flags: argparse.Namespace) -> part.PartReport:
     """All rounds."""
     tokens, rounds = (2048, 3) if flags.quick else (flags.tokens, flags.rounds)
     with model_in(flags) as model:
@@ -58,7 +58,7 @@ def measure(flags: argparse.Namespace) -> part.Measured:
         f"{NAME} from memory, a step and all": median(row.first_ms + row.step_ms for row in times.rows),
         f"{NAME}, computed": times.computed_ms[-1],
     }
-    return part.Measured(figures, times.rows, {"tokens": tokens, "computed_ms": times.computed_ms})
+    return part.PartReport(figures, times.rows, {"tokens": tokens, "computed_ms": times.computed_ms})
 
 
 @contextmanager

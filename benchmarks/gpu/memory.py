@@ -37,7 +37,7 @@ WARM = 3
 RUNS = 5
 
 
-class Pair(Struct, frozen=True):
+class StepPair(Struct, frozen=True):
     """Microseconds to allocate and free."""
 
     size_bytes: int
@@ -64,7 +64,7 @@ def main() -> int:
     return part.main("memory", __doc__, measure)
 
 
-def measure(flags: argparse.Namespace) -> part.Measured:
+def measure(flags: argparse.Namespace) -> part.PartReport:
     """Allocations by themselves, then those of steps."""
     pairs = _pairs(2_000 if flags.quick else 20_000)
     arrays = _arrays(2_000 if flags.quick else 20_000)
@@ -73,10 +73,10 @@ def measure(flags: argparse.Namespace) -> part.Measured:
         "allocate and free, slowest size": max(row.pair_us for row in pairs),
         "allocations in 200 decode steps": float(max(row.allocations for row in steps)),
     }
-    return part.Measured(figures, [*pairs, *arrays, *steps])
+    return part.PartReport(figures, [*pairs, *arrays, *steps])
 
 
-def _pairs(times: int) -> list[Pair]:
+def _pairs(times: int) -> list[StepPair]:
     from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
     from services.worker.transfer.cuda import new_stream
@@ -102,7 +102,7 @@ def _pairs(times: int) -> list[Pair]:
 
     # CUDA's own pool keeps what is freed only while something is, so that it, too, need not go to the device.
     held = [runtime.mallocAsync(RESERVE_BYTES, on.ptr)]
-    rows = [Pair(size, best_us(ours(size)), best_us(driver(size))) for size in SIZES_BYTES]
+    rows = [StepPair(size, best_us(ours(size)), best_us(driver(size))) for size in SIZES_BYTES]
     for address in held:
         runtime.freeAsync(address, on.ptr)
     on.synchronize()

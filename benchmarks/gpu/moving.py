@@ -51,7 +51,7 @@ def scattered(slots: ArenaMap, device_slots: Sequence[int]) -> list[Copy]:
     return [Copy(there, here, slots.generation(there)) for there, here in pairs]
 
 
-class Asked:
+class EndedBatch:
     """What a mover was asked and has not told yet."""
 
     def __init__(self, mover: Mover) -> None:

@@ -20,7 +20,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _VERSION = re.compile(r"[0-9]+\.[0-9]+(\.[0-9]+)?")
 
 
-class Measured(Struct, frozen=True):
+class PartReport(Struct, frozen=True):
     """By one part."""
 
     figures: dict[str, float]
@@ -34,7 +34,7 @@ class Measured(Struct, frozen=True):
 def main(
     part: str,
     says: str | None,
-    measure: Callable[[argparse.Namespace], Measured],
+    measure: Callable[[argparse.Namespace], PartReport],
     flags: Callable[[argparse.ArgumentParser], object] = lambda _parser: None,
 ) -> int:
     """Prints; the exit status is 2 where there is no GPU to measure. `says`: the module's docstring."""

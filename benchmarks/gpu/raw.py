@@ -59,7 +59,7 @@ def main() -> int:
     return part.main("raw", __doc__, measure)
 
 
-def measure(flags: argparse.Namespace) -> part.Measured:
+def measure(flags: argparse.Namespace) -> part.PartReport:
     """First the copies, then their ends."""
     rows: list[Any] = []
     for memory, opened in (("cudaHostAlloc", _allocated), ("/dev/shm, pinned", _shared)):
@@ -67,7 +67,7 @@ def measure(flags: argparse.Namespace) -> part.Measured:
             rows += _copies(memory, saves, loads, 2 if flags.quick else RUNS)
             if opened is _allocated:
                 rows += _ends(saves, 200 if flags.quick else 2000)
-    return part.Measured({}, rows)
+    return part.PartReport({}, rows)
 
 
 def _copies(memory: str, saves: int, loads: int, runs: int) -> list[Copies]:

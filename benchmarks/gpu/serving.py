@@ -27,10 +27,10 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.gpu import part
-from benchmarks.gpu.engine import INPUT_TOKENS, OUTPUT_TOKENS, Spent
+from benchmarks.gpu.engine import INPUT_TOKENS, OUTPUT_TOKENS, StepTimes
 from benchmarks.gpu.model import add_model, model_in
 from benchmarks.report import ROOT
-from benchmarks.serving_stacks import Running, launched
+from benchmarks.serving_stacks import RunningStack, launched
 from deploy.local.stack import servers
 from deploy.local.stack.stack import Gpus, Options, Store
 from services.worker.config import Device
@@ -46,7 +46,7 @@ WHOLE, HALVES = "one engine, no network", "two engines, no network"
 STACK = "two workers, kvbm, HTTP"
 
 
-class Row(Struct, frozen=True):
+class GpuServingRow(Struct, frozen=True):
     """One closed loop."""
 
     what: str
@@ -60,7 +60,7 @@ class Row(Struct, frozen=True):
     gap_p99_ms: float
 
 
-class _Load(Struct, frozen=True):
+class _StreamLoad(Struct, frozen=True):
     """What is read of the load generator's report."""
 
     n: int
@@ -86,7 +86,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
-def measure(flags: argparse.Namespace) -> part.Measured:
+def measure(flags: argparse.Namespace) -> part.PartReport:
     """The engines, then the stack."""
     requests = flags.requests // 4 if flags.quick else flags.requests
     with model_in(flags) as model:
@@ -103,10 +103,10 @@ def measure(flags: argparse.Namespace) -> part.Measured:
         "two workers: between tokens p50": stack.gap_p50_ms,
         "two workers: between tokens p99": stack.gap_p99_ms,
     }
-    return part.Measured(figures, [stack, halves, whole], more)
+    return part.PartReport(figures, [stack, halves, whole], more)
 
 
-def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) -> Row:
+def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) -> GpuServingRow:
     """So many engines at once, which share streams and requests; of each percentile the worst."""
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--together", "--model", str(model)]
     command += ["--device", flags.device, "--memory-share", str(MEMORY_SHARE / count)]
@@ -124,13 +124,13 @@ def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) 
             assert child.stdin is not None
             child.stdin.write("go\n")
             child.stdin.flush()
-        spent = [msgspec.json.decode(child.communicate(timeout=LIMIT_S)[0], type=Spent) for child in children]
+        spent = [msgspec.json.decode(child.communicate(timeout=LIMIT_S)[0], type=StepTimes) for child in children]
     finally:
         for child in children:
             child.kill()
             child.wait()
     tokens = sum(each.requests - each.failed for each in spent) * OUTPUT_TOKENS
-    return Row(
+    return GpuServingRow(
         what=WHOLE if count == 1 else HALVES,
         streams=STREAMS,
         requests=sum(each.requests for each in spent),
@@ -143,7 +143,7 @@ def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) 
     )
 
 
-def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[Row, dict[str, float]]:
+def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[GpuServingRow, dict[str, float]]:
     """Its row, and what it spent and stored."""
     with (
         tempfile.TemporaryDirectory(prefix="gpu-serving-", dir=flags.memory) as pool,
@@ -165,7 +165,7 @@ def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[Row, 
             spent = {f"cpu_s of {kind}": cost.cpu_s - before[kind].cpu_s for kind, cost in running.costs().items()}
             spent["cpu_s of the load generator"] = load.client_cpu_s
             spent["blocks saved in kvbm"] = _saved_blocks(running)
-    row = Row(
+    row = GpuServingRow(
         what=STACK,
         streams=STREAMS,
         requests=requests,
@@ -179,7 +179,7 @@ def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[Row, 
     return row, spent
 
 
-def _load(running: Running, model: Path, requests: int, *, seed: int) -> _Load:
+def _load(running: RunningStack, model: Path, requests: int, *, seed: int) -> _StreamLoad:
     extra = {"ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True}}
     asked = {
         "--port": running.port,
@@ -196,7 +196,7 @@ def _load(running: Running, model: Path, requests: int, *, seed: int) -> _Load:
     command = [sys.executable, "-m", "benchmarks.sse_load", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     try:
-        load = msgspec.json.decode(done.stdout, type=_Load)
+        load = msgspec.json.decode(done.stdout, type=_StreamLoad)
     except msgspec.DecodeError:  # it failed, or not one stream ended well and its figures are null
         raise SystemExit(f"the load generator: {done.stdout}{done.stderr[-2000:]}") from None
     if load.errors:
@@ -204,7 +204,7 @@ def _load(running: Running, model: Path, requests: int, *, seed: int) -> _Load:
     return load
 
 
-def _saved_blocks(running: Running) -> float:
+def _saved_blocks(running: RunningStack) -> float:
     """By all workers, as their metrics tell."""
     saved = 0.0
     for name, url in running.observed.items():

@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from benchmarks.eviction import Store, foresight, rows_of
+from benchmarks.eviction import TieredStore, foresight, rows_of
 from benchmarks.eviction_loads import agents, batch, conversations, documents
-from benchmarks.loads import Load, Request, ideal
+from benchmarks.loads import RequestTrace, TraceRequest, ideal
 from services.kvbm.tiers.actions import TierSizes
 from shared.hashing import ContentKey
 
@@ -18,7 +18,7 @@ def keys(*numbers: int) -> list[ContentKey]:
 
 @pytest.mark.parametrize("make", [conversations, agents, documents, batch])
 def test_made_up_loads_are_in_order_with_names_for_all_tokens_and_share_whole_prefixes(
-    make: Callable[[int, Random], Load],
+    make: Callable[[int, Random], RequestTrace],
 ) -> None:
     load = make(300, Random(1))
     assert [each.number for each in load.requests] == list(range(300))
@@ -34,7 +34,7 @@ def test_made_up_loads_are_in_order_with_names_for_all_tokens_and_share_whole_pr
     assert 0.2 < ideal(load).cached_tokens / ideal(load).prompt_tokens < 0.98
 
 
-def store(slots: int, records: int = 0, *, twice: bool = False, leaves: bool = False) -> Store:
+def store(slots: int, records: int = 0, *, twice: bool = False, leaves: bool = False) -> TieredStore:
     sizes = TierSizes(
         slots=slots,
         records=records,
@@ -43,7 +43,7 @@ def store(slots: int, records: int = 0, *, twice: bool = False, leaves: bool = F
         held_share=1.0,
         leaves_first=leaves,
     )
-    return Store("lru", "lru", sizes)
+    return TieredStore("lru", "lru", sizes)
 
 
 def test_the_longest_prefix_counts_and_is_kept_while_its_end_makes_room() -> None:
@@ -86,6 +86,6 @@ def test_foresight_finds_what_fits_and_is_never_beaten() -> None:
 
 
 def test_a_prompt_never_finds_its_last_token() -> None:
-    whole = [Request(number, float(number), [7, 8], 128, 1) for number in range(2)]
-    rows = list(rows_of(Load("made", 64, whole), (1.0,), ["lru"]))
+    whole = [TraceRequest(number, float(number), [7, 8], 128, 1) for number in range(2)]
+    rows = list(rows_of(RequestTrace("made", 64, whole), (1.0,), ["lru"]))
     assert {row.hits for row in rows} == {1.0}, "one block of two is of use, and is found"

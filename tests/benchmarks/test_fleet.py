@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from benchmarks.fleet import Fleet
+from benchmarks.fleet import SimulatedFleet
 from benchmarks.fleet_store import StoreSizes
-from benchmarks.loads import Load, chats, ideal
+from benchmarks.loads import RequestTrace, chats, ideal
 from services.worker.messages import Snapshot, TakeEngineSnapshot
 from services.worker.runner import Work
 
@@ -17,21 +17,21 @@ def slow(works: Sequence[Work]) -> float:
     return 0.02 + 0.001 * sum(len(work.tokens) for work in works)
 
 
-def busy(load: Load, *, workers: int = 2, capacity_blocks: int = 400) -> Fleet:
-    fleet = Fleet(load, "kv", capacity_blocks=capacity_blocks)
+def busy(load: RequestTrace, *, workers: int = 2, capacity_blocks: int = 400) -> SimulatedFleet:
+    fleet = SimulatedFleet(load, "kv", capacity_blocks=capacity_blocks)
     for _ in range(workers):
         fleet.join(slow)
     return fleet
 
 
-def settle(fleet: Fleet) -> None:
+def settle(fleet: SimulatedFleet) -> None:
     """Until what was sent has arrived."""
     until_s = fleet.clock.now_s + 1.0
     while fleet.clock.now_s < until_s:
         fleet.clock.step()
 
 
-def check(fleet: Fleet) -> None:
+def check(fleet: SimulatedFleet) -> None:
     """Everything was answered, and the router's picture is right."""
     settle(fleet)
     assert all(journey.end_s >= journey.first_token_s > journey.request.arrival_s for journey in fleet.journeys)
@@ -95,7 +95,7 @@ def test_a_closed_loop_keeps_so_many_in_flight_until_the_end() -> None:
 def test_with_a_block_store_everything_ends_and_the_router_knows_what_the_store_holds() -> None:
     load = chats(REQUESTS, Random(6))
     sizes = StoreSizes(slots=300, records=900, read_bytes_per_s=2e9, write_bytes_per_s=1e9)
-    fleet = Fleet(load, "kv", capacity_blocks=200, sizes=sizes)
+    fleet = SimulatedFleet(load, "kv", capacity_blocks=200, sizes=sizes)
     for _ in range(2):
         fleet.join(slow)
     fleet.run()
@@ -114,7 +114,7 @@ def test_a_fleet_with_a_large_block_store_finds_nearly_what_the_ideal_cache_find
     load = chats(REQUESTS, Random(7))
     found = []
     for sizes in (None, StoreSizes(slots=4000, records=0)):
-        fleet = Fleet(load.at(load.rate / 4), "kv", capacity_blocks=200, sizes=sizes)
+        fleet = SimulatedFleet(load.at(load.rate / 4), "kv", capacity_blocks=200, sizes=sizes)
         for _ in range(2):
             fleet.join(slow)
         fleet.run()

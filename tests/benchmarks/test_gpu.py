@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from benchmarks.gpu import table
-from benchmarks.gpu.engine import Spent
+from benchmarks.gpu.engine import StepTimes
 from benchmarks.gpu.model import LLAMA_8B, TOKENIZER_FILES, write_model
-from benchmarks.gpu.moving import Asked, arena, pool, scattered
+from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
 from benchmarks.report import ROOT
 from services.worker.native.config import read_config
 from services.worker.native.weights import Checkpoint
@@ -88,7 +88,7 @@ def test_all_that_a_mover_was_asked_is_counted_when_it_was_told(tmp_path: Path) 
         closing(TransferMover(HostCopier.over(device, block_bytes), time.monotonic)) as mover,
     ):
         mover.attach(slots)
-        asked = Asked(mover)
+        asked = EndedBatch(mover)
         copies = scattered(slots, range(blocks))
         assert sorted(copy.device_slot for copy in copies) == list(range(blocks))
         assert len({copy.pool_slot for copy in copies}) == blocks
@@ -105,7 +105,7 @@ def test_an_engine_by_itself_answers_all_that_is_asked_of_it(tmp_path: Path) -> 
     ended = subprocess.run(command, cwd=ROOT, input="go\n", capture_output=True, text=True, check=True)
     ready, told = ended.stdout.splitlines()
     assert ready == "ready"
-    spent = msgspec.json.decode(told, type=Spent)
+    spent = msgspec.json.decode(told, type=StepTimes)
     assert (spent.requests, spent.failed) == (7, 0)
     assert spent.out_tok_s == pytest.approx(7 * 5 / spent.elapsed_s)
     assert 0 < spent.ttft_p50_ms <= spent.ttft_p99_ms < 1e3 * spent.elapsed_s

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.serving import Pair, Row, goals, line, refusal, summary
-from benchmarks.serving_load import Report
+from benchmarks.serving import ServingRow, StackPair, goals, line, refusal, summary
+from benchmarks.serving_load import GeneratorReport
 
 
-def report(*, events: float = 128.0, elapsed_s: float = 10.0, errors: dict[str, int] | None = None) -> Report:
-    return Report(100, errors or {}, elapsed_s, events, 50.0, 90.0, 20.0, 20.0, 30.0, 1.0, 0)
+def report(*, events: float = 128.0, elapsed_s: float = 10.0, errors: dict[str, int] | None = None) -> GeneratorReport:
+    return GeneratorReport(100, errors or {}, elapsed_s, events, 50.0, 90.0, 20.0, 20.0, 30.0, 1.0, 0)
 
 
-def row(system: str, us: float, *, pace: str = "paced", elapsed_s: float = 10.0, events: float = 128.0) -> Row:
+def row(system: str, us: float, *, pace: str = "paced", elapsed_s: float = 10.0, events: float = 128.0) -> ServingRow:
     load = report(elapsed_s=elapsed_s, events=events)
-    return Row(system, pace, 512, us, {"frontend": us / 4, "nats": 3 * us / 4}, {}, load, refusal(load, pace))
+    return ServingRow(system, pace, 512, us, {"frontend": us / 4, "nats": 3 * us / 4}, {}, load, refusal(load, pace))
 
 
 def test_a_paced_run_whose_tokens_come_together_is_refused() -> None:
@@ -28,16 +28,16 @@ def test_an_unpaced_run_may_put_tokens_together_but_has_no_errors() -> None:
 
 
 def test_runs_of_different_speed_are_not_compared_when_paced() -> None:
-    apart = Pair(row("ours", 40), row("peer", 80, elapsed_s=10.4))
+    apart = StackPair(row("ours", 40), row("peer", 80, elapsed_s=10.4))
     assert apart.refused == "the yardstick took 1.04 times as long"
-    assert not Pair(row("ours", 40), row("peer", 80, elapsed_s=10.2)).refused
-    unpaced = Pair(row("ours", 40, pace="unpaced"), row("peer", 80, pace="unpaced", elapsed_s=30))
+    assert not StackPair(row("ours", 40), row("peer", 80, elapsed_s=10.2)).refused
+    unpaced = StackPair(row("ours", 40, pace="unpaced"), row("peer", 80, pace="unpaced", elapsed_s=30))
     assert not unpaced.refused
 
 
 def test_a_goal_is_the_median_of_the_repeats_that_count() -> None:
-    pairs = [Pair(row("ours", us), row("peer", 100)) for us in (70, 76, 90)]
-    pairs.append(Pair(row("ours", 10, events=64), row("peer", 100)))
+    pairs = [StackPair(row("ours", us), row("peer", 100)) for us in (70, 76, 90)]
+    pairs.append(StackPair(row("ours", 10, events=64), row("peer", 100)))
     ratio, alone = goals(pairs, ["paced"], [512])
     assert ratio.value == pytest.approx(0.76)
     assert (ratio.goal, ratio.met) == (0.8, True)
@@ -46,9 +46,9 @@ def test_a_goal_is_the_median_of_the_repeats_that_count() -> None:
 
 
 def test_without_the_yardstick_no_ratio_is_met() -> None:
-    found = goals([Pair(row("ours", 10), None)], ["paced", "unpaced"], [128, 512])
+    found = goals([StackPair(row("ours", 10), None)], ["paced", "unpaced"], [128, 512])
     assert [goal.met for goal in found if goal.unit == "times"] == [False] * 4
-    assert list(summary([Pair(row("ours", 10), None)])) == []
+    assert list(summary([StackPair(row("ours", 10), None)])) == []
 
 
 def test_a_refused_run_says_so_in_its_line() -> None:

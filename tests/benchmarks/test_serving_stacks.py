@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks.serving_stacks import Running
+from benchmarks.serving_stacks import RunningStack
 
 PARENT = """
 import subprocess, sys
@@ -28,14 +28,14 @@ def test_a_workers_child_is_its_engine_and_others_children_count_as_their_parent
             assert parent.stdout is not None
             assert int(parent.stdout.readline()) != parent.pid
         shell, nats = (parent.pid for parent in parents)
-        costs = Running(0, {shell: "shell", nats: "nats"}).costs()
+        costs = RunningStack(0, {shell: "shell", nats: "nats"}).costs()
         assert set(costs) == {"shell", "engine", "nats"}
         assert costs["nats"].rss_mb > costs["shell"].rss_mb > 0
-        assert Running(0, {shell: "shell"}).pids("shell") == [shell]
+        assert RunningStack(0, {shell: "shell"}).pids("shell") == [shell]
     finally:
         for parent in parents:
             parent.communicate()
 
 
 def test_other_processes_of_the_machine_do_not_count() -> None:
-    assert set(Running(0, {os.getpid(): "frontend"}).costs()) == {"frontend"}
+    assert set(RunningStack(0, {os.getpid(): "frontend"}).costs()) == {"frontend"}

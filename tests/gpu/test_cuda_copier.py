@@ -36,7 +36,7 @@ FORCED: tuple[CopyPath, ...] = ("rows", "batch", "staged", "zero_copy")
 LIMIT_S = 60.0
 
 
-class Rig:
+class CopierRig:
     """Every slot of a device, and a pool, in chunks of three slots; filled with random bytes."""
 
     def __init__(self, slots: ArenaMap, path: CopyPath) -> None:
@@ -72,14 +72,14 @@ class Rig:
 
 
 @contextmanager
-def opened(path: CopyPath = "rows") -> Iterator[Rig]:
+def opened(path: CopyPath = "rows") -> Iterator[CopierRig]:
     need_gpu()
     # In memory: Linux pins no file of a disk's file system for as long as CUDA would.
     with TemporaryDirectory(dir="/dev/shm") as directory:
         make_pool(Path(directory) / "pool", 4 << 20)
         pool = PoolMap(Path(directory) / "pool")
         slots = pool.arena(ARENA)
-        rig = Rig(slots, path)
+        rig = CopierRig(slots, path)
         yield rig
         rig.close()
         slots.close()

@@ -33,14 +33,14 @@ LOGIT_BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 SwiGLU), the rest from queries, keys, and values in a type of 8 or 11 bits."""
 
 
-class Answer(Struct):
+class ReferenceAnswer(Struct):
     """Of what transformers said."""
 
     prompt: list[int]
     output: list[int]
 
 
-ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[Answer])
+ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[ReferenceAnswer])
 
 
 def outputs(runner: Runner, prompts: Sequence[Sequence[int]], *, together: bool, chunk: int = 1 << 20) -> list[Any]:

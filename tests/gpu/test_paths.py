@@ -25,7 +25,7 @@ SHAPES = {  # fragments, bytes of each, slots
 PATHS = ("rows", "batch", "staged", "staged, one by one", "zero_copy")
 
 
-class Rig:
+class PathRig:
     """Device memory and a pool with a copy of each in NumPy, copied to and fro by indexing."""
 
     def __init__(self, cupy: Any, shape: tuple[int, int, int], *, pinned: bool = True, uneven: bool = False) -> None:
@@ -107,7 +107,7 @@ def cupy() -> Any:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scattered_blocks_come_over_exactly_and_nothing_else_changes(cupy: Any, shape: str, path: str) -> None:
-    rig = Rig(cupy, SHAPES[shape])
+    rig = PathRig(cupy, SHAPES[shape])
     draw = np.random.default_rng(7)
     for count in (1, 2, rig.slots):
         for loads in (False, True):
@@ -121,7 +121,7 @@ def test_scattered_blocks_come_over_exactly_and_nothing_else_changes(cupy: Any, 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_fragments_that_are_not_evenly_spaced_come_over_exactly(cupy: Any, path: str) -> None:
-    rig = Rig(cupy, SHAPES["wide words"], uneven=True)
+    rig = PathRig(cupy, SHAPES["wide words"], uneven=True)
     rig.copy(path, [Copy(3, 30), Copy(2, 31), Copy(290, 4)], loads=False)
     rig.copy(path, [Copy(7, 30), Copy(2, 5)], loads=True)
     rig.check()
@@ -130,7 +130,7 @@ def test_fragments_that_are_not_evenly_spaced_come_over_exactly(cupy: Any, path:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_more_blocks_than_a_launch_or_the_ring_takes_come_over_exactly(cupy: Any, path: str) -> None:
-    rig = Rig(cupy, (4, 16384, 1024))
+    rig = PathRig(cupy, (4, 16384, 1024))
     copies = [Copy(299 - index, (index * 37) % 1024) for index in range(300)]
     rig.copy(path, copies, loads=False)
     rig.check()
@@ -142,7 +142,7 @@ def test_more_blocks_than_a_launch_or_the_ring_takes_come_over_exactly(cupy: Any
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_rows_copy_memory_that_is_not_pinned(cupy: Any, uneven: bool) -> None:
-    rig = Rig(cupy, SHAPES["wide words"], pinned=False, uneven=uneven)
+    rig = PathRig(cupy, SHAPES["wide words"], pinned=False, uneven=uneven)
     rig.copy("rows", [Copy(3, 30), Copy(2, 31)], loads=False)
     rig.copy("rows", [Copy(9, 30), Copy(8, 1)], loads=True)
     rig.check()
@@ -153,7 +153,7 @@ def test_rows_copy_memory_that_is_not_pinned(cupy: Any, uneven: bool) -> None:
 @pytest.mark.parametrize("shape", ["wide words", "single bytes"])
 def test_blocks_go_between_two_layouts_on_the_device(cupy: Any, shape: str, path: str) -> None:
     """From a tensor a layer to super-blocks, and back to other places."""
-    rig = Rig(cupy, SHAPES[shape])
+    rig = PathRig(cupy, SHAPES[shape])
     super_blocks = cupy.asarray(rig.pool)
     cupy.cuda.get_current_stream().synchronize()
     rig.array = type(rig.array)(super_blocks.data.ptr, rig.array.slot_bytes)
@@ -172,7 +172,7 @@ def test_a_blocks_checksum_on_the_device_is_numpys(cupy: Any, shape: str, uneven
     from services.worker.transfer.block_checksum import block_checksum
     from services.worker.transfer.checksum_kernel import ChecksumKernel
 
-    rig = Rig(cupy, SHAPES[shape], uneven=uneven and SHAPES[shape][0] > 2)
+    rig = PathRig(cupy, SHAPES[shape], uneven=uneven and SHAPES[shape][0] > 2)
     slots = list(range(rig.slots))[::-1] * (200 // rig.slots if rig.slots > 3 else 1)  # more than a launch takes
     blocks = [rig.blocks[rig.order, slot].tobytes() for slot in range(rig.slots)]
     expected = [block_checksum(memoryview(block)) for block in blocks]

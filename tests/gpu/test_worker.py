@@ -40,13 +40,13 @@ MOST_BEHIND = 0.3
 bits draws it. Logits are about 1 large here, and a bfloat16 has 8 bits."""
 
 
-class Rig(NamedTuple):
+class WorkerRig(NamedTuple):
     machine: Machine
     kind: Kind
 
 
 @contextmanager
-def running(folder: Path, nats_url: str, kind: Kind) -> Iterator[Rig]:
+def running(folder: Path, nats_url: str, kind: Kind) -> Iterator[WorkerRig]:
     """See the module. Nothing that is loaded may differ."""
     model = write_tiny_model(folder / "tiny", **SHAPE)
     with kind.pool(folder) as pool, fleet(folder, nats_url, *Machine.where(folder)) as processes:
@@ -57,31 +57,35 @@ def running(folder: Path, nats_url: str, kind: Kind) -> Iterator[Rig]:
         machine.start_worker("alone")
         machine.start_worker("reference", "--device", "cpu", "--kv-dtype", "float32")
         processes.wait_ready()
-        yield Rig(machine, kind)
+        yield WorkerRig(machine, kind)
         for name in ("first", "second"):
             assert machine.process(name).metric("headrace_kvbm_differing_blocks_total") == 0
 
 
 @pytest.fixture(scope="module", params=params((CPU[0], *GPU)))
-def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Rig]:
+def exact(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str
+) -> Iterator[WorkerRig]:
     with running(tmp_path_factory.mktemp("exact"), nats_url, request.param) as rig:
         yield rig
 
 
 @pytest.fixture
-async def wire(exact: Rig, nats_url: str) -> AsyncIterator[Wire]:
+async def wire(exact: WorkerRig, nats_url: str) -> AsyncIterator[Wire]:
     async with settled(exact.machine, nats_url) as one:
         yield one
 
 
 @pytest.fixture(scope="module", params=params((CPU[1], *GPU_16_BITS)))
-def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Rig]:
+def narrow(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str
+) -> Iterator[WorkerRig]:
     with running(tmp_path_factory.mktemp("narrow"), nats_url, request.param) as rig:
         yield rig
 
 
 @pytest.fixture
-async def narrow_wire(narrow: Rig, nats_url: str) -> AsyncIterator[Wire]:
+async def narrow_wire(narrow: WorkerRig, nats_url: str) -> AsyncIterator[Wire]:
     async with settled(narrow.machine, nats_url) as one:
         yield one
 
@@ -100,7 +104,7 @@ async def test_in_float32_all_workers_answer_alike_alone_batched_and_from_loaded
     assert [each.host for each in answers] == [full_blocks(each) * BLOCK_TOKENS for each in prompts]
 
 
-async def test_a_cpu_loads_what_the_workers_computed_and_they_load_what_it_did(exact: Rig, wire: Wire) -> None:
+async def test_a_cpu_loads_what_the_workers_computed_and_they_load_what_it_did(exact: WorkerRig, wire: Wire) -> None:
     machine = exact.machine
     cpu = ("--device", "cpu", "--kv-dtype", "float32", "--kvbm-verify", "true")
     theirs, its = prompt(1500, "theirs"), prompt(1500, "its")
@@ -127,7 +131,9 @@ async def test_in_float32_embeddings_are_the_references_behind_loaded_blocks_too
                 assert np.linalg.norm(await wire.embed(name, asked, pooling) - expected) < VECTORS_APART
 
 
-async def test_in_16_bits_loaded_blocks_give_the_numbers_that_a_workers_own_do(narrow: Rig, narrow_wire: Wire) -> None:
+async def test_in_16_bits_loaded_blocks_give_the_numbers_that_a_workers_own_do(
+    narrow: WorkerRig, narrow_wire: Wire
+) -> None:
     for length in LENGTHS:
         asked = prompt(length, ("own", length))
         await narrow_wire.compute("first", asked)

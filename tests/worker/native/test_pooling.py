@@ -31,7 +31,7 @@ ASKED: dict[Pooling, Sampling] = {
 POOLINGS = list(ASKED)
 
 
-class Embedding:
+class PooledVector:
     """A random model, and what its embeddings should be."""
 
     def __init__(self, directory: Path, name: str = "llama") -> None:
@@ -52,15 +52,15 @@ def vector(drawn: Drawn | None) -> NDArray[np.float32]:
 
 
 @pytest.fixture
-def llama(tmp_path: Path) -> Iterator[Embedding]:
-    one = Embedding(tmp_path)
+def llama(tmp_path: Path) -> Iterator[PooledVector]:
+    one = PooledVector(tmp_path)
     yield one
     one.runner.close()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_poolings_are_those_of_a_plain_decoder_that_agrees_with_transformers(tmp_path: Path, name: str) -> None:
-    one = Embedding(tmp_path, name)
+    one = PooledVector(tmp_path, name)
     head = load_weights(one.directory, read_config(one.directory)).head
     with np.load(GOLDEN / "logits.npz") as golden:
         logits = one.states[list(CHECKED_POSITIONS)] @ head.T.astype(np.float64)
@@ -73,7 +73,7 @@ def test_both_poolings_are_those_of_a_plain_decoder_that_agrees_with_transformer
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_prompt_in_chunks_beside_others_has_the_same_vector(llama: Embedding, pooling: Pooling) -> None:
+def test_a_prompt_in_chunks_beside_others_has_the_same_vector(llama: PooledVector, pooling: Pooling) -> None:
     ours = Work(7, TOKENS, 0, 0, range(13), ASKED[pooling], len(TOKENS))
     for end in (1, 30, 64, 65, len(TOKENS)):
         ours.start, ours.end = ours.end, end
@@ -85,7 +85,7 @@ def test_a_prompt_in_chunks_beside_others_has_the_same_vector(llama: Embedding, 
     llama.agrees(drawn, pooling)
 
 
-def test_a_mean_begins_anew_where_its_prompt_does(llama: Embedding) -> None:
+def test_a_mean_begins_anew_where_its_prompt_does(llama: PooledVector) -> None:
     """As after a preemption."""
     ours = Work(7, TOKENS, 0, 100, range(13), ASKED["mean"], len(TOKENS))
     assert llama.runner.step([ours]) == [None]
@@ -95,13 +95,13 @@ def test_a_mean_begins_anew_where_its_prompt_does(llama: Embedding) -> None:
     llama.agrees(drawn, "mean")
 
 
-def test_the_last_position_is_found_behind_a_cached_prefix(llama: Embedding) -> None:
+def test_the_last_position_is_found_behind_a_cached_prefix(llama: PooledVector) -> None:
     llama.runner.step([work(TOKENS[:64], range(4), draws=False)])
     [drawn] = llama.runner.step([work(TOKENS, range(13), start=64, sampling=ASKED["last"])])
     llama.agrees(drawn, "last")
 
 
-def test_vectors_and_tokens_of_one_step_are_those_that_each_has_alone(llama: Embedding) -> None:
+def test_vectors_and_tokens_of_one_step_are_those_that_each_has_alone(llama: PooledVector) -> None:
     works = [
         work(TOKENS[:40], range(3), sampling=ASKED["mean"]),
         work(TOKENS[:17], [3, 4]),

@@ -37,7 +37,7 @@ from tests.worker.native.works import GREEDY, work
 from tests.worker.pool_file import make_pool
 
 
-class Answer(Struct):
+class RunnerAnswer(Struct):
     """What transformers said: `make_golden.py` wrote it."""
 
     text: str
@@ -47,7 +47,7 @@ class Answer(Struct):
     first_logits: list[float]
 
 
-ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[Answer])
+ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[RunnerAnswer])
 
 
 @pytest.fixture

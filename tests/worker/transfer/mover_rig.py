@@ -24,7 +24,7 @@ GEOMETRY = Geometry.of(SIZE_BYTES)
 ARENA = GEOMETRY.arena(0, 1, BLOCK_BYTES)
 
 
-class Clock:
+class MoverClock:
     """Says `now_s`; closed, it lets a lane wait at its next look, and says so."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Clock:
         self._open.set()
 
 
-class Rig:
+class MoverRig:
     """A pool, mapped as the kvbm maps it and as an engine does, and a mover whose groups are single blocks."""
 
     def __init__(self, path: Path, device: Device, *, verify: bool = False, most_blocks: int = 1) -> None:
@@ -64,7 +64,7 @@ class Rig:
         self._pools = [PoolMap(path, grants=True), PoolMap(path)]
         self.kvbm, self.engine = (pool.arena(ARENA) for pool in self._pools)
         self.device = device
-        self.clock = Clock()
+        self.clock = MoverClock()
         self.mover = TransferMover(device.copier, self.clock, most_blocks=most_blocks, verify=verify)
         self.mover.attach(self.engine)
         self.closed = False
@@ -105,10 +105,10 @@ class Rig:
             pool.close()
 
 
-def rigged(kind: str, tmp_path: Path, *, verify: bool) -> Iterator[Rig]:
+def rigged(kind: str, tmp_path: Path, *, verify: bool) -> Iterator[MoverRig]:
     # Linux pins no file of a disk's file system for as long as CUDA would.
     place = "/dev/shm" if kind == "cuda" else tmp_path
     with opened(kind) as device, TemporaryDirectory(dir=place) as directory:
-        rig = Rig(Path(directory) / "pool", device, verify=verify)
+        rig = MoverRig(Path(directory) / "pool", device, verify=verify)
         yield rig
         rig.close()

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from services.worker.mover import Copied, Copy
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from tests.worker.transfer.devices import BLOCK_BYTES, HostDevice
-from tests.worker.transfer.mover_rig import Rig, rigged
+from tests.worker.transfer.mover_rig import MoverRig, rigged
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def verifying(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+def verifying(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MoverRig]:
     yield from rigged(request.param, tmp_path, verify=True)
 
 
-def test_loads_that_were_made_well_are_found_so(verifying: Rig) -> None:
+def test_loads_that_were_made_well_are_found_so(verifying: MoverRig) -> None:
     blocks = [verifying.fill(slot, slot) for slot in range(4)]
     verifying.mover.save(1, [Copy(slot, slot) for slot in range(4)], 1.0)
     verifying.ended()
@@ -75,7 +75,7 @@ def test_a_block_that_differs_is_a_fault_unless_its_slot_is_anothers_by_now(
     device = HostDevice()
     device.copier = copier = FaultyCopier(device)
     with TemporaryDirectory() as directory:
-        rig = Rig(Path(directory) / "pool", device, verify=True, most_blocks=group)
+        rig = MoverRig(Path(directory) / "pool", device, verify=True, most_blocks=group)
         blocks = [rig.fill(slot, slot) for slot in range(8)]
         rig.mover.save(1, [Copy(slot, slot) for slot in range(8)], 1.0)
         rig.ended()
@@ -99,7 +99,7 @@ def test_a_fault_is_said_once_and_loudly(tmp_path: Path, caplog: pytest.LogCaptu
     device = HostDevice()
     device.copier = copier = FaultyCopier(device)
     copier.faulty = {3}
-    rig = Rig(tmp_path / "pool", device, verify=True)
+    rig = MoverRig(tmp_path / "pool", device, verify=True)
     for batch in (1, 2):
         rig.mover.load(batch, [Copy(slot, slot) for slot in range(5)])
         assert rig.ended()[0].differing == 1
@@ -115,7 +115,7 @@ def test_what_is_not_to_be_compared_is_not(tmp_path: Path) -> None:
     device = HostDevice()
     device.copier = copier = FaultyCopier(device)
     copier.faulty = {3}
-    rig = Rig(tmp_path / "pool", device)
+    rig = MoverRig(tmp_path / "pool", device)
     rig.mover.load(1, [Copy(3, 3)])
     assert rig.ended()[0].good == [True]
     rig.close()

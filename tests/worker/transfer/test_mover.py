@@ -19,20 +19,20 @@ from services.worker.transfer.host_copier import HostCopier
 from shared.pool.format import PoolUnfit
 from shared.pool.map import PoolMap
 from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS
-from tests.worker.transfer.mover_rig import ARENA, GEOMETRY, LIMIT_S, Rig, rigged
+from tests.worker.transfer.mover_rig import ARENA, GEOMETRY, LIMIT_S, MoverRig, rigged
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MoverRig]:
     yield from rigged(request.param, tmp_path, verify=False)
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Rig]:
+def host(tmp_path: Path) -> Iterator[MoverRig]:
     yield from rigged("host", tmp_path, verify=False)
 
 
-def test_what_is_saved_from_one_slot_is_loaded_into_another(rig: Rig) -> None:
+def test_what_is_saved_from_one_slot_is_loaded_into_another(rig: MoverRig) -> None:
     blocks = [rig.fill(slot, slot) for slot in range(4)]
     rig.mover.save(7, [Copy(100 + slot, slot) for slot in range(4)], 1.0)
     assert rig.ended() == [Copied(7, [True] * 4, 4 * BLOCK_BYTES, 0.0)]
@@ -42,7 +42,7 @@ def test_what_is_saved_from_one_slot_is_loaded_into_another(rig: Rig) -> None:
     assert [rig.in_pool(100 + slot)[:BLOCK_BYTES] for slot in range(4)] == blocks
 
 
-def test_nothing_but_the_block_is_written(rig: Rig) -> None:
+def test_nothing_but_the_block_is_written(rig: MoverRig) -> None:
     rig.fill(3, 1)
     rig.mover.save(1, [Copy(5, 3)], 1.0)
     rig.mover.load(2, [Copy(5, 8)])
@@ -53,7 +53,7 @@ def test_nothing_but_the_block_is_written(rig: Rig) -> None:
     assert not any(rig.device.read(7) + rig.device.read(9))
 
 
-def test_a_load_from_a_slot_that_is_granted_meanwhile_is_not_good(rig: Rig) -> None:
+def test_a_load_from_a_slot_that_is_granted_meanwhile_is_not_good(rig: MoverRig) -> None:
     rig.clock.shut()
     copies = [Copy(slot, slot, rig.kvbm.generation(slot)) for slot in range(3)]
     rig.mover.load(1, copies)
@@ -63,7 +63,7 @@ def test_a_load_from_a_slot_that_is_granted_meanwhile_is_not_good(rig: Rig) -> N
     assert rig.ended() == [Copied(1, [True, False, True], 3 * BLOCK_BYTES, 0.0)]
 
 
-def test_checksums_of_what_was_saved_are_made_and_a_load_of_other_bytes_is_not_good(rig: Rig) -> None:
+def test_checksums_of_what_was_saved_are_made_and_a_load_of_other_bytes_is_not_good(rig: MoverRig) -> None:
     blocks = [rig.fill(slot, slot) for slot in range(3)]
     rig.mover.save(1, [Copy(100 + slot, slot, checksum=0) for slot in range(3)], 1.0)
     (saved,) = rig.ended()
@@ -79,13 +79,13 @@ def test_checksums_of_what_was_saved_are_made_and_a_load_of_other_bytes_is_not_g
     assert loaded.good == [True], "nothing is compared where there is no checksum"
 
 
-def test_a_load_does_not_wait_for_saves(rig: Rig) -> None:
+def test_a_load_does_not_wait_for_saves(rig: MoverRig) -> None:
     rig.mover.save(1, [Copy(slot % 20, slot % SLOTS) for slot in range(100)], 1.0)
     rig.mover.load(2, [Copy(30, 1)])
     assert {copied.batch for copied in rig.ended(2)} == {1, 2}
 
 
-def test_between_host_memories_loads_go_before_saves_that_wait_and_the_rest_of_one_under_way(host: Rig) -> None:
+def test_between_host_memories_loads_go_before_saves_that_wait_and_the_rest_of_one_under_way(host: MoverRig) -> None:
     host.clock.shut()
     host.mover.save(1, [Copy(slot, slot) for slot in range(3)], 1.0)
     host.mover.save(2, [Copy(3, 3)], 1.0)
@@ -96,7 +96,7 @@ def test_between_host_memories_loads_go_before_saves_that_wait_and_the_rest_of_o
     assert [copied.batch for copied in host.ended(4)] == [3, 4, 1, 2]
 
 
-def test_a_cancelled_batch_that_waits_ends_without_a_copy(rig: Rig) -> None:
+def test_a_cancelled_batch_that_waits_ends_without_a_copy(rig: MoverRig) -> None:
     rig.clock.shut()
     rig.mover.load(1, [Copy(1, 1)])
     rig.clock.reached()
@@ -106,7 +106,7 @@ def test_a_cancelled_batch_that_waits_ends_without_a_copy(rig: Rig) -> None:
     assert rig.ended(2)[1] == Copied(2, [False, False], 0, 0.0)
 
 
-def test_a_cancelled_batch_ends_with_what_was_handed_over(rig: Rig) -> None:
+def test_a_cancelled_batch_ends_with_what_was_handed_over(rig: MoverRig) -> None:
     rig.clock.shut()
     rig.mover.save(1, [Copy(slot, slot) for slot in range(3)], 1.0)
     rig.clock.reached()
@@ -116,7 +116,7 @@ def test_a_cancelled_batch_ends_with_what_was_handed_over(rig: Rig) -> None:
     assert copied.good in ([False, False, False], [True, False, False])
 
 
-def test_cancelling_what_is_not_there_does_nothing(rig: Rig) -> None:
+def test_cancelling_what_is_not_there_does_nothing(rig: MoverRig) -> None:
     rig.mover.cancel(1)
     rig.mover.load(1, [Copy(1, 1)])
     assert rig.ended()[0].good == [True]
@@ -124,7 +124,7 @@ def test_cancelling_what_is_not_there_does_nothing(rig: Rig) -> None:
     assert rig.mover.ended() == []
 
 
-def test_no_save_begins_at_or_after_its_end(rig: Rig) -> None:
+def test_no_save_begins_at_or_after_its_end(rig: MoverRig) -> None:
     rig.fill(2, 1)
     rig.clock.step_s = 1.0
     rig.mover.save(1, [Copy(slot, slot) for slot in range(3)], 2.0)
@@ -135,13 +135,13 @@ def test_no_save_begins_at_or_after_its_end(rig: Rig) -> None:
     assert not any(rig.in_pool(2))
 
 
-def test_a_batch_of_no_copies_ends(rig: Rig) -> None:
+def test_a_batch_of_no_copies_ends(rig: MoverRig) -> None:
     rig.mover.load(1, [])
     assert rig.ended() == [Copied(1, [], 0, 0.0)]
 
 
 def test_a_batch_that_fails_says_why_once_with_its_traceback_and_others_go_on(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    rig: MoverRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
         for batch in (1, 2):
@@ -155,7 +155,7 @@ def test_a_batch_that_fails_says_why_once_with_its_traceback_and_others_go_on(
     assert rig.ended()[0].good == [True]
 
 
-def test_it_is_readable_only_while_something_has_ended(rig: Rig) -> None:
+def test_it_is_readable_only_while_something_has_ended(rig: MoverRig) -> None:
     assert rig.mover.ended() == []
     rig.mover.load(1, [Copy(1, 1)])
     rig.ended()
@@ -164,7 +164,7 @@ def test_it_is_readable_only_while_something_has_ended(rig: Rig) -> None:
 
 
 def test_it_is_not_readable_for_what_ended_while_others_were_told_and_was_told_with_them(
-    host: Rig, monkeypatch: pytest.MonkeyPatch
+    host: MoverRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, read = host.clock, os.eventfd_read
     reached = {5: threading.Event(), 6: threading.Event()}  # the second batch has landed, and the third
@@ -192,7 +192,7 @@ def test_it_is_not_readable_for_what_ended_while_others_were_told_and_was_told_w
     assert host.ended()[0].batch == 3
 
 
-def test_slots_smaller_than_a_block_are_refused(rig: Rig) -> None:
+def test_slots_smaller_than_a_block_are_refused(rig: MoverRig) -> None:
     rig.mover.detach()
     pool = PoolMap(rig.path)
     slots = pool.arena(GEOMETRY.arena(0, 1, 4096))
@@ -202,7 +202,7 @@ def test_slots_smaller_than_a_block_are_refused(rig: Rig) -> None:
     pool.close()
 
 
-def test_the_pool_is_readied_when_there_is_nothing_to_copy(host: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_is_readied_when_there_is_nothing_to_copy(host: MoverRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copier, "PIECE_BYTES", 4096)
     host.mover.detach()
     copier = host.device.copier
@@ -220,7 +220,7 @@ def test_the_pool_is_readied_when_there_is_nothing_to_copy(host: Rig, monkeypatc
     assert not copier._untouched
 
 
-def test_it_lets_go_of_the_pool_at_once_and_takes_another(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_lets_go_of_the_pool_at_once_and_takes_another(rig: MoverRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copier, "PIECE_BYTES", 65536)
     rig.mover.detach()
     for number in range(10):
@@ -235,7 +235,7 @@ def test_it_lets_go_of_the_pool_at_once_and_takes_another(rig: Rig, monkeypatch:
         pool.close()
 
 
-def test_closing_makes_no_more_copies(rig: Rig) -> None:
+def test_closing_makes_no_more_copies(rig: MoverRig) -> None:
     for slot in (1, 2):
         rig.fill(slot, slot)
     rig.clock.shut()
@@ -253,7 +253,7 @@ def test_closing_makes_no_more_copies(rig: Rig) -> None:
     assert not any(rig.in_pool(2))
 
 
-def test_every_batch_ends_once_and_good_copies_are_the_blocks_whatever_is_cancelled(rig: Rig) -> None:
+def test_every_batch_ends_once_and_good_copies_are_the_blocks_whatever_is_cancelled(rig: MoverRig) -> None:
     draw = Random(4)
     blocks = [rig.fill(slot, slot) for slot in range(8)]
     saves = {batch: [Copy(8 * batch + slot, slot) for slot in range(8)] for batch in range(40)}

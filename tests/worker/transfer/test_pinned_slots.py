@@ -93,7 +93,7 @@ def test_pinning_says_when_it_begins_and_how_it_ended(
     assert slots.all_pinned == (not refused)
     messages = [record.message for record in caplog.records if record.levelno == logging.INFO]
     assert messages == [
-        f"pinning {10 * SLOT_BYTES} bytes of the pool, in 3 chunks",
+        f"pinning {10 * SLOT_BYTES} bytes of the pool in 3 chunks",
         f"pinned {pinned * SLOT_BYTES} bytes of the pool in 3.00 s",
     ]
 
