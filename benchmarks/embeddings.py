@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # NumPy reads the number of BLAS threads when it is first imp
 MODELS = Path(__file__).resolve().parents[1] / ".headrace" / "models"
 BATCH = 8
 LENGTHS = (16, 64)
-"""Tokens of a prompt."""
+"""Lengths of the prompts, in tokens."""
 BLOCK_SIZE = 16
 ROUNDS = 5
 GOAL = 1.10
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _rows(runner: NativeRunner, length: int, rounds: int) -> list[dict[str, Any]]:
-    """Drawn first, then each pooling."""
+    """Measure a step that draws, then a step of each pooling."""
     ways: tuple[Pooling, ...] = ("", "mean", "last")
     took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for counted in range(rounds + 1):
@@ -99,7 +99,7 @@ def _rows(runner: NativeRunner, length: int, rounds: int) -> list[dict[str, Any]
 
 
 def _step(runner: NativeRunner, works: list[Work]) -> tuple[float, float]:
-    """Seconds of CPU and of the clock."""
+    """Run a step; return its seconds of CPU and of the clock."""
     cpu_s, begun_s = time.process_time(), time.perf_counter()
     drawn = runner.step(works)
     took = time.process_time() - cpu_s, time.perf_counter() - begun_s

@@ -38,11 +38,11 @@ PREFILL_TOKENS = 128
 BLOCK_SIZE = 16
 BATCHES = (1, 4, 16)
 REPEATS = 3
-"""Of each measurement in a round: a service decodes step after step, with warm code."""
+"""Repeats of each measurement in a round: a service decodes step after step, with warm code."""
 GOALS = {"decode, batch 1": 0.6, "decode, batch 4": 0.8, "decode, batch 16": 0.8, "prefill": 0.5}
 
 Rounds = dict[str, list[float]]
-"""What was timed → seconds in each round."""
+"""The seconds of each round, by what was timed."""
 
 
 def main() -> int:
@@ -82,7 +82,7 @@ def _runner(model: Path | None) -> NativeRunner:
 
 
 def _measure(runner: NativeRunner, rounds: int) -> Rounds:
-    """Everything once a round, after one round that is not counted."""
+    """Measure everything once in each round, after one round that is not counted."""
     import numpy as np
 
     decoder, weights = runner._decoder, runner._decoder._weights
@@ -200,14 +200,14 @@ def _report(runner: NativeRunner, rounds: Rounds, threads: int) -> dict[str, Any
 
 
 def _cpu() -> str:
-    """The CPU's name where Linux tells it."""
+    """Return the CPU's name, or the architecture if Linux does not name the CPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def _ratio(yardstick: Sequence[float], measured: Sequence[float]) -> float:
-    """The median over the rounds of yardstick ÷ measured, each pair of one round."""
+    """Return the median of yardstick ÷ measured over the rounds; each pair is of one round."""
     return statistics.median(a / b for a, b in zip(yardstick, measured, strict=True))
 
 

@@ -46,7 +46,7 @@ BURST_BATCHES = 10_000
 TICK_S = 0.001
 RATIO_GOAL = 1.5
 SILENCE_S = 20.0
-"""What has not come by then, after the publisher's end, is lost."""
+"""How long to wait after the publisher's end; a batch that has not come by then is lost."""
 
 Row = dict[str, Any]
 
@@ -90,7 +90,7 @@ def _summed(name: str, rounds: list[Row]) -> float:
 
 
 class _Receiver:
-    """Applies what comes, as the router's feed does, and keeps the payloads."""
+    """Applies events as the router's feed does, and keeps their payloads."""
 
     def __init__(self) -> None:
         self._chains = _chains()
@@ -204,7 +204,7 @@ async def _publish(size: int, batches: int, rate: int) -> None:
 
 
 def _payloads(size: int, batches: int) -> list[bytes]:
-    """Chains of CHAIN_BLOCKS new blocks each, one batch behind the other."""
+    """Make batches, one after another, that form chains of CHAIN_BLOCKS new blocks."""
     draw = Random(4)
     made: list[bytes] = []
     parent: int | None = None

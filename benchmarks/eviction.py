@@ -52,38 +52,38 @@ from shared.hashing import ContentKey
 
 SIZES = (0.01, 0.03, 0.1, 0.3)
 DISK = 4
-"""Times the host tier."""
+"""The disk's size as a multiple of the host tier's."""
 ADMISSIONS = ("twice", "filled", "all")
 NEARLY = 0.97
-"""Nowhere should the default find less than this share of what LRU finds."""
+"""The default should find at least this share of what LRU finds, everywhere."""
 Prompts = Sequence[tuple[Sequence[ContentKey], int]]
-"""Of each request: its full blocks, and how many of them can be of use to it."""
+"""The full blocks of each request, and how many of them it can use."""
 
 
 class EvictionRow(Struct, frozen=True):
-    """One policy, load and size."""
+    """The result of one policy at one load and size."""
 
     load: str
     size: float
-    """Of the host tier, as a share of all different blocks."""
+    """The host tier's size, as a share of all different blocks."""
     tiers: str
-    """`host`, or `host and disk`."""
+    """Either `host`, or `host and disk`."""
     policy: str
-    """Of the host tier."""
+    """The host tier's policy."""
     disk_policy: str
     leaves: bool
     admission: str
-    """To disk: `twice`, `filled`, `all`, or nothing without one."""
+    """The admission to disk: `twice`, `filled` or `all`; empty without a disk."""
     hits: float
-    """In both tiers, of the unbounded store's."""
+    """The hits in both tiers, as a share of the unbounded store's."""
     host_hits: float
     written: float
     block_us: float
-    """CPU time of the whole simulation a block asked for: a bound on the policy's."""
+    """The simulation's CPU time for each requested block: an upper bound of the policy's."""
 
 
 class TieredStore:
-    """Both tiers, with an engine that does at once what it may."""
+    """Both tiers, with an engine that makes each allowed copy at once."""
 
     def __init__(self, host_policy: str, disk_policy: str, sizes: TierSizes) -> None:
         self._tiers = Tiers(sizes, named(host_policy, sizes.slots), named(disk_policy, max(1, sizes.records)))
@@ -92,7 +92,7 @@ class TieredStore:
         self.found = self.found_in_host = self.stored = self.written = 0
 
     def ask(self, keys: Sequence[ContentKey], most: int) -> None:
-        """One request: the longest prefix is used, of which `most` blocks can be of use, and the rest stored."""
+        """Simulate a request: use the longest prefix, at most `most` blocks of it, and store the rest."""
         tiers = self._tiers
         held = tiers.fetch(keys)
         found = len(held.slots)
@@ -112,7 +112,7 @@ class TieredStore:
 
 
 def foresight(prompts: Prompts, capacity_blocks: int) -> int:
-    """How many blocks would be found, if the future were known (Belady)."""
+    """Count the blocks that a policy which knows the future would find (Belady)."""
     next_use: list[list[float]] = []
     last: dict[ContentKey, int] = {}
     for number in range(len(prompts) - 1, -1, -1):
@@ -138,7 +138,7 @@ def foresight(prompts: Prompts, capacity_blocks: int) -> int:
 
 
 def rows_of(load: RequestTrace, sizes: Sequence[float], policies: Sequence[str]) -> Iterator[EvictionRow]:
-    """Every combination."""
+    """Measure every combination of sizes and policies on one load."""
     size = load.block_size
     prompts: list[tuple[Sequence[ContentKey], int]] = []
     for each in load.requests:
@@ -183,7 +183,7 @@ def rows_of(load: RequestTrace, sizes: Sequence[float], policies: Sequence[str])
 
 
 def _combinations(policies: Sequence[str], both: bool) -> Iterator[tuple[str, str, bool, str]]:
-    """Host policy, disk policy, whether leaves go first, admission to disk; `both`: with a disk too."""
+    """Yield host policy, disk policy, whether leaves go first, and admission; `both` adds disks."""
     for policy in policies:
         yield from ((policy, DISK_DEFAULT, leaves, "") for leaves in (False, True))
         if both:

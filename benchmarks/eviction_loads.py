@@ -25,14 +25,14 @@ BLOCK_SIZE = 256
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that grows."""
+    """A prompt that grows from turn to turn."""
 
     new: Iterator[int]
     tokens: int = 0
     names: list[int] = field(default_factory=list)
 
     def grown(self, tokens: int) -> _Prompt:
-        """With so many tokens more: the partial last block gets another name, as its hash would."""
+        """Append `tokens` tokens. The partial last block gets another name, as its hash would change."""
         longer = self.tokens + tokens
         names = self.names[: self.tokens // BLOCK_SIZE]
         names += [next(self.new) for _ in range(-(-longer // BLOCK_SIZE) - len(names))]
@@ -43,12 +43,12 @@ class _Prompt:
 
 
 def conversations(requests: int, draw: Random) -> RequestTrace:
-    """Some 2.5 turns each; prompts of some 2,500 tokens."""
+    """Make conversations of about 2.5 turns, with prompts of about 2,500 tokens."""
     return _load("conversations", _conversations(requests, draw, count()), requests)
 
 
 def agents(requests: int, draw: Random) -> RequestTrace:
-    """Some twenty calls each; prompts of some 20,000 tokens."""
+    """Make agents of about twenty calls, with prompts of about 20,000 tokens."""
     new, made, begun_s = count(), list[TraceRequest](), 0.0
     kinds = [_Prompt(new).grown(draw.randint(4000, 12_000)) for _ in range(8)]
     while len(made) < 2 * requests:
@@ -66,7 +66,7 @@ def agents(requests: int, draw: Random) -> RequestTrace:
 
 
 def documents(requests: int, draw: Random) -> RequestTrace:
-    """Some 1.7 questions a reader; prompts of some 6,000 tokens."""
+    """Make readers of about 1.7 questions, with prompts of about 6,000 tokens."""
     new, made, now_s = count(), list[TraceRequest](), 0.0
     instructions = _Prompt(new).grown(700)
     shelf = [instructions.grown(_long(draw, 4000, 0.8)) for _ in range(1500)]
@@ -85,7 +85,7 @@ def documents(requests: int, draw: Random) -> RequestTrace:
 
 
 def batch(requests: int, draw: Random) -> RequestTrace:
-    """Conversations, and a job now and then."""
+    """Make conversations, and now and then a batch job."""
     new = count()
     talk = _conversations(requests, draw, new)
     talk.sort(key=_arrival)
@@ -114,7 +114,7 @@ def _conversations(requests: int, draw: Random, new: Iterator[int]) -> list[Trac
 
 
 def _load(name: str, made: list[TraceRequest], requests: int) -> RequestTrace:
-    """The middle: at the beginning too few are under way, at the end nobody new comes."""
+    """Cut out the middle, because few conversations run at the beginning and none starts at the end."""
     made.sort(key=_arrival)
     first = (len(made) - requests) // 4
     chosen = made[first : first + requests]
@@ -126,12 +126,12 @@ def _arrival(request: TraceRequest) -> float:
 
 
 def _zipf(ranks: int, draw: Random) -> int:
-    """A rank from 0, the second half as likely as the first."""
+    """Draw a rank from 0 by Zipf's law."""
     return min(int((ranks + 1) ** draw.random()) - 1, ranks - 1)
 
 
 def _long(draw: Random, median: int, spread: float) -> int:
-    """Tokens, log-normal, at most 20 medians."""
+    """Draw a number of tokens, log-normal, at most 20 medians."""
     return max(1, min(round(draw.lognormvariate(log(median), spread)), 20 * median))
 
 

@@ -55,13 +55,13 @@ from shared.messages import (
 )
 
 HOP_S = 0.001
-"""One message's way."""
+"""The time of one message, in seconds."""
 REPORT_S = 0.25
 TICK_S = 0.1
 WINDOW_S = 60.0
-"""In which the work of each worker is summed."""
+"""The window over which each worker's work is summed."""
 COPY_BYTES_PER_S = 50e9
-"""Between a device and the block store's memory, a direction."""
+"""The rate of copies between a device and the block store's memory, in each direction."""
 ANSWER_LIMIT_S = 2.0
 BLOCKS_IN_FLIGHT = 256
 MODEL = "model"
@@ -70,7 +70,7 @@ _UNBOUNDED = 1 << 40
 _SLICE_BLOCKS = 1 << 16
 
 StepTime = Callable[[Sequence[Work]], float]
-"""How long a worker takes for a step, in seconds."""
+"""A function that returns how long a worker takes for a step, in seconds."""
 
 
 @dataclass(slots=True)
@@ -79,19 +79,19 @@ class Journey:
 
     request: TraceRequest
     asked_s: float = -1.0
-    """When it came: in an open loop, when it arrives in the load."""
+    """When the request came. In an open loop this is its arrival time in the load."""
     attempt: int = -1
     begun: int = -1
-    """The attempt whose first token has come."""
+    """The attempt whose first token has come; -1 before it."""
     cached_tokens: int = 0
     cached_host_tokens: int = 0
-    """Of these, from the block store's memory."""
+    """The part of the cached tokens that came from the block store's memory."""
     cached_disk_tokens: int = 0
     first_token_s: float = -1.0
     end_s: float = -1.0
     failed: str = ""
     output: bytearray = field(default_factory=bytearray)
-    """Packed u32; emptied at the end."""
+    """The output tokens as packed u32; emptied at the end."""
 
     @property
     def ttft_s(self) -> float:
@@ -99,7 +99,7 @@ class Journey:
 
 
 class FleetClock:
-    """Virtual time, and what is to be done when."""
+    """Virtual time, with a queue of actions."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -107,34 +107,34 @@ class FleetClock:
         self._order = count()
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
-        """Things due at the same time happen in the order in which they were said."""
+        """Schedule an action; actions for the same time happen in the order of these calls."""
         heappush(self._heap, (time_s, next(self._order), act))
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
-        """So much later than now."""
+        """Schedule an action `delay_s` from now."""
         self.at(self.now_s + delay_s, act)
 
     def step(self) -> None:
-        """Do what is next."""
+        """Advance to the next action and do it."""
         self.now_s, _, act = heappop(self._heap)
         act()
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedWorker:
-    """One engine, and what its shell knows of it."""
+    """One engine, and what its shell knows about it."""
 
     name: str
     core: EngineCore
     step_s: StepTime
     last: Stepped
     attempts: dict[tuple[str, int], None] = field(default_factory=dict)
-    """Waiting or running here."""
+    """The attempts that wait or run here, in order."""
     arrived: list[EngineOrder] = field(default_factory=list)
-    """Came while a step was under way."""
+    """Orders that came during a step."""
     stepping: bool = False
     wakes_s: float = inf
-    """When it will look again by itself."""
+    """When the engine wakes up by itself."""
     gone: bool = False
 
 
@@ -144,18 +144,18 @@ class SimulatedFleet:
     def __init__(
         self, load: RequestTrace, policy: str, *, capacity_blocks: int, seed: int = 0, sizes: StoreSizes | None = None
     ) -> None:
-        """`sizes`: of the block store that all workers share; None: there is none."""
+        """Make the fleet. `sizes` are those of the block store that all workers share; None means no store."""
         self.clock = FleetClock()
         self.load = load
         self.journeys = [Journey(request) for request in load.requests]
         self.prefilled: dict[tuple[int, str], int] = {}
-        """(window of time, worker) → prompt tokens computed."""
+        """The prompt tokens computed, by time window and worker."""
         self.workers: dict[str, SimulatedWorker] = {}
         self.router = ModelRouter(MODEL, "router", RouterConfig(), load_policy(policy)(), Random(seed))
         self.prompts = TracePrompts(load.block_size)
         self._capacity_blocks = capacity_blocks
         self._upcoming: Iterator[Journey] = iter(())
-        """Those that come when another has ended."""
+        """The requests that start when another one ends."""
         self._left = len(self.journeys)
         self._names = count()
         self.store: BlockStore | None = None
@@ -166,13 +166,13 @@ class SimulatedFleet:
     # --- from outside
 
     def run(self) -> None:
-        """Open loop: requests come when they come. Ends with the last of them."""
+        """Run an open loop: requests come at their arrival times. Returns after the last one has ended."""
         for journey in self.journeys:
             self.clock.at(journey.request.arrival_s, partial(self._route, journey))
         self._run()
 
     def run_closed(self, in_flight: int) -> None:
-        """Closed loop: so many requests at any time, in order of arrival."""
+        """Run a closed loop with `in_flight` requests at any time, in order of arrival."""
         self._upcoming = iter(self.journeys)
         for journey in islice(self._upcoming, in_flight):
             self._route(journey)
@@ -184,7 +184,7 @@ class SimulatedFleet:
             self.clock.step()
 
     def join(self, step_s: StepTime) -> str:
-        """A worker comes, with an empty cache; its name."""
+        """Add a worker with an empty cache and return its name."""
         name = f"worker{next(self._names):03}"
         limits = SchedulerLimits(
             model=MODEL,
@@ -220,7 +220,7 @@ class SimulatedFleet:
         )
 
     def leave(self, name: str) -> None:
-        """A worker dies; what it was doing goes on elsewhere, from the tokens that came."""
+        """Remove a worker; its requests continue on other workers from their tokens so far."""
         worker = self.workers.pop(name)
         worker.gone = True
         for clearing in self.router.remove_instance(name):
@@ -282,7 +282,7 @@ class SimulatedFleet:
             self.clock.after(elapsed_s, partial(self._finish, worker, works, elapsed_s))
 
     def _rest(self, worker: SimulatedWorker) -> None:
-        """Until something comes, or until the time that the engine names."""
+        """Rest until an order comes, or until the time that the engine names."""
         until_s = self.clock.now_s if worker.core.busy else worker.core.wait_until_s
         if until_s is not None and until_s < worker.wakes_s:
             worker.wakes_s = until_s
@@ -360,7 +360,7 @@ class SimulatedFleet:
         self.router.apply_load_event(event, self.clock.now_s)
 
     def _report(self, worker: SimulatedWorker) -> None:
-        """As the worker's shell does: the engine's account after its last step, and the attempts as of now."""
+        """Report the load like a worker's shell: as of the engine's last step, with the current attempts."""
         if worker.gone:
             return
         load = worker.last.load
@@ -388,7 +388,7 @@ class SimulatedFleet:
 
 
 def _drawn(work: Work) -> Drawn:
-    """Outputs of two sequences differ within three tokens."""
+    """Draw a token so that the outputs of two sequences differ within three tokens."""
     return Drawn(work.sequence >> 8 * (work.draw_index % 3) & 255)
 
 

@@ -36,24 +36,24 @@ from shared.pool.format import PAGE_BYTES, Arena
 KVBM = "kvbm"
 TICK_S = 0.25
 SPILLS_MOST = 64
-"""Under way at once."""
+"""The most writes to disk under way at once."""
 _BLOCKS_PER_REQUEST = 4096
 
 
 class StoreSizes(Struct, frozen=True):
-    """What the machine has for it."""
+    """The sizes of a machine's block store."""
 
     slots: int
-    """Blocks in host memory."""
+    """How many blocks fit into host memory."""
     records: int
-    """On disk."""
+    """How many blocks fit on disk."""
     read_bytes_per_s: float = 6e9
     write_bytes_per_s: float = 3e9
     tiers: TiersConfig = TiersConfig()
 
 
 class StoreClock(Protocol):
-    """Virtual time, as a fleet has it."""
+    """The fleet's virtual time."""
 
     now_s: float
 
@@ -61,7 +61,7 @@ class StoreClock(Protocol):
 
 
 class PoolTable:
-    """Slots that hold nothing, and their generations: what a mover and the store share."""
+    """Slots without bytes, with their generations, which a mover and the store share."""
 
     def __init__(self, slots: int, block_bytes: int) -> None:
         self.arena = Arena(0, -(-block_bytes // PAGE_BYTES) * PAGE_BYTES, slots, PAGE_BYTES)
@@ -76,7 +76,7 @@ class PoolTable:
 
 
 class PoolPlace:
-    """An `exchange.Attachment` that needs no lock."""
+    """A pool attachment that needs no lock."""
 
     def __init__(self, owner: str, table: PoolTable) -> None:
         self._owner = owner
@@ -93,7 +93,7 @@ class PoolPlace:
 
 
 class _StoreLine:
-    """One direction of the disk: requests one after another."""
+    """One direction of the disk, which serves requests one after another."""
 
     def __init__(self, clock: StoreClock, block_s: float) -> None:
         self._clock = clock
@@ -106,7 +106,7 @@ class _StoreLine:
 
 
 class BlockStore:
-    """One kvbm with one layout. `tell` gets batches of KV events, encoded."""
+    """One kvbm with one layout. `tell` is called with encoded batches of KV events."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class BlockStore:
         self.layout = layout
         self.table = PoolTable(sizes.slots, layout.kv.block_bytes)
         self.looked_up = self.in_host = self.on_disk = 0
-        """Blocks that were asked for; those found in memory; those found on disk."""
+        """How many blocks were requested, found in memory and found on disk."""
         self._clock = clock
         self._hop_s = hop_s
         self._tell = tell
@@ -132,11 +132,11 @@ class BlockStore:
         self._writing = _StoreLine(clock, layout.kv.block_bytes / sizes.write_bytes_per_s)
         self._spilling = 0
         self._waiting: dict[int, Callable[[wire.Fetched, bool], None]] = {}
-        """Fetches that wait for the disk, by ticket: how they are told of more."""
+        """The callbacks of fetches that wait for the disk, by ticket."""
         self._tick()
 
     def ask(self, ask: KvbmAsk, answer: Callable[[KvbmReply], None]) -> None:
-        """What an engine says, on its way; `answer` gets the replies when they are there."""
+        """Receive an engine's request after its time on the way; `answer` is called with each reply."""
         self._clock.after(self._hop_s, partial(self._serve, ask, answer))
 
     def _serve(self, ask: KvbmAsk, answer: Callable[[KvbmReply], None]) -> None:
@@ -235,7 +235,7 @@ class BlockStore:
         tell(self._fetched(news.ticket, news.time_left_s, news.first, news.slots, news.found, disk=disk), last)
 
     def _settle(self) -> None:
-        """As the shell does after each answer."""
+        """Run the pending actions, as the shell does after each reply."""
         self._hear(self.tiers.prepare())
         if self._spilling < SPILLS_MOST:
             spills, events = self.tiers.take_spills(SPILLS_MOST - self._spilling)

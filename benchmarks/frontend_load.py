@@ -63,20 +63,20 @@ ROUTER, WORKER = "r" * 16, "a" * 16
 BLOCK_SIZE = 16
 CONTEXT = 1 << 20
 MAX_TOKENS = 8192
-"""More than any measurement takes; the frontend admits requests by it."""
+"""The output limit of each request, more than any measurement needs; the frontend admits by it."""
 TEXT = "The headrace carries the river's water to the wheel, and every drop of it turns the wheel once more. Voilà! "
 MANY = 10**9
 START_LIMIT_S = 60.0
 
 
 class Peers:
-    """The router and the worker."""
+    """A scripted router and a scripted worker."""
 
     def __init__(self, bus: NatsBus, directory: Path) -> None:
         self.tokens = 0
-        """Sent so far."""
+        """Tokens sent so far."""
         self.attempts = 0
-        """As many as streams, unless one was lost."""
+        """Attempts so far; as many as streams, unless one was lost."""
         self._bus = bus
         self._directory = directory
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -86,7 +86,7 @@ class Peers:
         self._more = asyncio.Event()
 
     async def start(self, discovery: FileDiscovery) -> None:
-        """Be there, for the frontend to find."""
+        """Announce the router and the worker in the discovery."""
         receivers = {
             subjects.select(NAMESPACE, MODEL): self._select,
             subjects.control(NAMESPACE, "router", ROUTER): self._ping,
@@ -131,14 +131,14 @@ class Peers:
         self._streams.pop(CANCEL.decode(message.payload).request, None)
 
     async def streaming(self, count: int) -> None:
-        """Until so many streams run."""
+        """Wait until `count` streams run."""
         async with asyncio.timeout(START_LIMIT_S):
             while len(self._streams) < count:
                 self._more.clear()
                 await self._more.wait()
 
     async def step(self) -> None:
-        """One token for every stream."""
+        """Send one token for every stream."""
         if not self._streams:
             return
         parts: list[Part] = []
@@ -153,7 +153,7 @@ class Peers:
 
 
 class StreamClient(asyncio.Protocol):
-    """One streamed chat; counts its events."""
+    """A client of one streamed chat, which counts its events."""
 
     def __init__(self, payload: bytes) -> None:
         self.events = 0
@@ -173,36 +173,36 @@ class StreamClient(asyncio.Protocol):
 
 
 class FrontendProcess(Struct, frozen=True):
-    """The process that is measured."""
+    """The measured frontend process."""
 
     pid: int
     port: int
     key: str = ""
-    """That it asks for; empty: none."""
+    """The API key that the frontend requires; empty means none."""
 
 
 class Cpu(Struct, frozen=True):
-    """A process's processor time so far."""
+    """The CPU time of a process so far."""
 
     user_s: float
     kernel_s: float
 
 
 def cpu(pid: int) -> Cpu:
-    """In ticks of 10 ms."""
+    """Read a process's CPU time, which has a resolution of 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     ticks = os.sysconf("SC_CLK_TCK")
     return Cpu(int(fields[11]) / ticks, int(fields[12]) / ticks)
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory."""
+    """Return the resident memory of a process, in bytes."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 async def connect_clients(frontend: FrontendProcess, count: int, prompt_tokens: int) -> list[StreamClient]:
-    """Streams that have begun to ask."""
+    """Open `count` streams and send their requests."""
     loop = asyncio.get_running_loop()
     shown = f"Authorization: Bearer {frontend.key}\r\n" if frontend.key else ""
     clients: list[StreamClient] = []
@@ -250,7 +250,7 @@ async def stack(key: str = "") -> AsyncIterator[tuple[FrontendProcess, Peers]]:
 
 @asynccontextmanager
 async def _process(nats_url: str, discovered: Path, more: list[str]) -> AsyncIterator[tuple[int, int]]:
-    """Its PID and its port."""
+    """Start the process; yield its PID and its port."""
     port = free_port()
     flags = [
         *("--namespace", NAMESPACE, "--nats-url", nats_url, "--observe-log-level", "warning", "--http-port", str(port)),

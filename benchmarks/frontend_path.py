@@ -49,13 +49,13 @@ PROMPT_TOKENS = 512
 WARM_UP_S = 1.0
 TOKEN_GOAL_US, RSS_GOAL_KB, EVENTS_GOAL = 10.0, 60.0, 0.98
 CALM_S = 0.5
-"""After the last step, for clients to read the rest."""
+"""How long clients may read after the last step."""
 
 Row = dict[str, Any]
 
 
 async def _measure(streams: int, step_s: float, seconds: float, key: str) -> Row:
-    """A stack of its own, so that nothing is left of the measurement before."""
+    """Measure on a new stack, so that nothing is left of the previous measurement."""
     async with stack(key) as (frontend, peers):
         idle_bytes = rss_bytes(frontend.pid)
         clients = await connect_clients(frontend, streams, PROMPT_TOKENS)
@@ -85,7 +85,7 @@ async def _measure(streams: int, step_s: float, seconds: float, key: str) -> Row
 
 
 async def _stream(peers: Peers, step_s: float, seconds: float) -> None:
-    """Steps at their times, and a while for the last one's events."""
+    """Make steps at their times, then wait for the last one's events."""
     loop = asyncio.get_running_loop()
     due_s = loop.time()
     for _ in range(int(seconds / step_s)):
@@ -100,7 +100,7 @@ def _events(clients: list[StreamClient]) -> int:
 
 
 async def _worst_live_s(frontend: FrontendProcess, over: asyncio.Event) -> float:
-    """The longest that /live took, asked ten times a second."""
+    """Return the longest time of /live, which is called ten times a second."""
     worst_s = 0.0
     while not over.is_set():
         began_s = time.perf_counter()
@@ -119,7 +119,7 @@ def _live(port: int) -> None:
 
 
 class Parts:
-    """512 streams that have begun, and frames for them."""
+    """512 running streams, and frames for them."""
 
     def __init__(self, streams: int, steps: int) -> None:
         table = [bytes([code]) for code in range(32, 127)]
@@ -165,7 +165,7 @@ class Parts:
             self.latencies.observe_all([STEP_S] * len(self.requests))
 
     def measured(self) -> Row:
-        """µs a token of each."""
+        """Measure each part, in µs a token."""
         parts = {
             "decoding the frame": self.decode,
             "session": self.session,
@@ -197,7 +197,7 @@ _ANSWERS = {
 
 
 def _taken_apart(tokens: int = 20_000) -> Row:
-    """µs a token of one answer, from its ids to its chunks: as a text, and what more it takes otherwise."""
+    """Measure one answer from its ids to its chunks, in µs a token: as text, and what other forms add."""
     text_us = _answer_us(None, b"", b"", tokens)
     added = {name: _answer_us(*answer, tokens) - text_us for name, answer in _ANSWERS.items()}
     return {"as a text": text_us} | {f"more: {name}": us for name, us in added.items()}
@@ -224,7 +224,7 @@ def _frame(worker: str, step: int, requests: list[str]) -> bytes:
 
 
 def _streaming(request: str, worker: str) -> Session:
-    """One that has had its first token."""
+    """Return a session that has had its first token."""
     session = Session(request, 1 << 20)
     session.start()
     session.on(Selected(request, 1, worker, 0, "r", Overlap(), ""))
@@ -234,7 +234,7 @@ def _streaming(request: str, worker: str) -> Session:
 
 
 def _named(paced: Row) -> Row:
-    """The parts of the token at the most streams."""
+    """Return the parts of a token's cost at the largest number of streams."""
     parts = Parts(STREAMS[-1], 40).measured()
     user_us: float = paced["user us"]
     rest_us = user_us - sum(parts.values())

@@ -95,7 +95,7 @@ Ask = Callable[..., Any]
 
 @contextmanager
 def _peer(python: str | None) -> Iterator[Ask | None]:
-    """Asks Dynamo's tree, in a process of its own."""
+    """Yield a function that asks Dynamo's tree, in a process of its own; None without Dynamo."""
     if python is None:
         yield None
         return
@@ -120,7 +120,7 @@ def _row(what: str, value: float, unit: str, dynamo: float | None = None) -> Row
 
 
 def _against(what: str, unit: str, rounds: int, ours: Callable[[], float], theirs: Callable[[], float] | None) -> Row:
-    """Medians over rounds, in turn."""
+    """Measure both sides in turn, and return the medians over the rounds."""
     spent: list[float] = []
     peers: list[float] = []
     for _ in range(rounds):
@@ -144,7 +144,7 @@ def _filled(name: str, pairs: int) -> tuple[Index, list[Slot], list[Chain]]:
 
 
 def _hold(index: Index, slot: Slot, tier: int, hashes: list[int]) -> None:
-    """The chain's blocks are stored, 16 an event."""
+    """Store a chain's blocks, 16 in each event."""
     for start in range(0, len(hashes), 16):
         index.add_blocks(slot, tier, hashes[start : start + 16], hashes[start - 1] if start else None)
 
@@ -181,7 +181,7 @@ def _compared(peer: Ask | None, pairs: int, rounds: int) -> Iterator[Row]:
 
 
 def _with_stores(pairs: int, rounds: int) -> Iterator[Row]:
-    """What it costs that blocks of stores count for those attached."""
+    """Measure the cost of block stores that workers are attached to."""
     for name in ("staggered", *(f"quarter {depth}" for depth in DEPTHS)):
         plain, _, chains = _filled(name, pairs)
         index, slots, _ = _filled(name, pairs)
@@ -212,7 +212,7 @@ def _find(index: Index, prompts: list[list[int]]) -> float:
 
 
 def _event(index: Index, slots: list[Slot], size: int) -> tuple[float, float]:
-    """A chain of 1,024 blocks stored in events, then removed from its end; nanoseconds a block of either."""
+    """Store a chain of 1,024 blocks in events and remove it from its end; return ns a block of each."""
     draw = Random(8)
     slot = draw.choice(slots)
     hashes = draw_hashes(draw, 1024)
@@ -242,7 +242,7 @@ def _chains(index: Index) -> Chains:
 
 
 def _payloads(draw: Random, size: int, count: int) -> list[bytes]:
-    """Batches of one stored run each, one behind the other, as our workers send them."""
+    """Make batches of one stored run each, one after another, as our workers send them."""
     made = []
     parent: int | None = None
     for _ in range(count):
@@ -291,7 +291,7 @@ def _sizes(pairs: int) -> Iterator[Row]:
 
 
 def _stalls(pairs: int) -> Iterator[Row]:
-    """CPU time of single calls, which others wait for: while blocks come, and while they are cleared."""
+    """Measure the CPU time of single calls, for which others wait, while blocks are stored and cleared."""
     index = Index(limit_bytes=UNLIMITED)
     chains = _chains(index)
     draw = Random(10)
@@ -316,7 +316,7 @@ def _stalls(pairs: int) -> Iterator[Row]:
 
 
 def _told(draw: Random, blocks: int) -> StoredEvent:
-    """Blocks at the beginning of a chain."""
+    """Make an event that stores blocks at the beginning of a chain."""
     tokens = draw.randbytes(4 * BLOCK_SIZE * blocks)
     return StoredEvent(
         [*draw_hashes(draw, blocks)],
@@ -363,7 +363,7 @@ def _report(rows: list[Row]) -> dict[str, Any]:
 
 
 def _ratio_goal(row: Row, least: float) -> Goal:
-    """How many times as fast as Dynamo; without it, not met."""
+    """Make a goal of how many times as fast as Dynamo; without Dynamo it is not met."""
     ratio = row.get("ratio")
     name = f"{row['what']}, times as fast as Dynamo"
     return Goal(name, ratio, "x", least, met=ratio is not None and ratio >= least)

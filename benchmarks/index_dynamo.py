@@ -30,7 +30,7 @@ def _event(**change: object) -> bytes:
 
 
 def _stored(hashes: list[int], parent: int | None) -> bytes:
-    """Its tree is asked by the blocks' own hashes; any one-to-one naming of blocks will do, so both are the same."""
+    """Encode a stored event. Block hashes and sequence hashes may be equal: any one-to-one naming works."""
     return _event(
         stored={"parent_hash": parent, "blocks": [{"block_hash": each, "tokens_hash": each} for each in hashes]}
     )
@@ -41,7 +41,7 @@ def _resident_bytes() -> int:
 
 
 class DynamoIndexer:
-    """One tree and what was put into it."""
+    """Dynamo's tree, and the chains that were put into it."""
 
     def fill(self, name: str, pairs: int) -> dict[str, int]:
         self.tree = RadixTree()
@@ -91,7 +91,7 @@ class DynamoIndexer:
 
 
 def main() -> None:
-    """Until stdin ends."""
+    """Answer commands until stdin ends."""
     peer = DynamoIndexer()
     for line in sys.stdin:
         command, *arguments = json.loads(line)

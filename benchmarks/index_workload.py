@@ -17,12 +17,12 @@ other's turn weighs little."""
 
 
 class Chain(NamedTuple):
-    """One prefix and who holds how much of it."""
+    """One prefix, and how much of it each instance holds."""
 
     hashes: list[int]
     """The blocks' sequence hashes, in order."""
     held: list[tuple[int, int]]
-    """(instance, leading blocks it holds)."""
+    """Pairs of an instance and how many leading blocks it holds."""
 
     @property
     def pairs(self) -> int:
@@ -30,12 +30,12 @@ class Chain(NamedTuple):
 
 
 def draw_hashes(draw: Random, count: int) -> list[int]:
-    """As they come from a message: ints of their own."""
+    """Draw hashes as new ints, as a message gives them."""
     return array("Q", draw.randbytes(8 * count)).tolist()
 
 
 def again(hashes: list[int]) -> list[int]:
-    """The same numbers as other objects, as the next message brings them."""
+    """Return equal numbers as new objects, as the next message gives them."""
     return array("Q", hashes).tolist()
 
 
@@ -49,7 +49,7 @@ def staggered(pairs: int) -> Iterator[Chain]:
 
 
 def quarter(pairs: int, depth: int) -> Iterator[Chain]:
-    """Chains of `depth` blocks, held in full by one instance, each fourth chain by eight."""
+    """Yield chains of `depth` blocks, held completely by one instance, and each fourth one by eight."""
     draw = Random(3)
     number = 0
     while pairs > 0:
@@ -61,11 +61,11 @@ def quarter(pairs: int, depth: int) -> Iterator[Chain]:
 
 
 def fill(name: str, pairs: int) -> Iterator[Chain]:
-    """`staggered`, or `quarter 16` with any depth."""
+    """Yield the chains of a workload: `staggered`, or `quarter 16` with any depth."""
     kind, _, depth = name.partition(" ")
     return staggered(pairs) if kind == "staggered" else quarter(pairs, int(depth))
 
 
 def asked(chains: list[Chain]) -> list[list[int]]:
-    """Up to 1,000 of the chains, as a prompt's hashes come."""
+    """Return the hashes of up to 1,000 chains, as prompts give them."""
     return [again(chain.hashes) for chain in chains[:: max(1, len(chains) // 1000)][:1000]]

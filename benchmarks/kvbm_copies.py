@@ -48,7 +48,7 @@ GIB = 1 << 30
 
 
 class CopyRateRow(msgspec.Struct, frozen=True):
-    """One size of blocks: plain memcpy's rate, the others as shares of it, and what touching a GiB takes."""
+    """The rates of one block size: plain memcpy's, the others as shares of it, and the time to touch a GiB."""
 
     block_kib: int
     plain_gib_s: float
@@ -57,7 +57,7 @@ class CopyRateRow(msgspec.Struct, frozen=True):
     first: float
     touch_s_a_gib: float
     prefault_s_a_gib: float
-    """CPU of the kvbm, for the whole pool once."""
+    """CPU seconds of kvbm for each GiB, once for the pool."""
 
 
 def main() -> int:
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def goals(rows: Sequence[CopyRateRow]) -> list[Goal]:
-    """What was promised, by the worst size."""
+    """Compare the worst block size with the goals."""
     shares = {"stored": min(row.stored for row in rows), "loaded": min(row.loaded for row in rows)}
     return [
         Goal(f"blocks {way}, worst size", share, "of plain memcpy", GOAL, met=share >= GOAL)
@@ -89,7 +89,7 @@ def goals(rows: Sequence[CopyRateRow]) -> list[Goal]:
 
 
 def measure(directory: Path, size_bytes: int) -> list[CopyRateRow]:
-    """A row for each size of blocks, in a pool of `size_bytes` below `directory`."""
+    """Return a row for each block size, in a pool of `size_bytes` below `directory`."""
     with tempfile.TemporaryDirectory(prefix="kvbm-copies-", dir=directory) as below:
         pool = HostPool.open(Path(below), size_bytes)
         try:
@@ -101,7 +101,7 @@ def measure(directory: Path, size_bytes: int) -> list[CopyRateRow]:
 
 
 def _prefault(pool: HostPool) -> float:
-    """Seconds of CPU."""
+    """Prefault the pool; return the seconds of CPU."""
     began_s = time.process_time()
     try:
         make_memory(pool.descriptor, 0, pool.geometry.file_bytes)
@@ -111,7 +111,7 @@ def _prefault(pool: HostPool) -> float:
 
 
 def _row(pool: HostPool, block_kib: int, device: memoryview, other: memoryview, prefault_s: float) -> CopyRateRow:
-    """Slots are taken from the whole arena; as many blocks are copied as private memory has room for."""
+    """Measure one block size, on slots of the whole arena and as many blocks as private memory holds."""
     block_bytes = block_kib << 10
     arena = pool.geometry.arena(0, 1, block_bytes)
     draw = Random(block_kib)
@@ -145,7 +145,7 @@ def _row(pool: HostPool, block_kib: int, device: memoryview, other: memoryview, 
 
 
 def _plain(target: memoryview, source: memoryview, block_bytes: int, copies: Sequence[Copy]) -> float:
-    """Seconds of CPU for as many blocks between two pieces of private memory."""
+    """Return the CPU seconds of the same copies between two pieces of private memory."""
     to, at = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source))
     began_s = time.process_time()
     for copy, reverse in zip(copies, reversed(copies), strict=True):
@@ -166,7 +166,7 @@ def _load(mover: Mover, copies: Sequence[Copy]) -> float:
 
 
 def _ended(mover: Mover, began_s: float) -> float:
-    """Seconds of CPU until the batch was told."""
+    """Wait for the batch; return the CPU seconds since `began_s`."""
     select.select([mover], [], [])
     [copied] = mover.ended()
     seconds = time.process_time() - began_s
@@ -192,7 +192,7 @@ def _private(size_bytes: int) -> Iterator[memoryview]:
 
 @contextmanager
 def _mapped(path: Path, arena: Arena) -> Iterator[ArenaMap]:
-    """The slots as an engine that has just attached has them."""
+    """Map the slots as an engine that has just attached does."""
     pool = PoolMap(path)
     slots = pool.arena(arena)
     yield slots

@@ -43,7 +43,7 @@ KIB = 1024
 SIZES = (256 * KIB, 1024 * KIB, 4096 * KIB)
 DEPTHS = (1, 8)
 QUEUED = 4
-"""Requests of ours that wait or run, a thread: a fetch asks for many blocks at once. Memories, a thread of theirs."""
+"""Our requests that wait or run, for each thread; and buffers of each of the yardstick's threads."""
 FILE_BYTES = 512 << 20
 RATIO_GOAL = 0.8
 LAYOUT = "00112233445566ff"
@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Prints a table, or with --json one object."""
+    """Print a table, or with --json one object."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="half the time a round, fewer rounds")
     parser.add_argument("--json", action="store_true")
@@ -75,14 +75,14 @@ def main() -> int:
 
 
 def measure(directory: Path | None, *, quick: bool) -> list[Row]:
-    """Rows for each size of blocks, way and number in flight, and for the scan, in a directory of its own below."""
+    """Return rows for each block size, direction and number in flight, and for the scan."""
     seconds, rounds = (0.3, 3) if quick else (0.8, 7)
     with tempfile.TemporaryDirectory(dir=directory) as below:
         return [row for size in SIZES for row in uvloop.run(_size(Path(below), size, seconds, rounds))]
 
 
 def goals(rows: list[Row]) -> list[Goal]:
-    """What was promised."""
+    """Compare the rows with the goals."""
     ratios = [
         (f"{row['way']} {row['KiB']} KiB, {row['in flight']} in flight", row["ratio"]) for row in rows if "ratio" in row
     ]
@@ -127,7 +127,7 @@ async def _size(directory: Path, size_bytes: int, seconds: float, rounds: int) -
 
 
 class Ours:
-    """A disk tier with so many requests in flight."""
+    """Our disk tier, with a number of requests in flight."""
 
     def __init__(self, directory: Path, shape: DiskGeometry, depth: int) -> None:
         self._lanes = QUEUED * depth
@@ -140,18 +140,18 @@ class Ours:
             memory[:] = Random(1).randbytes(len(memory))
 
     async def up(self) -> float:
-        """Seconds until it was on."""
+        """Start the tier; return the seconds until it is on."""
         start_s = time.perf_counter()
         await self._on
         return time.perf_counter() - start_s
 
     async def fill(self) -> None:
-        """Every record once."""
+        """Write every record once."""
         for record in range(self._shape.capacity):
             await self._once("write", record, 0)
 
     async def rate(self, way: Way, seconds: float) -> float:
-        """Bytes of payload a second."""
+        """Measure the payload's bytes per second."""
         draw = Random(2)
         start_s = time.perf_counter()
         done = 0
@@ -199,7 +199,7 @@ class Plain:
         self._path.unlink()
 
     async def rate(self, way: Way, depth: int, seconds: float) -> float:
-        """Bytes a second."""
+        """Measure the bytes per second."""
         return await asyncio.to_thread(self._rate, way, depth, seconds)
 
     def _rate(self, way: Way, depth: int, seconds: float) -> float:

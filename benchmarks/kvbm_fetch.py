@@ -61,7 +61,7 @@ LIMIT_S = 30.0
 
 
 class FetchRow(msgspec.Struct, frozen=True):
-    """One kind of request, milliseconds."""
+    """The times of one kind of request, in milliseconds."""
 
     what: str
     median_ms: float
@@ -92,13 +92,13 @@ def main() -> int:
 
 
 def goals(rows: Sequence[FetchRow]) -> list[Goal]:
-    """What was promised."""
+    """Compare the rows with the goals."""
     fetch = rows[0]
     return [Goal(f"{fetch.what}, median", fetch.median_ms, "ms", GOAL_MS, met=fetch.median_ms <= GOAL_MS)]
 
 
 def measure(blocks: int, rounds: int) -> list[FetchRow]:
-    """The fetch's row first."""
+    """Measure fetches and releases; return the fetch's row first."""
     with tempfile.TemporaryDirectory(prefix="kvbm-fetch-", dir="/dev/shm") as name:
         nats = NatsServer(Path(name))
         nats.start()
@@ -131,7 +131,7 @@ async def _measure(directory: Path, nats: NatsServer, blocks: int, rounds: int) 
 
 
 class Asks:
-    """What is timed."""
+    """The requests that are timed."""
 
     def __init__(self, bus: NatsBus, engine: Engine, keys: Sequence[ContentKey]) -> None:
         self._bus = bus
@@ -140,7 +140,7 @@ class Asks:
         self._fetch, self._release = engine.subject("fetch"), engine.subject("release")
 
     async def fetch(self) -> float:
-        """Seconds; released again, untimed."""
+        """Fetch and return the seconds; the release is not timed."""
         began_s = time.perf_counter()
         asked = FETCH.encode(Fetch(self._engine.owner, b"".join(self._keys)))
         async with self._bus.stream(self._fetch, asked, idle_timeout_s=LIMIT_S) as answers:
@@ -153,7 +153,7 @@ class Asks:
         return took_s
 
     async def release(self) -> float:
-        """Seconds."""
+        """Fetch, then return the seconds of the release."""
         began_s = time.perf_counter()
         await self._let_go(1)
         return time.perf_counter() - began_s
@@ -165,14 +165,14 @@ class Asks:
 
 
 class Timed(NamedTuple):
-    """Of one kind of request."""
+    """The measurements of one kind of request."""
 
     seconds: list[float]
-    """Each one's."""
+    """The seconds of each request."""
     cpu_s: float
-    """For one, ours and kvbm's."""
+    """CPU seconds of one request, in this process and kvbm."""
     in_kvbm_s: dict[str, float]
-    """For one, by operation."""
+    """Seconds of one request within kvbm, by operation."""
 
 
 async def _timed(kvbm: Service, ask: Callable[[], Awaitable[float]], rounds: int) -> Timed:
@@ -186,7 +186,7 @@ async def _timed(kvbm: Service, ask: Callable[[], Awaitable[float]], rounds: int
 
 
 def _in_kvbm(kvbm: Service) -> dict[str, float]:
-    """Seconds so far, by operation."""
+    """Return kvbm's seconds so far, by operation."""
     with urllib.request.urlopen(f"{kvbm.url}/metrics", timeout=LIMIT_S) as answer:
         text = answer.read().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -207,7 +207,7 @@ def _row(what: str, seconds: Sequence[float], cpu_s: float, in_kvbm_s: float) ->
 
 
 def _chain(blocks: int) -> list[Content]:
-    """Blocks that follow one another."""
+    """Make a chain of blocks."""
     contents: list[Content] = []
     key = None
     for number in range(blocks):

@@ -60,11 +60,11 @@ from tests.worker.shell import request
 MODELS = ROOT / ".headrace" / "models"
 BLOCK_TOKENS = 16
 SMOL_BLOCK_BYTES = 2 * 30 * 3 * 64 * BLOCK_TOKENS * 4
-"""SmolLM2-135M's: keys and values of 30 layers, 3 heads of 64, in float32."""
+"""A block of SmolLM2-135M: keys and values of 30 layers, 3 heads of 64, in float32."""
 VOCABULARY = 49_152
-"""SmolLM2's tokenizer's."""
+"""The size of SmolLM2's vocabulary."""
 LIMIT_S = 600.0
-"""A prompt that is computed takes its time where other programs have the cores."""
+"""The longest wait. Computing a prompt takes long if other programs use the cores."""
 OUTPUT_TOKENS = 5
 PROMPTS = 2
 WORKER = "first"
@@ -75,19 +75,19 @@ GOALS: dict[Tier, float] = {"host": 1.25, "disk": 1.5}
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """What is served, on what, and what its bytes take by themselves."""
+    """The measured model and device, and a way to time plain copies."""
 
     model: Path
     block_bytes: int
     worker_flags: tuple[str, ...]
     tiers: tuple[Tier, ...]
-    """Without the disk none is set up."""
+    """The measured tiers; a disk is set up only if it is one of them."""
     alone: Callable[[Path, int, int], AbstractContextManager[Callable[[], float]]]
-    """Of a tmpfs, the number of blocks and the bytes of each: seconds to load them with nothing beside it."""
+    """Make a function that returns the seconds to load blocks alone, for a tmpfs, a count and a block size."""
 
 
 class KvbmFirstRow(msgspec.Struct, frozen=True):
-    """Milliseconds of one request."""
+    """The times of one request, in milliseconds."""
 
     tier: Tier
     first_ms: float
@@ -97,11 +97,11 @@ class KvbmFirstRow(msgspec.Struct, frozen=True):
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Of one run."""
+    """The times of one run."""
 
     rows: list[KvbmFirstRow]
     computed_ms: list[float]
-    """To the first token of each prompt where nobody had its blocks yet."""
+    """The time to the first token of each prompt while no tier had its blocks."""
 
 
 def main() -> int:
@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def goals(rows: Sequence[KvbmFirstRow]) -> list[Goal]:
-    """What was promised."""
+    """Compare the rows with the goals."""
     promised: list[Goal] = []
     for tier, goal in GOALS.items():
         own = [row for row in rows if row.tier == tier]
@@ -142,13 +142,13 @@ def goals(rows: Sequence[KvbmFirstRow]) -> list[Goal]:
 
 
 def smol() -> Subject:
-    """The model that `up` serves, on one thread of the CPU."""
+    """Return the model that `up` serves, on one thread of the CPU."""
     model = fetch_default(MODELS, lambda _what, _share: None)
     return Subject(model, SMOL_BLOCK_BYTES, ("--cache", str(MODELS)), ("host", "disk"), _copying)
 
 
 def measure(subject: Subject, memory: Path, directory: Path | None, tokens: int, rounds: int) -> Times:
-    """A row a request, first those from memory. The disk's files lie below `directory`."""
+    """Measure a row for each request, from memory first. The disk's files lie below `directory`."""
     with (
         tempfile.TemporaryDirectory(prefix="kvbm-first-", dir=memory) as pool,
         tempfile.TemporaryDirectory(prefix="kvbm-first-", dir=directory) as disk,
@@ -202,13 +202,13 @@ class FirstTokenPair:
         await self._attached()
 
     async def compute(self, prompt: list[int], stored: int) -> float:
-        """Seconds to the first token. Returns when kvbm has so many blocks, in each tier."""
+        """Compute a prompt; return its seconds to the first token once each tier has `stored` blocks."""
         first_s, _, _ = await self._ask(prompt, 1)
         await self._wire.until_state(lambda layout: min(_held(layout, self._tiers)) >= stored, "it is stored")
         return first_s
 
     async def restart(self, stored: int) -> None:
-        """Another kvbm, which has so many blocks on disk; in memory only what the device holds, which it is given."""
+        """Restart kvbm with `stored` blocks on disk; in memory it gets only the device's blocks."""
         await asyncio.to_thread(self._machine.process("kvbm").stop)
         self._start_kvbm()
         await self._attached()
@@ -218,7 +218,7 @@ class FirstTokenPair:
         )
 
     async def ask(self, prompt: list[int], tier: Tier) -> tuple[float, float]:
-        """Seconds to the first token, and between the others. All of the prompt comes from that tier."""
+        """Ask for a prompt of `tier`; return the seconds to the first token and between the others."""
         first_s, step_s, last = await self._ask(prompt, OUTPUT_TOKENS)
         came = {"host": last.cached_host_tokens, "disk": last.cached_disk_tokens}
         assert came[tier] == len(prompt) - 1, f"{last}, and all were to come from {tier}"
@@ -242,7 +242,7 @@ class FirstTokenPair:
         self._machine.fleet.start("kvbm", "kvbm", *self._kvbm_flags)
 
     async def _attached(self) -> None:
-        """The worker, to the kvbm that runs now."""
+        """Wait until the worker is attached to the running kvbm."""
         await asyncio.to_thread(self._machine.fleet.wait_ready)
         await self._wire.until_state(lambda layout: layout.owners == 1 and layout.host.state == "on", "it has attached")
         worker = self._machine.process(WORKER)
@@ -254,7 +254,7 @@ class FirstTokenPair:
 
 
 def _held(layout: LayoutState, tiers: Sequence[Tier]) -> list[int]:
-    """Blocks in each of these tiers."""
+    """Return the number of blocks in each of these tiers."""
     held = {"host": layout.host.blocks, "disk": 0 if layout.disk is None else layout.disk.blocks}
     return [held[tier] for tier in tiers]
 
@@ -263,7 +263,7 @@ def _held(layout: LayoutState, tiers: Sequence[Tier]) -> list[int]:
 async def _pair(
     subject: Subject, memory: Path, disk: Path, nats_url: str, blocks: int
 ) -> AsyncIterator[FirstTokenPair]:
-    """A device that holds one prompt of `blocks`, a pool and a disk that hold both, with room to spare."""
+    """Start a worker that holds one prompt of `blocks`, and a kvbm whose tiers hold both prompts."""
     pool_bytes = 2 * PROMPTS * blocks * subject.block_bytes + (64 << 20)
     kvbm_flags = ["--pool-directory", str(memory / "pool"), "--pool-size-bytes", str(pool_bytes)]
     if "disk" in subject.tiers:
@@ -279,7 +279,7 @@ async def _pair(
 
 @contextmanager
 def _copying(directory: Path, blocks: int, block_bytes: int) -> Iterator[Callable[[], float]]:
-    """Seconds that a mover takes to load so many blocks, with nothing beside it."""
+    """Yield a function that returns the seconds of a mover's load of `blocks` blocks, alone."""
     geometry = make_pool(directory / "yardstick", (blocks * block_bytes + (1 << 20)) >> 16 << 16)
     pool = PoolMap(directory / "yardstick")
     slots = pool.arena(geometry.arena(0, 1, block_bytes))

@@ -49,7 +49,7 @@ _names = count()
 
 
 class Use(msgspec.Struct, frozen=True):
-    """Of a round: milliseconds a token."""
+    """The times of one round, in milliseconds a token."""
 
     own: float
     cpu: float
@@ -57,7 +57,7 @@ class Use(msgspec.Struct, frozen=True):
 
 
 class KvbmStepRow(msgspec.Struct, frozen=True):
-    """Milliseconds a token without and with storing, medians; and the median of the rounds' ratios."""
+    """Medians in milliseconds a token, without and with storing, and the median of the rounds' ratios."""
 
     what: str
     without_ms: float
@@ -65,7 +65,7 @@ class KvbmStepRow(msgspec.Struct, frozen=True):
     ratio: float
     least: float
     most: float
-    """The rounds' ratios lie between."""
+    """The largest of the rounds' ratios; `least` is the smallest."""
 
 
 def main() -> int:
@@ -91,13 +91,13 @@ def main() -> int:
 
 
 def goals(rows: Sequence[KvbmStepRow]) -> list[Goal]:
-    """What was promised."""
+    """Compare the rows with the goals."""
     ratio = next(row.ratio for row in rows if row.what == "own")
     return [Goal("a token's time, storing", ratio, "of that without", MOST_SLOWER, met=ratio <= MOST_SLOWER)]
 
 
 async def measure(model: Path, sequences: int, rounds: int) -> list[KvbmStepRow]:
-    """Rows for each kind of time."""
+    """Measure; return a row for each kind of time."""
     with tempfile.TemporaryDirectory(prefix="kvbm-steps-", dir="/dev/shm") as directory:
         plain = WorkerConfig(
             namespace=NAMESPACE,
@@ -128,7 +128,7 @@ async def measure(model: Path, sequences: int, rounds: int) -> list[KvbmStepRow]
 
 
 async def _round(shell: Shell, sequences: int) -> Use:
-    """All sequences decode together, until the last has ended."""
+    """Decode all sequences together until the last one has ended."""
     pid = shell.worker.engine.pid
     assert pid is not None
     draw = Random(next(_names))
@@ -151,7 +151,7 @@ async def _round(shell: Shell, sequences: int) -> Use:
 
 
 def _scheduled(pid: int) -> tuple[float, float, float]:
-    """Seconds that the first thread ran, that it waited for a core, and that all threads ran."""
+    """Return the seconds that the first thread ran and waited for a core, and that all threads ran."""
     stats = {
         int(task.name): [int(field) for field in (task / "schedstat").read_text().split()]
         for task in Path(f"/proc/{pid}/task").iterdir()

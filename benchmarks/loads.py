@@ -20,18 +20,18 @@ import msgspec
 from shared.hashing import block_hash, next_sequence_hash, pack_hashes
 
 VOCABULARY = 256
-"""Token ids are small, so that Python keeps one object of each."""
+"""The vocabulary is small, so that Python keeps one object of each token id."""
 TRACE_BLOCK_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One prompt and how long its answer is."""
+    """One prompt and the length of its answer."""
 
     number: int
     arrival_s: float
     names: Sequence[int]
-    """Of its blocks, the partial last one included."""
+    """The names of its blocks, the partial last one included."""
     prompt_tokens: int
     output_tokens: int
 
@@ -42,21 +42,21 @@ class RequestTrace:
 
     name: str
     block_size: int
-    """Tokens a block."""
+    """The number of tokens in a block."""
     requests: Sequence[TraceRequest]
 
     @property
     def rate(self) -> float:
-        """Requests a second."""
+        """The mean rate, in requests per second."""
         return len(self.requests) / (self.requests[-1].arrival_s - self.requests[0].arrival_s)
 
     def at(self, rate: float) -> RequestTrace:
-        """The same requests, time stretched or compressed to so many a second."""
+        """Return the same requests, with time stretched or compressed to `rate` requests a second."""
         factor = self.rate / rate
         return replace(self, requests=[replace(each, arrival_s=each.arrival_s * factor) for each in self.requests])
 
     def first(self, requests: int) -> RequestTrace:
-        """The beginning alone."""
+        """Return only the first `requests` requests."""
         return replace(self, requests=self.requests[:requests])
 
 
@@ -73,7 +73,7 @@ class Ideal:
 
 
 def ideal(load: RequestTrace) -> Ideal:
-    """By order of arrival alone."""
+    """Compute the ideal hits from the order of arrival."""
     size = load.block_size
     seen: set[int] = set()
     full = found = 0
@@ -89,20 +89,20 @@ def ideal(load: RequestTrace) -> Ideal:
 
 
 class TracePrompts:
-    """Tokens and hashes of requests, as the frontend makes them."""
+    """Makes tokens and hashes of requests, as the frontend does."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._hashes: dict[int, int] = {}
-        """Name → sequence hash: a name stands for the whole prefix."""
+        """The sequence hash of each name; a name stands for the whole prefix."""
 
     def tokens(self, request: TraceRequest) -> bytes:
-        """Packed u32."""
+        """Return the tokens as packed u32."""
         packed = b"".join([self._block(name) for name in request.names])
         return packed[: 4 * request.prompt_tokens]
 
     def hashes(self, request: TraceRequest) -> bytes:
-        """Sequence hashes of the full blocks, packed u64."""
+        """Return the sequence hashes of the full blocks as packed u64."""
         parent: int | None = None
         made = []
         for name in request.names[: request.prompt_tokens // self._block_size]:
@@ -123,14 +123,14 @@ class TracePrompts:
 
 class _TraceLine(msgspec.Struct, frozen=True):
     timestamp: float
-    """Milliseconds."""
+    """The arrival time, in milliseconds."""
     input_length: int
     output_length: int
     hash_ids: list[int]
 
 
 def read_trace(path: Path) -> RequestTrace:
-    """A trace in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST'25): one JSON object a line."""
+    """Read a trace in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST'25): JSON lines."""
     lines = [msgspec.json.decode(line, type=_TraceLine) for line in path.read_bytes().splitlines()]
     requests = [
         TraceRequest(number, line.timestamp / 1000, line.hash_ids, line.input_length, max(line.output_length, 1))
@@ -145,7 +145,7 @@ _BLOCK_SIZE = 64
 
 
 def unshared(requests: int, draw: Random) -> RequestTrace:
-    """Prompts with nothing in common."""
+    """Make prompts with nothing in common."""
     arrivals, names = _arrivals(draw), count()
     made = []
     for number in range(requests):
@@ -155,12 +155,12 @@ def unshared(requests: int, draw: Random) -> RequestTrace:
 
 
 def chats(requests: int, draw: Random) -> RequestTrace:
-    """Conversations of some eight turns, 20 s apart, that share nothing but a system prompt of one block."""
+    """Make conversations of about eight turns, 20 s apart, that share only a system prompt of one block."""
     return _conversations("chats", requests, draw, common_tokens=64, turns=8, pause_s=20.0, added=(100, 800))
 
 
 def agents(requests: int, draw: Random) -> RequestTrace:
-    """Agents in loops of some fifteen calls, 4 s apart, behind one system prompt of 8,192 tokens."""
+    """Make agents of about fifteen calls, 4 s apart, after one system prompt of 8,192 tokens."""
     return _conversations("agents", requests, draw, common_tokens=8192, turns=15, pause_s=4.0, added=(50, 1500))
 
 
@@ -193,7 +193,7 @@ def _take(names: Iterator[int], tokens: int) -> list[int]:
 
 
 def _arrivals(draw: Random, requests_each: int = 1) -> Iterator[float]:
-    """A Poisson process of about eight requests a second."""
+    """Yield the times of a Poisson process with about eight requests a second."""
     now_s = 0.0
     while True:
         now_s += draw.expovariate(8.0 / requests_each)

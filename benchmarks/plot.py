@@ -23,21 +23,21 @@ Curve = tuple[Sequence[float], Sequence[float]]
 
 
 class Panel(Struct, frozen=True):
-    """One chart."""
+    """One chart of an image."""
 
     title: str
     x: str
     y: str
     curves: Mapping[str, Curve]
-    """Label → (x values, y values)."""
+    """The curves by label, each with x values and y values."""
     goal: float | None = None
-    """A horizontal line."""
+    """The height of a horizontal line; None for no line."""
     log: bool = False
-    """Of the y axis."""
+    """Whether the y axis is logarithmic."""
 
 
 def draw(panels: Sequence[Panel], path: Path, *, columns: int) -> None:
-    """Panels from left to right, row by row, with one legend."""
+    """Draw panels from left to right, row by row, with one legend."""
     rows = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False)
     for axis in axes.flat[len(panels) :]:
@@ -67,7 +67,7 @@ class _Report(Struct, frozen=True):
 
 
 def draw_goals(report: Path) -> Path:
-    """One bar a goal, as a multiple of the goal; green where it was met. Raises MsgspecError on what is no report."""
+    """Draw a bar for each goal, as a multiple of it, green if it is met. Raises MsgspecError for other files."""
     read = msgspec.json.decode(report.read_bytes(), type=_Report)
     figure, axis = pyplot.subplots(figsize=(9, 1 + 0.32 * len(read.goals)))
     values = [goal.value or 0.0 for goal in read.goals]

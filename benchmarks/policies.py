@@ -35,7 +35,7 @@ from services.worker.simulated.timing import Timing
 WORKERS = 4
 SLOW = 3.0
 AS_GOOD = 1.1
-"""Times to the first token within a tenth are equal."""
+"""The factor up to which times to the first token count as equal."""
 LAPTOP = SimulatedConfig(fixed_s=1e-3, weights_s=10e-3, row_s=3e-3, token_s=3.3e-3, pair_s=1e-7, kv_token_s=2e-6)
 
 
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _cases(requests: int) -> Iterator[tuple[str, RequestTrace, Sequence[StepTime], float]]:
-    """Name, load at its pace, workers, share of what they can do."""
+    """Yield name, load at its pace, workers, and the load as a share of what they can do."""
     alone, talk, loops = unshared(requests, Random(1)), chats(requests, Random(2)), agents(requests, Random(3))
     quick, laptop = default_timing(), Timing(LAPTOP).step_s
     equal = [quick] * WORKERS
@@ -80,7 +80,7 @@ def _cases(requests: int) -> Iterator[tuple[str, RequestTrace, Sequence[StepTime
 
 
 def _goals(rows: dict[str, list[TraceRow]]) -> list[Goal]:
-    """`kv` is as good as the best of the others, to the first token, everywhere."""
+    """Require that `kv` is as good as the best other policy, to the first token, everywhere."""
     goals = []
     for case, found in rows.items():
         kv = next((row for row in found if row.policy == "kv"), None)

@@ -79,7 +79,7 @@ CARDS = {
 
 
 def burst(seed: int, count: int) -> list[Select]:
-    """Prompts and requests that come once in a run: what was routed is remembered, what has ended is not reserved."""
+    """Make new requests with new prompts, because routers remember earlier ones."""
     draw = Random(f"{seed} {count}")
     questions: list[Select] = []
     for number in range(count):
@@ -90,7 +90,7 @@ def burst(seed: int, count: int) -> list[Select]:
 
 
 def imbalance(chosen: Iterable[tuple[Select, Selected]]) -> float:
-    """Of the prompt tokens on each instance, the largest over the mean."""
+    """Return the largest number of prompt tokens on an instance over the mean."""
     tokens = Counter(dict.fromkeys(CARDS, 0))
     for question, reply in chosen:
         tokens[reply.instance] += question.prompt_tokens
@@ -98,7 +98,7 @@ def imbalance(chosen: Iterable[tuple[Select, Selected]]) -> float:
 
 
 def apart(routers: int, questions: list[Select]) -> float:
-    """The imbalance by routers that tell each other nothing and are asked in turns."""
+    """Return the imbalance by routers that do not exchange reservations and are asked in turns."""
     models = [ModelRouter(MODEL, str(each), RouterConfig(), KvPolicy(), Random(each)) for each in range(routers)]
     chosen: list[tuple[Select, Selected]] = []
     for model in models:
@@ -112,7 +112,7 @@ def apart(routers: int, questions: list[Select]) -> float:
 
 
 class Replicas:
-    """Some router processes in a namespace of their own."""
+    """Router processes in a namespace of their own."""
 
     def __init__(self, count: int, url: str, folder: Path, bus: NatsBus) -> None:
         self.namespace = f"bench{count}"
@@ -124,7 +124,7 @@ class Replicas:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Replicas]:
-        """They all know all instances."""
+        """Run the routers; yield once all of them know all instances."""
         self._folder.mkdir()
         discovery = FileDiscovery(self._folder)
         await discovery.register(self._entries)
@@ -166,7 +166,7 @@ class Replicas:
         return entries
 
     async def _wait(self, met: Any) -> None:
-        """Until all routers' states are as wanted."""
+        """Wait until the states of all routers meet a condition."""
         async with asyncio.timeout(LIMIT_S):
             while True:
                 self._names = list(_router_names(self._folder, self.namespace))
@@ -183,7 +183,7 @@ class Replicas:
                 await asyncio.sleep(0.05)
 
     async def spread(self, questions: list[Select]) -> tuple[float, float]:
-        """Ask all at once; (imbalance, seconds until all are answered). Nothing is reserved afterwards."""
+        """Send all questions at once; return the imbalance and the seconds. Nothing stays reserved."""
         subject = subjects.select(self.namespace, MODEL)
         payloads = [SELECT.encode(question) for question in questions]
         began = time.perf_counter()

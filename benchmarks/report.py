@@ -17,11 +17,11 @@ _PYTHON = f"{sys.implementation.name} {platform.python_version()}"
 
 
 class Goal(Struct, frozen=True):
-    """One figure that was promised."""
+    """One measured figure and its goal."""
 
     name: str
     value: float | None
-    """None: its yardstick was missing."""
+    """The figure; None if its yardstick is missing."""
     unit: str
     goal: float
     met: bool

@@ -84,11 +84,11 @@ EVENTS_BLOCKS_A_SECOND = 10_000
 LOAD_LIMIT_S = 120.0
 P50_GOAL_MS, P99_GOAL_MS, SATURATION_GOAL = 0.5, 2.0, 3000.0
 ALONE_GOAL_MS = 1.0
-"""A third of what a request alone may wait for all but its engine."""
+"""The goal of one question alone: a third of the time that a request may wait outside its engine."""
 
 
 class RoutedWorker:
-    """One instance without an engine: it holds what it was given and reports what the router sent it."""
+    """An instance without an engine. It holds given blocks and reports the router's requests."""
 
     def __init__(self, name: str, bus: NatsBus, events: ZmqEvents) -> None:
         self.name = name
@@ -100,19 +100,19 @@ class RoutedWorker:
         self._progress = 0
 
     def holds(self, chain: bytes, hashes: Sequence[int], depth: int) -> None:
-        """The chain's first blocks."""
+        """Store the first `depth` blocks of a chain."""
         stride = 4 * BLOCK_SIZE
         for number in range(depth):
             tokens = chain[number * stride : (number + 1) * stride]
             self.blocks.append(SnapshotBlock(hashes[number], hashes[number - 1] if number else None, tokens))
 
     def tells(self, event: KvEvent) -> None:
-        """On the event stream."""
+        """Send a KV event on the event stream."""
         self._sequence += 1
         self._publisher.publish(self._sequence, EVENT_BATCH.encode(EventBatch(0.0, [event], 0)))
 
     async def snapshot(self, message: Message) -> None:
-        """All it holds."""
+        """Answer with a snapshot of all blocks."""
         for start in range(0, max(len(self.blocks), 1), CHUNK_BLOCKS):
             last = start + CHUNK_BLOCKS >= len(self.blocks)
             chunk = SnapshotChunk(1, self._sequence, self.blocks[start : start + CHUNK_BLOCKS], last)
@@ -120,7 +120,7 @@ class RoutedWorker:
             await self._bus.publish(message.reply, SNAPSHOT_CHUNK.encode(chunk), headers=headers)
 
     async def report(self) -> None:
-        """As four times a second."""
+        """Send a load report, as workers do four times a second."""
         self._progress += 1
         report = LoadReport(
             *(
@@ -140,7 +140,7 @@ class RoutedWorker:
         await self._bus.publish(subjects.worker(NAMESPACE, self.name, "load"), LOAD_REPORT.encode(report))
 
     def entries(self, epoch: int) -> dict[str, bytes]:
-        """Address and model card."""
+        """Return the entries of the address and of the model card."""
         source = self._publisher.source
         stream = EventSource(source.publish, source.replay, source.topic, source.binds, epoch=True, snapshot=True)
         address = Instance(NAMESPACE, "worker", self.name, epoch, "m", 1, 0.0, "0", events=stream)
@@ -156,12 +156,12 @@ class RoutedWorker:
 
 
 class RoutedFleet:
-    """All workers, and the router's process."""
+    """All scripted workers, and the router's process."""
 
     def __init__(self, url: str, folder: Path, bus: NatsBus, events: ZmqEvents, known: int) -> None:
         self.url = url
         self.known = known
-        """Chains that are cached somewhere."""
+        """The chains that some worker has cached."""
         self._folder = folder
         self._bus = bus
         self._draw = Random(5)
@@ -176,7 +176,7 @@ class RoutedFleet:
                 self.pairs += depth
 
     async def serve(self, discovery: FileDiscovery) -> None:
-        """Be there, for the router to find."""
+        """Announce the workers in the discovery."""
         for worker in self.workers.values():
             await self._bus.subscribe(subjects.worker(NAMESPACE, worker.name, "snapshot"), worker.snapshot)
         await self._bus.subscribe(subjects.router_load(NAMESPACE, MODEL), self._load_events)
@@ -194,14 +194,14 @@ class RoutedFleet:
                     worker.attempts.discard((event.request, event.attempt))
 
     async def report(self) -> None:
-        """One worker after the other, for ever."""
+        """Report the load of one worker after another, without end."""
         while True:
             for worker in self.workers.values():
                 await worker.report()
                 await asyncio.sleep(REPORT_S / INSTANCES)
 
     async def store(self) -> None:
-        """While `storing`: new blocks, and as many old ones gone."""
+        """While `storing`, store new blocks and remove as many old ones."""
         told: list[tuple[RoutedWorker, list[int | bytes]]] = []
         while True:
             await asyncio.sleep(2 * BURST_BLOCKS / EVENTS_BLOCKS_A_SECOND)
@@ -218,7 +218,7 @@ class RoutedFleet:
 
     @asynccontextmanager
     async def router(self, core: int | None) -> AsyncIterator[int]:
-        """A router's process that knows all; its pid."""
+        """Start a router; yield its PID once it knows all workers and blocks."""
         flags = [
             *("--namespace", NAMESPACE, "--nats-url", self.url, "--observe-log-level", "error"),
             *("--discovery-backend", "file", "--discovery-path", str(self._folder)),

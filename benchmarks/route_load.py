@@ -43,13 +43,13 @@ TIMEOUT_S = 5.0
 
 
 def chains(count: int = CHAINS) -> list[bytes]:
-    """Prompts of DEPTH blocks as packed tokens; the same in every process."""
+    """Make prompts of DEPTH blocks as packed tokens, the same in every process."""
     draw = Random(7)
     return [array("I", array("H", draw.randbytes(2 * DEPTH * BLOCK_SIZE))).tobytes() for _ in range(count)]
 
 
 class Asker:
-    """Asks and keeps the answers' times."""
+    """Asks a router and keeps the times of the answers."""
 
     def __init__(self, bus: NatsBus, chains: int) -> None:
         self._bus = bus
@@ -65,7 +65,7 @@ class Asker:
         self.failed = 0
 
     def question(self) -> tuple[str, bytes]:
-        """A request's id and question: the beginning of a known prompt, and new blocks up to DEPTH."""
+        """Return a request's id and question: the beginning of a known prompt, and new blocks up to DEPTH."""
         draw = self._draw
         common = draw.choice(self._known)[: draw.randrange(DEPTH // 2, DEPTH)]
         hashes = array("Q", common)
@@ -74,7 +74,7 @@ class Asker:
         return request, SELECT.encode(Select(request, 1, "f", MODEL, hashes.tobytes(), DEPTH * BLOCK_SIZE + 1, 100))
 
     async def ask(self, request: str, question: bytes, due_s: float) -> None:
-        """Ask, and tell afterwards what a frontend tells."""
+        """Ask, then report the first token and the end, as a frontend does."""
         try:
             answer = await self._bus.request(self._subject, question, timeout_s=TIMEOUT_S)
         except Unavailable:
@@ -91,7 +91,7 @@ class Asker:
         self._loop.call_later(DECODE_S, self._outbox.publish_load, MODEL, Finished(request, 1))
 
     def forget(self) -> None:
-        """What came until now was warm-up."""
+        """Drop the measurements so far, which were a warm-up."""
         self.took_s.clear()
         self.overlaps.clear()
         self.failed = 0
@@ -126,7 +126,7 @@ async def _open(asker: Asker, rate: float, until_s: float) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return a process's user and system time so far."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -162,12 +162,12 @@ async def _run(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _timer_loop() -> asyncio.AbstractEventLoop:
-    """select(2) waits to the microsecond; epoll, and uvloop with it, to the millisecond."""
+    """Make a loop on select(2), which waits to the microsecond; epoll and uvloop wait to the millisecond."""
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 
 def main() -> None:
-    """Print what was measured."""
+    """Measure and print one JSON object."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("mode", choices=["open", "closed"])
     parser.add_argument("--nats-url", required=True)

@@ -50,7 +50,7 @@ STEP_S = 0.020
 SPEEDUP = 1000
 LEAST_EVENTS_A_TOKEN = 0.98
 MOST_APART = 0.03
-"""The two systems' tokens a second."""
+"""The largest difference of the two systems' tokens a second, as a share."""
 CALIBRATED = 0.015
 CALIBRATIONS = 6
 FIRST_SPEEDUP = 0.6
@@ -62,33 +62,33 @@ FRONTEND_GOAL_US = 10.0
 PACED = NO_TIME | {"HEADRACE_SIMULATED_FIXED_S": str(STEP_S)}
 UNPACED = {"HEADRACE_SIMULATED_SPEED": str(SPEEDUP)}
 LIMITS = {"HEADRACE_MAX_RUNNING": "256"}
-"""As the yardstick's `--max-num-seqs`."""
+"""A worker's limit, equal to the yardstick's `--max-num-seqs`."""
 
 
 class ServingRow(Struct, frozen=True):
-    """One run of one case."""
+    """The result of one run of one case."""
 
     system: str
     pace: str
     streams: int
     us_a_token: float
-    """All processes."""
+    """CPU time of all processes, in µs a token."""
     by_kind: dict[str, float]
     rss_mb: dict[str, float]
     load: GeneratorReport
     refused: str
-    """Why it does not count; empty: it does."""
+    """Why the run does not count; empty if it counts."""
 
 
 class StackPair(Struct, frozen=True):
-    """A run of ours and the yardstick's right after it."""
+    """A run of ours and the yardstick's run right after it."""
 
     ours: ServingRow
     peer: ServingRow | None
 
     @property
     def refused(self) -> str:
-        """Why the two cannot be compared; empty: they can."""
+        """Why the two runs cannot be compared; empty if they can."""
         if self.peer is None:
             return "no yardstick"
         if self.ours.refused or self.peer.refused:
@@ -105,13 +105,13 @@ class StackPair(Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """Ours over the yardstick's."""
+        """Our CPU time a token over the yardstick's."""
         assert self.peer is not None
         return self.ours.us_a_token / self.peer.us_a_token
 
 
 class Bench:
-    """All runs, in order."""
+    """Makes all runs, in order."""
 
     def __init__(self, flags: argparse.Namespace, directory: Path) -> None:
         self.pairs: list[StackPair] = []
@@ -122,7 +122,7 @@ class Bench:
         self._streams = [int(word) for word in flags.streams.split(",")]
 
     def paced(self) -> None:
-        """20 ms a step; the yardstick is calibrated, and so started anew, for each number of streams."""
+        """Run with 20 ms a step; the yardstick is restarted and calibrated for each number of streams."""
         with self._ours(PACED) as stack:
             for streams in self._streams:
                 with ExitStack() as calibrated:
@@ -130,7 +130,7 @@ class Bench:
                     self._turns(stack, beside, "paced", streams)
 
     def unpaced(self) -> None:
-        """Both as fast as they can."""
+        """Run both stacks as fast as they can."""
         with self._ours(UNPACED) as stack, ExitStack() as started:
             beside = None
             if self._yardstick is not None:
@@ -180,7 +180,7 @@ class Bench:
                 self._say(f"{'ratio':5} {pace:8} {streams:4}  {self.pairs[-1].ratio:6.2f}  {self.pairs[-1].refused}")
 
     def _run(self, stack: RunningStack, system: str, pace: str, streams: int) -> ServingRow:
-        """One run of one case."""
+        """The result of one run of one case."""
         if pace == "paced":
             # Slots start one after another over the time of one request: no waves of requests.
             requests = streams * (QUICK_ROUNDS if self._flags.quick else ROUNDS)
@@ -199,7 +199,7 @@ class Bench:
 
 
 def refusal(load: GeneratorReport, pace: str) -> str:
-    """Why a run does not count; empty: it does."""
+    """Return why a run does not count; empty if it counts."""
     if load.errors:
         return f"errors: {load.errors}"
     if pace != "paced":
@@ -209,7 +209,7 @@ def refusal(load: GeneratorReport, pace: str) -> str:
 
 
 def line(row: ServingRow) -> str:
-    """For people."""
+    """Return a row as text."""
     kinds = "  ".join(f"{kind} {us:.1f}" for kind, us in sorted(row.by_kind.items(), key=lambda item: -item[1]))
     load = row.load
     return (
@@ -222,7 +222,7 @@ def line(row: ServingRow) -> str:
 
 
 def goals(pairs: Sequence[StackPair], paces: Sequence[str], streams: Sequence[int]) -> list[Goal]:
-    """Medians over the repeats that count; a goal without one is not met."""
+    """Take medians over the repeats that count; a goal without any is not met."""
     found: list[Goal] = []
     for pace in paces:
         for count in streams:
@@ -245,7 +245,7 @@ def goals(pairs: Sequence[StackPair], paces: Sequence[str], streams: Sequence[in
 
 
 def summary(pairs: Sequence[StackPair]) -> Iterator[str]:
-    """A line for each case: medians of the ratios that count, with the spread of all."""
+    """Yield a line for each case: medians of the ratios that count, with the spread of all."""
     for case in dict.fromkeys((pair.ours.pace, pair.ours.streams) for pair in pairs):
         taken = [pair for pair in pairs if (pair.ours.pace, pair.ours.streams) == case and pair.peer is not None]
         good = [pair.ratio for pair in taken if not pair.refused]

@@ -36,7 +36,7 @@ GOAL_MS = 3.0
 
 
 class ServingFirstRow(Struct, frozen=True):
-    """One run."""
+    """The result of one run."""
 
     system: str
     quick_acks: bool
@@ -87,7 +87,7 @@ def _measure(yardstick: Path | None, repeats: int) -> list[ServingFirstRow]:
 
 
 def goals(rows: list[ServingFirstRow]) -> list[Goal]:
-    """Medians over the repeats with quick acknowledgements."""
+    """Compare the medians of the repeats with quick acknowledgements with the goals."""
     medians = {
         system: statistics.median(times)
         for system in ("ours", "peer")

@@ -22,15 +22,15 @@ from tests.tiny_model import write_tiny_model
 INPUT_TOKENS = 512
 OUTPUT_TOKENS = 128
 LOAD_LIMIT_S = 600.0
-"""Of a stream that is longer than the generator's own limit; twice that of a run."""
+"""The time limit of long streams, in seconds; a run may take twice as long."""
 NO_TIME = {f"HEADRACE_SIMULATED_{name}_S": "0" for name in ("FIXED", "WEIGHTS", "ROW", "TOKEN", "PAIR", "KV_TOKEN")}
-"""Settings of an engine whose steps take no time …"""
+"""Settings of an engine whose steps take no time."""
 ENDLESS = {"HEADRACE_SIMULATED_OUTPUT_TOKENS": "0"}
-"""… and one whose answers end at max_tokens only."""
+"""Settings of an engine whose answers end only at max_tokens."""
 
 
 class GeneratorReport(Struct, frozen=True):
-    """Of the load generator."""
+    """The report of the load generator."""
 
     n: int
     errors: dict[str, int]
@@ -39,21 +39,21 @@ class GeneratorReport(Struct, frozen=True):
     ttft_p50_ms: float
     ttft_p99_ms: float
     tpot_p50_ms: float
-    """Of a stream: from its first event to its end, over its tokens but one."""
+    """A stream's time from its first event to its end, divided by its tokens less one."""
     gap_p50_ms: float | None
     gap_p99_ms: float | None
     client_cpu_s: float
     short_streams: int
-    """With less than 95 % of the events that were asked for."""
+    """Streams with less than 95 % of the requested events."""
     cut: int = 0
-    """Streams that were asked for their usage and did not tell of as many tokens as were asked for."""
+    """Streams whose usage, if it was requested, reports another number of tokens than requested."""
 
 
 class Generator:
-    """Which load generator, and with what model."""
+    """A load generator and its model."""
 
     def __init__(self, yardstick: Path | None, directory: Path) -> None:
-        """The yardstick's generator and model, or without one `sse_load.py` and a small random model."""
+        """Use the yardstick's generator and model, or without it `sse_load.py` and a small random model."""
         if yardstick is None:
             self.model = write_tiny_model(directory / "model", vocab=16_000, context_length=131_072)
             self._command = [sys.executable, "-m", "benchmarks.sse_load"]
@@ -105,7 +105,7 @@ class Generator:
 
 
 def _watch(reading: int, stack: RunningStack, marks: dict[str, dict[str, Cost]]) -> None:
-    """What the stack has cost when the load generator says start and stop."""
+    """Read the stack's cost when the load generator writes start and stop."""
     with os.fdopen(reading) as lines:
         for line in lines:
             marks[line.strip()] = stack.costs()

@@ -47,11 +47,11 @@ WITH_USAGE = '{"ignore_eos": true, "stream_options": {"include_usage": true}}'
 
 
 class ServingManyRow(Struct, frozen=True):
-    """The run."""
+    """The result of the run."""
 
     streams: int
     tokens: int
-    """Of each stream."""
+    """The tokens of each stream."""
     load: GeneratorReport
     frontend_cpu_us_a_token: float
     rss_before_mb: float
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def goals(row: ServingManyRow) -> list[Goal]:
-    """Nothing lost, and little memory."""
+    """Require that no stream is lost and that memory stays small."""
     lost = row.streams - row.load.n + row.load.cut
     rss_kb = 1e3 * (row.rss_largest_mb - row.rss_before_mb) / row.streams
     return [
@@ -108,7 +108,7 @@ def _measure(streams: int, tokens: int) -> ServingManyRow:
 
 @contextmanager
 def _largest(stack: RunningStack) -> Iterator[list[float]]:
-    """The frontend's size in MB, again and again while the context is open."""
+    """Sample the frontend's resident memory, in MB, while the context is open."""
     sizes_mb: list[float] = []
     over = threading.Event()
 
@@ -126,7 +126,7 @@ def _largest(stack: RunningStack) -> Iterator[list[float]]:
 
 
 def _allow_files(count: int) -> None:
-    """As many open files, for this process and what it starts. Raises SystemExit."""
+    """Raise the limit of open files to `count`, for this process and its children. Raises SystemExit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= count:
         return

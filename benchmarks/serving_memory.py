@@ -35,22 +35,22 @@ QUICK_REQUESTS = 500
 QUICK_RUNS = 4
 LEAVE_EVERY = 10
 LEAVING = ("--osl", "100000", "--leave", "0.5")
-"""Clients that go long before the end."""
+"""Flags of clients that leave long before the end."""
 FLAT_GOAL = 0.05
 
 
 class ServingMemoryRow(Struct, frozen=True):
-    """After one run of the load generator."""
+    """The state after one run of the load generator."""
 
     at_s: float
     requests: int
-    """So far."""
+    """How many requests have ended so far."""
     errors: int
-    """Of this run."""
+    """The errors of this run."""
     rss_mb: dict[str, float]
-    """By kind of process."""
+    """The resident memory of each kind of process."""
     files: int
-    """Of the frontend."""
+    """Open descriptors of the frontend."""
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def goals(rows: Sequence[ServingMemoryRow]) -> list[Goal]:
-    """Over the second half."""
+    """Compare the second half of the run with the goals."""
     late = rows[len(rows) // 2 :]
     sizes_mb = [row.rss_mb["frontend"] for row in late]
     spread = max(sizes_mb) / min(sizes_mb) - 1

@@ -45,13 +45,13 @@ WORKER = {
 
 
 class ServingPromptsRow(Struct, frozen=True):
-    """One phase."""
+    """The result of one phase."""
 
     long: GeneratorReport | None
-    """None: without."""
+    """The report of the long prompts; None in a phase without them."""
     beside: GeneratorReport
     cpu_s: dict[str, float]
-    """By kind of process."""
+    """CPU seconds of each kind of process."""
 
 
 def main() -> int:
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def goals(rows: list[ServingPromptsRow]) -> list[Goal]:
-    """The rise, and that nobody was turned away."""
+    """Compare the rise with its goal, and require that no request failed."""
     with_ms, without_ms = (
         statistics.median(row.beside.gap_p99_ms or 0.0 for row in rows if (row.long is not None) == there)
         for there in (True, False)

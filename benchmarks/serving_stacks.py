@@ -29,7 +29,7 @@ from deploy.local.stack import servers, stack
 from deploy.local.stack.stack import Options, Place
 
 NAME = "tiny"
-"""What clients call the model."""
+"""The model's name in requests."""
 WORKERS = 2
 BLOCK_SIZE = 16
 CAPACITY_BLOCKS = 65_536
@@ -52,14 +52,14 @@ with stack.Stack(**asked["stack"]) as running:
 
 
 class Cost(Struct, frozen=True):
-    """Of all processes of one kind, so far."""
+    """The cost of all processes of one kind, so far."""
 
     cpu_s: float
     rss_mb: float
 
 
 class RunningStack:
-    """A stack that answers."""
+    """A stack that is ready."""
 
     def __init__(self, port: int, kinds: Mapping[int, str], observed: Mapping[str, str] | None = None) -> None:
         """`kinds`: process → what it is. A child counts as its parent does, but a worker's child is its engine.
@@ -69,7 +69,7 @@ class RunningStack:
         self._kinds = dict(kinds)
 
     def costs(self) -> dict[str, Cost]:
-        """Kind → cost, descendants included."""
+        """Return the cost of each kind of process, descendants included."""
         parents, costs = _processes()
         totals: dict[str, Cost] = {}
         for pid in costs:
@@ -80,7 +80,7 @@ class RunningStack:
         return totals
 
     def pids(self, kind: str) -> list[int]:
-        """The processes that were started as this kind."""
+        """Return the PIDs of the processes that were started as this kind."""
         return [pid for pid, name in self._kinds.items() if name == kind]
 
     def _kind(self, pid: int, parents: Mapping[int, int]) -> str | None:
@@ -92,7 +92,7 @@ class RunningStack:
 
 
 def _processes() -> tuple[dict[int, int], dict[int, Cost]]:
-    """Of the machine: process → its parent, process → its cost."""
+    """Return each process's parent and each process's cost, for the whole machine."""
     parents: dict[int, int] = {}
     costs: dict[int, Cost] = {}
     page_mb = os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -173,7 +173,7 @@ def launched(
 def _child(
     name: str, command: list[str], place: Place, settings: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that is ended by SIGTERM, and dies with us."""
+    """Run a program that is ended by SIGTERM, and dies with this process."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
     tethered = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *command]
     with (place.logs / f"{name}.log").open("wb") as log:
@@ -192,7 +192,7 @@ def _child(
 
 
 def _wait_healthy(url: str, children: Sequence[subprocess.Popen[bytes]], logs: Path, limit_s: float) -> None:
-    """Raises SystemExit with the logs' ends, at the latest when time is over."""
+    """Wait until `url` answers. Raises SystemExit with the ends of the logs, at the latest after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while True:
         try:
@@ -207,7 +207,7 @@ def _wait_healthy(url: str, children: Sequence[subprocess.Popen[bytes]], logs: P
 
 @contextmanager
 def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[RunningStack]:
-    """The yardstick's stack: KV routing, events on ZMQ, requests on NATS, discovery in etcd."""
+    """Run the yardstick's stack: KV routing, events on ZMQ, requests on NATS, discovery in etcd."""
     names = ("ETCD", "ETCDP", "NATS", "NATSM", "HTTP")
     ports = dict(zip(names, servers.free_ports(len(names)), strict=True))
     first = next(port for port in range(20_000, 32_000) if all(servers.is_free(port + each) for each in range(WORKERS)))

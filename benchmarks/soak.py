@@ -46,7 +46,7 @@ _OTHER_NAMES = 1 << 20
 
 
 class SoakRow(Struct, frozen=True):
-    """One virtual minute."""
+    """The state after one virtual minute."""
 
     minute: int
     rss_bytes: int
@@ -60,7 +60,7 @@ class SoakRow(Struct, frozen=True):
 
 
 class Soak:
-    """One run."""
+    """One run of the fleet, with its samples."""
 
     def __init__(self, load: RequestTrace) -> None:
         self.fleet = SimulatedFleet(load, "kv", capacity_blocks=WORKER_BLOCKS)
@@ -80,7 +80,7 @@ class Soak:
             self.fleet.clock.at(death * DEATH_S + JOIN_AFTER_S, self._join)
 
     def run(self) -> None:
-        """Raises AssertionError where at the end the router's picture is wrong or a reservation is left."""
+        """Run. Raises AssertionError if the router's state is wrong at the end, or a reservation is left."""
         self.fleet.run()
         settled_s = self.fleet.clock.now_s + 1.0
         while self.fleet.clock.now_s < settled_s:
@@ -96,7 +96,7 @@ class Soak:
         assert router.load.statistics().reservations == 0
 
     def _die(self) -> None:
-        """The oldest, in the middle of what it does."""
+        """Remove the oldest worker in the middle of its work."""
         self.deaths += 1
         self.fleet.leave(next(iter(self.fleet.workers)))
 
@@ -149,12 +149,12 @@ def main() -> int:
 
 
 def rss_bytes() -> int:
-    """What of this process is in memory now."""
+    """Return the resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _twice(load: RequestTrace) -> RequestTrace:
-    """The second time right behind the first, and with other prompts."""
+    """Return the load twice: the second time right after the first, and with other prompts."""
     later_s = load.requests[-1].arrival_s
     again = [
         replace(

@@ -34,7 +34,7 @@ _DIGITS = re.compile(rb"[0-9]+")
 
 
 class StreamReader(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """One connection, which has one request at a time."""
 
     def __init__(self, *, quick_acks: bool) -> None:
         self._quick_acks = quick_acks
@@ -47,13 +47,13 @@ class StreamReader(asyncio.Protocol):
         self.status = 0
         self.events = 0
         self.tokens: int | None = None
-        """What the usage at the end says, if there is one."""
+        """The completion tokens of the stream's usage, if there is one."""
         self.sent_s = self.first_s = self.last_s = 0.0
         self.gaps_s: list[float] = []
         self._head = b""
         self._tail = b""
         self.failed = "no [DONE]"
-        """Why the stream was not whole; empty once its [DONE] is there."""
+        """Why the stream is not complete; empty once its [DONE] has come."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
@@ -64,7 +64,7 @@ class StreamReader(asyncio.Protocol):
             self.ended.set_exception(exc or ConnectionResetError("closed"))
 
     def send(self, request: bytes) -> asyncio.Future[None]:
-        """The future is done when the response has ended."""
+        """Send a request; the future is done when the response has ended."""
         assert self.transport is not None
         self._clear()
         self.ended = asyncio.get_running_loop().create_future()
@@ -73,7 +73,7 @@ class StreamReader(asyncio.Protocol):
         return self.ended
 
     def abort(self) -> None:
-        """The client goes."""
+        """Close the connection in the middle, as a client that leaves does."""
         assert self.transport is not None
         self.closed = True
         self.ended.cancel()
@@ -120,7 +120,7 @@ class StreamReader(asyncio.Protocol):
 
 
 class LoadRun:
-    """One run."""
+    """One run of the load."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         self._flags = flags
@@ -129,16 +129,16 @@ class LoadRun:
         self._total = flags.warmup + flags.requests
         self.errors: Counter[str] = Counter()
         self.ended: list[tuple[float, float, float, int, list[float]]] = []
-        """(time to the first event, to the last, when it ended, events, gaps) of each stream."""
+        """For each stream: seconds to the first event and to the last, when it ended, events, and gaps."""
         self.cut = 0
-        """Streams that were asked for their usage and did not tell of as many tokens as were asked for."""
+        """Streams whose usage, if it was requested, reports another number of tokens than requested."""
         self._idle: list[StreamReader] = []
         self._next = 0
         self.start_s = 0.0
         self.start_cpu_s = 0.0
 
     async def run(self) -> None:
-        """Until every request has ended."""
+        """Send all requests; return when every one has ended."""
         bodies = [self._request(number) for number in range(self._total)]
         if self._flags.rate:
             draw = Random(self._flags.seed)
@@ -192,7 +192,7 @@ class LoadRun:
             )
 
     def _is_good(self, connection: StreamReader, body: bytes) -> bool:
-        """A stream came, and was whole."""
+        """Say whether the answer is a complete stream; count the error if it is not."""
         if connection.status != 200 or connection.failed:
             self.errors[str(connection.status) if connection.status != 200 else connection.failed] += 1
             return False
@@ -211,7 +211,7 @@ class LoadRun:
         return made
 
     def _request(self, number: int) -> bytes:
-        """No two prompts share more than the template's beginning."""
+        """Make a request. No two prompts share more than the template's beginning."""
         flags, draw = self._flags, Random(self._flags.seed * 1_000_003 + number)
         text = " ".join(draw.choices(self._words, k=flags.isl - TEMPLATE_TOKENS))
         body = {
@@ -230,7 +230,7 @@ class LoadRun:
             os.write(self._flags.hook_fd, f"{mark}\n".encode())
 
     def report(self) -> dict[str, object]:
-        """As `loadgen.py` names it."""
+        """Return the report, with the names of the yardstick's `loadgen.py`."""
         flags, count = self._flags, len(self.ended)
         ended_s = max((each[2] for each in self.ended), default=self.start_s)
         elapsed_s = ended_s - self.start_s
@@ -259,14 +259,14 @@ class LoadRun:
 
 
 def _words(tokenizer: Path) -> list[str]:
-    """Words that are one token each behind a space; the longer ones, if there are any."""
+    """Return words that are one token each after a space; only longer ones, if there are any."""
     vocabulary: dict[str, int] = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
     words = sorted(key[1:] for key in vocabulary if key[0] == "Ġ" and key[1:].isascii() and key[1:].isalpha())
     return [word for word in words if len(word) >= _LEAST_LETTERS] or words
 
 
 def _percentile_ms(values: list[float], percent: float) -> float | None:
-    """Of sorted seconds."""
+    """Return a percentile of sorted seconds, in milliseconds."""
     return round(values[min(len(values) - 1, int(len(values) * percent / 100))] * 1e3, 3) if values else None
 
 
@@ -276,7 +276,7 @@ def _cpu_s() -> float:
 
 
 def main() -> int:
-    """Prints one JSON object."""
+    """Run the load and print one JSON object."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 GOAL_S = 5.0
 LIMIT_S = 300.0
-"""Of one run; the warm-up may fetch and convert the model."""
+"""The time limit of one run; the warm-up may fetch and convert the model."""
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _one(port: int, more: list[str]) -> dict[str, float]:
-    """Seconds from exec to `ready`, to the first token; and from Ctrl-C to the end."""
+    """Return the seconds from exec to `ready` and to the first token, and from Ctrl-C to the end."""
     began_s = time.perf_counter()
     command = [str(ROOT / "headrace"), "up", "--port", str(port), *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:

@@ -36,10 +36,10 @@ MODELS = Path(__file__).resolve().parents[1] / ".headrace" / "models"
 BATCH = 8
 BLOCK_SIZE = 16
 STEPS = 16
-"""Of one kind, in turn with the other."""
+"""Steps of one kind before the other kind's turn."""
 ROUNDS = 9
 BLOCKS = (64 + (ROUNDS + 1) * STEPS) // BLOCK_SIZE
-"""Of a sequence."""
+"""The blocks of one sequence."""
 GOAL = 0.85
 PERSON = {
     "type": "object",
@@ -53,7 +53,7 @@ PERSON = {
     "additionalProperties": False,
 }
 SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
-"""Nobody comes to its end."""
+"""A schema whose array no sequence completes."""
 
 
 def main() -> int:
@@ -92,13 +92,13 @@ def _grammar() -> str:
 
 
 def _strict() -> str:
-    """Prompts of random tokens make the model call nothing."""
+    """Return a grammar of text with a strict tool; after random prompts the model calls no tool."""
     function = {"name": "remember", "parameters": PERSON, "strict": True}
     return _held(tools=[{"type": "function", "function": function}])
 
 
 def _held(**fields: Any) -> str:
-    """Of a chat that says so."""
+    """Return the grammar of a chat with these fields."""
     import msgspec
 
     from services.frontend.protocol.chat import ChatRequest
@@ -171,7 +171,7 @@ def _work(sequence: int, grammar: str) -> Work:
 
 
 def _steps(runner: NativeRunner, works: list[Work]) -> tuple[float, float]:
-    """Seconds of CPU and of the clock; in the first round with the prompts."""
+    """Run STEPS steps; return the seconds of CPU and of the clock. The first round includes the prompts."""
     cpu, begun = time.process_time(), time.perf_counter()
     for _ in range(STEPS):
         for work, drawn in zip(works, runner.step(works), strict=True):

@@ -42,7 +42,7 @@ from benchmarks.trace import capacity, default_timing
 WORKERS = 4
 WORKER_BLOCKS = 1000
 LOADS: tuple[float, ...] = (0.3, 0.6, 0.9, 0.0)
-"""Of capacity; 0: closed loop."""
+"""The load as a share of capacity; 0 for a closed loop."""
 IN_FLIGHT = 64 * WORKERS
 STORES: dict[str, StoreSizes | None] = {
     "none": None,
@@ -53,15 +53,15 @@ QUICK_REQUESTS = 1500
 
 
 class TiersRow(Struct, frozen=True):
-    """One store at one load."""
+    """The result of one store at one load."""
 
     store: str
     load: float
-    """Of capacity; 0: closed loop."""
+    """The load as a share of capacity; 0 for a closed loop."""
     requests_per_s: float
-    """That came, or in closed loop were served."""
+    """Requests that came per second, or in a closed loop were served."""
     hit_rate: float
-    """Of tokens; the sum of these:"""
+    """Cached prompt tokens over prompt tokens; the sum of the next three."""
     device: float
     host: float
     disk: float
@@ -70,12 +70,12 @@ class TiersRow(Struct, frozen=True):
     ttft_p90_s: float
     ttft_p99_s: float
     latency_mean_s: float
-    """To the last token."""
+    """The mean time to the last token."""
     output_tokens_per_s: float
     looked_up_blocks: int
-    """That engines asked the store for."""
+    """Blocks that engines requested from the store."""
     found_in_host: float
-    """Of these."""
+    """The share of these that was found in host memory."""
     found_on_disk: float
     failed: int
 
@@ -169,7 +169,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _goals(rows: Sequence[TiersRow]) -> list[Goal]:
-    """With a store, nothing gets worse, whatever the load: memory beside none, and disk beside memory alone."""
+    """Require that memory is no worse than no store, and disk no worse than memory alone, at any load."""
     goals = []
     for load in dict.fromkeys(row.load for row in rows):
         here = {row.store: row for row in rows if row.load == load}

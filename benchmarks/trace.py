@@ -50,24 +50,24 @@ QUICK_REQUESTS = 2000
 
 
 class TraceRow(Struct, frozen=True):
-    """One policy at one load."""
+    """The result of one policy at one load."""
 
     policy: str
     workers: int
     load: float
-    """Of capacity."""
+    """The load as a share of capacity."""
     requests_per_s: float
     hit_rate: float
-    """Of tokens."""
+    """Cached prompt tokens over prompt tokens."""
     of_ideal: float
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
     ttft_mean_s: float
     latency_mean_s: float
-    """To the last token."""
+    """The mean time to the last token."""
     output_tokens_per_s: float
-    """From the first arrival to the last end."""
+    """Output tokens a second, from the first arrival to the last end."""
     imbalance: float
     failed: int
 
@@ -110,12 +110,12 @@ def _all(runs: Sequence[tuple[RequestTrace, str, int, float, float]], jobs: int)
 
 
 def default_timing() -> StepTime:
-    """An 8B model on one H200."""
+    """Return the step time of an 8B model on one H200."""
     return Timing(SimulatedConfig()).step_s
 
 
 def capacity(load: RequestTrace, step_s: StepTime | None = None) -> float:
-    """Requests a second of one worker; see the module."""
+    """Return how many requests a second one worker can serve; the module explains it."""
     fleet = SimulatedFleet(load, "round-robin", capacity_blocks=ALL_BLOCKS)
     fleet.join(step_s or default_timing())
     fleet.run_closed(IN_FLIGHT)
@@ -128,7 +128,7 @@ def _one(run: tuple[RequestTrace, str, int, float, float]) -> TraceRow:
 
 
 def run_open(load: RequestTrace, policy: str, workers: Sequence[StepTime], part: float) -> TraceRow:
-    """A load through workers of these speeds, at its own pace, which is `part` of what they can do."""
+    """Run a load through workers of these speeds, at its own pace, which is `part` of their capacity."""
     fleet = SimulatedFleet(load, policy, capacity_blocks=WORKER_BLOCKS)
     for step_s in workers:
         fleet.join(step_s)
@@ -163,7 +163,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _imbalance(fleet: SimulatedFleet, workers: int) -> float:
-    """Whole windows up to the last arrival only: what is left over afterwards says nothing about balance."""
+    """Return the imbalance over full windows up to the last arrival; later ones say nothing about balance."""
     windows: dict[int, list[int]] = {}
     last_s = fleet.load.requests[-1].arrival_s
     for (number, _), tokens in fleet.prefilled.items():
@@ -176,7 +176,7 @@ def _imbalance(fleet: SimulatedFleet, workers: int) -> float:
 
 
 def _goals(rows: Sequence[TraceRow]) -> list[Goal]:
-    """At 8 workers, at every load."""
+    """Compare the rows of 8 workers with the goals, at every load."""
     goals = []
     for row in rows:
         if row.policy != "kv" or row.workers != 8:
@@ -191,7 +191,7 @@ def _goals(rows: Sequence[TraceRow]) -> list[Goal]:
 
 
 def line(row: TraceRow) -> str:
-    """As the table has it."""
+    """Return a row as a line of the table."""
     return (
         f"{row.workers:3} workers  load {row.load:4.2f}  {row.policy:13}  hits {row.hit_rate:6.1%} "
         f"({row.of_ideal:6.1%} of ideal)  ttft {row.ttft_p50_s:6.2f} {row.ttft_p90_s:7.2f} {row.ttft_p99_s:7.2f} s  "

@@ -31,9 +31,9 @@ from benchmarks.gpu.table import PARTS, lines
 from benchmarks.report import ROOT, Goal, report
 
 SERVED = ("first", "serving")
-"""Parts that take a model's directory …"""
+"""Parts that take a model's directory."""
 POOLED = ("copies", "beside", *SERVED)
-"""… and those that take a tmpfs."""
+"""Parts that take a tmpfs."""
 
 
 def main() -> int:
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def _told(part: str, words: list[str]) -> dict[str, Any] | None:
-    """A part's report; None: it did not come to its end."""
+    """Run a part and return its report; None if it failed."""
     print(f"{part} …", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", f"benchmarks.gpu.{part}", "--json", *words]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)

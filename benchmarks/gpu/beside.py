@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 BATCH = 32
 BATCH_BLOCKS = 64
 IN_LINE = 12
-"""Batches under way in each direction: 28 ms of copies, more than a step takes."""
+"""Batches under way in each direction: 28 ms of copies, which is longer than a step."""
 STEPS = 10
 ROUNDS = 20
 SPARE_BYTES = 4 << 30
 WAYS: dict[str, tuple[bool, ...]] = {"alone": (), "offload": (False,), "onboard": (True,), "both": (False, True)}
-"""Which directions copy; True loads."""
+"""The directions that copy; True stands for loads."""
 
 
 class StepDelayRow(Struct, frozen=True):
-    """Steps beside one kind of copies."""
+    """The steps during one kind of copies."""
 
     beside: str
     step_ms: float
     times: float
-    """Of the step alone."""
+    """The step's time as a multiple of the step alone."""
     device_ms: float
     device_times: float
     saved_gb_per_s: float
@@ -58,17 +58,17 @@ class StepDelayRow(Struct, frozen=True):
 
 
 class Saturation:
-    """Keeps a mover busy."""
+    """Keeps a mover busy with saves and loads."""
 
     def __init__(self, asked: EndedBatch, copies: Sequence[Copy]) -> None:
-        """The first half of the copies is saved again and again, the second loaded."""
+        """Save the first half of the copies again and again, and load the second half."""
         self._asked = asked
         batches = [copies[first : first + BATCH_BLOCKS] for first in range(0, len(copies), BATCH_BLOCKS)]
         half = len(batches) // 2
         self._batches = {False: cycle(batches[:half]), True: cycle(batches[half:])}
 
     def turn(self, directions: Sequence[bool]) -> None:
-        """What has ended is asked for anew."""
+        """Ask again for the copies that have ended."""
         self._asked.hear()
         for loads in directions:
             for _ in range(self._asked.under_way(loads=loads), IN_LINE):
@@ -76,7 +76,7 @@ class Saturation:
 
 
 def main() -> int:
-    """See the module."""
+    """Print a table, or with --json one object."""
     return part.main("beside", __doc__, measure, _flags)
 
 
@@ -85,7 +85,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(flags: argparse.Namespace) -> part.PartReport:
-    """All ways."""
+    """Measure steps with each kind of copies."""
     from services.worker.native.cuda.runner import CudaRunner
 
     config = llama.shape(quick=flags.quick)

@@ -65,23 +65,23 @@ MOST_ALONE = 20
 
 
 class CopyRow(Struct, frozen=True):
-    """One way to copy."""
+    """The result of one way to copy."""
 
     fragments: str
     blocks: int
-    """Of a batch."""
+    """The blocks in a batch."""
     how: str
     direction: str
     gb_per_s: float
     share: float
-    """Of the yardstick for this direction."""
+    """The rate as a share of the yardstick's in this direction."""
     cpu_ms_per_gb: float
     bytes: int
-    """Of a block."""
+    """The size of a block."""
 
 
 def main() -> int:
-    """See the module."""
+    """Print a table, or with --json one object."""
     return part.main("copies", __doc__, measure, _flags)
 
 
@@ -91,7 +91,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(flags: argparse.Namespace) -> part.PartReport:
-    """All shapes of blocks."""
+    """Measure all shapes of blocks."""
     from services.worker.transfer.device_memory import DeviceMemory
 
     memory = DeviceMemory(0, reserve_bytes=256 << 20)
@@ -107,7 +107,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
 
 
 def _figures(rows: Sequence[CopyRow], rates: Mapping[str, float]) -> dict[str, float]:
-    """The worst of what the goals are of."""
+    """Return the worst value for each goal."""
 
     def worst(how: str, batches: Sequence[int], directions: Sequence[str]) -> float:
         large = [row for row in rows if row.bytes == PIECE_BYTES and row.how == how]
@@ -131,7 +131,7 @@ def _figures(rows: Sequence[CopyRow], rates: Mapping[str, float]) -> dict[str, f
 
 
 def _yardsticks(slots: ArenaMap) -> dict[str, float]:
-    """GB/s of plain copies of pinned memory: of 1 GiB each way, of two at once, and of bare pieces."""
+    """Measure plain copies of pinned memory, in GB/s: 1 GiB each way, two at once, and bare pieces."""
     import cupy  # pyright: ignore[reportMissingImports]
     from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
@@ -196,7 +196,7 @@ def _shape(
     chosen: dict[str, Any],
     flags: argparse.Namespace,
 ) -> list[CopyRow]:
-    """All rows of one shape of blocks; `chosen` is told which ways they took."""
+    """Measure all rows of one shape of blocks; their paths are added to `chosen`."""
     import cupy  # pyright: ignore[reportMissingImports]
 
     from services.worker.transfer.cuda_copier import CudaCopier
@@ -240,7 +240,7 @@ def _shape(
 
 
 def _copied(copier: CudaCopier, saves: Sequence[Copy], loads: Sequence[Copy]) -> None:
-    """In groups, as a mover's lane hands them over: DEPTH of them at a time. Of one direction."""
+    """Copy in one direction in groups, DEPTH at a time, as a mover's lane does."""
     copies = saves or loads
     under_way: deque[InFlight] = deque()
     for first in range(0, len(copies), copier.group_blocks):
@@ -252,12 +252,12 @@ def _copied(copier: CudaCopier, saves: Sequence[Copy], loads: Sequence[Copy]) ->
 
 
 def _middle(took: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of each kind of seconds the median."""
+    """Return the median of each kind of seconds."""
     return median(seconds for seconds, _ in took), median(cpu_s for _, cpu_s in took)
 
 
 def _used(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and those of CPU."""
+    """Run `work`; return the seconds of the clock and of CPU."""
     cpu_s, begun_s = time.process_time(), time.perf_counter()
     work()
     return time.perf_counter() - begun_s, time.process_time() - cpu_s

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 BATCHES = (1, 32, 128)
 PREFILL_TOKENS = 8192
 PROMPTS, PROMPT_TOKENS = 16, 512
-"""One step's, which are embedded, or have a token drawn."""
+"""The prompts of one step, which are embedded, or for which a token is drawn."""
 SETTINGS = {
     "default": CudaConfig(),
     "busy_wait_events off": CudaConfig(busy_wait_events=False),
     "output_copy_stream on": CudaConfig(output_copy_stream=True),
 }
-"""Compared by the whole step …"""
+"""Runner settings that are compared by their whole step."""
 SETTINGS_BATCH = 32
-"""… of this batch."""
+"""The batch of those steps."""
 
 _READ = r"""
 extern "C" __global__ void read_all(const uint4* from, long long count, unsigned* sink) {
@@ -63,23 +63,23 @@ extern "C" __global__ void read_all(const uint4* from, long long count, unsigned
 
 
 class DecodeRow(Struct, frozen=True):
-    """One step, several times."""
+    """The times of one kind of step."""
 
     what: str
     batch: int
     context: int
     device_ms: float
-    """Median between events."""
+    """The median time between CUDA events."""
     step_ms: float
-    """Median of the whole Runner step by a host clock."""
+    """The median time of the Runner's whole step by a host clock."""
     floor_ms: float
-    """What the yardstick allows."""
+    """The least time that the yardstick allows."""
     share: float
-    """floor ÷ device."""
+    """The quotient floor ÷ device."""
 
 
 class Setting(Struct, frozen=True):
-    """The whole step with one of the runner's settings."""
+    """The time of a whole step with one of the runner's settings."""
 
     setting: str
     batch: int
@@ -87,23 +87,23 @@ class Setting(Struct, frozen=True):
 
 
 class DecodePrompts(Struct, frozen=True):
-    """The whole step of PROMPTS prompts."""
+    """The time of a whole step of PROMPTS prompts."""
 
     pooling: Pooling
-    """Empty: a token is drawn for each."""
+    """The pooling; empty if a token is drawn for each prompt."""
     tokens: int
-    """Of them all."""
+    """The tokens of all prompts together."""
     step_ms: float
     tokens_per_s: float
 
 
 def main() -> int:
-    """See the module."""
+    """Print a table, or with --json one object."""
     return part.main("decode", __doc__, measure)
 
 
 def measure(flags: argparse.Namespace) -> part.PartReport:
-    """Steps, then settings."""
+    """Measure steps, then settings."""
     from services.worker.native.cuda.runner import CudaRunner
 
     config = llama.shape(quick=flags.quick)
@@ -170,7 +170,7 @@ def _measured(what: str, runner: CudaRunner, works: list[Work], rounds: int, flo
 
 
 def _prompts(runner: CudaRunner, rounds: int) -> list[DecodePrompts]:
-    """Drawn first, then each pooling; in turn, so that all find the GPU alike."""
+    """Measure drawing and each pooling in turn, so that the GPU is in the same state for all."""
     each = PROMPT_TOKENS // llama.BLOCK_SIZE
     slots = [list(range(number * each, (number + 1) * each)) for number in range(PROMPTS)]
     plain = [llama.work(number, 0, PROMPT_TOKENS, own) for number, own in enumerate(slots)]
@@ -187,7 +187,7 @@ def _prompts(runner: CudaRunner, rounds: int) -> list[DecodePrompts]:
 
 
 def _settings(runners: dict[str, CudaRunner], rounds: int) -> list[Setting]:
-    """A step of each in turn, so that all find the GPU alike."""
+    """Measure a step of each setting in turn, so that the GPU is in the same state for all."""
     works = llama.decoding(SETTINGS_BATCH, SETTINGS_BATCH)
     took: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(rounds):
@@ -197,24 +197,24 @@ def _settings(runners: dict[str, CudaRunner], rounds: int) -> list[Setting]:
 
 
 def _weight_bytes(config: ModelConfig) -> int:
-    """Read by each step: all but the embedding."""
+    """Return the bytes of weights that each step reads: all but the embedding."""
     attention = config.hidden * (2 * config.queries + 2 * config.keys)
     return 2 * (config.layers * (attention + 3 * config.hidden * config.intermediate) + config.vocab * config.hidden)
 
 
 def _kv_bytes(config: ModelConfig) -> int:
-    """Of one position."""
+    """Return the bytes of keys and values of one position."""
     return 2 * 2 * config.layers * config.keys
 
 
 def _flops(config: ModelConfig) -> float:
-    """Of the prompt: products of all rows but the logits', of one, and the visible half of the scores."""
+    """Count a prompt's operations: all products, one row of logits, and the visible half of the scores."""
     products = 2.0 * PREFILL_TOKENS * (_weight_bytes(config) // 2 - config.vocab * config.hidden)
     return products + 2.0 * PREFILL_TOKENS**2 * config.queries * config.layers
 
 
 def _read_rate() -> float:
-    """Bytes a second of reading 8 GiB, the best of several shapes of launch."""
+    """Return the bytes a second of reading 8 GiB, the best of several launch shapes."""
     import cupy as cp  # pyright: ignore[reportMissingImports]
 
     memory = llama.Random(1.0).array(1 << 32)
@@ -229,7 +229,7 @@ def _read_rate() -> float:
 
 
 def _matrix_rate() -> float:
-    """Operations a second of 8192³ bfloat16."""
+    """Return the operations a second of an 8192³ product in bfloat16."""
     import cupy as cp  # pyright: ignore[reportMissingImports]
 
     from services.worker.native.cuda.blas import Blas

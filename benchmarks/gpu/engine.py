@@ -36,7 +36,7 @@ LIMIT_S = 600.0
 
 
 class StepTimes(Struct, frozen=True):
-    """Of one run."""
+    """The times of one run."""
 
     requests: int
     failed: int
@@ -49,7 +49,7 @@ class StepTimes(Struct, frozen=True):
 
 
 class PromptSource:
-    """A closed loop: who is answered asks again, until all was asked."""
+    """A closed loop: each answer is followed by the next request, until all were sent."""
 
     def __init__(
         self, core: EngineCore, vocabulary: int, requests: int, *, input_tokens: int, output_tokens: int
@@ -62,13 +62,13 @@ class PromptSource:
         self._draw = Random(os.getpid())
         self._asked_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
-        """Streams that have their first token and not their last."""
+        """When each running stream got its latest token."""
         self.first_s: list[float] = []
         self.gaps_s: list[float] = []
         self.ended = self.failed = 0
 
     def ask(self) -> None:
-        """One more, if there is one left."""
+        """Submit one more request, if there is one left."""
         if self._left:
             number = self._left
             self._left -= 1
@@ -78,7 +78,7 @@ class PromptSource:
             self._core.handle(asked, now_s)
 
     def hear(self, stepped: Stepped) -> None:
-        """What the core tells."""
+        """Take in the core's report of a step."""
         now_s = time.perf_counter()
         for number in (
             *stepped.one_token_attempts,
@@ -98,7 +98,7 @@ class PromptSource:
 
 
 def main() -> int:
-    """See the module."""
+    """Print a table, or with --json one object."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

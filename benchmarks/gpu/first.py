@@ -34,7 +34,7 @@ NAME = "first token of 8,192"
 
 
 def main() -> int:
-    """See the module."""
+    """Print a table, or with --json one object."""
     return part.main("first", __doc__, measure, _flags)
 
 
@@ -45,7 +45,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(flags: argparse.Namespace) -> part.PartReport:
-    """All rounds."""
+    """Measure all rounds."""
     tokens, rounds = (2048, 3) if flags.quick else (flags.tokens, flags.rounds)
     with model_in(flags) as model:
         subject = Subject(model, block_bytes(read_config(model)), ("--device", "cuda"), ("host",), _copying)
@@ -63,7 +63,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
 
 @contextmanager
 def _copying(_memory: Path, blocks: int, block_bytes: int) -> Iterator[Callable[[], float]]:
-    """Seconds of one plain copy of so many bytes from pinned memory to the GPU."""
+    """Yield a function that returns the seconds of one plain copy of these bytes from pinned memory."""
     import cupy  # pyright: ignore[reportMissingImports]
     from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 

@@ -26,28 +26,28 @@ GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0)
 
 
 def shape(*, quick: bool) -> ModelConfig:
-    """Llama 8B's; a quarter of its layers where it must be quick."""
+    """Return the shape of Llama 8B; with `quick` it has a quarter of the layers."""
     return msgspec.structs.replace(LLAMA_8B, layers=8) if quick else LLAMA_8B
 
 
 def block_bytes(config: ModelConfig) -> int:
-    """Keys and values of BLOCK_SIZE positions, 16 bits each."""
+    """Return the size of a block: keys and values of BLOCK_SIZE positions, 16 bits each."""
     return 2 * 2 * config.layers * config.keys * BLOCK_SIZE
 
 
 def work(sequence: int, start: int, end: int, blocks: list[int]) -> Work:
-    """Random tokens from `start` to `end`, and one drawn."""
+    """Make a work of random tokens from `start` to `end` that draws a token."""
     tokens = np.random.default_rng(sequence).integers(0, LLAMA_8B.vocab, end).tolist()
     return Work(sequence, tokens, start, end, blocks, GREEDY, end)
 
 
 def blocks(sequences: int) -> int:
-    """Of so many sequences of CONTEXT."""
+    """Return the number of blocks of `sequences` sequences of CONTEXT positions."""
     return sequences * CONTEXT // BLOCK_SIZE
 
 
 def go_on(works: list[Work], drawn: Sequence[Drawn | None]) -> None:
-    """One position further, with what was drawn."""
+    """Advance each work by one position, with its drawn token."""
     for each, token in zip(works, drawn, strict=True):
         assert token is not None
         each.history = [*each.history, token.token]
@@ -55,26 +55,26 @@ def go_on(works: list[Work], drawn: Sequence[Drawn | None]) -> None:
 
 
 def decoding(batch: int, sequences: int, *, end: int = CONTEXT) -> list[Work]:
-    """Each at one position, on pages scattered over those of so many sequences of CONTEXT."""
+    """Make decoding works on pages scattered over those of `sequences` sequences of CONTEXT."""
     each = CONTEXT // BLOCK_SIZE
     slots = np.random.default_rng(0).permutation(sequences * each).tolist()
     return [work(n, end - 1, end, slots[n * each : (n + 1) * each]) for n in range(batch)]
 
 
 def step_ms(runner: CudaRunner, works: list[Work]) -> float:
-    """Of a whole step, by a host clock."""
+    """Return the milliseconds of a whole step by a host clock."""
     begun_s = time.perf_counter()
     runner.step(works)
     return (time.perf_counter() - begun_s) * 1e3
 
 
 def device_ms(runner: CudaRunner, works: list[Work]) -> float:
-    """Of a step without its draw, between events."""
+    """Return the milliseconds of a step without its draw, between events."""
     return timed_ms(runner.stream, lambda: runner.logits(works))
 
 
 def timed_ms(stream: Any, enqueue: Callable[[], object]) -> float:
-    """What is enqueued on a stream takes, between events."""
+    """Return the milliseconds, between events, of the work that `enqueue` puts on a stream."""
     import cupy as cp  # pyright: ignore[reportMissingImports]
 
     begin, end = cp.cuda.Event(), cp.cuda.Event()
@@ -86,7 +86,7 @@ def timed_ms(stream: Any, enqueue: Callable[[], object]) -> float:
 
 
 def device_memory() -> DeviceMemory:
-    """Of the first GPU; CuPy's arrays of this process come from it from now on."""
+    """Make the first GPU's DeviceMemory, which CuPy's arrays of this process use from now on."""
     import cupy as cp  # pyright: ignore[reportMissingImports]
 
     from services.worker.transfer.device_memory import DeviceMemory
@@ -97,7 +97,7 @@ def device_memory() -> DeviceMemory:
 
 
 def random_weights(config: ModelConfig) -> CudaWeights:
-    """bfloat16; products of rows of numbers near one are near one."""
+    """Make bfloat16 weights; a product with a row of numbers near one is near one."""
     import cupy as cp  # pyright: ignore[reportMissingImports]
 
     from services.worker.native.cuda.weights import CudaLayer, CudaWeights
@@ -135,7 +135,7 @@ class Random:
         self._at = 0
 
     def array(self, *shape: int) -> Array:
-        """A new one."""
+        """Return a new array of random numbers."""
         import cupy as cp  # pyright: ignore[reportMissingImports]
 
         made = cp.empty(shape, cp.uint16)
@@ -143,7 +143,7 @@ class Random:
         return made
 
     def fill(self, array: Array) -> None:
-        """All of a contiguous array of 16-bit numbers; they are there when this returns."""
+        """Fill a contiguous array of 16-bit numbers and wait until it is filled."""
         import cupy as cp  # pyright: ignore[reportMissingImports]
 
         flat, done = array.reshape(-1), 0

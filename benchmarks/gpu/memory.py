@@ -33,12 +33,12 @@ RESERVE_BYTES = 1 << 30
 BATCH = 32
 STEPS = 200
 WARM = 3
-"""Steps before those that are counted."""
+"""Steps before the counted ones."""
 RUNS = 5
 
 
 class StepPair(Struct, frozen=True):
-    """Microseconds to allocate and free."""
+    """The microseconds of one allocation and its free."""
 
     size_bytes: int
     pair_us: float
@@ -46,26 +46,26 @@ class StepPair(Struct, frozen=True):
 
 
 class Steps(Struct, frozen=True):
-    """Allocations."""
+    """The allocations of some steps."""
 
     steps: str
     allocations: int
 
 
 class ArrayCost(Struct, frozen=True):
-    """Microseconds to make an array and drop it."""
+    """The microseconds to make an array and drop it."""
 
     allocator: str
     array_us: float
 
 
 def main() -> int:
-    """See the module."""
+    """Print a table, or with --json one object."""
     return part.main("memory", __doc__, measure)
 
 
 def measure(flags: argparse.Namespace) -> part.PartReport:
-    """Allocations by themselves, then those of steps."""
+    """Measure allocations by themselves, then those of steps."""
     pairs = _pairs(2_000 if flags.quick else 20_000)
     arrays = _arrays(2_000 if flags.quick else 20_000)
     steps = _steps()
@@ -143,7 +143,7 @@ def _arrays(times: int) -> list[ArrayCost]:
 
 
 def _steps() -> list[Steps]:
-    """Of a model of few layers: their number changes no allocation."""
+    """Count the allocations of steps, on a model of few layers: their number changes no allocation."""
     from services.worker.native.cuda.runner import CudaRunner
 
     config = msgspec.structs.replace(LLAMA_8B, layers=4)

@@ -52,11 +52,11 @@ MODELS = ROOT / ".headrace" / "models"
 SMOL_VOCABULARY = 49_152
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _TILE = 33_554_393
-"""A prime, of numbers."""
+"""The length of the tile, a prime."""
 
 
 def main() -> int:
-    """Prints the directory."""
+    """Write the model and print its directory."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,7 +72,7 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The flags of a benchmark that serves it: what `model_in` takes."""
+    """Add the flags of a benchmark that serves the model; `model_in` reads them."""
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for pools and the model")
     parser.add_argument("--model", type=Path, help="a directory of benchmarks.gpu.model; default: written anew")
     add_tokenizer(parser)
@@ -80,7 +80,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def model_in(flags: argparse.Namespace) -> Iterator[Path]:
-    """The model's directory; one that was not named goes at the end."""
+    """Yield the model's directory; one that no flag named is removed at the end."""
     if flags.model is not None:
         yield flags.model
         return
@@ -89,12 +89,12 @@ def model_in(flags: argparse.Namespace) -> Iterator[Path]:
 
 
 def smol_tokenizer() -> Path:
-    """The directory of the model that `up` serves, fetched if it is not there."""
+    """Return the directory of the model that `up` serves; it is fetched if it is missing."""
     return prepare(fetch_default(MODELS, lambda _what, _share: None), MODELS, lambda _loading: None)
 
 
 def write_model(directory: Path, shape: ModelConfig, tokenizer: Path) -> Path:
-    """Into `directory`, made if it is missing; `shape` but for the vocabulary, which is SmolLM2's. Returns it."""
+    """Write a model of `shape`, with SmolLM2's vocabulary, into `directory` and return that."""
     shape = msgspec.structs.replace(shape, vocab=SMOL_VOCABULARY)
     assert shape.rope == LLAMA_8B.rope, "config.json says this one"
     directory.mkdir(parents=True, exist_ok=True)
@@ -123,12 +123,12 @@ def write_model(directory: Path, shape: ModelConfig, tokenizer: Path) -> Path:
 
 
 def random_tile(scale: float) -> NDArray[np.uint16]:
-    """bfloat16, normally distributed."""
+    """Return normally distributed bfloat16 numbers."""
     return _bfloat16(np.random.default_rng(0).standard_normal(_TILE, np.float32) * np.float32(scale))
 
 
 def _write_weights(path: Path, shape: ModelConfig) -> None:
-    """bfloat16, in the format of safetensors."""
+    """Write bfloat16 weights in the format of safetensors."""
     shapes = tensor_shapes(shape)
     ends = accumulate((2 * prod(dimensions) for dimensions in shapes.values()), initial=0)
     header = {
@@ -149,7 +149,7 @@ def _write_weights(path: Path, shape: ModelConfig) -> None:
 
 
 def _run_through(tile: NDArray[np.uint16], at: int, count: int, file: IO[bytes]) -> int:
-    """Writes so many numbers of the endless repetition of the tile, from `at` on; returns where it ended."""
+    """Write `count` numbers of the tile, repeated without end, from `at` on; return where they end."""
     while count:
         piece = tile[at : at + count]
         file.write(piece.data)
@@ -159,7 +159,7 @@ def _run_through(tile: NDArray[np.uint16], at: int, count: int, file: IO[bytes])
 
 
 def _bfloat16(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves: rounded towards zero, which is near enough for noise."""
+    """Return the upper halves: rounding towards zero is good enough for noise."""
     return (numbers.view(np.uint32) >> 16).astype(np.uint16)
 
 

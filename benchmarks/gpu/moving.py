@@ -1,4 +1,4 @@
-"""A pool in a tmpfs, and who asks a mover to copy to and from it, as an engine does."""
+"""A pool in a tmpfs, and a caller of a mover that copies to and from it, as an engine does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.pool.map import ArenaMap, PoolMap, touch
 
 @contextmanager
 def pool(memory: Path, size_bytes: int) -> Iterator[tuple[Path, Geometry]]:
-    """A pool's file as a kvbm makes it, in a tmpfs."""
+    """Make a pool's file in a tmpfs, as kvbm does."""
     with tempfile.TemporaryDirectory(prefix="gpu-pool-", dir=memory) as directory:
         path, geometry = Path(directory) / "pool", Geometry.of(size_bytes)
         path.touch(0o600)
@@ -33,7 +33,7 @@ def pool(memory: Path, size_bytes: int) -> Iterator[tuple[Path, Geometry]]:
 
 @contextmanager
 def arena(path: Path, geometry: Geometry, block_bytes: int) -> Iterator[ArenaMap]:
-    """All of a pool as slots for blocks of this size, touched."""
+    """Map a pool as slots for blocks of this size, and touch all of it."""
     mapped = PoolMap(path)
     slots = mapped.arena(geometry.arena(0, 1, block_bytes))
     touch(slots.bytes)
@@ -45,27 +45,27 @@ def arena(path: Path, geometry: Geometry, block_bytes: int) -> Iterator[ArenaMap
 
 
 def scattered(slots: ArenaMap, device_slots: Sequence[int]) -> list[Copy]:
-    """In random order on both sides, as many as the smaller of both has."""
+    """Pair slots in random order on both sides, as many as the smaller side has."""
     draw = np.random.default_rng(1)
     pairs = zip(draw.permutation(slots.arena.slots).tolist(), draw.permutation(device_slots).tolist(), strict=False)
     return [Copy(there, here, slots.generation(there)) for there, here in pairs]
 
 
 class EndedBatch:
-    """What a mover was asked and has not told yet."""
+    """The batches that a mover has not ended yet."""
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._next = 0
         self._loads: dict[int, bool] = {}
-        """Batches under way."""
+        """The batches under way, and whether each one loads."""
         self.paths: Counter[str] = Counter()
-        """Blocks that were copied, by the way they took …"""
+        """Copied blocks by their path."""
         self.moved_bytes = {False: 0, True: 0}
-        """… and bytes, of saves and of loads."""
+        """Copied bytes of saves and of loads."""
 
     def ask(self, copies: Sequence[Copy], *, loads: bool) -> None:
-        """One batch."""
+        """Ask the mover for one batch."""
         if loads:
             self._mover.load(self._next, copies)
         else:
@@ -77,20 +77,20 @@ class EndedBatch:
         return sum(each == loads for each in self._loads.values())
 
     def hear(self) -> None:
-        """What has ended by now. Raises AssertionError where a copy went wrong."""
+        """Take in the batches that have ended. Raises AssertionError if a copy failed."""
         for copied in self._mover.ended():
             assert all(copied.good), copied
             self.moved_bytes[self._loads.pop(copied.batch)] += copied.moved_bytes
             self.paths.update(copied.paths)
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until nothing is under way."""
         while self._loads:
             select.select([self._mover], [], [])
             self.hear()
 
     def move(self, saves: Sequence[Copy], loads: Sequence[Copy], batch: int) -> None:
-        """In batches of so many, asked for all at once, saves and loads in turn; returns when all were told."""
+        """Ask for all copies at once, in batches of `batch`, saves and loads in turn; wait for their end."""
         for pair in zip_longest(_cut(saves, batch), _cut(loads, batch), fillvalue=()):
             for copies, direction in zip(pair, (False, True), strict=True):
                 if copies:

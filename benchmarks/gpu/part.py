@@ -1,4 +1,4 @@
-"""What each part of `benchmarks.gpu` has as its main: flags in, a table or one JSON object out."""
+"""The main function of each part of `benchmarks.gpu`: it prints a table or one JSON object."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _VERSION = re.compile(r"[0-9]+\.[0-9]+(\.[0-9]+)?")
 
 
 class PartReport(Struct, frozen=True):
-    """By one part."""
+    """The measurements of one part."""
 
     figures: dict[str, float]
-    """By the names of `table.PROMISES`."""
+    """The figures, by the names of `table.PROMISES`."""
     rows: Sequence[Any]
-    """Structs, each with what it is and its numbers."""
+    """Structs with a name and their numbers."""
     yardsticks: Mapping[str, Any] = {}
-    """What the figures are shares of, and whatever else explains them."""
+    """The yardsticks of the figures, and other numbers that explain them."""
 
 
 def main(
@@ -37,7 +37,7 @@ def main(
     measure: Callable[[argparse.Namespace], PartReport],
     flags: Callable[[argparse.ArgumentParser], object] = lambda _parser: None,
 ) -> int:
-    """Prints; the exit status is 2 where there is no GPU to measure. `says`: the module's docstring."""
+    """Measure and print. The exit status is 2 without a GPU. `says` is the module's docstring."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog=f"python -m benchmarks.gpu.{part}",
@@ -66,7 +66,7 @@ def main(
 
 
 def gpu_or_exit() -> dict[str, str]:
-    """Its name, the driver and CuPy. Raises SystemExit(2) after one line where there is none."""
+    """Return the GPU's name and the versions of its driver and CuPy. Raises SystemExit(2) without a GPU."""
     try:
         import cupy  # pyright: ignore[reportMissingImports]
     except ImportError as wrong:

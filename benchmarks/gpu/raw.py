@@ -40,7 +40,7 @@ class Copies(Struct, frozen=True):
     memory: str
     what: str
     streams: int
-    """A direction."""
+    """The streams of each direction."""
     save_gb_s: float
     load_gb_s: float
     both_gb_s: float
@@ -49,18 +49,18 @@ class Copies(Struct, frozen=True):
 class Ends(Struct, frozen=True):
     how: str
     piece_us: float
-    """From a piece to the next."""
+    """The time from one piece to the next."""
     cpu_us: float
-    """Of that, of all threads."""
+    """The CPU time of all threads in that time."""
 
 
 def main() -> int:
-    """See the module."""
+    """Print a table, or with --json one object."""
     return part.main("raw", __doc__, measure)
 
 
 def measure(flags: argparse.Namespace) -> part.PartReport:
-    """First the copies, then their ends."""
+    """Measure the copies, then how their ends are noticed."""
     rows: list[Any] = []
     for memory, opened in (("cudaHostAlloc", _allocated), ("/dev/shm, pinned", _shared)):
         with opened(SIZE_BYTES) as saves, opened(SIZE_BYTES) as loads:
@@ -78,7 +78,7 @@ def _copies(memory: str, saves: int, loads: int, runs: int) -> list[Copies]:
     device = [cupy.zeros(SIZE_BYTES, cupy.uint8) for _ in range(2)]
     cupy.cuda.get_current_stream().synchronize()
     ends = [(saves, device[0].data.ptr), (device[1].data.ptr, loads)]
-    """Where to, and where from."""
+    """The target and the source of each direction."""
     rows = []
     for what, issue, counts in (("1 GiB", _one, (1,)), ("rows", _rows, (1, 2)), ("batch", _batches(), (1, 2))):
         for count in counts:
@@ -96,7 +96,7 @@ def _copies(memory: str, saves: int, loads: int, runs: int) -> list[Copies]:
 
 
 Directions = list[tuple[tuple[int, int], list[Any]]]
-"""Of each: where to and from, and its streams."""
+"""The target, the source and the streams of each direction."""
 
 
 def _one(directions: Directions) -> None:
@@ -133,7 +133,7 @@ def _batches() -> Callable[[Directions], None]:
 
 
 def _pieces() -> list[tuple[int, int]]:
-    """Offsets, where to and from."""
+    """Return the offsets of each piece's target and source."""
     draw, count = np.random.default_rng(1), SIZE_BYTES // PIECE_BYTES
     to, source = (draw.permutation(count) * PIECE_BYTES for _ in range(2))
     return list(zip(to.tolist(), source.tolist(), strict=True))

@@ -47,7 +47,7 @@ STACK = "two workers, kvbm, HTTP"
 
 
 class GpuServingRow(Struct, frozen=True):
-    """One closed loop."""
+    """The result of one closed loop."""
 
     what: str
     streams: int
@@ -61,7 +61,7 @@ class GpuServingRow(Struct, frozen=True):
 
 
 class _StreamLoad(Struct, frozen=True):
-    """What is read of the load generator's report."""
+    """The part of the load generator's report that is read."""
 
     n: int
     elapsed_s: float
@@ -75,7 +75,7 @@ class _StreamLoad(Struct, frozen=True):
 
 
 def main() -> int:
-    """See the module."""
+    """Print a table, or with --json one object."""
     return part.main("serving", __doc__, measure, _flags)
 
 
@@ -87,7 +87,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(flags: argparse.Namespace) -> part.PartReport:
-    """The engines, then the stack."""
+    """Measure the engines, then the stack."""
     requests = flags.requests // 4 if flags.quick else flags.requests
     with model_in(flags) as model:
         whole = _engines(flags, model, 1, requests)
@@ -107,7 +107,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
 
 
 def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) -> GpuServingRow:
-    """So many engines at once, which share streams and requests; of each percentile the worst."""
+    """Run `count` engines at once, which share streams and requests; report the worst percentiles."""
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--together", "--model", str(model)]
     command += ["--device", flags.device, "--memory-share", str(MEMORY_SHARE / count)]
     command += ["--streams", str(STREAMS // count), "--requests", str(requests // count)]
@@ -144,7 +144,7 @@ def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) 
 
 
 def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[GpuServingRow, dict[str, float]]:
-    """Its row, and what it spent and stored."""
+    """Run the stack; return its row, and what it spent and stored."""
     with (
         tempfile.TemporaryDirectory(prefix="gpu-serving-", dir=flags.memory) as pool,
         tempfile.TemporaryDirectory(prefix="gpu-serving-") as directory,
@@ -205,7 +205,7 @@ def _load(running: RunningStack, model: Path, requests: int, *, seed: int) -> _S
 
 
 def _saved_blocks(running: RunningStack) -> float:
-    """By all workers, as their metrics tell."""
+    """Return the blocks that all workers saved, from their metrics."""
     saved = 0.0
     for name, url in running.observed.items():
         if name.startswith("worker"):

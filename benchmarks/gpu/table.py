@@ -1,4 +1,4 @@
-"""What was promised of a GPU, part by part, and the table that says whether it is so. Pure."""
+"""The goals on a GPU, part by part, and the table that compares figures with them. Pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ MET: dict[bool | None, str] = {True: "met", False: "NOT MET", None: ""}
 
 
 class Promise(Struct, frozen=True):
-    """One line of the table."""
+    """One line of the table: a figure and its bound, if it has one."""
 
     part: str
     name: str
     unit: str
     least: float | None = None
     most: float | None = None
-    """Neither: it is told beside the others, and nothing was promised."""
+    """The upper bound. A line without a bound is only shown and has no goal."""
 
     @property
     def bound(self) -> str:
-        """As people read it."""
+        """Return the bound as text."""
         if self.least is not None:
             return f"≥ {self.least:g}"
         return "" if self.most is None else f"≤ {self.most:g}"
 
     def met(self, value: float | None) -> bool | None:
-        """None: nothing was promised. A figure that is missing misses its goal."""
+        """Say whether the goal is met; None without a goal. A missing figure misses its goal."""
         if self.least is None and self.most is None:
             return None
         if value is None:
@@ -79,11 +79,11 @@ PROMISES = (
 PARTS = tuple(dict.fromkeys(promise.part for promise in PROMISES))
 
 Figures = Mapping[str, float]
-"""By the promise's name."""
+"""Figures by the promise's name."""
 
 
 def goals(part: str, figures: Figures) -> list[Goal]:
-    """Of one part, those with a bound."""
+    """Return the goals of one part: its lines with a bound."""
     found: list[Goal] = []
     for promise in PROMISES:
         bound = promise.most if promise.least is None else promise.least
@@ -94,7 +94,7 @@ def goals(part: str, figures: Figures) -> list[Goal]:
 
 
 def lines(parts: Sequence[str], figures: Mapping[str, Figures]) -> list[str]:
-    """The table of these parts: what, goal, figure, whether it is met. `figures`: part → its own."""
+    """Return the table of these parts: name, goal, figure, whether it is met. `figures` has each part's."""
     cells = [("what", "goal", "figure", "", "")]
     for promise in PROMISES:
         if promise.part in parts:
@@ -109,12 +109,12 @@ def lines(parts: Sequence[str], figures: Mapping[str, Figures]) -> list[str]:
 
 
 def unknown(part: str, figures: Figures) -> list[str]:
-    """Names that no promise of the part has: a spelling mistake."""
+    """Return figures that no promise of the part names, which are spelling mistakes."""
     known = {promise.name for promise in PROMISES if promise.part == part}
     return [name for name in figures if name not in known]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of the values, in any order, that so many percent of them do not exceed."""
+    """Return the smallest value that `percent` percent of the values do not exceed; any order."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
