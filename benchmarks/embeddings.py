@@ -1,13 +1,13 @@
-"""What does the CPU engine take for embeddings, against the same prompts that a token is drawn for?
+"""How much CPU time do embeddings cost the CPU engine, compared with drawing a token for the same prompts?
 
-    mean, last     CPU of one step of BATCH prompts that are embedded, as a share of that of one that draws a token each
+    mean, last     CPU time of a step that embeds BATCH prompts, as a share of a step that draws a token for each
 
-The ways are taken in turn, so that other programs on the machine slow all alike; each share is of one turn.
+The kinds of step take turns, so that other programs on the machine slow all of them alike; each share is of one turn.
 
-What could mislead: it is the engine's step alone. In a request for embeddings each input also costs what a request
-costs routers, frontend and worker, some 0.5 ms; and a completion's prompt may be found in the prefix cache, a mean's
-is not. A draw multiplies one row a prompt with the vocabulary, which embeddings leave out: the longer the prompts, the
-less that is of a step, and the nearer the shares are to 1.
+What could mislead: only the engine's step is measured. In a request for embeddings each input also costs router,
+frontend and worker about 0.5 ms. A completion's prompt may be in the prefix cache; a mean's never is. A draw multiplies
+one row of each prompt by the vocabulary, which embeddings leave out. In longer prompts that is a smaller part of a
+step, and the shares are nearer to 1.
 
     python -m benchmarks.embeddings [--model DIR] [--threads 1] [--rounds 5] [--quick] [--json]
 """

@@ -5,12 +5,12 @@ they go through the same subscription that the router has, are decoded, hashed a
 decoded and applied again, into a fresh index and without a network: `alone`. `paced` is 50,000 blocks a second;
 `burst` is all at once, up to half of what the socket holds, and so the cost of a batch without that of waking up.
 
-What could mislead: times are process CPU, the event loop and ZMQ's own thread included: `sent` of the publisher, which
-sends from its event loop (shared/bus/event_port.py), all else of the receiver. In a burst, what the publisher still has
-to send when all is published is not in it. A paced process sleeps between batches, and finds its caches cold when
-others ran meanwhile: on a busy machine that costs more than all of ZMQ. Batches of 1 come some fifty at a time, as the
-publisher wakes up every millisecond; spread evenly they would cost a wake-up each. On a machine with other work the
-publisher lags; `late` is by how much at worst, and the rate is the one measured. Sockets are on the loopback.
+What could mislead: times are process CPU, the event loop and ZMQ's own thread included. `sent` is the publisher's,
+which sends from its event loop (shared/bus/event_port.py); all others are the receiver's. In a burst, `sent` does not
+include bytes that are still unsent when all batches are published. A paced process sleeps between batches and then has
+cold caches if other programs ran meanwhile: on a busy machine that costs more than all of ZMQ. Batches of 1 come about
+fifty at a time, as the publisher wakes up every millisecond; spread evenly each would cost a wake-up. On a busy machine
+the publisher lags: `late` is the worst lag, and the rate is the measured one. Sockets are on the loopback.
 
     python -m benchmarks.events [--quick] [--json]
 """
@@ -169,8 +169,10 @@ def _apply(chains: Chains, payload: bytes) -> None:
 
 
 async def _publish(size: int, batches: int, rate: int) -> None:
-    """Says where it is, sends greetings until it is told to go, then the batches at their times, then an end. `rate`
-    is in blocks a second; 0: all at once."""
+    """Publish batches. `rate` is in blocks a second; 0 sends all at once.
+
+    It prints its address, sends greetings until a line comes on stdin, then the batches at their times, then an end.
+    """
     payloads = _payloads(size, batches)
     loop = asyncio.get_running_loop()
     go = asyncio.Event()

@@ -1,17 +1,17 @@
-"""Which blocks should a block store let go? Hit rates of the eviction policies, by size of the tiers.
+"""Which blocks should a block store evict? Hit rates of the eviction policies, by size of the tiers.
 
 mooncake        Mooncake's conversation trace (12,031 requests in an hour; --trace FILE; left out without it)
 conversations, agents, documents, batch     made up (`eviction_loads.py`)
 
-A request finds the longest prefix that is there, uses it, and stores the rest of its full blocks. *Hits* are found
-blocks as a share of those that one unbounded store would find. Sizes are shares of all different blocks of a load.
-`foresight` knows the future, lets go what is used last, and stores nothing that is used later than all that is there:
-no policy can do better.
+A request uses the longest prefix that the store has, and stores the rest of its full blocks. *Hits* are found blocks
+as a share of those that one unbounded store would find. Sizes are shares of all different blocks of a load. `foresight`
+knows the future: it evicts the block whose next use is last, and does not store a block whose next use is later still.
+No policy can do better.
 
 host            one tier; `leaves`: no block goes before its children
 host and disk   a disk of four times the host tier, written to when a block was seen a second time (`twice`), also
-                while records are free (`filled`, the default), or always (`all`). What is found on disk comes up to the
-                host tier, and stays on disk. `written` is blocks written to disk as a share of blocks stored.
+                while records are free (`filled`, the default), or always (`all`). A block found on disk is copied to
+                the host tier and stays on disk. `written` is blocks written to disk as a share of blocks stored.
 
 The tiers are the store's own (`services/kvbm/tiers/tiers.py`); copies and the disk take no time, and nothing fails.
 
@@ -245,8 +245,10 @@ def _line(row: EvictionRow) -> str:
 
 
 def _goals(rows: Sequence[EvictionRow], *, trace: bool) -> list[Goal]:
-    """The default is the best of all over all loads and sizes, and nowhere much worse than LRU. Without the trace no
-    goal is met."""
+    """Require that the default is the best policy over all loads and sizes, and nowhere much worse than LRU.
+
+    Without the trace no goal is met.
+    """
     goals = []
     for kind, admission in (("one tier", ""), ("two tiers", "filled")):
         of_kind = [row for row in rows if row.admission == admission and not row.leaves]

@@ -1,11 +1,11 @@
-"""What a block store sees, made up: four kinds of use, with heavy tails where real use has them.
+"""Makes up requests to a block store: four kinds of use, with heavy tails where real use has them.
 
-conversations   people: one of twenty system prompts (Zipf), half of them ask once, some come back thirty times, after a
-                minute or an hour (log-normal pauses)
-agents          loops behind eight long prompts of instructions and tools: some twenty calls, seconds apart; each adds
-                what a tool said; a context of 48k tokens is summed up and starts again behind the same prompt
-documents       questions, one to four, about one of 1,500 documents, whose fame is Zipf's and wanders
-batch           the conversations, and for two fifths of the time twice as many prompts of a job that nobody asks again
+conversations   people with one of twenty system prompts (Zipf): half of them ask once, some come back thirty times,
+                after a minute or an hour (log-normal pauses)
+agents          loops with one of eight long prompts of instructions and tools: about twenty calls, seconds apart; each
+                adds a tool's result; a context of 48k tokens is summarised and starts again after the same prompt
+documents       one to four questions about one of 1,500 documents, whose popularity follows Zipf's law and shifts
+batch           the conversations, and for two fifths of the time twice as many prompts of a job, each asked once
 
 An answer's tokens are in its conversation's next prompt. As in `loads.py`, names stand for whole prefixes.
 """

@@ -1,15 +1,15 @@
 """A fleet in virtual time: our router's and engine's own parts, with a model of how long a step takes. One thread.
 
     arrival ─▶ ModelRouter.select ─▶ EngineCore.obey ─▶ begin ── step_s(works) later ──▶ finish ─┬▶ first token, end
-                   ▲      ▲      ▲                                                              │    told to the router
+                   ▲      ▲      ▲                                                              │    sent to the router
                    │      │      └── KV events, encoded and decoded as on the wire ◀────────────┤
                    │      └───────── load reports, every 250 ms ◀───────────────────────────────┘
                    └── its tick, every 100 ms
 
-With a block store (`fleet_store.py`) the engines exchange blocks with it, and the router hears of what it holds.
+With a block store (`fleet_store.py`) the engines exchange blocks with it, and the router learns which blocks it holds.
 
 Real: policies, index, chains, speculation, reservations, scheduler, block pool, step budget, messages. Modelled: the
-arithmetic's time, and each message's way, `HOP_S`. Left out: the frontend's tokenising, lost or late messages.
+time of the arithmetic and of each message (`HOP_S`). Left out: the frontend's tokenising, lost or late messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A machine's block store in a fleet's virtual time: kvbm's own decisions, with a model of its disk and its way.
+"""A machine's block store in a fleet's virtual time: kvbm's own decisions, with a model of its disk and its messages.
 
     engine's KVConnector ── HOP_S ──▶ Tickets, Tiers ── HOP_S ──▶ engine      what comes from disk later, as it is read
                                       │    ▲

@@ -1,9 +1,9 @@
-"""A real frontend process among peers that do what it needs and no more: one router, one worker, clients that count.
+"""Runs a real frontend process among minimal peers: one router, one worker, and clients that count events.
 
     this process:  clients ── HTTP ──▶  the frontend's process
                    router, worker  ◀── nats-server ──▶  the same
 
-Every stream runs until its client goes. `Peers.step` makes one token for each of them, in one frame.
+Every stream runs until its client leaves. `Peers.step` makes one token for each of them, in one frame.
 """
 
 from __future__ import annotations
@@ -220,8 +220,10 @@ async def connect_clients(frontend: FrontendProcess, count: int, prompt_tokens: 
 
 @asynccontextmanager
 async def stack(key: str = "") -> AsyncIterator[tuple[FrontendProcess, Peers]]:
-    """Everything up, and the frontend ready; it has a core to itself where there are two. It asks for `key`, and has
-    limits for it that nobody reaches."""
+    """Start everything and yield once the frontend is ready. It has a core of its own if the machine has two.
+
+    With `key` the frontend requires that API key, with limits that the measurement does not reach.
+    """
     with tempfile.TemporaryDirectory() as folder:
         discovered = Path(folder) / "discovery"
         discovered.mkdir()

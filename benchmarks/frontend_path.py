@@ -1,18 +1,19 @@
-"""What does a token cost the frontend, from its step frame to its client's socket, and where does that go?
+"""What does a token cost the frontend, from its step frame to its client's socket, and which parts cost how much?
 
     peers ── one frame a step ──▶ nats-server ──▶  the frontend's process  ──▶ clients that count events
 
 The frontend is the real process; a scripted router and worker and the clients share one other (frontend_load.py). All
 streams are open before the measurement and stay open, so that the token path alone is measured: its processor time,
-from /proc, over the tokens sent. The parts are functions of the token path run alone in this process, over 512 streams;
-what is left of user time is the NATS client, uvloop, the loop, and caches that have gone cold between two steps, which
-those who share the machine decide. What tools and thinking add to an answer is measured apart, over one answer.
+from /proc, over the tokens sent. The parts are functions of the token path, run alone in this process over 512 streams.
+The rest of user time is the NATS client, uvloop, the loop, and caches that went cold between two steps, which depends
+on other programs. The cost that tools and thinking add to an answer is measured separately, over one answer.
 
 What could mislead: on a busy machine a client gets a step's event together with the next one's, which is cheaper; a run
-with fewer than 0.98 events a token meets no goal. A send over loopback includes what a network card's interrupt would
-do later, and waking the reader. The kernel tells its own time from ours by looking every 10 ms: their sum is exact.
+with fewer than 0.98 events a token meets no goal. A send over loopback includes work that a network card's interrupt
+would do later, and waking the reader. The kernel samples every 10 ms whether it runs or the process does: only the sum
+of both is exact.
 
-benchmarks/serving.py asks what the whole system costs, beside Dynamo's; here is what the frontend's part is made of.
+benchmarks/serving.py measures the whole system and compares it with Dynamo; this one shows the frontend's parts.
 
     python -m benchmarks.frontend_path [--quick] [--key] [--json]
 """

@@ -1,27 +1,27 @@
 """How fast is the router's index at 64 instances and a million (block, instance) pairs, and how large?
 
 Workloads (`benchmarks/index_workload.py`): `staggered`, 1,024 blocks a chain, held by 15 instances to random depths, so
-that a deep find passes some fifteen changes of holders; `quarter D`, D blocks a chain, held by one instance, each
-fourth chain by eight; `apart`, no block held twice, the worst case for bytes a pair. Both are stored 16 blocks an
-event, behind their parent.
+that a deep find passes about fifteen changes of holders; `quarter D`, D blocks a chain, held by one instance, each
+fourth chain by eight; `apart`, no block held twice, the worst case for bytes a pair. All are stored 16 blocks an event,
+after their parent.
 
 With --dynamo PYTHON (an interpreter that has ai-dynamo-runtime), its RadixTree is filled with the same chains and
 asked the same questions in turn with ours, round by round. `stored` compares our `Index.stored` with its
 `apply_event`: both are given hashes that are ready, but its binding takes them as JSON and parses that. `payload` is
-our whole way, from a msgpack payload with token ids over hashing into the index.
+all of our work, from a msgpack payload with token ids over hashing into the index.
 
-What could mislead: times are process CPU, its tree's own thread included; its wall time is longer, because each call
-crosses threads. Medians over rounds, ten passes each; a router that does other things between two finds meets colder
-caches, and takes up to twice as long. Finds go through a thousand chains in turn, with hashes that are not the index's
-own objects. The stalls are of one candidate that comes to hold as many blocks as there are pairs: only a host tier is
-so large, and the map of its engine's own hashes, one dict, then grows in one go. Bytes are traced allocations of the
-index alone, for Dynamo the growth of the resident set over its first fill; the map of an engine's own hashes is
-reported apart. A find of ours that leaves a run midway costs a search more than these, where most prompts end where a
-stored chain does or go on.
+What could mislead: times are process CPU, including the thread of Dynamo's tree; its wall time is longer, because each
+call crosses threads. They are medians over rounds of ten passes each. A router that does other work between two finds
+has colder caches and takes up to twice as long. Finds go through a thousand chains in turn, with hashes that are not
+the index's own objects. The stalls are of one candidate that gets as many blocks as there are pairs. Only a host tier
+is so large; the map of its engine's own hashes, one dict, then grows at once. Bytes are traced allocations of the index
+alone, and for Dynamo the growth of the resident set over its first fill; the map of an engine's own hashes is reported
+separately. A find of ours that leaves a run midway costs one more search; here most prompts end where a stored chain
+does, or go on.
 
-`8 stores` is an index with eight block stores more, of eight instances each, of which every one holds in host memory
-what any of its instances has on the device; its ratio is to the same index without, asked in turn. Far more instances
-are found then, to the depth of the deepest of their store, and that is most of the price.
+`8 stores` is an index with eight more block stores, of eight instances each. Each store holds in host memory the blocks
+that any of its instances has on the device. Its ratio is to the same index without stores, asked in turn. Far more
+instances are found then, each to the depth of its store's deepest one, and that is most of the cost.
 
     python -m benchmarks.index [--quick] [--json] [--dynamo /path/to/venv/bin/python]
 """

@@ -1,12 +1,14 @@
-"""Dynamo's RadixTree on the workload of `benchmarks/index.py`, run by an interpreter that has it. One JSON command a
-line comes on stdin, one JSON answer a line goes to stdout; times are process CPU, its own thread's included.
+"""Runs Dynamo's RadixTree on the workload of `benchmarks/index.py`, in an interpreter that has it.
+
+It reads one JSON command a line on stdin and writes one JSON answer a line to stdout. Times are process CPU, the tree's
+own thread included.
 
     ["fill", name, pairs]        → {"pairs": …, "bytes": …}       a new tree; bytes: growth of the resident set
     ["find", depth]              → nanoseconds a find
     ["events", blocks an event]  → [nanoseconds a stored block, a removed block]
 
-Its events are the JSON that the binding takes; encoding them is not counted, parsing them is: there is no other way
-in. A find's scores stay in Rust; reading them from Python would cost more.
+The binding takes events only as JSON. Encoding them is not counted; parsing them is. A find's scores stay in Rust;
+reading them from Python would cost more.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What both indexes in `benchmarks/index.py` are filled with and asked; the standard library alone, so that a peer's
-interpreter can import it too. The same seed makes the same chains in both."""
+"""The workload of both indexes in `benchmarks/index.py`. The same seed makes the same chains for both.
+
+It needs only the standard library, so that the interpreter with Dynamo can import it too.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ def again(hashes: list[int]) -> list[int]:
 
 
 def staggered(pairs: int) -> Iterator[Chain]:
-    """Chains of 1,024 blocks, each held by 15 random instances to a random depth: a deep find passes 15 changes of
-    holders."""
+    """Yield chains of 1,024 blocks, each held by 15 random instances to a random depth.
+
+    A deep find then passes 15 changes of holders.
+    """
     draw = Random(7)
     for _ in range(max(1, pairs * 2 // (DEPTH * HOLDERS))):
         hashes = draw_hashes(draw, DEPTH)

@@ -1,13 +1,13 @@
-"""What does the machine's block store cost, and how near does it come to what the machine can do?
+"""What does the machine's block store cost, and how near is it to the limits of the machine?
 
-    copies    an engine's mover beside plain memcpy                     benchmarks.kvbm_copies
+    copies    an engine's mover compared with plain memcpy              benchmarks.kvbm_copies
     fetch     kvbm's answer over NATS: which blocks are where           benchmarks.kvbm_fetch
     first     a prompt's first token from memory, and from disk         benchmarks.kvbm_first
     steps     the engine's steps, with and without storing              benchmarks.kvbm_steps
-    disk      the disk tier beside plain O_DIRECT                       benchmarks.kvbm_disk
+    disk      the disk tier compared with plain O_DIRECT                benchmarks.kvbm_disk
 
-Each is a benchmark of its own, which says what it measures and what could mislead; this one runs them one after the
-other and puts their goals and rows into one object.
+Each is a benchmark of its own, whose docstring says what it measures and what could mislead. This one runs them one
+after another and puts their goals and rows into one object.
 
     python -m benchmarks.kvbm [--only copies …] [--memory TMPFS] [--directory DIR] [--quick] [--json]
 """

@@ -1,14 +1,13 @@
 """How fast does an engine's mover copy blocks into and out of kvbm's pool, as a share of plain memcpy?
 
-A pool is made and prefaulted as the kvbm does it, and mapped a second time, as an engine maps it. Then blocks are
-copied in random order between private memory and the slots by the native engine's mover on a CPU: asked, copied in its
-thread, told, as in the engine. `stored` and `loaded` are its rates as shares of libc's memmove between two pieces of
-private memory, `first` that of storing into slots whose pages the engine has not touched, `touch` what touching them
-all takes beforehand.
+A pool is made and prefaulted as kvbm does it, and mapped a second time, as an engine maps it. Then the native CPU
+engine's mover copies blocks in random order between private memory and the slots, in its own thread, as in the engine.
+`stored` and `loaded` are its rates as shares of libc's memmove between two pieces of private memory. `first` is the
+share of storing into slots whose pages the engine has not touched. `touch` is the time to touch them all beforehand.
 
-What could mislead: CPU time of the process, medians of interleaved passes, and nothing beside the mover; how it gets on
-with an engine that computes is for benchmarks.kvbm_steps. The private memory asks for huge pages, as the engine's KV
-pages do; a tmpfs has them only where it is mounted with `huge=within_size` or `always`, so the two sides differ unless
+What could mislead: the figures are CPU time of the process, medians of interleaved passes, with nothing else running;
+benchmarks.kvbm_steps has an engine that computes meanwhile. The private memory uses huge pages, as the engine's KV
+pages do. A tmpfs has them only if it is mounted with `huge=within_size` or `always`, so the two sides differ unless
 `--directory` lies on such a mount.
 
     python -m benchmarks.kvbm_copies [--directory /dev/shm] [--mib 512] [--quick] [--json]

@@ -9,7 +9,7 @@ the rounds' ratios. `scan` is how many headers a second are read at the start.
 What could mislead: both run in Python, and on few cores the loop, the threads and the disk's own interrupts share them,
 so with small requests on a fast disk the ratio is about CPU. A disk that other programs use moves by 20 % and more
 between rounds. A record is a page longer than its payload: 1.6 % of 256 KiB. Virtual disks may cache what they were
-just given. With one request in flight the checksum adds to each request's time; with more it runs beside the others'.
+just given. With one request in flight the checksum adds to each request's time; with more it overlaps with the others.
 
     python -m benchmarks.kvbm_disk [--quick] [--json] [--directory DIR]
 """

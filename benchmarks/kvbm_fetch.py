@@ -3,11 +3,11 @@
 A kvbm in a process of its own and a real nats-server. Blocks are stored and committed once; then they are fetched and
 released, one request after another, as a worker's shell asks: the time from the request to the last reply, decoding
 included. Of that `in kvbm` is what passes there between request and answer, in the mean, and `round trip` what a
-release takes, which costs kvbm next to nothing; what is left are a subscription, since answers to a fetch may be many,
-and larger messages. `cpu` is what this process and kvbm take for one, what kvbm does after the answer included.
+release takes, which costs kvbm next to nothing. The rest is a subscription, since a fetch may have many answers, and
+larger messages. `cpu` is the CPU time of this process and kvbm for one request, including kvbm's work after the answer.
 
-What could mislead: three processes take turns, so where other programs have the cores, the wall time is theirs. The
-blocks are tiny, because their bytes do not travel.
+What could mislead: three processes take turns, so on a busy machine the wall time depends on other programs. The blocks
+are tiny, because their bytes are not sent.
 
     python -m benchmarks.kvbm_fetch [--blocks 256] [--rounds 300] [--quick] [--json]
 """

@@ -1,20 +1,19 @@
-"""How soon does a prompt's first token come where kvbm has its blocks, in memory or on disk?
+"""How soon does a prompt's first token come if kvbm has its blocks, in memory or on disk?
 
 A worker with the native engine on one thread and a device pool that holds one prompt, a kvbm, and NATS, each a process
 of its own; this one is the frontend. Two prompts are computed once, stored in kvbm's pool and written to its disk, and
-then asked for in turn: each time the other one is on the device. In memory both stay; before each round from disk kvbm
-is started anew, and has in memory what the device holds, which is the other one.
+then asked for in turn: each time the other one is on the device. In memory both stay. Before each round from disk kvbm
+is restarted and has in memory only the device's blocks, which are the other prompt's.
 
 `first` is the time from the request to the first token, less one step of the engine, which computes the prompt's last
-token: the mean time between the tokens that follow. `alone` is what the same bytes take by themselves, measured after
+token: the mean time between the tokens that follow. `alone` is the time of the same bytes by themselves, measured after
 each request: from memory, at the rate at which a mover loads blocks of this size; from disk, at that of plain O_DIRECT
-reads of this size, as many in flight as kvbm has. The ratio is that of the medians of both over the rounds; it counts
+reads of this size, as many in flight as kvbm has. The ratio is that of the medians of both over the rounds; it includes
 the trips over NATS, kvbm's answer and, from disk, the copies.
 
-What could mislead: all is wall time, so other programs count; `first`, which goes through four processes and a thread
-of low priority, suffers more than `alone`. Behind 4,096 tokens a step takes ten times as long as copying them, and no
-two the same time: of what is left when one is taken off, a single round says little. Virtual disks may cache what they
-were just given, for both alike.
+What could mislead: all is wall time, so other programs count. `first` goes through four processes and a thread of low
+priority, so it suffers more than `alone`. After 4,096 tokens a step takes ten times as long as copying them, and its
+time varies. So a single round says little about the difference. Virtual disks may cache recent writes, for both alike.
 
     python -m benchmarks.kvbm_first [--tokens 4096] [--rounds 8] [--memory TMPFS] [--directory DIR] [--quick] [--json]
 """

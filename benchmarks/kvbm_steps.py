@@ -1,10 +1,10 @@
-"""How much does storing what it computes slow the native engine?
+"""How much does storing its blocks in kvbm slow the native engine?
 
 Two workers with the same settings and engine processes of their own decode the same number of sequences, one after the
 other, round by round; one of them stores each block in a real kvbm's pool as soon as it is full, the other has none.
-`own` is the time that a token takes the engine's thread, but for when other programs had the core: computing, deciding,
-talking to the shell, and waiting for the mover's thread to let the GIL go. `cpu` is its CPU time alone, `process` that
-of all of the engine's threads, so with the copies themselves. The ratios are medians over the rounds'.
+`own` is the time of the engine's thread for a token, without the time when other programs had the core: computing,
+deciding, talking to the shell, and waiting for the mover's thread to release the GIL. `cpu` is that thread's CPU time,
+`process` that of all of the engine's threads, so it includes the copies. The ratios are medians over the rounds.
 
 What could mislead: one BLAS thread, SmolLM2-135M, whose tokens are cheap to compute for the bytes of their KV (45 KiB
 in float32), on a machine with a core left for the mover; where all cores compute, the mover takes up to a tenth of one.
@@ -39,8 +39,8 @@ from tests.worker.store import attached, saved, store
 MODELS = ROOT / ".headrace" / "models"
 PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 17
-"""A block of prompt and one of output: the last token is drawn, and not computed with. Short rounds, so that the two
-workers of a pair find the machine alike."""
+"""Output tokens of a round: one block, as the last token is drawn and not computed. The prompt is one block too. Rounds
+are short, so that both workers of a pair find the machine in the same state."""
 BLOCKS = 2
 VOCABULARY = 49_152
 MOST_SLOWER = 1.03

@@ -1,7 +1,7 @@
 """Prompts as runs of named blocks: a real trace and synthetic loads, and what an ideal cache would find in them.
 
     names      7         12        9          equal names mean equal prompts up to and with that block
-    tokens   | 7 0 0 … | 12 0 0 … | 9 0 |     the last block may be partial: its name is then of use to nobody
+    tokens   | 7 0 0 … | 12 0 0 … | 9 0 |     the last block may be partial: its name is then never reused
 
 Tokens are made from names when a prompt is sent, so a load of 145 M tokens takes the memory of its names.
 """
@@ -62,9 +62,12 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class Ideal:
-    """What one unbounded cache that all workers share would find, under the engine's rules: only full blocks are
-    reused, and at least one token of a prompt is computed. It knows a prompt's blocks as soon as it arrives, so no
-    engine can do better than this, and one that is still computing them when a sibling comes does worse."""
+    """The hits of one unbounded cache that all workers share, under the engine's rules.
+
+    Only full blocks are reused, and at least one token of a prompt is computed. The cache knows a prompt's blocks as
+    soon as the prompt arrives, so no engine can do better. An engine that still computes them when a similar prompt
+    comes does worse.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -167,8 +170,11 @@ def agents(requests: int, draw: Random) -> RequestTrace:
 def _conversations(
     name: str, requests: int, draw: Random, *, common_tokens: int, turns: int, pause_s: float, added: tuple[int, int]
 ) -> RequestTrace:
-    """`added` tokens a turn, between these bounds; answers of 30 to 300 are computed anew in the next prompt, for what
-    the engine answers is not what the conversation goes on with."""
+    """Make conversations whose turns add a number of tokens between the bounds `added`.
+
+    Answers have 30 to 300 tokens. The next prompt computes them again, because the conversation does not continue with
+    the engine's own answer.
+    """
     arrivals, names = _arrivals(draw, requests_each=turns), count()
     common = _take(names, common_tokens)
     made: list[TraceRequest] = []

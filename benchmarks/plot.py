@@ -1,6 +1,6 @@
-"""Curves of a benchmark, as a PNG beside its JSON; and of any benchmark its goals. matplotlib is imported here alone.
+"""Draws a benchmark's curves, or any benchmark's goals, as a PNG. Only this module imports matplotlib.
 
-python -m benchmarks.plot benchmarks/results/index.json …      writes index.png beside it
+python -m benchmarks.plot benchmarks/results/index.json …      writes index.png to the same directory
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Do the routing policies hold where loads are unlike the trace?
+"""Do the routing policies hold for loads that are unlike the trace?
 
 unshared   prompts with nothing in common: `kv` must do as well as least-loaded
 chats      conversations of some eight turns
-agents     loops of some fifteen calls behind one system prompt of 8,192 tokens
+agents     loops of about fifteen calls after one system prompt of 8,192 tokens
 slow one   the chats, and one of four workers takes three times as long for everything
 cpu        few chats on two workers as slow as a laptop (300 tokens/s, one token at a time)
 

@@ -1,17 +1,18 @@
 """Do several routers spread a burst over the workers as well as one would?
 
     burst of N selects, all at once ──▶ nats-server ──▶ 1, 2 or 4 router processes, each with its own reservations,
-                                                        told to the others every millisecond
+                                                        sent to the others every millisecond
 
 16 instances, no KV events, unique prompts of 100 to 20,000 tokens (log-normal), the default policy. After a burst the
-prompt tokens reserved on each instance are summed from the answers: `max / mean` is 1 where all have the same. Then all
+prompt tokens reserved on each instance are summed from the answers: `max / mean` is 1 if all have the same. Then all
 are finished, and the next burst waits until every router has no reservation left. The same bursts go to 1, 2 and 4
-routers in turns, and, `apart`, to routers in this process that tell each other nothing: what telling is worth.
+routers in turns. In `apart` they go to routers in this process that do not exchange reservations: the difference is
+what the exchange is worth.
 
 What could mislead: the largest prompt alone may exceed the mean, so `max / mean` of a small burst is above 1 for any
 router, and only the ratio of two rows says something. On a machine with fewer cores than processes a router
-answers several questions between two turns of the others, and hears of them later than on one with enough. Workers that
-answer nothing report nothing: in life their reports correct the reservations four times a second.
+answers several questions between two turns of the others, and learns of theirs later than on one with enough cores. The
+workers here send no load reports; in service these correct the reservations four times a second.
 
     python -m benchmarks.replicas [--quick] [--json]
 """

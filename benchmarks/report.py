@@ -1,4 +1,4 @@
-"""What every benchmark prints with --json: one object, the same shape for all."""
+"""The object that every benchmark prints with --json, with the same shape for all."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class Goal(Struct, frozen=True):
 
 
 def report(benchmark: str, command: Sequence[str], goals: Sequence[Goal], rows: Sequence[Any]) -> dict[str, Any]:
-    """`command` are the arguments after `python -m benchmarks.…`; of paths only the names are told.
-    BENCHMARK_COMMIT says the commit where the tree is a copy without its history."""
+    """Return the object of a benchmark. `command` is the arguments after `python -m benchmarks.…`.
+
+    Of paths only the last names are kept. BENCHMARK_COMMIT gives the commit if the tree is a copy without its history.
+    """
     commit = os.environ.get("BENCHMARK_COMMIT") or _head()
     return {
         "benchmark": benchmark,

@@ -5,17 +5,18 @@
 
 The router is the real process; so are NATS, ZMQ, the files of discovery and the asker's bus. The million pairs come by
 the workers' snapshots. Prompts have 512 hashes: the first 256 to 511 blocks of a known prompt, and then new ones.
-Every choice is reserved, told, prefilled and finished, and the workers report four times a second, as in life.
+Every choice is reserved, sent to the other routers, prefilled and finished, and the workers report four times a second,
+as in service.
 
 Saturation is a closed loop. The open loop asks at random (Poisson) times at half that rate, and each answer is timed
-from when its question was due: this takes in the asker's own Python, the server, and waiting for one another. The third
-row has 10,000 blocks a second stored and removed meanwhile. The last one asks one question after the other: what a
-question adds to the first token of a request that is alone.
+from when its question was due: this includes the asker's own Python, the server, and waiting for one another. The third
+row has 10,000 blocks a second stored and removed meanwhile. The last one asks one question after another: it shows what
+a question adds to the first token of a request that is alone.
 
 What could mislead: with fewer than two cores, or other work on the machine, asker, server and router wait for one
-another, and the percentiles are the scheduler's. The router's CPU time a select is what runs can be compared by; it has
-everything in it: events, reports, gauges. The scripted workers never confirm by events what was sent to them, so all
-that is expected stays so for its five seconds: 10,000 runs and more, where a real fleet of this size has hundreds.
+another, and the percentiles are the scheduler's. Compare runs by the router's CPU time a select; it includes events,
+reports and gauges. The scripted workers never confirm their requests by events. So expected blocks stay in the index
+for all of their five seconds: 10,000 runs and more, while a real fleet of this size has hundreds.
 
     python -m benchmarks.route [--quick] [--json] [--plot FILE.png]
 """
@@ -241,7 +242,7 @@ class RoutedFleet:
             await process.wait()
 
     async def _listen(self, name: str) -> None:
-        """As a router that starts: reservations, which the workers' reports have, are told where one may hear them."""
+        """Listen to reservations, as a starting router does; the workers' reports contain them."""
         question = RESERVATIONS_REQUEST.encode(ReservationsRequest(MODEL))
         while True:
             await self._bus.request(subjects.reservations(NAMESPACE, name), question, timeout_s=10.0)

@@ -3,7 +3,7 @@
     python -m benchmarks.route_load --nats-url URL --router-pid PID closed --in-flight 64 --seconds 5
     python -m benchmarks.route_load --nats-url URL --router-pid PID open --rate 2000 --seconds 10
 
-An open loop asks at random times of the given rate, whatever the answers do, and times each from when it was due.
+An open loop asks at random times of the given rate, without waiting for answers, and times each from when it was due.
 Prints one JSON object; `percentiles ms` has two a percent.
 """
 

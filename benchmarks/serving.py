@@ -1,4 +1,4 @@
-"""What does a token cost on its way from the engine to the client, beside Dynamo in the same run?
+"""What does a token cost on its way from the engine to the client, compared with Dynamo in the same run?
 
     load generator ── HTTP, SSE ──▶ a stack: every process's CPU time from /proc, over all tokens of the run
 
@@ -7,23 +7,23 @@ an engine's time without its arithmetic, the same model directory, KV routing an
 share nothing, answers 128 tokens, streamed. Every process but the load generator counts, on both sides. The load
 generator is the yardstick's own; without a yardstick it is `sse_load.py`, and only ours is measured.
 
-paced     a step takes 20 ms on both sides. Ours is told so; the yardstick's speed-up is calibrated for each number of
-          streams until its tokens a second are ours, and a run counts only if they are within 3 % of each other.
-          A run with less than 0.98 SSE events a token, or with an error, is refused: it did not do the work.
-unpaced   engines 1,000 times as fast as a GPU: everything waits for the serving path, and tokens come together in
-          fewer events where it is behind.
+paced     a step takes 20 ms on both sides. Ours has a setting for it; the yardstick's speed-up is calibrated for each
+          number of streams until its tokens a second are ours, and a run counts only if they are within 3 % of each
+          other. A run with less than 0.98 SSE events a token, or with an error, is refused: it did not do the work.
+unpaced   engines 1,000 times as fast as a GPU: everything waits for the serving path, and if that lags, tokens come
+          together in fewer events.
 
-For those who make it cheaper, ours alone, in half a minute; the last line is the sum:
+To work on the cost, measure ours alone, in half a minute; the last line is the sum:
 
     python -m benchmarks.serving --ours --streams 128,512 --paced --quick [--peer DIR]
     python -m benchmarks.serving --ours --streams 512 --paced --quick --profile frontend|router|worker
 
-With --peer its model and load generator are used for ours too, which the comparison does: its tokens are longer text.
+With --peer its model and load generator are used for ours too, as in the comparison: its tokens are longer text.
 
 What could mislead: wall-clock figures (tokens/s, time to first token) on a busy or small machine are the machine's, CPU
-per token is less so; the other stack idles beside, which costs the caches a little; the first and last seconds of a run
-have fewer streams than the case says, on both sides; CPU time in interrupts (loopback TCP) falls on whoever runs;
-profiled processes cost about twice as much.
+per token is less so. The other stack idles meanwhile, which costs the caches a little. The first and last seconds of a
+run have fewer streams than the case says, on both sides. CPU time in interrupts (loopback TCP) counts for the process
+that they interrupt. Profiled processes cost about twice as much.
 
     python -m benchmarks.serving --peer DIR [--streams 32,128] [--paced|--unpaced] [--repeats 3] [--quick] [--json]
 """
@@ -151,8 +151,11 @@ class Bench:
         self._generator.run(stack, 16, 100)
 
     def _calibrated(self, stack: RunningStack, streams: int, started: ExitStack) -> RunningStack:
-        """The yardstick at the speed-up where a stream has as many tokens a second as ours. Its prefills take time too,
-        and a step's depends on the batch, so this is found by trying; the last try stays, and `Pair` judges it."""
+        """Return the yardstick at the speed-up that gives a stream as many tokens a second as ours.
+
+        Its prefills take time too, and a step's time depends on the batch, so it tries several speed-ups. The last try
+        stays, and `StackPair` judges it.
+        """
         assert self._yardstick is not None
         speedup = FIRST_SPEEDUP
         for left in reversed(range(CALIBRATIONS)):

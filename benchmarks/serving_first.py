@@ -1,11 +1,12 @@
-"""How long until the first token, when nothing else is asked and the engine takes no time?
+"""How long does the first token take, when there is no other request and the engine takes no time?
 
-One request at a time, 512 tokens in, 8 out, from the client's side: HTTP, template, tokens, the router's choice, the
-worker, one step, and back. Ours and the yardstick take turns; ours with steps of no time, the yardstick 1,000 times as
-fast as a GPU, so that what is left is the serving path's.
+One request runs at a time, with 512 tokens in and 8 out, timed by the client: HTTP, template, tokens, the router's
+choice, the worker, one step, and back. Ours and the yardstick take turns; our steps take no time, and the yardstick is
+1,000 times as fast as a GPU, so that the serving path's time remains.
 
-Twice: once as most clients read, and once with TCP_QUICKACK, which hides a server that waits for acknowledgements of
-what it sent (Nagle's algorithm; 40 ms). The goal is judged with it, where the yardstick is at its best.
+It runs twice: once as most clients read, and once with TCP_QUICKACK, which hides that a server waits for
+acknowledgements before it sends more (Nagle's algorithm; 40 ms). The goal is judged with it, where the yardstick is at
+its best.
 
 What could mislead: on a busy machine every process waits for a core, several times in a request; the yardstick's
 thousandth of a prefill is some 0.1 ms.

@@ -1,4 +1,4 @@
-"""Runs a load generator against a stack, and counts what the stack spent meanwhile.
+"""Runs a load generator against a stack, and measures the CPU time that the stack spends meanwhile.
 
 Generator.run ──▶ a process, the yardstick's loadgen.py or sse_load.py ──▶ its report
       │  start, stop: what each process of the stack has cost so far
@@ -65,8 +65,11 @@ class Generator:
     def run(
         self, stack: RunningStack, streams: int, requests: int, *flags: str
     ) -> tuple[GeneratorReport, dict[str, Cost]]:
-        """So many requests, `streams` of them at once, and what the stack spent from the first request to the last
-        answer, and took then. The prompts are new each time. `flags` go to the generator. Raises SystemExit."""
+        """Send `requests` requests, `streams` at once; return the report and the cost of each kind of process.
+
+        A cost is the CPU time from the first request to the last answer, and the memory at the end. Prompts are new in
+        each run. `flags` are passed to the generator. Raises SystemExit.
+        """
         asked = {
             "--port": stack.port,
             "--model": NAME,
@@ -98,7 +101,7 @@ class Generator:
             watch.join()
         try:
             load = msgspec.json.decode(done.stdout, type=GeneratorReport)
-        except msgspec.DecodeError:  # it failed, or not one stream ended well and its figures are null
+        except msgspec.DecodeError:  # it failed, or no stream ended well and its figures are null
             raise SystemExit(f"the load generator: {done.stdout}{done.stderr[-2000:]}") from None
         before, after = marks["start"], marks["stop"]
         return load, {kind: Cost(cost.cpu_s - before[kind].cpu_s, cost.rss_mb) for kind, cost in after.items()}

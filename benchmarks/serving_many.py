@@ -1,14 +1,14 @@
 """Does one frontend process carry 4,000 streams at 100 ms a step without losing any, and what does a stream weigh?
 
-All streams are of 512 tokens and one connection each; they start one after another, are all there for a while, and end.
-Lost is a stream with an error, without its [DONE], or shorter than it should be. A stream that lags gets several tokens
-in one event, so what is too short is judged by the usage at its end.
+All streams have prompts of 512 tokens and a connection of their own; they start one after another, run together for a
+while, and end. A stream is lost if it has an error, no [DONE], or too few tokens. A stream that lags gets several
+tokens in one event, so its tokens are those of the usage at its end.
 
-rss a stream     of the frontend at its largest, less what it had after some requests one at a time, over the streams
+rss a stream     the frontend's largest RSS, less its RSS after some single requests, divided by the streams
 
-What could mislead: the load generator and both workers share the machine; with two cores all of it may be slower than
-100 ms a step, and then tokens come together, which the events a token show. Allocators keep what they once had, so the
-largest RSS is also that of the bursts of the start.
+What could mislead: the load generator and both workers share the machine. With two cores all of it may be slower than
+100 ms a step; then tokens come together, which the events a token show. Allocators keep memory that they once had, so
+the largest RSS is also that of the bursts at the start.
 
     python -m benchmarks.serving_many [--streams 4000] [--quick] [--json]
 """

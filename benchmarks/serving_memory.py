@@ -1,13 +1,13 @@
 """Does the frontend's memory stay flat under load?
 
-Short requests at a high rate, one run of the load generator after another, for as long as is asked: streams of 8
-tokens, 64 at once; after every tenth run a few clients that go away in the middle. Sampled between the runs.
+Runs of the load generator follow one another for `--hours`, with short requests at a high rate: streams of 8 tokens,
+64 at once. After every tenth run a few clients leave in the middle. Samples are taken between the runs.
 
 rss     of the frontend. Goal: no more than 5 % from the smallest to the largest in the second half
-files   open descriptors of the frontend, at the same times: as many at the end as at the half
+files   open descriptors of the frontend. Goal: as many at the end as at half time
 
-What could mislead: an hour has its daily rhythms, a run of minutes has none; what leaks a byte a request needs
-millions of them to show, so the rows have the number of requests.
+What could mislead: a leak that shows only after hours does not show in a run of minutes. A leak of a byte a request
+needs millions of requests to show, so the rows have the number of requests.
 
     python -m benchmarks.serving_memory [--hours 1] [--quick] [--json] [--plot FILE]
 """

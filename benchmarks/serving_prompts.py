@@ -1,14 +1,14 @@
-"""Do five prompts of 100,000 tokens a second disturb the streams beside them?
+"""Do five prompts of 100,000 tokens a second disturb the other streams?
 
-256 streams of short prompts at 20 ms a step, and phases with and without the long prompts in turns. The engine takes no
-time for a prefill, so what the streams feel is the serving path's: bodies of half a megabyte, template, tokenising,
-hashing, routing 6,250 hashes, the prompt's way to the worker and the blocks' events.
+256 streams of short prompts run at 20 ms a step, in phases with and without the long prompts, in turns. The engine
+takes no time for a prefill, so only the serving path can disturb the streams: bodies of half a megabyte, template,
+tokenising, hashing, routing 6,250 hashes, the prompt's way to the worker and the blocks' events.
 
-rise    of the streams' inter-token p99, all gaps of a phase together: median of the phases with, less of those without
+rise    of the streams' inter-token p99 over all gaps of a phase: median of the phases with, less that of those without
 
-What could mislead: long prompts cost CPU time (the rows say how much, by process), and where the machine's cores are
-all busy, streams wait for a core, which no frontend can mend; the load generators run on the same cores. A prompt of
-the small model's tokenizer has 2 bytes a token, a real one 4 to 5.
+What could mislead: long prompts cost CPU time (the rows say how much, by process). If all cores are busy, streams wait
+for a core, which no frontend can avoid; the load generators run on the same cores. A prompt of the small model's
+tokenizer has 2 bytes a token, a real one 4 to 5.
 
     python -m benchmarks.serving_prompts [--rate 5] [--repeats 3] [--quick] [--json]
 """

@@ -1,12 +1,12 @@
-"""Both systems as `benchmarks/serving.py` runs them: real processes on loopback, and what each of them costs.
+"""Starts both systems for `benchmarks/serving.py`, as real processes on loopback, and measures their cost.
 
-    ours    nats-server, etcd, one frontend, one router, two workers: a shell and a simulated engine each. What
-            `headrace up` runs, with other settings in the environment; the servers of both sides have one thread each
+    ours    nats-server, etcd, one frontend, one router, two workers: a shell and a simulated engine each. These are the
+            processes of `headrace up`, with other settings; the servers of both sides have one thread each
     peer    nats-server, etcd, one frontend with its router inside, two mockers; started by the yardstick's own stack.py
             with the yardstick's own Python
 
-All of them end with this process, also if it is killed: ours by the kernel's parent-death signal, the peer's when the
-pipe to what started them closes.
+All of them end with this process, even if it is killed: ours by the kernel's parent-death signal, the peer's when the
+pipe to their starter closes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ class RunningStack:
     """A stack that is ready."""
 
     def __init__(self, port: int, kinds: Mapping[int, str], observed: Mapping[str, str] | None = None) -> None:
-        """`kinds`: process → what it is. A child counts as its parent does, but a worker's child is its engine.
-        `observed`: by the program's name the base URL of its /metrics."""
+        """Describe a stack. `kinds` has the kind of each process, by PID.
+
+        A child has its parent's kind, but a worker's child is its engine. `observed` has the base URL of each
+        program's /metrics, by the program's name.
+        """
         self.port = port
         self.observed = {} if observed is None else dict(observed)
         self._kinds = dict(kinds)
@@ -116,9 +119,9 @@ def ours(
     worker: Mapping[str, str],
     profile: str = "",
 ) -> AbstractContextManager[RunningStack]:
-    """Our stack. `worker`: its settings, by the names of their environment variables.
+    """Run our stack. `worker` has the workers' settings, by the names of their environment variables.
 
-    `profile`: frontend, router or worker (the shell of the first); cProfile's table is printed at the end.
+    `profile` is frontend, router or worker (the first one's shell); cProfile's table is printed at the end.
     """
     options = Options(
         model=str(model), model_name=NAME, port=servers.free_ports(1)[0], workers=WORKERS, engine="simulated"
@@ -139,8 +142,10 @@ def launched(
     profile: str = "",
     start_limit_s: float = START_LIMIT_S,
 ) -> Iterator[RunningStack]:
-    """What `up` would run with these options. `settings`: of each service, by its name, more of them, by the names of
-    their environment variables."""
+    """Run what `up` would run with these options.
+
+    `settings` adds settings to each service, by the service's name and the names of their environment variables.
+    """
     place = Place(directory)
     ports = servers.free_ports(stack.ports_needed(options))
     plan = stack.plan(options, place, ports, python=sys.executable, cores=os.cpu_count() or 1, password="benchmark")

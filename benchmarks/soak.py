@@ -5,13 +5,13 @@ in the first hour must be forgotten in the second. Every ten minutes a worker di
 minute later another joins. `fleet.py` says what is real and what is a model.
 
 rss          of the process, once a virtual minute. Goal: within 5 % over the second hour.
-grown        the same, less what it was before the first request: the requests themselves are loaded before that.
-bytes a pair what the router's index takes, by its own estimate (`benchmarks/index.py` checks it), over the (block,
-             worker) pairs it holds; the fewer workers share a block, the more.
+grown        the same, less the RSS before the first request; the requests themselves are loaded before that.
+bytes a pair the size of the router's index, by its own estimate (`benchmarks/index.py` checks it), over its (block,
+             worker) pairs; the fewer workers share a block, the larger it is.
 
-What could mislead: two hours in a minute or two, so what leaks by the wall clock does not show; one process holds the
-router and all engines, so a leak of the router alone is small beside the engines (its own sizes are in the rows); the
-servers and sockets of a real deployment are not there.
+What could mislead: two hours take a minute or two, so a leak by the wall clock does not show. One process holds the
+router and all engines, so a leak of the router alone is small compared with the engines (its own sizes are in the
+rows). The servers and sockets of a real deployment are missing.
 
     python -m benchmarks.soak --trace conversation_trace.jsonl [--quick] [--json] [--plot FILE]
 """

@@ -1,9 +1,12 @@
-"""A light load generator for /v1/chat/completions, where the yardstick's is not there or cannot do what is asked.
+"""A light load generator for /v1/chat/completions, for runs without the yardstick's or with more than that can do.
 
-It takes the flags of the yardstick's `loadgen.py` that `serving.py` uses and prints the same JSON, and more: `--rate`
-sends in an open loop, at random times; with `--leave` clients go away in the middle. SSE events are counted in the byte
-stream, one connection for each stream in flight. `start` and `stop` are written to the descriptor `--hook-fd` when the
-first request goes and the last has ended.
+It takes the flags of the yardstick's `loadgen.py` that `serving.py` uses and prints the same JSON, and has more flags:
+`--rate` sends in an open loop, at random times; with `--leave` clients leave in the middle. It counts SSE events in
+the byte stream and has a connection for each stream in flight. It writes `start` and `stop` to `--hook-fd`, a descriptor,
+when it sends the first request and when the last one has ended.
+
+It is not the client of `headrace bench`, which parses every event: with 128 streams that one takes 19 to 23 µs of CPU
+an event, and this one 10, on the same machine. A generator must not cost more than the frontend that it loads.
 
     python -m benchmarks.sse_load --port 8000 --model NAME --tokenizer tokenizer.json -c 128 -n 1000
 """

@@ -3,8 +3,8 @@
 Each run is a fresh `up` (servers, services, the converted model in the page cache), a streamed chat sent as
 soon as `ready` is printed, and a Ctrl-C. Measured from the exec of ./headrace to the first piece of text.
 
-What could mislead: the first run converts the model and fills the page cache, so it is a warm-up and not counted; other
-programs on the machine slow every run, so the best run is printed beside the median; polling adds up to 0.1 s.
+What could mislead: the first run converts the model and fills the page cache, so it is a warm-up and not counted. Other
+programs on the machine slow every run, so the best run is printed too, next to the median. Polling adds up to 0.1 s.
 
     python -m benchmarks.startup [--runs 5] [--quick] [--json] [-- FLAGS OF up …]
 """

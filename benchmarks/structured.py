@@ -1,15 +1,15 @@
-"""What does it cost that answers are held to a schema?
+"""What does it cost to constrain answers to a schema?
 
-    decode, batch 8        tokens per second of CPU of eight sequences held to SCHEMA, of those of eight held to nothing
-    free, batch 8          the same of eight whose text is free up to a strict tool's call: a mask a token, and no call
-    check                  a frontend's question to the process that compiles for it
+    decode, batch 8        tokens per CPU second of eight sequences with SCHEMA, as a share of eight without a grammar
+    free, batch 8          the same with text that is free until a strict tool's call: a mask a token, and no call
+    check                  a frontend's request to the process that compiles grammars for it
 
-Held and free steps are taken in turn, a block of each, so that other programs on the machine slow both. Sequences
-that are held to the schema write what the model makes of it, greedily, again and again; the others write on.
+Steps with and without a grammar take turns, a block of each, so that other programs on the machine slow both. Sequences
+with the schema write greedily what it allows; the others write on.
 
-What could mislead: the share counts the CPU of all threads, also where masks cost no time because another core has it;
-of the clock's time there is a row, which on a machine with other work says little. A step of this small model takes
-tens of milliseconds on a CPU, and a mask some 60 µs beside it in another thread; on a GPU steps are ten times as short.
+What could mislead: the share counts the CPU of all threads, even if masks cost no time because another core makes them.
+A row has the clock's time, which on a busy machine says little. A step of this small model takes tens of milliseconds
+on a CPU, and a mask about 60 µs meanwhile in another thread; on a GPU steps are ten times as short.
 
     python -m benchmarks.structured [--threads 1] [--rounds 9] [--quick] [--json]
 """

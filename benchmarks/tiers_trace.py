@@ -1,21 +1,21 @@
 """What does a machine's block store change for a real trace, when its workers' own memory is small?
 
 The Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25: 12,031 requests in an hour, 145 M prompt
-tokens, blocks of 512) through 4 simulated workers of 1,000 blocks behind the router's `kv` policy, in virtual time
-(`fleet.py`, `fleet_store.py`: what is real and what is a model). Without a store; with one of 8,000 blocks in memory;
-with 64,000 blocks on disk behind them. A block is 64 MiB: of an 8B model on four H200s that is 63 GiB a worker, 500 GiB
-of memory, and 4 TiB of disk. In open loop at 0.3 to 0.9 of what the workers could serve if they held everything
-(`trace.py`: capacity); in closed loop, 64 requests a worker at any time, for throughput.
+tokens, blocks of 512) goes through 4 simulated workers of 1,000 blocks with the router's `kv` policy, in virtual time
+(`fleet.py` and `fleet_store.py` say what is real and what is a model). It runs without a store, with one of 8,000
+blocks in memory, and with 64,000 more blocks on disk. A block is 64 MiB: for an 8B model on four H200s that is 63 GiB a
+worker, 500 GiB of memory, and 4 TiB of disk. Open loops run at 0.3 to 0.9 of the load that the workers could serve if
+they held everything (`trace.py`: capacity); a closed loop has 64 requests a worker at any time, for throughput.
 
 hit rate     cached prompt tokens over prompt tokens, by where they came from: the device's own cache, the store's
              memory, its disk. Ideal: what one unbounded cache would find, by order of arrival.
 ttft         from arrival to the first token; requests that wait at the end are waited for.
 throughput   output tokens a second, from the first arrival to the last end.
 
-What could mislead: time is a model's, without jitter: steps as on that GPU; copies at 50 GB/s a direction beside them,
-which slow no step; a message takes 1 ms; the disk reads 6 GB/s and writes 3 GB/s, one block after another. Nothing
-fails. Outputs never reappear in prompts, as the trace does not say which tokens they were, so real conversations hit
-more. The trace is one hour of one service, in which the disk never fills.
+What could mislead: time is a model's, without jitter: steps as on that GPU; copies at 50 GB/s a direction, which slow
+no step; a message takes 1 ms; the disk reads 6 GB/s and writes 3 GB/s, one block after another. Nothing fails.
+Outputs never reappear in prompts, as the trace does not say which tokens they were, so real conversations hit more. The
+trace is one hour of one service, in which the disk never fills.
 
     python -m benchmarks.tiers_trace --trace conversation_trace.jsonl [--requests N] [--quick] [--json] [--plot FILE]
                                      [--jobs N]
@@ -165,7 +165,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-# --- what is told
+# --- output
 
 
 def _goals(rows: Sequence[TiersRow]) -> list[Goal]:

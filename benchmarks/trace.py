@@ -172,7 +172,7 @@ def _imbalance(fleet: SimulatedFleet, workers: int) -> float:
     return _quantile(sorted(max(each) * workers / sum(each) for each in whole), 0.9) if whole else 1.0
 
 
-# --- what is told
+# --- output
 
 
 def _goals(rows: Sequence[TraceRow]) -> list[Goal]:

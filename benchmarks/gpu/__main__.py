@@ -1,16 +1,16 @@
-"""All that was promised of a GPU, measured on one, in one table.
+"""Measures all goals on a GPU and prints one table.
 
     copies    scattered blocks between the GPU and a pool, against plain copies of pinned memory
-    beside    a decode step while blocks are copied
+    beside    a decode step while blocks are copied at the same time
     memory    allocations: what one costs, and how many a decode step makes
     decode    decode and prefill of an 8B Llama shape, against the memory's rate and the tensor cores'
     first     the first token of a prompt whose blocks are in kvbm's memory
     serving   everything: NATS, etcd, frontend, router, two workers on the GPU, kvbm
 
-Each part is a benchmark of its own (`python -m benchmarks.gpu.PART`), which says what could mislead, and runs in a
-process of its own, so that all of the GPU's memory is free for the next one. `first` and `serving` need a model of
-15 GB, which is written into the tmpfs and taken away again, unless --model names what `benchmarks.gpu.model` has
-written.
+Each part is a benchmark of its own (`python -m benchmarks.gpu.PART`), whose docstring says what could mislead. It runs
+in a process of its own, so that all of the GPU's memory is free for the next one. `first` and `serving` need a model of
+15 GB, which is written into the tmpfs and removed again, unless --model names a directory that `benchmarks.gpu.model`
+has written.
 
     python -m benchmarks.gpu [--only PART …] [--memory TMPFS] [--model DIRECTORY] [--quick] [--json]
 """
@@ -37,8 +37,7 @@ POOLED = ("copies", "beside", *SERVED)
 
 
 def main() -> int:
-    """Prints the table; with --json one object. The exit status is 1 where a part did
-    not come to its end."""
+    """Print the table, or with --json one object. The exit status is 1 if a part failed."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="python -m benchmarks.gpu",

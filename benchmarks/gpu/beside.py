@@ -1,15 +1,15 @@
-"""How much longer does a decode step take while blocks are copied beside it as fast as they go?
+"""How much longer does a decode step take while blocks are copied at full speed?
 
     python -m benchmarks.gpu.beside [--memory TMPFS] [--quick] [--json]
 
 A batch of 32 of an 8B Llama shape decodes at 2,048 positions, by graphs, which reads memory nearly all of the time;
 the runner's own mover saves blocks of other pages to a pool, loads others from it, or both. Between steps the engine's
-thread sees what has ended and asks for more, as in an engine, so that no copy ever waits for it. `step_ms` is a host
-clock around the Runner's whole step, `device_ms` is the time between CUDA events around its computing, without the
-draw; the ways take turns, ten steps of each.
+thread collects ended batches and asks for more, as in an engine, so that no copy ever waits for it. `step_ms` is a host
+clock around the Runner's whole step; `device_ms` is the time between CUDA events around its computing, without the
+draw. The kinds of copies take turns, ten steps of each.
 
-What could mislead: the mover's threads hold the GIL now and then, which is in the step's time; asking for more is not.
-An engine asks for less than this most of the time.
+What could mislead: the mover's threads hold the GIL now and then, which is part of the step's time; asking for more is
+not. An engine asks for fewer copies than this most of the time.
 """
 
 from __future__ import annotations

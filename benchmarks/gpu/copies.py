@@ -2,21 +2,21 @@
 
     python -m benchmarks.gpu.copies [--path NAME] [--memory TMPFS] [--quick] [--json]
 
-Blocks lie scattered on both sides and are copied by what an engine has: a mover over a CudaCopier, on the path that
+Blocks lie scattered on both sides and are copied as in an engine: by a mover over a CudaCopier, on the path that
 calibration chose (or --path), in batches of 8, 64 and 512.
 
-    in a row    batches are asked of the mover all at once, so that the link never waits for who asks
+    in a row    all batches are requested from the mover at once, so that the link never waits for a request
     copied      one batch at a time by the copier itself, from handing it over to its end
-    told        one batch at a time by the mover, from asking to being told: with the trips from thread to thread
+    told        one batch at a time by the mover, from the request to its report: with the trips from thread to thread
 
-The last two are medians. `both`: loads and saves at once. Yardsticks of the same run and pool: one plain
+The last two are medians. `both` is loads and saves at once. Yardsticks of the same run and pool are one plain
 cudaMemcpyAsync of 1 GiB each way, two at once, and two rows of bare copies of 2 MiB from places as scattered as the
 blocks.
 
-What could mislead: all of the pool is touched and pinned before anything is timed, which takes 0.6 s a GiB once;
-nothing computes beside the copies (that is benchmarks.gpu.beside). Goals are those of blocks of 2 MiB, in one piece or
-in up to 512 fragments; the smaller blocks are there to see. CPU time is that of all the process's threads, so Python's
-share of what a copy costs an engine is in it.
+What could mislead: all of the pool is touched and pinned before anything is timed, which takes 0.6 s a GiB once.
+Nothing computes during the copies (benchmarks.gpu.beside measures that). The goals are for blocks of 2 MiB, in one
+piece or in up to 512 fragments; smaller blocks are shown without goals. CPU time is that of all the process's threads,
+so it includes Python's share of a copy's cost.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One engine by itself: its core and its runner in this process, asked in a closed loop, without a network or a kvbm.
+"""Runs one engine by itself in a closed loop: its core and its runner in this process, without a network or a kvbm.
 
     python -m benchmarks.gpu.engine --model DIRECTORY [--streams 64] [--requests 512] [--memory-share 0.9] [--together]
 
-Prints one JSON object. With --together it says `ready` once the model is loaded, and begins when a line comes: so
-several begin at once. What could mislead: whoever asks does so in the engine's thread, between steps, which costs it
-some microseconds a request; a token is there when the core tells it.
+It prints one JSON object. With --together it prints `ready` once the model is loaded, and begins when a line comes on
+stdin, so that several engines can begin at once. What could mislead: requests are submitted in the engine's thread,
+between steps, which costs it some microseconds a request. A token's time is that of the core's report.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How soon does the first token of a prompt of 8,192 come whose blocks are in kvbm's memory, on a GPU?
+"""How soon does the first token come on a GPU, for a prompt of 8,192 tokens whose blocks are in kvbm's memory?
 
     python -m benchmarks.gpu.first [--tokens 8192] [--rounds 8] [--model DIRECTORY] [--memory TMPFS] [--quick] [--json]
 
-As `benchmarks.kvbm_first`, with the native engine on the GPU and a model of Llama 8B's shape in bfloat16
-(`benchmarks.gpu.model`): processes of worker, kvbm and NATS; the device's pool holds one prompt, two are asked for in
-turn. `first` is the time from the request to the first token, less one step, which computes the prompt's last token:
+It works like `benchmarks.kvbm_first`, with the native engine on the GPU and a model of Llama 8B's shape in bfloat16
+(`benchmarks.gpu.model`). Worker, kvbm and NATS are processes; the device's pool holds one prompt, and two are asked for
+in turn. `first` is the time from the request to the first token, less one step, which computes the prompt's last token:
 the mean time between the tokens that follow. `alone` is one plain copy of as many bytes from pinned memory to the GPU,
-made after each request: its bytes at the measured DMA rate. `computed`: the same prompts where nobody had their blocks,
-the second of them.
+made after each request: its bytes at the measured DMA rate. `computed` is the time of the second prompt when no tier
+had its blocks.
 
-What could mislead: all is wall time. The blocks lie in a tmpfs that the worker has pinned before it is asked for them
-the first time. --quick asks for 2,048 tokens, whose trips between processes weigh four times as much.
+What could mislead: all is wall time. The blocks lie in a tmpfs that the worker has pinned before the first request for
+them. --quick asks for 2,048 tokens, for which the trips between processes weigh four times as much.
 """
 
 from __future__ import annotations

@@ -125,8 +125,10 @@ def random_weights(config: ModelConfig) -> CudaWeights:
 
 
 class Random:
-    """bfloat16 numbers on the device, run after run through one tile of them: no two rows are alike. (CuPy's own would
-    need cuRAND, which the engine does without.)"""
+    """Makes random bfloat16 numbers on the device by going through one tile again and again; no two rows are alike.
+
+    CuPy's own random numbers would need cuRAND, which the engine does not need.
+    """
 
     def __init__(self, scale: float) -> None:
         import cupy as cp  # pyright: ignore[reportMissingImports]

@@ -74,7 +74,7 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a benchmark that serves the model; `model_in` reads them."""
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for pools and the model")
-    parser.add_argument("--model", type=Path, help="a directory of benchmarks.gpu.model; default: written anew")
+    parser.add_argument("--model", type=Path, help="a directory of benchmarks.gpu.model; default: a new one")
     add_tokenizer(parser)
 
 

@@ -1,15 +1,15 @@
-"""What do the link and CUDA give without our code: both directions at once, one stream or two, who tells of an end?
+"""How fast are the link and CUDA without our code: both directions at once, one stream or two, notices of an end?
 
     python -m benchmarks.gpu.raw [--quick] [--json]
 
-`copies`: 2 MiB pieces in random order on both sides (or one piece of 1 GiB), handed over from one thread on one or two
-streams a direction, to memory that CUDA allocated and to memory in /dev/shm that was pinned; `rows` is a memcpyAsync a
-piece, `batch` a cuMemcpyBatchAsync of 16. Both directions carry the same bytes; the rate is the sum of both.
-`ends`: one piece after another, the next handed over when the end of the one before is known: what that adds to a
-thread that spins. `event` is a thread that sleeps on an event, as our lanes do, `host_func` CUDA's call of a Python
-function that wakes the thread.
+`copies` copies 2 MiB pieces in random order on both sides (or one piece of 1 GiB). One thread hands them over on one or
+two streams a direction, to memory that CUDA allocated and to pinned memory in /dev/shm. `rows` is a memcpyAsync for
+each piece, `batch` a cuMemcpyBatchAsync for 16. Both directions carry the same bytes; the rate is the sum of both.
+`ends` copies one piece after another and hands the next one over when the end of the one before is known. It shows what
+each way to learn of the end adds to a thread that spins: `event` is a thread that sleeps on an event, as our lanes do,
+and `host_func` is CUDA's call of a Python function that wakes the thread.
 
-What could mislead: nothing computes beside; the figures of both directions depend on the host's memory as well.
+What could mislead: nothing computes meanwhile; the figures of both directions depend on the host's memory as well.
 """
 
 from __future__ import annotations

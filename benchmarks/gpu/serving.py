@@ -4,9 +4,9 @@
 
 `stack` is what `headrace up --device cuda --workers 2` runs, each worker with half of the GPU's memory, over a closed
 loop of 64 streams of 512 tokens in and 128 out (`benchmarks.sse_load`); no two prompts share anything, and every block
-is stored in kvbm. `engines` are two engines at once in processes of their own with half of the load each, and `engine`
-is one with all of it and all of the GPU, both without a network and without kvbm (`benchmarks.gpu.engine`): what the
-same runner gives by itself.
+is stored in kvbm. `engines` are two engines at once in processes of their own with half of the load each. `engine` is
+one with all of the load and all of the GPU. Both run without a network and without kvbm (`benchmarks.gpu.engine`) and
+show the rate of the same runner by itself.
 
 What could mislead: two processes that share a GPU take turns on it, so that two of anything are slower than one; the
 load generator, the servers and the frontend have cores of the same machine. Weights are random, and so is the text:

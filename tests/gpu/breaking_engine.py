@@ -1,8 +1,7 @@
-"""The worker's own engine process, whose device fails in the middle of a step when a prompt begins with FATAL:
-`python -m tests.gpu.breaking_engine …`.
+"""The worker's own engine process, whose device fails in the middle of a step when a prompt begins with FATAL.
 
-On a GPU a kernel runs into a trap: that is a fault of the device like an address that is nobody's, and the process's
-context is lost for good. A CPU has no such thing; there the step raises.
+It is started as `python -m tests.gpu.breaking_engine …`. On a GPU a kernel runs into a trap. That is a fault of the
+device, like an invalid address, and the process's context is lost. A CPU has no such fault; there the step raises.
 """
 
 from __future__ import annotations

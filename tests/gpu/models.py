@@ -1,4 +1,4 @@
-"""Models on the device, for the tests beside this file. Imports CuPy: behind `cupy_on_a_device` alone."""
+"""Models on the device, for the tests in this directory. It imports CuPy, so import it after `cupy_on_a_device`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are held to a grammar, on the device: the tokens of the NumPy engine."""
+"""Rows with a grammar draw the same tokens on the device as in the NumPy engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = (
 
 
 def outputs(runner: Runner, steps: int) -> list[list[int]]:
-    """Of one sequence a setting, all at once; whoever has ended goes no further."""
+    """Return the outputs of one sequence for each setting, computed together; an ended sequence gets no more steps."""
     prompt = [5, 9, 40, 200, 17]
     histories, starts = [list(prompt) for _ in SETTINGS], [0] * len(SETTINGS)
     running = list(range(len(SETTINGS)))

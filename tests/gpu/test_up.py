@@ -65,7 +65,7 @@ def attached(up: Up, worker: str) -> bool:
 
 
 def inflight(up: Up, worker: str) -> float:
-    """Requests that it computes, as it told last."""
+    """Return the number of requests that a worker computes, by its last report."""
     return gauge(up, worker, "headrace_inflight_requests")
 
 

@@ -1,7 +1,6 @@
-"""What goes wrong beside a GPU: workers killed among copies, pools that are too small or cannot be pinned, no memory
-left, a device that fails. Nobody hangs, no byte is wrong, and the next one serves.
+"""Faults of a worker with a GPU: killed during copies, a pool too small or not pinned, no memory left, a failed device.
 
-Where no device is needed for it, the same happens with a CPU.
+No request hangs, no byte is wrong, and the next worker serves. Tests that need no device run on a CPU too.
 """
 
 from __future__ import annotations

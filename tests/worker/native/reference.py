@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 
 def last_hidden_states(directory: Path, tokens: list[int]) -> Floats:
-    """(positions, hidden), behind the final norm: what transformers calls `last_hidden_state`."""
+    """Return the states after the final norm, (positions, hidden): transformers' `last_hidden_state`."""
     config = read_config(directory)
     weights = load_weights(directory, config)
     angles, factor = frequencies(config.rope, config.head_dim)

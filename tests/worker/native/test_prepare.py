@@ -22,7 +22,7 @@ from tests.worker.native.gguf_model import write_gguf
 
 
 class Told:
-    """Progress, as told; an event when `awaited` comes up in it."""
+    """Records reported progress; sets an event when `awaited` appears in it."""
 
     def __init__(self, awaited: str = "") -> None:
         self.lines: list[Loading] = []

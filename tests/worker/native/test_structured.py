@@ -1,4 +1,4 @@
-"""A real model's answers hold to schemas that nobody thought of: JSON that parses, of the schema's shape, with an end.
+"""A real model's answers follow random schemas: they are JSON that parses, match the schema, and end.
 
 STRUCTURED_SCHEMAS says how many there are.
 """

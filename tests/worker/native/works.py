@@ -20,8 +20,10 @@ def work(
     draws: bool = True,
     sequence: int = 0,
 ) -> Work:
-    """Computes `history` from `start` on; all of it is prompt unless told otherwise. One that does not draw has a token
-    behind it that is not computed yet."""
+    """Make a work that computes `history` from `start` on; all of it is prompt by default.
+
+    A work that does not draw has one more token, which is not computed yet.
+    """
     return Work(
         sequence=sequence,
         history=history if draws else [*history, 0],

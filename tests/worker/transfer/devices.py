@@ -82,7 +82,7 @@ def need_gpu() -> Any:
 
 @contextmanager
 def opened(kind: str) -> Iterator[Device]:
-    """`kind`: "host" or "cuda". Whoever owns the copier closes it."""
+    """Make a device of `kind` "host" or "cuda". The owner of its copier closes it."""
     if kind == "host":
         yield HostDevice()
         return

@@ -1,10 +1,10 @@
-"""Asks transformers for the answers the tests compare with. Not part of CI: torch is large.
+"""Computes with transformers the answers that the tests compare with. It is not part of CI: torch is large.
 
     python -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch==2.13.0 transformers jinja2
     PYTHONPATH=. /tmp/oracle/bin/python tests/worker/native/golden/make_golden.py SMOLLM2_DIRECTORY
 
-SMOLLM2_DIRECTORY is what `services.worker.native.prepare` made of the default model's GGUF file. Writes logits.npz (of
-random models) and smollm2.json (greedy answers of the real one) beside itself.
+SMOLLM2_DIRECTORY is the directory that `services.worker.native.prepare` makes from the default model's GGUF file. The
+program writes logits.npz (of random models) and smollm2.json (greedy answers of the real one) to its own directory.
 """
 
 from __future__ import annotations
