@@ -56,7 +56,7 @@ def test_the_longest_prefix_counts_and_is_kept_while_its_end_makes_room() -> Non
     assert tiers.found == 3 + 2, "3 and 4 made room, and not 2, though it was told longer ago than its child 4"
 
 
-def test_what_leaves_the_host_is_found_on_disk_and_comes_up() -> None:
+def test_an_evicted_block_is_found_on_disk_and_copied_to_the_host() -> None:
     tiers = store(2, 4)
     tiers.ask(keys(1, 2), 2)
     tiers.ask(keys(3, 4), 2)
@@ -67,7 +67,7 @@ def test_what_leaves_the_host_is_found_on_disk_and_comes_up() -> None:
     assert (tiers.found, tiers.found_in_host) == (4, 2)
 
 
-def test_admitted_by_two_sightings_only_what_is_asked_for_again_is_written() -> None:
+def test_admission_after_two_requests_writes_only_blocks_that_are_requested_again() -> None:
     tiers = store(2, 4, twice=True)
     tiers.ask(keys(1, 2), 2)
     tiers.ask(keys(1, 3), 2)
@@ -75,7 +75,7 @@ def test_admitted_by_two_sightings_only_what_is_asked_for_again_is_written() -> 
     assert tiers.written == 1, "1 was seen twice, 2 and 3 were not"
 
 
-def test_foresight_finds_what_fits_and_is_never_beaten() -> None:
+def test_no_policy_finds_more_than_foresight() -> None:
     prompts = [(keys(1), 1), (keys(2), 1), (keys(1), 1), (keys(3), 1), (keys(2), 1), (keys(1), 1)]
     assert foresight(prompts, 1) == 2
     assert foresight(prompts, 2) == 3

@@ -65,7 +65,7 @@ def test_no_fleet_finds_more_than_the_ideal_cache_and_one_unbounded_worker_nearl
     assert sum(journey.cached_tokens for journey in many.journeys) <= ideal(load).cached_tokens
 
 
-def test_the_same_load_comes_out_the_same_again() -> None:
+def test_the_same_load_gives_the_same_result_again() -> None:
     load = chats(REQUESTS, Random(3))
     runs = [busy(load), busy(load)]
     for fleet in runs:
@@ -74,7 +74,7 @@ def test_the_same_load_comes_out_the_same_again() -> None:
     assert first == second
 
 
-def test_what_a_dying_worker_was_doing_goes_on_elsewhere_and_ends_with_as_many_tokens() -> None:
+def test_requests_of_a_dying_worker_continue_elsewhere_and_end_with_as_many_tokens() -> None:
     load = chats(REQUESTS, Random(4))
     fleet = busy(load, workers=3)
     middle_s = load.requests[REQUESTS // 2].arrival_s
@@ -84,7 +84,7 @@ def test_what_a_dying_worker_was_doing_goes_on_elsewhere_and_ends_with_as_many_t
     assert any(journey.attempt > 0 for journey in fleet.journeys)
 
 
-def test_a_closed_loop_keeps_so_many_in_flight_until_the_end() -> None:
+def test_a_closed_loop_keeps_its_number_of_requests_in_flight_until_the_end() -> None:
     fleet = busy(chats(REQUESTS, Random(5)), workers=1)
     fleet.run_closed(4)
     settle(fleet)

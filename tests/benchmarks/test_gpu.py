@@ -79,7 +79,7 @@ def test_the_model_that_is_written_is_one_that_the_engine_reads(tmp_path: Path) 
     assert all((written / name).exists() for name in TOKENIZER_FILES)
 
 
-def test_all_that_a_mover_was_asked_is_counted_when_it_was_told(tmp_path: Path) -> None:
+def test_copies_of_a_mover_are_counted_when_they_have_ended(tmp_path: Path) -> None:
     block_bytes, blocks = 4096, 12
     with (
         pool(tmp_path, 1 << 20) as (path, geometry),
@@ -98,7 +98,7 @@ def test_all_that_a_mover_was_asked_is_counted_when_it_was_told(tmp_path: Path) 
         assert asked.under_way(loads=True) == asked.under_way(loads=False) == 0
 
 
-def test_an_engine_by_itself_answers_all_that_is_asked_of_it(tmp_path: Path) -> None:
+def test_an_engine_by_itself_answers_every_request(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--device", "cpu", "--model", str(model), "--together"]
     command += ["--streams", "3", "--requests", "7", "--input-tokens", "20", "--output-tokens", "5"]

@@ -11,7 +11,7 @@ from benchmarks.plot import draw_goals
 from benchmarks.report import Goal, report
 
 
-def test_goals_are_drawn_beside_their_report(tmp_path: Path) -> None:
+def test_goals_are_drawn_to_the_directory_of_their_report(tmp_path: Path) -> None:
     goals = [Goal("hits", 96.0, "%", 95.0, met=True), Goal("lost", 0.0, "batches", 0.0, met=True)]
     path = tmp_path / "some.json"
     path.write_bytes(msgspec.json.encode(report("some", ["--json"], goals, [])))
@@ -20,7 +20,7 @@ def test_goals_are_drawn_beside_their_report(tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_no_report_is_not_drawn(tmp_path: Path) -> None:
+def test_a_file_that_is_no_report_is_not_drawn(tmp_path: Path) -> None:
     path = tmp_path / "some.json"
     path.write_text("{}")
     with pytest.raises(msgspec.ValidationError):

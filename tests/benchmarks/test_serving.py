@@ -22,7 +22,7 @@ def test_a_paced_run_whose_tokens_come_together_is_refused() -> None:
     assert refusal(report(events=0.99 * 128), "paced") == ""
 
 
-def test_an_unpaced_run_may_put_tokens_together_but_has_no_errors() -> None:
+def test_an_unpaced_run_may_join_tokens_but_has_no_errors() -> None:
     assert refusal(report(events=10), "unpaced") == ""
     assert refusal(report(errors={"503": 2}), "unpaced") == "errors: {'503': 2}"
 

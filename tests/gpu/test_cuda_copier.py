@@ -109,13 +109,13 @@ def test_blocks_are_saved_and_loaded_whatever_can_be_pinned(refused: str, caplog
 
 
 @pytest.mark.parametrize("path", FORCED)
-def test_a_group_over_the_borders_of_what_was_pinned_at_once_comes_over_on_every_path(path: CopyPath) -> None:
+def test_a_group_across_pinned_chunks_is_copied_on_every_path(path: CopyPath) -> None:
     with opened(path) as rig:
         for pending in rig.there_and_back(range(7, 7 + SLOTS)):
             assert (pending.paths, pending.fallbacks) == ({path: SLOTS}, {})
 
 
-def test_a_path_that_these_blocks_do_not_have_is_refused_with_those_there_are() -> None:
+def test_a_path_that_does_not_exist_for_these_blocks_is_refused_with_a_list_of_paths() -> None:
     cupy = need_gpu()
     from services.worker.transfer.cuda_copier import CudaCopier
     from services.worker.transfer.device_memory import DeviceMemory
@@ -185,7 +185,7 @@ class Broken:
 INVALID = "cudaErrorInvalidMemcpyDirection"
 
 
-def test_a_path_that_fails_when_it_is_measured_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_path_that_fails_its_calibration_is_logged_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     cupy = need_gpu()
     from services.worker.transfer.calibration import calibrate
     from services.worker.transfer.paths import RowsPath
@@ -201,7 +201,7 @@ def test_a_path_that_fails_when_it_is_measured_is_left_out_and_said(caplog: pyte
 
 
 @pytest.mark.parametrize("path", FORCED)
-def test_blocks_of_a_path_that_fails_go_on_the_next_and_it_is_left_out_in_the_end(
+def test_blocks_of_a_failing_path_take_the_next_one_and_the_path_is_left_out_in_the_end(
     path: CopyPath, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(path) as rig:
@@ -239,7 +239,7 @@ def test_where_no_path_works_it_is_an_error_and_the_copier_goes_on_when_one_does
             assert pending.paths == {"pageable": SLOTS}
 
 
-def test_what_differs_from_the_pool_is_told_of_each_copy() -> None:
+def test_each_differing_copy_is_found() -> None:
     with opened() as rig:
         rig.there_and_back(range(SLOTS))
         copies = [Copy(place, SLOTS - 1 - place) for place in range(SLOTS)]
@@ -254,7 +254,7 @@ def test_what_differs_from_the_pool_is_told_of_each_copy() -> None:
 
 
 @pytest.mark.parametrize("left_mib", [32, 72])
-def test_without_room_for_both_staging_rings_blocks_go_without_them(
+def test_without_room_for_both_staging_rings_the_staged_path_is_left_out(
     left_mib: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cupy = need_gpu()

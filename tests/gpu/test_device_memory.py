@@ -40,7 +40,7 @@ def test_a_reserve_is_there_from_the_start_and_stays(cupy: Any) -> None:
     memory.close()
 
 
-def test_what_is_over_the_threshold_goes_back_to_the_device(cupy: Any) -> None:
+def test_memory_over_the_threshold_goes_back_to_the_device(cupy: Any) -> None:
     from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 
@@ -87,7 +87,7 @@ def test_memory_that_another_size_left_unused_makes_room_after_a_trim(cupy: Any)
         pool.close()
 
 
-def test_a_raw_handle_does_as_a_stream_and_all_allocations_are_counted(cupy: Any) -> None:
+def test_a_raw_handle_works_like_a_stream_and_all_allocations_are_counted(cupy: Any) -> None:
     from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory
 

@@ -59,7 +59,7 @@ def outputs(runner: Runner, steps: int) -> list[list[int]]:
     return [history[len(prompt) :] for history in histories]
 
 
-def test_held_rows_draw_as_on_a_cpu_beside_rows_that_are_free(tmp_path: Path) -> None:
+def test_rows_with_a_grammar_draw_as_on_a_cpu_among_rows_without(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model")
     config = read_config(directory)
     reference = NativeRunner(directory, capacity_blocks=64)

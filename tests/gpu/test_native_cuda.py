@@ -112,7 +112,7 @@ def test_chunked_prefill_and_decode_give_the_numpy_decoders_logits(
 
 
 @pytest.mark.parametrize("element_type", ["float16", "bfloat16"])
-def test_a_long_context_cut_into_many_splits_and_a_short_one_beside_it(tmp_path: Path, element_type: Any) -> None:
+def test_a_long_context_in_many_splits_with_a_short_one_in_the_same_step(tmp_path: Path, element_type: Any) -> None:
     shape = SHAPES["head of 128, 8 share"]
     both = Both(write_tiny_model(tmp_path, context_length=6400, dtype=element_type, **shape), element_type)
     tokens, blocks = sequences(3, [5000, 3])
@@ -140,7 +140,7 @@ def test_graphs_give_what_eager_steps_give_padded_or_not(tmp_path: Path, element
             assert (logits.argmax(1) == expected.argmax(1)).all()
 
 
-def test_a_graph_writes_to_nobody_elses_memory_after_a_longer_prefill(tmp_path: Path) -> None:
+def test_a_graph_writes_only_to_its_own_memory_after_a_longer_prefill(tmp_path: Path) -> None:
     shape = SHAPES["head of 64, 4 share"]
     both = Both(write_tiny_model(tmp_path, dtype="bfloat16", **shape), "bfloat16", graphs_up_to=2)
     tokens, blocks = sequences(13, [600, 40])

@@ -53,7 +53,7 @@ def apart(one: Drawn | None, other: Drawn | NDArray[Any] | None) -> float:
 
 @pytest.mark.parametrize("element_type", BOUNDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_vectors_are_a_plain_decoders_whole_or_in_chunks_beside_others(
+def test_vectors_are_a_plain_decoders_in_one_piece_or_in_chunks_among_others(
     tmp_path: Path, shape: str, element_type: Any
 ) -> None:
     directory = write_tiny_model(tmp_path, dtype=element_type, **SHAPES[shape])

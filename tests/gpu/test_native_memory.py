@@ -104,7 +104,7 @@ def test_steps_of_any_kind_allocate_nothing(tmp_path: Path, element_type: Any) -
         runner.close()
 
 
-def test_what_a_runner_takes_is_what_was_computed_beforehand(tmp_path: Path) -> None:
+def test_a_runner_takes_the_memory_that_was_computed_beforehand(tmp_path: Path) -> None:
     memory = DeviceMemory(0, keep_bytes=1 << 30)
     directory = write_tiny_model(tmp_path, dtype="bfloat16", context_length=4096, **SHAPE)
     config = read_config(directory)
@@ -131,7 +131,7 @@ def test_without_a_setting_the_share_of_the_gpu_decides_how_many_blocks_there_ar
         assert [line.share for line in told if line.what == "capturing graphs"][-1] == 1.0
 
 
-def test_what_does_not_fit_is_named_with_what_to_change(tmp_path: Path) -> None:
+def test_an_error_without_room_says_what_to_change(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     for changes, words in (
         ({"capacity_bytes": 1 << 50}, "no room for .* blocks of KV .* lower capacity_blocks or capacity_bytes"),
@@ -261,7 +261,7 @@ def _all_of(memory: DeviceMemory) -> list[int]:
     return taken
 
 
-def test_a_gpu_that_is_not_there_is_a_config_error_that_says_what_is(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_a_config_error_that_lists_the_present_ones(tmp_path: Path) -> None:
     config = settings(write_tiny_model(tmp_path / "model"), tmp_path / "cache", cuda={"gpu": 99})
     with pytest.raises(ConfigError, match=r"cuda\.gpu is 99, but CUDA shows"):
         load_cuda(config)(lambda _loading: None)

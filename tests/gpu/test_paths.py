@@ -106,7 +106,7 @@ def cupy() -> Any:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scattered_blocks_come_over_exactly_and_nothing_else_changes(cupy: Any, shape: str, path: str) -> None:
+def test_scattered_blocks_are_copied_exactly_and_nothing_else_changes(cupy: Any, shape: str, path: str) -> None:
     rig = PathRig(cupy, SHAPES[shape])
     draw = np.random.default_rng(7)
     for count in (1, 2, rig.slots):
@@ -120,7 +120,7 @@ def test_scattered_blocks_come_over_exactly_and_nothing_else_changes(cupy: Any, 
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_fragments_that_are_not_evenly_spaced_come_over_exactly(cupy: Any, path: str) -> None:
+def test_unevenly_spaced_fragments_are_copied_exactly(cupy: Any, path: str) -> None:
     rig = PathRig(cupy, SHAPES["wide words"], uneven=True)
     rig.copy(path, [Copy(3, 30), Copy(2, 31), Copy(290, 4)], loads=False)
     rig.copy(path, [Copy(7, 30), Copy(2, 5)], loads=True)
@@ -129,7 +129,7 @@ def test_fragments_that_are_not_evenly_spaced_come_over_exactly(cupy: Any, path:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_more_blocks_than_a_launch_or_the_ring_takes_come_over_exactly(cupy: Any, path: str) -> None:
+def test_more_blocks_than_a_launch_or_the_ring_holds_are_copied_exactly(cupy: Any, path: str) -> None:
     rig = PathRig(cupy, (4, 16384, 1024))
     copies = [Copy(299 - index, (index * 37) % 1024) for index in range(300)]
     rig.copy(path, copies, loads=False)

@@ -90,7 +90,7 @@ async def narrow_wire(narrow: WorkerRig, nats_url: str) -> AsyncIterator[Wire]:
         yield one
 
 
-async def test_in_float32_all_workers_answer_alike_alone_batched_and_from_loaded_blocks(wire: Wire) -> None:
+async def test_in_float32_all_workers_answer_the_same_alone_batched_and_from_loaded_blocks(wire: Wire) -> None:
     prompts = [prompt(length, ("alike", length)) for length in LENGTHS]
     expected = [(await wire.ask("reference", each, 40)).tokens for each in prompts]
     assert [(await wire.ask("alone", each, 40)).tokens for each in prompts] == expected
@@ -104,7 +104,7 @@ async def test_in_float32_all_workers_answer_alike_alone_batched_and_from_loaded
     assert [each.host for each in answers] == [full_blocks(each) * BLOCK_TOKENS for each in prompts]
 
 
-async def test_a_cpu_loads_what_the_workers_computed_and_they_load_what_it_did(exact: WorkerRig, wire: Wire) -> None:
+async def test_a_cpu_worker_loads_blocks_of_gpu_workers_and_they_load_its_blocks(exact: WorkerRig, wire: Wire) -> None:
     machine = exact.machine
     cpu = ("--device", "cpu", "--kv-dtype", "float32", "--kvbm-verify", "true")
     theirs, its = prompt(1500, "theirs"), prompt(1500, "its")
@@ -121,7 +121,7 @@ async def test_a_cpu_loads_what_the_workers_computed_and_they_load_what_it_did(e
     machine.process("cpu").stop()
 
 
-async def test_in_float32_embeddings_are_the_references_behind_loaded_blocks_too(wire: Wire) -> None:
+async def test_in_float32_embeddings_are_the_references_after_loaded_blocks_too(wire: Wire) -> None:
     for length in (1, 33, 700, 2600):
         asked = prompt(length, ("embedded", length))
         await wire.compute("first", asked)  # "second" loads them: a mean computes all the same

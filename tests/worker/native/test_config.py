@@ -39,7 +39,7 @@ def test_qwen2_always_has_biases_on_q_k_and_v_only(tmp_path: Path) -> None:
     assert (config.qkv_bias, config.output_bias) == (True, False)
 
 
-def test_missing_optional_fields_mean_what_they_mean_in_transformers(tmp_path: Path) -> None:
+def test_missing_optional_fields_have_transformers_defaults(tmp_path: Path) -> None:
     config = read_config(changed(tmp_path, {"num_key_value_heads": None, "head_dim": None}, "tie_word_embeddings"))
     assert (config.kv_heads, config.head_dim, config.tied) == (4, 16, False)
 
@@ -123,7 +123,7 @@ def test_rope_parameters_of_old_and_new_files(
         ({"rope_theta": -1}, "rope_theta is -1"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=re.escape(str(tmp_path / "config.json")) + ": " + complaint):
         read_config(changed(tmp_path, changes))
 
@@ -135,7 +135,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "MistralForCausalLM"])
-def test_an_architecture_is_refused_before_its_other_fields_are_looked_at(tmp_path: Path, architecture: str) -> None:
+def test_an_architecture_is_refused_before_its_other_fields_are_read(tmp_path: Path, architecture: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "n_embd": 768}))
     with pytest.raises(ModelError, match=rf"config\.json: architecture {architecture} is not supported; LlamaFor"):
         read_config(tmp_path)

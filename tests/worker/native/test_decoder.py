@@ -87,7 +87,7 @@ def test_a_cached_prefix_is_used_as_if_it_had_been_computed(model: Checked) -> N
     model.agrees(150, logits)
 
 
-def test_sequences_of_all_kinds_in_one_step_do_not_touch_one_another(model: Checked) -> None:
+def test_sequences_of_all_kinds_in_one_step_do_not_affect_one_another(model: Checked) -> None:
     other = [token % 320 for token in range(7, 180, 3)]
     others = [[20, 21, 22, 23], [24, 25], [26, 27, 28, 29]]
     model.decoder.step([work(other[:40], others[0], draws=False), work(TOKENS[:63], BLOCKS, draws=False)])
@@ -143,7 +143,7 @@ def test_both_ways_to_multiply_give_transformers_logits(tmp_path: Path, dot_rows
     model.agrees(29, logits)
 
 
-def test_a_long_chunk_is_tiled_without_a_trace(llama: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiled_long_chunk_gives_the_same_logits(llama: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.native.decoder._SCORES_LIMIT", 4 * 200 * 7)  # seven rows a tile
     [logits] = llama.decoder.step([work(TOKENS, BLOCKS)])
     llama.agrees(199, logits)
@@ -167,13 +167,13 @@ def stored(model: Checked) -> NDArray[np.uint16]:
     return bits
 
 
-def test_a_narrow_cache_gives_logits_close_to_a_wide_ones(narrow: Checked) -> None:
+def test_a_bfloat16_cache_gives_logits_close_to_a_float32_caches(narrow: Checked) -> None:
     wide = narrow.expected[CONTEXT_TOKENS - 1]
     assert 0 < np.abs(chunked(narrow, CHUNKS[0]) - wide).max() < 0.05 * wide.std()
 
 
 @pytest.mark.parametrize("chunks", CHUNKS[1:])
-def test_a_narrow_cache_stores_and_says_the_same_however_a_prompt_is_cut(
+def test_a_bfloat16_cache_gives_the_same_logits_however_a_prompt_is_split(
     narrow: Checked, chunks: Sequence[int]
 ) -> None:
     """Up to the last bit of a few: rows computed together differ in theirs."""
@@ -185,7 +185,9 @@ def test_a_narrow_cache_stores_and_says_the_same_however_a_prompt_is_cut(
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_who_is_given_a_block_computes_with_it_what_its_maker_does(tmp_path: Path, kv_dtype: str) -> None:
+def test_a_worker_computes_the_same_with_a_fetched_block_as_the_worker_that_made_it(
+    tmp_path: Path, kv_dtype: str
+) -> None:
     model = Checked(tmp_path, "llama", kv_dtype=kv_dtype)
     chunked(model, [199])
     [own] = model.decoder.step([work(TOKENS, BLOCKS, start=192)])

@@ -70,7 +70,7 @@ def test_the_chat_template_and_the_ends_of_an_answer_come_along(tmp_path: Path) 
     assert "<|im_start|>" in GgufFile(gguf).vocabulary().tokenizer_config()["chat_template"]
 
 
-def test_llama_3_scaling_is_found_again_from_its_divisors(tmp_path: Path) -> None:
+def test_llama_3_scaling_is_derived_from_its_divisors(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", hidden=256, rope_theta=500_000.0)
     scaling = Llama3Rope(32.0, 1.0, 4.0, 8192, 500_000.0)
     divisors = frequencies(PlainRope(500_000.0), 64)[0] / frequencies(scaling, 64)[0]
@@ -109,7 +109,7 @@ def test_yarn_scaling_is_read_from_the_metadata(tmp_path: Path) -> None:
         ({"fields": {"tokenizer.ggml.bos_token_id": 999}}, "bos_token_id 999 is not in the vocabulary of 320"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], complaint: str) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, arguments: dict[str, Any], complaint: str) -> None:
     gguf = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "source"), **arguments)
     with pytest.raises(ModelError, match=re.escape(str(gguf)) + ".*" + re.escape(complaint)):
         converted(gguf)
@@ -149,7 +149,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_number_of_entries_that_the_file_has_no_bytes_for_is_not_believed(tmp_path: Path, lie: str) -> None:
+def test_a_number_of_entries_larger_than_the_file_is_refused(tmp_path: Path, lie: str) -> None:
     fields, tensors, body = LIES[lie]
     (tmp_path / "x.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, tensors, fields) + body)
     with pytest.raises(ModelError, match=r"x\.gguf: torn or not a GGUF file \(\d+ bytes\)$"):

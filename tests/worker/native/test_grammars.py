@@ -21,14 +21,14 @@ def grammars(tmp_path: Path) -> GrammarCache:
     return found
 
 
-def test_matchers_of_one_grammar_know_nothing_of_each_other(grammars: GrammarCache) -> None:
+def test_matchers_of_one_grammar_are_independent(grammars: GrammarCache) -> None:
     first, second = (grammars.matcher('start: "a" "b"') for _ in range(2))
     assert first.consume_token(first.compute_ff_tokens()[0])
     assert first.compute_bitmask() != second.compute_bitmask()
     assert second.compute_bitmask() == grammars.matcher('start: "a" "b"').compute_bitmask()
 
 
-def test_what_is_kept_is_bounded_in_number_and_length(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded_in_number_and_length(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", 3)
     monkeypatch.setattr(module, "KEPT_CHARACTERS", 100)
     texts = [f'start: "{"x" * length}"' for length in (1, 2, 3, 4, 1, 60, 2, 200, 3)]
@@ -37,13 +37,13 @@ def test_what_is_kept_is_bounded_in_number_and_length(grammars: GrammarCache, mo
         grammars.validate()
 
 
-def test_a_grammar_that_is_no_good_is_in_error_and_not_an_exception(grammars: GrammarCache) -> None:
+def test_an_invalid_grammar_gives_a_matcher_in_error_and_no_exception(grammars: GrammarCache) -> None:
     assert grammars.matcher("start: nothing").is_error()
     assert grammars.matcher('{"grammars": 7}').is_error()
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"{}", b'{"model": {"type": "BPE"}}'])
-def test_without_a_tokenizer_that_can_be_read_nothing_is_held(tmp_path: Path, content: bytes | None) -> None:
+def test_without_a_readable_tokenizer_there_is_no_grammar_cache(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
     assert GrammarCache.from_directory(tmp_path, VOCAB, EOS) is None

@@ -29,14 +29,14 @@ def test_pages_begin_on_a_page() -> None:
         assert KvCache(LAYOUT, capacity_blocks).pages.ctypes.data % mmap.PAGESIZE == 0
 
 
-def test_blocks_that_nobody_has_used_take_no_memory() -> None:
+def test_unused_blocks_take_no_memory() -> None:
     before = _resident_bytes()
     cache = KvCache(LAYOUT, (1 << 30) // LAYOUT.block_bytes)
     cache.write(0, np.array([17]), np.array([0]), np.ones((1, 3, 4), np.float32), np.ones((1, 3, 4), np.float32))
     assert _resident_bytes() - before < 64 << 20
 
 
-def test_its_memory_is_that_of_the_pages() -> None:
+def test_the_memory_view_is_that_of_the_pages() -> None:
     cache = KvCache(LAYOUT, 5)
     cache.memory[3 * LAYOUT.block_bytes : 4 * LAYOUT.block_bytes] = np.full(
         LAYOUT.block_bytes // 4, 7, np.float32
@@ -45,7 +45,7 @@ def test_its_memory_is_that_of_the_pages() -> None:
     assert not cache.pages[[0, 1, 2, 4]].any()
 
 
-def test_a_narrow_cache_gives_back_what_it_stored_rounded() -> None:
+def test_a_bfloat16_cache_returns_rounded_numbers() -> None:
     cache = KvCache(NARROW, 5)
     keys = np.random.default_rng(0).normal(size=(11, 3, 4)).astype(np.float32)
     table, positions = np.array([4, 1]), np.arange(11)
@@ -58,7 +58,7 @@ def test_a_narrow_cache_gives_back_what_it_stored_rounded() -> None:
     np.testing.assert_array_equal(cache.read(1, table[None], 11)[0], read_keys)
 
 
-def test_what_is_written_is_read_in_the_order_of_the_table() -> None:
+def test_keys_and_values_are_read_in_the_order_of_the_table() -> None:
     cache = KvCache(LAYOUT, 5)
     keys = np.random.default_rng(0).normal(size=(11, 3, 4)).astype(np.float32)
     table = np.array([4, 1])

@@ -50,12 +50,12 @@ def tokens(masks: Masks, sequence: int = 1) -> set[int]:
     return set(np.flatnonzero(masks.allowed[sequence]).tolist())
 
 
-def test_steps_whose_sequences_are_held_to_nothing_have_no_masks(thread: MaskThread) -> None:
+def test_steps_without_grammars_have_no_masks(thread: MaskThread) -> None:
     assert masks(thread, work([1, 2, 3], [])) is NO_MASKS
     assert masks(thread) is NO_MASKS
 
 
-def test_a_mask_has_the_tokens_that_can_follow_and_at_the_end_only_ends(thread: MaskThread, model: Path) -> None:
+def test_a_mask_has_the_tokens_that_can_follow_and_at_the_end_only_end_tokens(thread: MaskThread, model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     written = tokenizer.encode("ab", add_special_tokens=False).ids
     output: list[int] = []
@@ -68,7 +68,7 @@ def test_a_mask_has_the_tokens_that_can_follow_and_at_the_end_only_ends(thread: 
     assert tokens(masks(thread, held('start: "abab" | "ab"', output, sequence=2)), 2) > EOS
 
 
-def test_a_matcher_that_is_made_late_stands_where_an_old_one_stands(thread: MaskThread, model: Path) -> None:
+def test_a_matcher_made_late_reaches_the_state_of_an_old_one(thread: MaskThread, model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     written = tokenizer.encode('{"a": "xz"}', add_special_tokens=False).ids
     for length in range(len(written) + 1):

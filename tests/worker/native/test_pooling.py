@@ -73,7 +73,7 @@ def test_both_poolings_are_those_of_a_plain_decoder_that_agrees_with_transformer
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_prompt_in_chunks_beside_others_has_the_same_vector(llama: PooledVector, pooling: Pooling) -> None:
+def test_a_prompt_in_chunks_among_others_has_the_same_vector(llama: PooledVector, pooling: Pooling) -> None:
     ours = Work(7, TOKENS, 0, 0, range(13), ASKED[pooling], len(TOKENS))
     for end in (1, 30, 64, 65, len(TOKENS)):
         ours.start, ours.end = ours.end, end
@@ -85,7 +85,7 @@ def test_a_prompt_in_chunks_beside_others_has_the_same_vector(llama: PooledVecto
     llama.agrees(drawn, pooling)
 
 
-def test_a_mean_begins_anew_where_its_prompt_does(llama: PooledVector) -> None:
+def test_a_mean_begins_again_where_its_prompt_does(llama: PooledVector) -> None:
     """As after a preemption."""
     ours = Work(7, TOKENS, 0, 100, range(13), ASKED["mean"], len(TOKENS))
     assert llama.runner.step([ours]) == [None]
@@ -95,7 +95,7 @@ def test_a_mean_begins_anew_where_its_prompt_does(llama: PooledVector) -> None:
     llama.agrees(drawn, "mean")
 
 
-def test_the_last_position_is_found_behind_a_cached_prefix(llama: PooledVector) -> None:
+def test_the_last_position_is_found_after_a_cached_prefix(llama: PooledVector) -> None:
     llama.runner.step([work(TOKENS[:64], range(4), draws=False)])
     [drawn] = llama.runner.step([work(TOKENS, range(13), start=64, sampling=ASKED["last"])])
     llama.agrees(drawn, "last")

@@ -45,7 +45,7 @@ def test_a_float32_directory_is_used_in_place(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_for_whoever_takes_any_type_a_directory_is_used_in_place_as_it_is(tmp_path: Path) -> None:
+def test_with_as_stored_a_directory_of_any_type_is_used_in_place(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "model", dtype="bfloat16")
     assert prepare(source, tmp_path / "cache", Told(), as_stored=True) == source
     assert not (tmp_path / "cache").exists()
@@ -96,7 +96,7 @@ def test_a_damaged_entry_is_converted_again(tmp_path: Path, file: str) -> None:
     assert told.lines[-1].share == 1.0
 
 
-def test_a_killed_conversion_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+def test_files_of_a_killed_conversion_are_not_used(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "model", dtype="float16")
     directory = prepare(source, tmp_path / "cache", Told())
     directory.rename(directory.with_name(directory.name + ".partial"))  # as if killed before the rename
@@ -146,7 +146,7 @@ def test_two_workers_that_start_together_convert_once(tmp_path: Path) -> None:
     assert sum("converting" in line.what and line.share == 1.0 for each in told for line in each.lines) == 1
 
 
-def test_the_cache_drops_what_was_used_longest_ago_but_nothing_in_use(tmp_path: Path) -> None:
+def test_the_cache_drops_the_least_recently_used_entry_but_none_in_use(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     sources = [write_tiny_model(tmp_path / f"model{n}", dtype="float16", seed=n) for n in range(4)]
     first, second, third = (prepare(source, cache, Told()) for source in sources[:3])

@@ -40,7 +40,7 @@ def test_llama_3_keeps_short_waves_and_divides_long_ones() -> None:
     assert (np.diff(scaled) < 0).all()
 
 
-def test_yarn_keeps_what_turns_often_and_divides_what_hardly_turns() -> None:
+def test_yarn_keeps_frequencies_that_rotate_often_and_divides_those_that_hardly_rotate() -> None:
     rope = YarnRope(4.0, 4096, 10_000.0)
     plain, _ = frequencies(PlainRope(), 128)
     scaled, scale = frequencies(rope, 128)

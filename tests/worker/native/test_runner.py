@@ -158,7 +158,7 @@ def test_a_step_answers_each_work_in_order_and_only_those_that_draw(tiny: Native
     assert tiny.step([work([1, 2], [0], draws=False)]) == [None]
 
 
-def test_sampled_tokens_do_not_depend_on_the_company(tiny: NativeRunner) -> None:
+def test_sampled_tokens_do_not_depend_on_other_rows(tiny: NativeRunner) -> None:
     sampling = Sampling(max_tokens=9, temperature=1.0, seed=7, top_p=0.9, logprobs=2)
     alone = tiny.step([work([9, 8, 7], [0], sampling=sampling)])[0]
     beside = tiny.step([work([1], [1]), work([9, 8, 7], [0], sampling=sampling), work([5, 5], [2])])[1]
@@ -167,7 +167,7 @@ def test_sampled_tokens_do_not_depend_on_the_company(tiny: NativeRunner) -> None
     assert alone.token == beside.token
 
 
-def test_loading_converts_and_tells_its_progress(tmp_path: Path) -> None:
+def test_loading_converts_and_reports_its_progress(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "model", dtype="float16")
     told: list[Loading] = []
     runner: Runner = load_native(source, tmp_path / "cache", capacity_blocks=4)(told.append)
@@ -213,7 +213,7 @@ def test_weights_that_are_not_numbers_are_an_error(tmp_path: Path) -> None:
     assert "not finite" in drawn.error
 
 
-def test_prompts_that_overflow_end_no_engine_and_weights_that_are_no_numbers_end_it(tmp_path: Path) -> None:
+def test_an_overflowing_prompt_does_not_end_the_engine_but_nan_weights_do(tmp_path: Path) -> None:
     overflows, directory = 5, write_tiny_model(tmp_path, tied=False)
 
     def served(broken: str, prompts: list[list[int]]) -> list[Part]:

@@ -66,7 +66,7 @@ samplings = st.builds(
 
 
 @given(st.lists(st.tuples(rows, samplings, st.integers(1, 9)), min_size=1, max_size=6), st.randoms())
-def test_a_row_draws_the_same_alone_and_in_any_company(
+def test_a_row_draws_the_same_token_alone_and_among_others(
     batch: list[tuple[Logits, Sampling, int]], random: object
 ) -> None:
     works = [
@@ -79,7 +79,7 @@ def test_a_row_draws_the_same_alone_and_in_any_company(
 
 
 @given(rows, samplings)
-def test_logits_are_left_as_they_were(row: Logits, sampling: Sampling) -> None:
+def test_logits_are_not_changed(row: Logits, sampling: Sampling) -> None:
     logits = row[None].copy()
     sample(np, logits, [_work(sampling)])
     assert (logits == row).all()
@@ -114,7 +114,7 @@ def test_min_p_keeps_what_is_at_least_that_share_of_the_likeliest(row: Logits, m
         assert math.exp((float(row[token]) - float(row.max())) / 0.7) >= min_p * (1 - 1e-5)
 
 
-def test_filters_let_everything_through_that_they_should() -> None:
+def test_filters_keep_every_token_that_they_should() -> None:
     row = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
     assert support(row, settings()) == {0, 1, 2, 3, 4}
     assert support(row, settings(top_k=3)) == {0, 1, 2}
@@ -249,12 +249,12 @@ def test_an_absurd_repetition_penalty_stays_within_numbers(factor: float) -> Non
     assert (token == 0) if factor < 1 else (token in (2, 3, 0))
 
 
-def test_nothing_to_draw_draws_nothing() -> None:
+def test_no_rows_draw_no_tokens() -> None:
     assert sample(np, np.empty((0, VOCAB), np.float32), []) == []
 
 
 @given(rows, samplings, st.sets(st.integers(0, VOCAB - 1), min_size=1), st.integers(1, 9))
-def test_what_a_mask_leaves_out_is_never_drawn_and_changes_no_logprobs(
+def test_masked_tokens_are_never_drawn_and_change_no_logprobs(
     row: Logits, sampling: Sampling, allowed: set[int], length: int
 ) -> None:
     mask = np.zeros(VOCAB, np.bool_)
@@ -301,5 +301,5 @@ def test_a_mask_is_of_its_own_row_and_a_failed_grammar_is_an_error_there() -> No
         ({"logprobs": 0}, False),
     ],
 )
-def test_plain_is_what_asks_for_the_greatest_logit_or_an_unchanged_draw(asked: dict[str, object], plain: bool) -> None:
+def test_plain_rows_need_only_the_greatest_logit_or_an_unchanged_draw(asked: dict[str, object], plain: bool) -> None:
     assert is_plain(msgspec.structs.replace(Sampling(max_tokens=1, temperature=1.0), **asked), VOCAB) == plain

@@ -32,7 +32,7 @@ def steps(draw: st.DrawFn) -> list[Work]:
 
 
 @given(steps(), st.integers(4, 200))
-def test_every_row_stands_where_its_token_does(works: list[Work], limit: int) -> None:
+def test_every_row_has_its_tokens_position_and_slot(works: list[Work], limit: int) -> None:
     step = lay_out(works, BLOCK_SIZE, limit)
     rows = [(w, w.start + place) for w in works for place in range(len(w.tokens))]
     assert step.tokens.tolist() == [w.history[position] for w, position in rows]

@@ -72,7 +72,7 @@ def answers(runner: NativeRunner, prompt: list[int], held: list[Sampling]) -> li
     return [history[len(prompt) : -1] for history in histories]
 
 
-def test_answers_of_a_real_model_hold_to_random_schemas(smollm2: Path) -> None:
+def test_answers_of_a_real_model_match_random_schemas(smollm2: Path) -> None:
     runner = NativeRunner(smollm2, capacity_blocks=BATCH * BLOCKS, block_size=BLOCK_SIZE)
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
@@ -108,7 +108,7 @@ def test_answers_of_a_real_model_hold_to_random_schemas(smollm2: Path) -> None:
     assert asked >= SCHEMAS
 
 
-def test_calls_that_a_real_model_is_forced_to_are_read_in_every_format_and_hold_to_random_schemas(
+def test_forced_calls_of_a_real_model_are_parsed_in_every_format_and_match_random_schemas(
     smollm2: Path,
 ) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))

@@ -52,7 +52,7 @@ def test_sixteen_bit_floats_become_the_same_numbers_in_32(tmp_path: Path) -> Non
     np.testing.assert_array_equal(file.floats("brain").view(np.uint32), brains.astype(np.uint32) << 16)
 
 
-def test_other_types_may_be_there_but_not_be_used(tmp_path: Path) -> None:
+def test_tensors_of_other_types_may_be_present_but_not_read(tmp_path: Path) -> None:
     file = TensorFile(with_header(tmp_path / "x", {"ids": entry("I64", [1], 0, 8)}, bytes(8)))
     with pytest.raises(ModelError, match="ids is stored as I64"):
         file.floats("ids")
@@ -122,6 +122,6 @@ def test_a_header_over_the_limit_is_not_read(tmp_path: Path) -> None:
         ({"a": entry("F32", [1 << 40], 0, 4 << 40)}, "lists 4398046511104 bytes"),
     ],
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, header: object, complaint: str) -> None:
+def test_an_inconsistent_header_is_refused(tmp_path: Path, header: object, complaint: str) -> None:
     with pytest.raises(ModelError, match=re.escape(str(tmp_path / "x")) + ".*" + complaint):
         TensorFile(with_header(tmp_path / "x", header, bytes(8)))

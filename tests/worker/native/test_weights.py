@@ -68,7 +68,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load_weights(directory, read_config(directory))
 
 
-def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
+def test_an_index_with_other_paths_is_refused(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path, shards=2)
     config = read_config(directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]

@@ -42,12 +42,12 @@ def test_the_same_model_has_the_same_digest_however_its_files_are_cut(model: Pat
     assert digest(model) == digest(write_tiny_model(tmp_path / "cut", vocab=1024, shards=3))
 
 
-def test_other_weights_and_another_type_of_them_have_another(model: Path, tmp_path: Path) -> None:
+def test_other_weights_or_another_type_have_another_digest(model: Path, tmp_path: Path) -> None:
     assert digest(model) != digest(write_tiny_model(tmp_path / "other", vocab=1024, seed=1))
     assert digest(model) != digest(write_tiny_model(tmp_path / "half", vocab=1024, dtype="float16"))
 
 
-def test_so_has_a_config_that_computes_otherwise(model: Path) -> None:
+def test_a_config_with_other_arithmetic_has_another_digest(model: Path) -> None:
     before = digest(model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"author": "somebody"}))
@@ -57,20 +57,20 @@ def test_so_has_a_config_that_computes_otherwise(model: Path) -> None:
 
 
 @pytest.mark.parametrize("element", [0, -1, 31])
-def test_one_number_of_a_norm_is_seen(model: Path, element: int) -> None:
+def test_one_changed_number_of_a_norm_changes_the_digest(model: Path, element: int) -> None:
     before = digest(model)
     change(model, "model.layers.1.input_layernorm.weight", element)
     assert digest(model) != before
 
 
 @pytest.mark.parametrize("element", [0, -1])
-def test_a_large_tensors_ends_are_seen(model: Path, element: int) -> None:
+def test_a_change_at_either_end_of_a_large_tensor_changes_the_digest(model: Path, element: int) -> None:
     before = digest(model)
     change(model, "model.embed_tokens.weight", element)
     assert digest(model) != before
 
 
-def test_a_large_tensor_is_looked_at_in_pieces_that_begin_and_end_with_it(model: Path) -> None:
+def test_pieces_of_a_large_tensor_begin_and_end_with_it(model: Path) -> None:
     checkpoint = Checkpoint(model, read_config(model))
     pieces = [bytes(piece) for piece in checkpoint.pieces("model.embed_tokens.weight", PIECES, PIECE_BYTES)]
     stored = checkpoint.floats("model.embed_tokens.weight").tobytes()
@@ -81,7 +81,7 @@ def test_a_large_tensor_is_looked_at_in_pieces_that_begin_and_end_with_it(model:
     assert places == sorted(set(places))
 
 
-def test_a_small_tensor_is_looked_at_whole(model: Path) -> None:
+def test_a_small_tensor_is_one_piece(model: Path) -> None:
     checkpoint = Checkpoint(model, read_config(model))
     [piece] = checkpoint.pieces("model.norm.weight", PIECES, PIECE_BYTES)
     assert bytes(piece) == checkpoint.floats("model.norm.weight").tobytes()

@@ -23,18 +23,18 @@ def slow(block: bytes) -> int:
 
 
 @given(st.binary(max_size=200))
-def test_it_is_what_the_slow_one_gives(block: bytes) -> None:
+def test_the_checksum_equals_a_plain_loops(block: bytes) -> None:
     assert block_checksum(memoryview(block)) == slow(block)
 
 
 @pytest.mark.parametrize("size", [BOUNDARY - 8, BOUNDARY, BOUNDARY + 1, 2 * BOUNDARY + 13])
-def test_it_is_what_the_slow_one_gives_for_blocks_taken_in_several_goes(size: int) -> None:
+def test_the_checksum_of_a_block_summed_in_parts_equals_a_plain_loops(size: int) -> None:
     block = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
     assert block_checksum(memoryview(block)) == slow(block)
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())
-def test_any_bit_that_differs_is_seen(block: bytes, data: st.DataObject) -> None:
+def test_any_changed_bit_changes_the_checksum(block: bytes, data: st.DataObject) -> None:
     bit = data.draw(st.integers(0, 8 * len(block) - 1))
     other = bytearray(block)
     other[bit // 8] ^= 1 << bit % 8
@@ -42,7 +42,7 @@ def test_any_bit_that_differs_is_seen(block: bytes, data: st.DataObject) -> None
 
 
 @given(st.lists(st.binary(min_size=8, max_size=8), min_size=2, max_size=12, unique=True), st.data())
-def test_words_in_another_order_are_seen(words: list[bytes], data: st.DataObject) -> None:
+def test_another_order_of_words_changes_the_checksum(words: list[bytes], data: st.DataObject) -> None:
     other = data.draw(st.permutations(words))
     same = block_checksum(memoryview(b"".join(words))) == block_checksum(memoryview(b"".join(other)))
     assert same == (words == other)

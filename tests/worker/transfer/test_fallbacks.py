@@ -8,7 +8,7 @@ from services.worker.transfer.fallbacks import MOST_IN_A_ROW, Fallbacks
 PATHS = ("rows", "staged")
 
 
-def test_a_path_that_fails_again_and_again_is_left_out_for_good() -> None:
+def test_a_path_that_fails_several_times_in_a_row_is_left_out() -> None:
     fallbacks = Fallbacks()
     for turn in range(MOST_IN_A_ROW):
         assert fallbacks.usable(PATHS) == ["rows", "staged"]
@@ -17,7 +17,7 @@ def test_a_path_that_fails_again_and_again_is_left_out_for_good() -> None:
     fallbacks.validate()
 
 
-def test_a_path_that_works_in_between_stays() -> None:
+def test_a_success_resets_the_count_of_failures() -> None:
     fallbacks = Fallbacks()
     for _ in range(3 * MOST_IN_A_ROW):
         assert not fallbacks.record_failure("rows")

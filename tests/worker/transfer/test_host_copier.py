@@ -32,7 +32,7 @@ def slots(tmp_path: Path) -> Iterator[ArenaMap]:
 
 
 @pytest.mark.parametrize("at", [0, FRAGMENT_BYTES - 1, FRAGMENT_BYTES, BLOCK_BYTES - 1])
-def test_a_block_that_is_other_than_the_pools_in_one_byte_differs(slots: ArenaMap, at: int) -> None:
+def test_a_block_with_one_other_byte_differs_from_the_pools(slots: ArenaMap, at: int) -> None:
     device = HostDevice()
     block = bytearray(Random(1).randbytes(BLOCK_BYTES))
     device.write(2, bytes(block))
@@ -44,7 +44,7 @@ def test_a_block_that_is_other_than_the_pools_in_one_byte_differs(slots: ArenaMa
     device.copier.detach()
 
 
-def test_what_lies_behind_a_block_in_its_slot_makes_no_difference(slots: ArenaMap) -> None:
+def test_bytes_after_a_block_in_its_slot_are_not_compared(slots: ArenaMap) -> None:
     device = HostDevice()
     device.copier.attach(slots)
     with slots.slot(7) as memory:
@@ -53,7 +53,7 @@ def test_what_lies_behind_a_block_in_its_slot_makes_no_difference(slots: ArenaMa
     device.copier.detach()
 
 
-def test_it_says_what_it_did(slots: ArenaMap) -> None:
+def test_copies_report_their_path(slots: ArenaMap) -> None:
     device = HostDevice()
     device.copier.attach(slots)
     pending = device.copier.begin([Copy(7, 2), Copy(8, 2)], loads=False)
@@ -80,7 +80,7 @@ def test_preparing_touches_all_of_the_pool_piece_by_piece(slots: ArenaMap, monke
     copier.detach()
 
 
-def test_a_pool_that_cannot_be_touched_is_said_once_and_let_go_like_any_other(
+def test_a_pool_that_cannot_be_touched_is_logged_once_and_can_be_detached(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_tmpfs(tmp_path / "small") as directory:  # a hole on a full file system

@@ -23,7 +23,7 @@ def verifying(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MoverR
     yield from rigged(request.param, tmp_path, verify=True)
 
 
-def test_loads_that_were_made_well_are_found_so(verifying: MoverRig) -> None:
+def test_correct_loads_pass_the_comparison(verifying: MoverRig) -> None:
     blocks = [verifying.fill(slot, slot) for slot in range(4)]
     verifying.mover.save(1, [Copy(slot, slot) for slot in range(4)], 1.0)
     verifying.ended()
@@ -69,7 +69,7 @@ SOME = st.sets(st.integers(0, 7))
 
 @given(faulty=SOME, granted=SOME, late=SOME, group=st.integers(1, 8))
 @settings(max_examples=60)
-def test_a_block_that_differs_is_a_fault_unless_its_slot_is_anothers_by_now(
+def test_a_differing_block_is_a_fault_unless_its_slot_was_reused_meanwhile(
     faulty: set[int], granted: set[int], late: set[int], group: int
 ) -> None:
     device = HostDevice()
@@ -95,7 +95,7 @@ def test_a_block_that_differs_is_a_fault_unless_its_slot_is_anothers_by_now(
         rig.close()
 
 
-def test_a_fault_is_said_once_and_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_differing_block_is_logged_once_as_critical(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     device = HostDevice()
     device.copier = copier = FaultyCopier(device)
     copier.faulty = {3}
@@ -111,7 +111,7 @@ def test_a_fault_is_said_once_and_loudly(tmp_path: Path, caplog: pytest.LogCaptu
     )
 
 
-def test_what_is_not_to_be_compared_is_not(tmp_path: Path) -> None:
+def test_without_verify_nothing_is_compared(tmp_path: Path) -> None:
     device = HostDevice()
     device.copier = copier = FaultyCopier(device)
     copier.faulty = {3}

@@ -32,7 +32,7 @@ def host(tmp_path: Path) -> Iterator[MoverRig]:
     yield from rigged("host", tmp_path, verify=False)
 
 
-def test_what_is_saved_from_one_slot_is_loaded_into_another(rig: MoverRig) -> None:
+def test_a_block_saved_from_one_slot_can_be_loaded_into_another(rig: MoverRig) -> None:
     blocks = [rig.fill(slot, slot) for slot in range(4)]
     rig.mover.save(7, [Copy(100 + slot, slot) for slot in range(4)], 1.0)
     assert rig.ended() == [Copied(7, [True] * 4, 4 * BLOCK_BYTES, 0.0)]
@@ -42,7 +42,7 @@ def test_what_is_saved_from_one_slot_is_loaded_into_another(rig: MoverRig) -> No
     assert [rig.in_pool(100 + slot)[:BLOCK_BYTES] for slot in range(4)] == blocks
 
 
-def test_nothing_but_the_block_is_written(rig: MoverRig) -> None:
+def test_only_the_blocks_bytes_are_written(rig: MoverRig) -> None:
     rig.fill(3, 1)
     rig.mover.save(1, [Copy(5, 3)], 1.0)
     rig.mover.load(2, [Copy(5, 8)])
@@ -53,7 +53,7 @@ def test_nothing_but_the_block_is_written(rig: MoverRig) -> None:
     assert not any(rig.device.read(7) + rig.device.read(9))
 
 
-def test_a_load_from_a_slot_that_is_granted_meanwhile_is_not_good(rig: MoverRig) -> None:
+def test_a_load_from_a_slot_that_was_granted_again_meanwhile_is_not_good(rig: MoverRig) -> None:
     rig.clock.shut()
     copies = [Copy(slot, slot, rig.kvbm.generation(slot)) for slot in range(3)]
     rig.mover.load(1, copies)
@@ -63,7 +63,7 @@ def test_a_load_from_a_slot_that_is_granted_meanwhile_is_not_good(rig: MoverRig)
     assert rig.ended() == [Copied(1, [True, False, True], 3 * BLOCK_BYTES, 0.0)]
 
 
-def test_checksums_of_what_was_saved_are_made_and_a_load_of_other_bytes_is_not_good(rig: MoverRig) -> None:
+def test_saves_make_checksums_and_a_load_of_other_bytes_is_not_good(rig: MoverRig) -> None:
     blocks = [rig.fill(slot, slot) for slot in range(3)]
     rig.mover.save(1, [Copy(100 + slot, slot, checksum=0) for slot in range(3)], 1.0)
     (saved,) = rig.ended()
@@ -85,7 +85,9 @@ def test_a_load_does_not_wait_for_saves(rig: MoverRig) -> None:
     assert {copied.batch for copied in rig.ended(2)} == {1, 2}
 
 
-def test_between_host_memories_loads_go_before_saves_that_wait_and_the_rest_of_one_under_way(host: MoverRig) -> None:
+def test_between_host_memories_loads_go_before_waiting_saves_and_before_the_rest_of_a_running_batch(
+    host: MoverRig,
+) -> None:
     host.clock.shut()
     host.mover.save(1, [Copy(slot, slot) for slot in range(3)], 1.0)
     host.mover.save(2, [Copy(3, 3)], 1.0)
@@ -106,7 +108,7 @@ def test_a_cancelled_batch_that_waits_ends_without_a_copy(rig: MoverRig) -> None
     assert rig.ended(2)[1] == Copied(2, [False, False], 0, 0.0)
 
 
-def test_a_cancelled_batch_ends_with_what_was_handed_over(rig: MoverRig) -> None:
+def test_a_cancelled_batch_ends_after_the_groups_under_way(rig: MoverRig) -> None:
     rig.clock.shut()
     rig.mover.save(1, [Copy(slot, slot) for slot in range(3)], 1.0)
     rig.clock.reached()
@@ -116,7 +118,7 @@ def test_a_cancelled_batch_ends_with_what_was_handed_over(rig: MoverRig) -> None
     assert copied.good in ([False, False, False], [True, False, False])
 
 
-def test_cancelling_what_is_not_there_does_nothing(rig: MoverRig) -> None:
+def test_cancelling_an_unknown_batch_does_nothing(rig: MoverRig) -> None:
     rig.mover.cancel(1)
     rig.mover.load(1, [Copy(1, 1)])
     assert rig.ended()[0].good == [True]
@@ -155,7 +157,7 @@ def test_a_batch_that_fails_says_why_once_with_its_traceback_and_others_go_on(
     assert rig.ended()[0].good == [True]
 
 
-def test_it_is_readable_only_while_something_has_ended(rig: MoverRig) -> None:
+def test_the_eventfd_is_readable_only_while_a_batch_has_ended(rig: MoverRig) -> None:
     assert rig.mover.ended() == []
     rig.mover.load(1, [Copy(1, 1)])
     rig.ended()
@@ -163,7 +165,7 @@ def test_it_is_readable_only_while_something_has_ended(rig: MoverRig) -> None:
     assert rig.mover.ends_s is None
 
 
-def test_it_is_not_readable_for_what_ended_while_others_were_told_and_was_told_with_them(
+def test_a_batch_that_ends_while_others_are_collected_is_returned_once_and_leaves_the_eventfd_clear(
     host: MoverRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, read = host.clock, os.eventfd_read
@@ -202,7 +204,7 @@ def test_slots_smaller_than_a_block_are_refused(rig: MoverRig) -> None:
     pool.close()
 
 
-def test_the_pool_is_readied_when_there_is_nothing_to_copy(host: MoverRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_is_prepared_while_there_is_nothing_to_copy(host: MoverRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copier, "PIECE_BYTES", 4096)
     host.mover.detach()
     copier = host.device.copier
@@ -220,7 +222,7 @@ def test_the_pool_is_readied_when_there_is_nothing_to_copy(host: MoverRig, monke
     assert not copier._untouched
 
 
-def test_it_lets_go_of_the_pool_at_once_and_takes_another(rig: MoverRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mover_detaches_a_pool_at_once_and_attaches_another(rig: MoverRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copier, "PIECE_BYTES", 65536)
     rig.mover.detach()
     for number in range(10):

@@ -20,7 +20,7 @@ def test_the_fastest_copy_is_taken_for_groups_of_about_its_size() -> None:
     assert first == ["rows", "rows", "staged", "staged"]
 
 
-def test_what_a_path_takes_from_a_step_beside_it_counts_like_its_own_time() -> None:
+def test_a_paths_delay_of_a_step_counts_like_its_own_time() -> None:
     def taken(kernel_s: float) -> str:
         measured = [
             row
@@ -36,7 +36,7 @@ def test_what_a_path_takes_from_a_step_beside_it_counts_like_its_own_time() -> N
     assert taken(0.6) == "zero_copy"
 
 
-def test_directions_are_chosen_apart_and_groups_smaller_than_any_measured_go_as_the_smallest() -> None:
+def test_each_direction_has_its_own_order_and_smaller_groups_use_the_smallest_measured_size() -> None:
     measured = [
         PathTiming("rows", True, 4, 1.0),
         PathTiming("batch", True, 4, 2.0),

@@ -27,7 +27,7 @@ MEASURED = [
 ]
 
 
-def test_what_is_written_is_read_by_the_same_key_alone(tmp_path: Path) -> None:
+def test_a_table_is_read_only_with_the_key_it_was_written_with(tmp_path: Path) -> None:
     directory = tmp_path / "not" / "there yet"
     assert read_table(directory, KEY) is None
     write_table(directory, KEY, MEASURED)
@@ -37,7 +37,7 @@ def test_what_is_written_is_read_by_the_same_key_alone(tmp_path: Path) -> None:
     assert len(list(directory.iterdir())) == 1, "something was left beside it"
 
 
-def test_where_a_path_failed_nothing_is_kept_and_it_is_measured_again_the_next_time(tmp_path: Path) -> None:
+def test_after_a_failed_path_nothing_is_kept_and_the_next_start_measures_again(tmp_path: Path) -> None:
     write_table(tmp_path, KEY, [row for row in MEASURED if row.path == "rows"])
     assert not list(tmp_path.iterdir())
     assert read_table(tmp_path, KEY) is None
@@ -50,7 +50,7 @@ def test_where_a_path_failed_nothing_is_kept_and_it_is_measured_again_the_next_t
         [*MEASURED[:-1], msgspec.structs.replace(MEASURED[-1], took_s=0.0)],
     ],
 )
-def test_a_table_that_is_not_whole_is_not_used(tmp_path: Path, wrong: list[PathTiming]) -> None:
+def test_an_incomplete_table_is_not_used(tmp_path: Path, wrong: list[PathTiming]) -> None:
     write_table(tmp_path, KEY, wrong)
     assert read_table(tmp_path, KEY) is None
 
@@ -70,7 +70,7 @@ def test_a_file_torn_anywhere_is_not_used_and_written_over(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("other", [b"\xff\xfe", b"{}", b"[1]", b'{"key": 1}', b"null"])
-def test_a_file_of_something_else_is_not_used(tmp_path: Path, other: bytes) -> None:
+def test_a_file_with_other_content_is_not_used(tmp_path: Path, other: bytes) -> None:
     write_table(tmp_path, KEY, MEASURED)
     [file] = tmp_path.iterdir()
     file.write_bytes(other)
@@ -87,7 +87,9 @@ def test_another_keys_file_under_this_ones_name_is_not_used(tmp_path: Path) -> N
     assert read_table(tmp_path, KEY) is None
 
 
-def test_a_directory_that_is_none_is_said_and_nothing_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_written_is_logged_and_nothing_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
         write_table(tmp_path / "file", KEY, MEASURED)

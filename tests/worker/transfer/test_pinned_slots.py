@@ -56,7 +56,7 @@ def test_slots_larger_than_a_chunk_are_pinned_one_by_one() -> None:
     assert registry.registered == {AT + SLOT_BYTES: SLOT_BYTES}
 
 
-def test_preparing_pins_what_no_copy_has_needed_yet() -> None:
+def test_preparing_pins_chunks_that_no_copy_has_needed_yet() -> None:
     registry = Registry()
     slots = registry.slots()
     assert slots.ensure_pinned(0)
@@ -67,7 +67,7 @@ def test_preparing_pins_what_no_copy_has_needed_yet() -> None:
     assert len(registry.registered) == 3
 
 
-def test_a_chunk_that_is_refused_is_said_once_and_not_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_chunk_is_logged_once_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry(AT, AT + 4 * SLOT_BYTES)
     slots = registry.slots()
     with caplog.at_level(logging.WARNING):
@@ -81,7 +81,7 @@ def test_a_chunk_that_is_refused_is_said_once_and_not_asked_for_again(caplog: py
 
 
 @pytest.mark.parametrize(("refused", "pinned"), [((), 10), ((AT,), 6), ((AT + 8 * SLOT_BYTES,), 8)])
-def test_pinning_says_when_it_begins_and_how_it_ended(
+def test_pinning_logs_its_begin_and_its_end(
     refused: tuple[int, ...], pinned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     slots = Registry(*refused).slots()

@@ -32,7 +32,7 @@ def blocks(room: GpuRoom = ROOM, *, asked: int = 0, kv_bytes: int = 0, share: fl
     return capacity(room, blocks=asked, kv_bytes=kv_bytes, share=share, block_bytes=BLOCK_BYTES, model="a model")
 
 
-def test_what_is_asked_for_is_given_whatever_the_share() -> None:
+def test_a_set_number_of_blocks_is_given_whatever_the_share() -> None:
     assert blocks(asked=7, share=0.01) == 7
     assert blocks(kv_bytes=3 * BLOCK_BYTES + 1, share=0.01) == 3
     assert blocks(asked=7, kv_bytes=3 * BLOCK_BYTES) == 7
@@ -43,12 +43,12 @@ def test_without_a_setting_the_share_is_used_up() -> None:
     assert blocks() == expected
 
 
-def test_two_halves_are_no_more_than_the_whole() -> None:
+def test_two_workers_with_half_of_the_share_fit_together() -> None:
     taken_bytes = blocks(share=0.5) * BLOCK_BYTES + OUTSIDE_BYTES + 17 * GIB
     assert 2 * taken_bytes <= ROOM.total_bytes
 
 
-def test_what_others_have_is_left_to_them() -> None:
+def test_memory_of_other_processes_is_left_to_them() -> None:
     shared = GpuRoom(140 * GIB, 40 * GIB, 16 * GIB, GIB)
     assert blocks(shared) == (40 * GIB - MARGIN_BYTES - 17 * GIB) // BLOCK_BYTES
 
@@ -62,7 +62,7 @@ def test_a_tiny_models_blocks_are_bounded() -> None:
     ("room", "asked"),
     [(ROOM, {"asked": 70_000}), (ROOM, {"kv_bytes": 200 * GIB}), (ROOM, {"share": 0.12}), (CROWDED, {})],
 )
-def test_what_does_not_fit_is_an_error_with_all_sizes(room: GpuRoom, asked: dict[str, Any]) -> None:
+def test_blocks_that_do_not_fit_are_an_error_with_all_sizes(room: GpuRoom, asked: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"a model: the GPU has no room for [0-9]+ block") as wrong:
         blocks(room, **asked)
     sizes = re.findall("[0-9]+", str(wrong.value))
@@ -77,7 +77,7 @@ def test_bytes_that_hold_no_block_are_an_error() -> None:
 @given(
     st.integers(GIB, 200 * GIB), st.floats(0, 1), st.integers(0, 100 * GIB), st.integers(0, 4 * GIB), st.floats(0.01, 1)
 )
-def test_nothing_is_promised_that_is_not_there(
+def test_no_more_blocks_are_given_than_free_memory_holds(
     total_bytes: int, free: float, weights_bytes: int, steps_bytes: int, share: float
 ) -> None:
     room = GpuRoom(total_bytes, int(free * total_bytes), weights_bytes, steps_bytes)
@@ -95,7 +95,7 @@ def test_matrices_are_of_the_element_type_and_vectors_float32() -> None:
     assert weight_bytes({"a": (10, 20), "b": (20,)}, 2) == 400 + 80
 
 
-def test_the_last_graph_takes_all_that_may_run() -> None:
+def test_the_last_graph_has_rows_for_all_that_may_run() -> None:
     assert graph_rows(CudaConfig(), 1) == (1,)
     assert graph_rows(CudaConfig(), 6) == (1, 2, 4, 6)
     assert graph_rows(CudaConfig(), 20) == (1, 2, 4, 8, 16, 20)
@@ -104,7 +104,7 @@ def test_the_last_graph_takes_all_that_may_run() -> None:
     assert graph_rows(CudaConfig(graph_upper_bound=300), 300)[-3:] == (256, 288, 300)
 
 
-def test_what_no_step_would_take_is_not_captured() -> None:
+def test_a_graph_that_no_step_would_use_is_not_captured() -> None:
     assert graph_rows(CudaConfig(graph_lower_bound=3), 16) == (4, 8, 16)
     assert graph_rows(CudaConfig(graph_lower_bound=9), 16) == (16,)
     assert graph_rows(CudaConfig(graph_lower_bound=17), 16) == ()

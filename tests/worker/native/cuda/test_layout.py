@@ -43,7 +43,7 @@ def test_tiles_with_the_most_to_attend_to_are_last() -> None:
     assert cut(step)["tiles"] == [4, 3, 0, 4]
 
 
-def test_tiles_begin_at_an_even_place() -> None:
+def test_tiles_begin_at_an_even_index() -> None:
     for works in ([work([1, 2], [0])], [work([1, 2], [0], draws=False)], [work([1, 2], [0]), work([1], [1])]):
         assert sections(StepLayout(4, 4).lay_out(works).counts).tiles % 2 == 0
 
@@ -65,7 +65,7 @@ def test_padding_leaves_no_trace_and_every_section_lies_where_the_rows_decide() 
 
 
 @given(st.lists(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=5), max_size=4), min_size=1, max_size=6))
-def test_a_layout_that_has_seen_other_steps_lays_out_as_a_new_one(steps: list[list[list[int]]]) -> None:
+def test_a_layout_gives_the_same_result_after_other_steps_as_a_new_one(steps: list[list[list[int]]]) -> None:
     layout = StepLayout(4, 4)
     for tables in [tables for tables in steps if tables]:
         works = [work([*range(4 * len(own))], own, start=4 * len(own) - 1, sequence=n) for n, own in enumerate(tables)]
@@ -74,7 +74,7 @@ def test_a_layout_that_has_seen_other_steps_lays_out_as_a_new_one(steps: list[li
         assert laid.ints.tolist() == expected.ints.tolist()
 
 
-def test_a_table_that_changed_in_place_is_laid_out_anew() -> None:
+def test_a_table_that_changed_in_place_is_laid_out_again() -> None:
     layout, blocks = StepLayout(4, 4), [7, 8]
     one = work([*range(6)], blocks, start=5)
     assert cut(layout.lay_out([one]))["tables"] == [7, 8]
