@@ -13,7 +13,7 @@ REQUESTS = 150
 
 
 def slow(works: Sequence[Work]) -> float:
-    """A step of 20 ms and a millisecond a token, so that some wait."""
+    """Return a step time of 20 ms and a millisecond a token, so that some requests wait."""
     return 0.02 + 0.001 * sum(len(work.tokens) for work in works)
 
 
@@ -25,14 +25,14 @@ def busy(load: RequestTrace, *, workers: int = 2, capacity_blocks: int = 400) ->
 
 
 def settle(fleet: SimulatedFleet) -> None:
-    """Until what was sent has arrived."""
+    """Run until all sent messages have arrived."""
     until_s = fleet.clock.now_s + 1.0
     while fleet.clock.now_s < until_s:
         fleet.clock.step()
 
 
 def check(fleet: SimulatedFleet) -> None:
-    """Everything was answered, and the router's picture is right."""
+    """Check that every request ended and that the router's state is right."""
     settle(fleet)
     assert all(journey.end_s >= journey.first_token_s > journey.request.arrival_s for journey in fleet.journeys)
     assert not any(journey.failed for journey in fleet.journeys)

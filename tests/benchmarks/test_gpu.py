@@ -1,4 +1,4 @@
-"""What of the GPU's benchmarks needs no GPU."""
+"""Tests of the parts of the GPU's benchmarks that need no GPU."""
 
 from __future__ import annotations
 

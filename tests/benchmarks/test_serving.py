@@ -1,4 +1,4 @@
-"""What of a run of `benchmarks/serving.py` counts, and what its goals make of it."""
+"""Tests of which runs of `benchmarks/serving.py` count, and of its goals."""
 
 from __future__ import annotations
 

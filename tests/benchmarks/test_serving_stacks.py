@@ -1,4 +1,4 @@
-"""Whose CPU time is whose."""
+"""Tests of how processes' CPU time is assigned to kinds."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def chunk(text: str) -> bytes:
 
 
 async def four_events(writer: asyncio.StreamWriter, _body: bytes) -> None:
-    """Two events in one write, the third torn, then the usage."""
+    """Write two events at once, the third in two parts, then the usage."""
     usage = 'data: {"usage":{"completion_tokens":4}}\n\n'
     writer.write(HEAD + chunk('data: {"a":1}\n\n') + chunk('data: {"a":2}\n\n'))
     await writer.drain()
@@ -36,7 +36,7 @@ async def four_events(writer: asyncio.StreamWriter, _body: bytes) -> None:
 
 @asynccontextmanager
 async def server(answer: Answer) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
-    """Its port, and the bodies it was sent."""
+    """Run a scripted server; yield its port and the bodies that it received."""
     bodies: list[dict[str, Any]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,7 +12,7 @@ from shared.runtime.lifecycle import Runtime, run
 
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:
-    """Until `runtime.stopping`."""
+    """Serve until `runtime.stopping`."""
     await Worker(runtime, config, partial(EngineProcess.start, module="tests.gpu.breaking_engine")).run()
 
 

@@ -1,4 +1,4 @@
-"""The GPU tests' one gate: CuPy and a device, or a reason why not."""
+"""Finds CuPy and a device for the GPU tests, or a reason to skip them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @functools.cache
 def missing() -> str:
-    """Why nothing can be computed on a GPU here; empty: it can."""
+    """Return why this machine cannot compute on a GPU; empty if it can."""
     try:
         cp = importlib.import_module("cupy")
     except ImportError:
@@ -24,7 +24,7 @@ def missing() -> str:
 
 
 def cupy_on_a_device() -> Any:
-    """The module cupy; skips the calling module where there is no CuPy or no GPU."""
+    """Return the module cupy; skip the calling module if there is no CuPy or no GPU."""
     if reason := missing():
         pytest.skip(reason, allow_module_level=True)
     return importlib.import_module("cupy")

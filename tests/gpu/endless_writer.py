@@ -1,7 +1,7 @@
-"""A process that holds a lock and whose GPU writes to shared memory without end, with much of it ordered ahead:
-`python -m tests.gpu.endless_writer POOL_DIRECTORY MEMORY_FILE`. Says "going" after each copy.
+"""A process that holds a lock and whose GPU writes to shared memory without end, with many copies queued ahead.
 
-It takes the lock as an engine does: under a descriptor that it had before CUDA's.
+It is started as `python -m tests.gpu.endless_writer POOL_DIRECTORY MEMORY_FILE` and prints "going" after each copy. It
+takes the lock as an engine does: under a descriptor that it opened before CUDA opened its own.
 """
 
 from __future__ import annotations

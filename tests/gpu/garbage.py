@@ -1,5 +1,6 @@
-"""Arrays of a DeviceMemory that end as garbage, each case in a process of its own, as it may die of it:
-`python -m tests.gpu.garbage CASE`. Prints how many allocations are left.
+"""Arrays of a DeviceMemory that end as garbage, each case in a process of its own, because it may crash.
+
+It is started as `python -m tests.gpu.garbage CASE` and prints how many allocations are left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SIZE = 1 << 20
 
 
 class Cycle:
-    """Garbage for the collector alone, from the moment its last name goes."""
+    """An object in a cycle, which only the collector frees after its last name is gone."""
 
     def __init__(self, *held: Any) -> None:
         self.held = held
@@ -117,7 +118,7 @@ CASES: dict[str, Callable[[DeviceMemory], None]] = {
 
 
 def main(case: str) -> None:
-    """See the module."""
+    """Run one case and print how many allocations are left."""
     gc.disable()
     memory = DeviceMemory(0)
     CASES[case](memory)

@@ -22,7 +22,7 @@ SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 def cuda_runner(
     directory: Path, settings: CudaConfig, *, memory: DeviceMemory | None = None, **rest: Any
 ) -> CudaRunner:
-    """Of a prepared directory; its weights come from the memory, too."""
+    """Make a runner of a prepared directory; its weights lie in `memory` too."""
     memory = memory or DeviceMemory(0, keep_bytes=1 << 30)
     config = read_config(directory)
     with cp.cuda.using_allocator(memory.allocator()):
@@ -31,7 +31,7 @@ def cuda_runner(
 
 
 def smollm2(cache: Path) -> Path:
-    """SmolLM2-135M-Instruct as a directory of float32 weights; skips the test where it was not fetched."""
+    """Return SmolLM2-135M-Instruct as a directory of float32 weights; skip the test if it was not fetched."""
     if not SMOLLM2.is_file():
         pytest.skip(f"{SMOLLM2} is not there")
     return prepare(SMOLLM2, cache, lambda _loading: None)

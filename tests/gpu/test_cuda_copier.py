@@ -1,6 +1,6 @@
-"""CudaCopier: which way blocks take, and what becomes of them where one fails; bytes are looked at each time.
+"""Tests of CudaCopier: which path blocks take, and what happens if one fails; each test compares bytes.
 
-Memory that CUDA refuses to pin is memory that was pinned before, by the test.
+As memory that CUDA refuses to pin, they use memory that the test has pinned before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CopierRig:
             self.device.write(slot, block)
 
     def there_and_back(self, places: Sequence[int]) -> list[Any]:
-        """Saves each device slot to the place in the pool, and loads it into another; returns both Pendings."""
+        """Save each device slot to its place in the pool and load it into another; return both Pendings."""
         for place in places:
             with self.slots.slot(place) as memory:
                 memory[:] = bytes(len(memory))
@@ -167,7 +167,7 @@ def test_calibration_changes_no_block_measures_each_path_and_is_kept(
 
 
 class Broken:
-    """A Path that hands the first half over, and then fails as CUDA does."""
+    """A TransferPath that issues the first half of the copies and then fails as CUDA does."""
 
     def __init__(self, path: Any) -> None:
         self.path = path

@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd widths": {"heads": 2, "kv_heads": 1, "head_dim": 10, "hidden": 18, "intermediate": 30, "tied": False},
 }
 BOUNDS = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
-"""Of ‖difference‖ / ‖reference‖: each type's rounding a few times over, as models so narrow average little of it."""
+"""Bounds of ‖difference‖ / ‖reference‖: some roundings of each type, as narrow models average little."""
 
 
 class Both:
@@ -65,7 +65,7 @@ class Both:
         self.bound = BOUNDS[element_type]
 
     def check(self, works: list[Work]) -> Floats:
-        """Compute on both sides and compare; the device's logits."""
+        """Compute on both sides, compare, and return the device's logits."""
         expected: Floats = self.reference.step(works)
         logits = self.logits(works)
         assert np.isfinite(logits).all()
@@ -74,14 +74,14 @@ class Both:
         return logits
 
     def logits(self, works: list[Work]) -> Floats:
-        """The device's."""
+        """Compute and return the device's logits."""
         with self.runner.stream:
             logits: Floats = self.runner.logits(works).get()
         return logits
 
 
 def sequences(seed: int, lengths: list[int], vocab: int = 320) -> tuple[list[list[int]], list[list[int]]]:
-    """Random tokens, and scattered slots that cover them."""
+    """Make random tokens, and scattered slots that cover them."""
     random = np.random.default_rng(seed)
     free = random.permutation(SLOTS).tolist()
     tokens = [random.integers(0, vocab, length).tolist() for length in lengths]
@@ -162,7 +162,7 @@ def test_the_same_step_twice_gives_the_same_bits(tmp_path: Path, element_type: A
 
 
 def drawing(directory: Path, settings: CudaConfig) -> CudaSampler:
-    """On the current stream, of 64 rows at most."""
+    """Make a sampler on the current stream, for at most 64 rows."""
     kernels = compile_kernels(read_config(write_tiny_model(directory)), "bfloat16", BLOCK_SIZE)
     return CudaSampler(kernels, cp.cuda.get_current_stream(), 64, settings)
 

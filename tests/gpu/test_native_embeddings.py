@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "any attention, odd widths": {"hidden": 18, "heads": 2, "kv_heads": 1, "head_dim": 10, "intermediate": 30},
 }
 BOUNDS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
-"""Of the difference of two vectors of length 1: each type's rounding a few times over."""
+"""Bounds of the difference of two vectors of length 1: some roundings of each type."""
 POOLINGS = [pooling for pooling in get_args(Pooling) if pooling]
 TOKENS: list[int] = np.random.default_rng(3).integers(0, 320, 300).tolist()
 SLOTS: list[int] = np.random.default_rng(4).permutation(64).tolist()
@@ -46,7 +46,7 @@ def vector(drawn: Drawn | None) -> NDArray[np.float32]:
 
 
 def apart(one: Drawn | None, other: Drawn | NDArray[Any] | None) -> float:
-    """The length of the difference."""
+    """Return the length of the difference of two embeddings."""
     right = other if isinstance(other, np.ndarray) else vector(other)
     return float(np.linalg.norm(vector(one) - right))
 
@@ -131,7 +131,7 @@ def test_smollm2_has_the_vectors_of_transformers_and_of_the_cpu_engine(tmp_path:
 
 
 def vectors(runner: Runner, prompts: list[list[int]], pooling: Pooling) -> list[Drawn | None]:
-    """All in one step."""
+    """Embed all prompts in one step."""
     works = [
         work(prompt, SLOTS[16 * number : 16 * (number + 1)], sampling=asked(pooling), sequence=number)
         for number, prompt in enumerate(prompts)

@@ -44,7 +44,7 @@ SHAPE: dict[str, Any] = {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 6
 
 @contextmanager
 def everything_from(memory: DeviceMemory) -> Iterator[None]:
-    """As in an engine process: all of CuPy's arrays."""
+    """Let all of CuPy's arrays come from `memory`, as in an engine process."""
     cp.cuda.set_allocator(memory.allocator())
     try:
         yield
@@ -53,7 +53,7 @@ def everything_from(memory: DeviceMemory) -> Iterator[None]:
 
 
 def settings(model: Path, cache: Path, **changes: Any) -> EngineConfig:
-    """An engine's, on a GPU."""
+    """Return the settings of an engine on a GPU."""
     cuda = CudaConfig(**changes.pop("cuda", {}))
     config = WorkerConfig(model=str(model), cache=str(cache), device="cuda", cuda=cuda, **changes)
     return EngineConfig.of(config, "tiny", "one", parent_pid=1)
@@ -61,7 +61,7 @@ def settings(model: Path, cache: Path, **changes: Any) -> EngineConfig:
 
 @contextmanager
 def loaded(config: EngineConfig) -> Iterator[tuple[CudaRunner, list[Loading]]]:
-    """As the engine process has it."""
+    """Load a runner as the engine process does."""
     told: list[Loading] = []
     try:
         runner = load_cuda(config)(told.append)
@@ -250,7 +250,7 @@ def test_rows_that_sampling_has_no_room_for_at_once_draw_the_same_in_turns(
 
 
 def _all_of(memory: DeviceMemory) -> list[int]:
-    """What the device has left, in ever smaller pieces."""
+    """Allocate the device's free memory in ever smaller pieces."""
     taken = []
     for power in range(36, 19, -1):
         while True:

@@ -26,15 +26,15 @@ cp = cupy_on_a_device()
 from tests.gpu.models import cuda_runner, smollm2  # noqa: E402
 
 BLOCKS = 16
-"""Of each sequence."""
+"""The blocks of each sequence."""
 OUTPUT = 48
 LOGIT_BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
-"""Of ‖difference‖ / ‖reference‖ over all positions. Half of it comes from rounding what goes into products (norms and
-SwiGLU), the rest from queries, keys, and values in a type of 8 or 11 bits."""
+"""Bounds of ‖difference‖ / ‖reference‖ over all positions. Half of the difference comes from rounding the inputs of
+products (norms and SwiGLU), the rest from queries, keys and values in a type of 8 or 11 bits."""
 
 
 class ReferenceAnswer(Struct):
-    """Of what transformers said."""
+    """The part of transformers' answer that the tests compare."""
 
     prompt: list[int]
     output: list[int]
@@ -44,7 +44,7 @@ ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[
 
 
 def outputs(runner: Runner, prompts: Sequence[Sequence[int]], *, together: bool, chunk: int = 1 << 20) -> list[Any]:
-    """Greedy, OUTPUT tokens each; prompts are prefilled `chunk` tokens at a time."""
+    """Compute OUTPUT greedy tokens for each prompt; prompts are prefilled `chunk` tokens at a time."""
     groups = [range(len(prompts))] if together else [[number] for number in range(len(prompts))]
     histories = [list(prompt) for prompt in prompts]
     starts = [0] * len(prompts)
@@ -98,7 +98,7 @@ def test_smollm2_computes_the_logits_of_transformers_in_float64(tmp_path: Path, 
     ends = [*range(len(tokens) - 13 * 31, len(tokens), 13), len(tokens)]
 
     def theirs(dtype: Any) -> NDArray[np.float64]:
-        """At `ends`, with matrices rounded to the element type, as they are on our device."""
+        """Return transformers' logits at `ends`, with matrices rounded to the element type as on our device."""
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         for weight in model.parameters():
             if weight.dim() == 2:

@@ -1,5 +1,7 @@
-"""Logits on the device against transformers in float32, which computes with the same stored weights; 16-bit types may
-err about as much as transformers in that type does."""
+"""Compares logits on the device with transformers in float32 on the same stored weights.
+
+16-bit types may differ about as much as transformers in that type does.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PATHS = ("rows", "batch", "staged", "staged, one by one", "zero_copy")
 
 
 class PathRig:
-    """Device memory and a pool with a copy of each in NumPy, copied to and fro by indexing."""
+    """Device memory and a pool, with a copy of each in NumPy, which indexing copies in the same way."""
 
     def __init__(self, cupy: Any, shape: tuple[int, int, int], *, pinned: bool = True, uneven: bool = False) -> None:
         from services.worker.transfer import memcpy_batch, paths
@@ -85,7 +85,7 @@ class PathRig:
                 self.expected_pool[copy.pool_slot, :used] = ours.reshape(-1)
 
     def check(self) -> None:
-        """All of both memories, also what was not to be touched."""
+        """Compare all of both memories, including the bytes that no copy may touch."""
         np.testing.assert_array_equal(self.pool, self.expected_pool)
         np.testing.assert_array_equal(self.device.get(), self.blocks)
 
@@ -152,7 +152,7 @@ def test_rows_copy_memory_that_is_not_pinned(cupy: Any, uneven: bool) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", ["wide words", "single bytes"])
 def test_blocks_go_between_two_layouts_on_the_device(cupy: Any, shape: str, path: str) -> None:
-    """From a tensor a layer to super-blocks, and back to other places."""
+    """Blocks go from one tensor a layer to super-blocks, and back to other places."""
     rig = PathRig(cupy, SHAPES[shape])
     super_blocks = cupy.asarray(rig.pool)
     cupy.cuda.get_current_stream().synchronize()

@@ -26,7 +26,7 @@ QUESTION = "What is the capital of France?"
 POEM = "Write a poem about the sea."
 WORKERS = ("worker-0", "worker-1")
 VECTORS_APART = {"float32": 1e-5, "bfloat16": 2.5e-2}
-"""At most: what else is in a step may change the rounding."""
+"""The largest difference: other rows of a step may change the rounding."""
 
 
 @pytest.fixture(scope="module", params=params((GPU[0], GPU_16_BITS[1])))
@@ -37,7 +37,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="module")
 def up(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """Afterwards Ctrl-C leaves nothing."""
+    """Run `up`; afterwards Ctrl-C must leave no process."""
     if not (ROOT / ".headrace" / "models" / model.FILE).exists():
         pytest.skip("the default model is not there; `headrace up` fetches it")
     flags = ("--device", "cuda", "--cuda", f"dtype={kind.dtype}")
@@ -77,7 +77,7 @@ def status(up: Up) -> dict[str, Any]:
 
 
 def children(pid: int) -> list[int]:
-    """Its engine."""
+    """Return the children of a process: a worker's engine."""
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")]
 
 
@@ -86,7 +86,7 @@ def _words(file: Path) -> list[str]:
 
 
 def pieces(up: Up, question: str, tokens: int) -> Iterator[str]:
-    """Of a streamed answer, as they come."""
+    """Yield the pieces of a streamed answer as they come."""
     body = {
         **{"model": model.NAME, "messages": [{"role": "user", "content": question}], "temperature": 0},
         **{"stream": True, "max_tokens": tokens, "ignore_eos": tokens > 50},
@@ -104,7 +104,7 @@ def pieces(up: Up, question: str, tokens: int) -> Iterator[str]:
 
 
 def embedded(up: Up, texts: list[str]) -> NDArray[np.float64]:
-    """(texts, size)."""
+    """Return the embeddings of texts, (texts, size)."""
     asked = urllib.request.Request(
         f"{up.url}/embeddings",
         json.dumps({"model": model.NAME, "input": texts}).encode(),

@@ -1,5 +1,4 @@
-"""Workers that compute on a GPU, as processes with their kvbm: they answer what a CPU does, and blocks stay the same
-bytes wherever they go.
+"""Workers on a GPU, as processes with their kvbm, give a CPU's answers, and blocks keep their bytes on every way.
 
 first ⇄ kvbm ⇄ second, which compares each block it loads with the pool's        alone, without a kvbm: on their device
                                                                                   reference, on a CPU in float32
@@ -28,16 +27,16 @@ SHAPE: dict[str, Any] = {
     **{"context_length": 8192, "hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 512},
     **{"layers": 4, "tied": False},
 }
-"""Where its ends are not tied, every token of an answer hangs on all that was before; else such a model repeats one."""
+"""Without tied embeddings, each token of an answer depends on all before; with them, it repeats one."""
 POOL_BYTES = 256 << 20
 VECTORS_APART = 1e-5
-"""At most, where all compute in float32: the length of the difference of two vectors of length 1."""
+"""The largest length of the difference of two vectors of length 1, if all compute in float32."""
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 LENGTHS = (1, 2, 16, 17, 33, 100, 257, 700, 1500, 2600)
-"""Of prompts: from a lone token to several steps."""
+"""Lengths of prompts, from one token to several steps."""
 MOST_BEHIND = 0.3
-"""How much less likely than the best token, as a natural logarithm, a token may be to a float32 worker where one in 16
-bits draws it. Logits are about 1 large here, and a bfloat16 has 8 bits."""
+"""A 16-bit worker may draw a token that a float32 worker finds less likely than its best one. This is the largest such
+difference, as a natural logarithm. Logits are about 1 large here, and a bfloat16 has 8 bits."""
 
 
 class WorkerRig(NamedTuple):
@@ -47,7 +46,7 @@ class WorkerRig(NamedTuple):
 
 @contextmanager
 def running(folder: Path, nats_url: str, kind: Kind) -> Iterator[WorkerRig]:
-    """See the module. Nothing that is loaded may differ."""
+    """Run the module's workers; no loaded block may differ from the pool's."""
     model = write_tiny_model(folder / "tiny", **SHAPE)
     with kind.pool(folder) as pool, fleet(folder, nats_url, *Machine.where(folder)) as processes:
         machine = Machine(processes, folder, model, POOL_BYTES, *kind.flags, "--capacity-blocks", "2048", pool=pool)
@@ -165,7 +164,7 @@ async def test_in_16_bits_most_answers_are_a_lone_workers_and_the_others_differ_
 
 
 async def _behind(wire: Wire, tokens: list[int], token: int) -> float:
-    """How much less likely the token is than the best one, to the float32 worker."""
+    """Return how much less likely the token is than the best one, for the float32 worker."""
     [logprob] = (await wire.score("reference", tokens, 1)).logprobs
     top = dict(zip(unpack_tokens(logprob.top_tokens), logprob.top_logprobs, strict=True))
     return max(top.values()) - top[token]

@@ -33,12 +33,12 @@ SHAPE: dict[str, Any] = {
     **{"context_length": 8192, "hidden": 128, "heads": 8, "kv_heads": 8, "head_dim": 128, "intermediate": 128},
     **{"layers": 8, "tied": False},
 }
-"""Little to compute, and much to copy: a block has 1 MiB."""
+"""A model with little to compute and much to copy: a block has 1 MiB."""
 BLOCK_BYTES = 1 << 20
 LENGTHS = {"cpu": 160, "cuda": 2000}
-"""Of prompts."""
+"""The length of prompts, in tokens."""
 POOLS = {"cpu": 100, "cuda": 1500}
-"""Blocks."""
+"""The size of the pool, in blocks."""
 PROMPTS = 6
 KILLS = {"cpu": 2, "cuda": 4}
 
@@ -47,7 +47,7 @@ KILLS = {"cpu": 2, "cuda": 4}
 def machine_of(
     folder: Path, nats_url: str, kind: Kind, pool_bytes: int, *flags: str, pool: Path | None = None
 ) -> Iterator[Machine]:
-    """No worker of it runs yet."""
+    """Make a machine, on which no worker runs yet."""
     model = write_tiny_model(folder / "tiny", **SHAPE)
     with kind.pool(folder) as usual, fleet(folder, nats_url, *Machine.where(folder)) as processes:
         capacity = ("--capacity-blocks", str(POOLS[kind.device]))
@@ -56,7 +56,7 @@ def machine_of(
 
 @asynccontextmanager
 async def all_of(machine: Machine, nats_url: str) -> AsyncIterator[Wire]:
-    """With its kvbm and workers, whose loads are compared with the pool."""
+    """Start a machine's kvbm and workers, whose loads are compared with the pool."""
     machine.start_kvbm()
     for name in WORKERS:
         machine.start_worker(name, *(() if name == "alone" else ("--kvbm-verify", "true")))
@@ -102,7 +102,7 @@ async def test_a_worker_killed_among_copies_leaves_right_bytes_and_no_slot_is_lo
 
 
 async def _copying(wire: Wire, tickets: str) -> dict[str, int]:
-    """As soon as the kvbm has granted slots that a worker reads or writes to; its tickets then."""
+    """Wait until kvbm has granted slots to a worker; return its tickets."""
 
     async def seen() -> dict[str, int] | None:
         state = await wire.state()
@@ -112,7 +112,7 @@ async def _copying(wire: Wire, tickets: str) -> dict[str, int]:
 
 
 async def _every_slot_is_free_or_ready(wire: Wire) -> None:
-    """Until the kvbm shows so."""
+    """Wait until kvbm shows that every slot is free or ready."""
     kvbm = wire.machine.process("kvbm")
     layout = await wire.until_state(lambda _: True, "it answers")
 

@@ -37,7 +37,7 @@ def write_gguf(
     extra_tensors: dict[str, Floats] | None = None,
     left_out: tuple[str, ...] = (),
 ) -> Path:
-    """The Hugging Face directory `source` as one GGUF file; `fields` are strings, ints or bools to add or replace."""
+    """Write the Hugging Face directory `source` as one GGUF file; `fields` are added or replaced."""
     config = read_config(source)
     kind = json.loads((source / "config.json").read_text())["model_type"]
     writer = GGUFWriter(path, kind)

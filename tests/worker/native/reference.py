@@ -1,4 +1,4 @@
-"""A decoder as its papers have it, in float64: one sequence, every position, no cache and no chunks."""
+"""A plain decoder in float64, as in the papers: one sequence, every position, no cache and no chunks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def last_hidden_states(directory: Path, tokens: list[int]) -> Floats:
 
 
 def embedding(states: Floats, pooling: str) -> Floats:
-    """Of length 1."""
+    """Return the embedding of these states, scaled to length 1."""
     vector = states.mean(axis=0) if pooling == "mean" else states[-1]
     unit: Floats = vector / np.linalg.norm(vector)
     return unit

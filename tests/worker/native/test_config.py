@@ -1,4 +1,4 @@
-"""config.json: what is read, what is refused."""
+"""Tests of config.json: which fields are read and which settings are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny_model import write_tiny_model
 
 
 def changed(directory: Path, changes: dict[str, Any], removed: str = "") -> Path:
-    """A tiny model whose config.json says something else."""
+    """Write a tiny model with a changed config.json."""
     write_tiny_model(directory)
     config = json.loads((directory / "config.json").read_text()) | changes
     config.pop(removed, None)

@@ -1,4 +1,4 @@
-"""The decoder against transformers' logits (golden files), however the same tokens come to be computed."""
+"""The decoder gives transformers' logits (golden files), in whichever steps the tokens are computed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BLOCK_SIZE = 16
 CAPACITY_BLOCKS = 64
 TOKENS = prompt_tokens()
 BLOCKS = [5, 3, 60, 7, 1, 12, 0, 33, 34, 35, 36, 2, 63]
-"""A sequence's slots lie anywhere, in any order."""
+"""The slots of a sequence, in random order."""
 
 Logits = NDArray[np.float32]
 
 
 class Checked:
-    """A random model with the logits transformers computed for it, by position."""
+    """A random model, and the logits that transformers computed for it, by position."""
 
     def __init__(self, directory: Path, name: str, dot_rows: int = 4, kv_dtype: str = "float32") -> None:
         directory = prepare(write_tiny_model(directory / "model", **CASES[name]), directory / "cache", lambda _: None)
@@ -54,13 +54,13 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Checked:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Checked:
-    """One of the models, where the family does not matter."""
+    """Return one model, for tests that do not depend on the family."""
     return Checked(tmp_path, "llama")
 
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Checked:
-    """With keys and values as bfloat16."""
+    """Return a model whose keys and values are stored as bfloat16."""
     return Checked(tmp_path, "llama", kv_dtype="bfloat16")
 
 
@@ -150,11 +150,11 @@ def test_a_tiled_long_chunk_gives_the_same_logits(llama: Checked, monkeypatch: p
 
 
 CHUNKS = ([200], [64, 136], [16, 7, 1, 40, 136], [100, *[1] * 100])
-"""Ways to compute a prompt."""
+"""Several ways to split a prompt into chunks."""
 
 
 def chunked(model: Checked, chunks: Sequence[int]) -> Logits:
-    """Of the last token."""
+    """Compute a prompt in chunks; return the logits of its last token."""
     logits: Logits = np.empty(0, np.float32)
     for start, end in itertools.pairwise(itertools.accumulate(chunks, initial=0)):
         logits = model.decoder.step([work(TOKENS[:end], BLOCKS, start=start)])[0]
@@ -162,7 +162,7 @@ def chunked(model: Checked, chunks: Sequence[int]) -> Logits:
 
 
 def stored(model: Checked) -> NDArray[np.uint16]:
-    """Of the prompt's full blocks, as bfloat16's bits."""
+    """Return the pages of the prompt's full blocks, as the bits of bfloat16."""
     bits: NDArray[np.uint16] = model.cache.pages[BLOCKS[:12]]
     return bits
 
@@ -176,7 +176,7 @@ def test_a_bfloat16_cache_gives_logits_close_to_a_float32_caches(narrow: Checked
 def test_a_bfloat16_cache_gives_the_same_logits_however_a_prompt_is_split(
     narrow: Checked, chunks: Sequence[int]
 ) -> None:
-    """Up to the last bit of a few: rows computed together differ in theirs."""
+    """The last bits of a few numbers may differ, because rows that are computed together differ in theirs."""
     logits = chunked(narrow, CHUNKS[0])
     bits = stored(narrow)
     np.testing.assert_allclose(chunked(narrow, chunks), logits, rtol=0, atol=TOLERANCE)

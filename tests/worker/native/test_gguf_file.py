@@ -130,7 +130,7 @@ def text(content: bytes) -> bytes:
 
 
 def array(kind: int, count: int) -> bytes:
-    """The field `a`, of which the entries are still to come."""
+    """Return the head of an array field `a`, without its entries."""
     return text(b"a") + struct.pack("<IIQ", 9, kind, count)
 
 

@@ -1,4 +1,4 @@
-"""Compiled grammars: what is kept, and what a tokenizer must be."""
+"""Tests of the cache of compiled grammars, and of the tokenizers that it needs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.worker.native.works import work
 
 TOKENS = prompt_tokens()
 TOLERANCE = 1e-5
-"""Of a vector of length 1."""
+"""The largest difference of two vectors of length 1."""
 ASKED: dict[Pooling, Sampling] = {
     "mean": Sampling(max_tokens=1, pooling="mean"),
     "last": Sampling(max_tokens=1, pooling="last"),
@@ -32,7 +32,7 @@ POOLINGS = list(ASKED)
 
 
 class PooledVector:
-    """A random model, and what its embeddings should be."""
+    """A random model, and its expected embeddings."""
 
     def __init__(self, directory: Path, name: str = "llama") -> None:
         self.directory = prepare(
@@ -86,7 +86,7 @@ def test_a_prompt_in_chunks_among_others_has_the_same_vector(llama: PooledVector
 
 
 def test_a_mean_begins_again_where_its_prompt_does(llama: PooledVector) -> None:
-    """As after a preemption."""
+    """A preempted prompt begins again from its first token."""
     ours = Work(7, TOKENS, 0, 100, range(13), ASKED["mean"], len(TOKENS))
     assert llama.runner.step([ours]) == [None]
     ours.blocks = range(20, 33)

@@ -1,4 +1,4 @@
-"""Converted models: made once, shared, whole or not there, bounded."""
+"""Converted models are made once, shared, complete or absent, and bounded."""
 
 from __future__ import annotations
 

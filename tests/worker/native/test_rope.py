@@ -1,4 +1,4 @@
-"""Frequencies by their definitions; the golden logits of test_decoder.py hold the rest."""
+"""Tests of frequencies by their definitions; the golden logits of test_decoder.py cover the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native runner whole: SmolLM2 against transformers, and what it says of itself."""
+"""Tests of the complete native runner: SmolLM2 against transformers, and its facts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.worker.pool_file import make_pool
 
 
 class RunnerAnswer(Struct):
-    """What transformers said: `make_golden.py` wrote it."""
+    """An answer of transformers, which `make_golden.py` wrote."""
 
     text: str
     prompt: list[int]
@@ -56,7 +56,7 @@ def tiny(tmp_path: Path) -> NativeRunner:
 
 
 def ended(mover: Mover) -> Copied:
-    """The next batch that ends."""
+    """Wait for the next batch that ends."""
     assert select.select([mover], [], [], 20)[0]
     [copied] = mover.ended()
     return copied
@@ -217,7 +217,7 @@ def test_an_overflowing_prompt_does_not_end_the_engine_but_nan_weights_do(tmp_pa
     overflows, directory = 5, write_tiny_model(tmp_path, tied=False)
 
     def served(broken: str, prompts: list[list[int]]) -> list[Part]:
-        """The ends of these requests, one after the other, with a NaN in one of the tensors."""
+        """Run these requests one after another with a NaN in one tensor; return their ends."""
         checkpoint = Checkpoint(directory, read_config(directory))
         tensors = {name: checkpoint.floats(name).copy() for name in checkpoint.shapes}
         tensors[broken][overflows] = np.nan

@@ -1,4 +1,4 @@
-"""The sampler against its definition, row by row, and against itself in other company."""
+"""Tests of the sampler against its definition, row by row, and with other rows in the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(**changes: object) -> Sampling:
 
 
 def draw(logits: Logits, sampling: Sampling, index: int = 0, history: Sequence[int] = (0,), prompt: int = 1) -> Drawn:
-    """The token of one row alone; `index` moves along the output without a history (no penalties then)."""
+    """Draw the token of one row alone; `index` is its place in the output, without a history."""
     [drawn] = sample(np, logits[None], [_work(sampling, index, history, prompt)])
     return drawn
 
@@ -40,7 +40,7 @@ def _work(sampling: Sampling, index: int = 0, history: Sequence[int] = (0,), pro
 
 
 def support(logits: Logits, sampling: Sampling, draws: int = 300) -> set[int]:
-    """Tokens that come up, from one batch of many draws."""
+    """Return the tokens that one batch of many draws gives."""
     works = [_work(sampling, index) for index in range(1, draws + 1)]
     return {drawn.token for drawn in sample(np, np.tile(logits, (draws, 1)), works)}
 

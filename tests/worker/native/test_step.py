@@ -18,7 +18,7 @@ BLOCK_SIZE = 4
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Work]:
-    """Works with slots of their own and histories of any length."""
+    """Draw works with slots of their own and histories of any length."""
     works: list[Work] = []
     free = iter(draw(st.permutations(range(200))))
     for sequence in range(draw(st.integers(1, 8))):

@@ -35,15 +35,15 @@ BATCH = 10
 MOST_TOKENS = 400
 BLOCK_SIZE = 16
 BLOCKS = (MOST_TOKENS + 64) // BLOCK_SIZE
-"""Of a sequence."""
+"""The blocks of a sequence."""
 PROMPT = "<|im_start|>user\nDescribe somebody as JSON.<|im_end|>\n<|im_start|>assistant\n"
 
 _NUMBERS = itertools.count(0, BATCH)
-"""Of sequences; none is used twice, as in an engine."""
+"""The numbers of sequences; none is used twice, as in an engine."""
 
 
 def answers(runner: NativeRunner, prompt: list[int], held: list[Sampling]) -> list[list[int]]:
-    """What the model says, all at once, each to its end."""
+    """Compute the answers of all grammars at once, each to its end."""
     first = next(_NUMBERS)
     histories, starts = [list(prompt) for _ in held], [0] * len(held)
     running = set(range(len(held)))

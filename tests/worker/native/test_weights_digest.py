@@ -1,4 +1,4 @@
-"""What gives a model another name, and what does not."""
+"""Tests of which changes of a model change its digest."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def digest(directory: Path) -> str:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Its embedding is longer than all pieces of a tensor together."""
+    """Write a model whose embedding is longer than all pieces of a tensor together."""
     return write_tiny_model(tmp_path / "model", vocab=1024)
 
 
 def change(directory: Path, tensor: str, element: int) -> None:
-    """Of the tensor's stored floats, one."""
+    """Change one of the tensor's stored numbers."""
     file = directory / "model.safetensors"
     entry = TensorFile(file).entries[tensor]
     data = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Shares of a step as the engine loop would hand them over."""
+"""Works as the engine loop hands them to a runner."""
 
 from __future__ import annotations
 

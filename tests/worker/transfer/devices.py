@@ -1,4 +1,4 @@
-"""Blocks on a device, which is this machine's memory or a GPU: what a copier is tested on."""
+"""Blocks on a device, which is host memory or a GPU, for tests of copiers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_BYTES = FRAGMENTS * FRAGMENT_BYTES
 
 
 class Device(Protocol):
-    """Layer-major blocks; see the constants."""
+    """Layer-major blocks, of the shape that the constants say."""
 
     @property
     def copier(self) -> Copier: ...
@@ -36,7 +36,7 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """A Device."""
+    """A Device in host memory."""
 
     def __init__(self) -> None:
         self._array = np.zeros((FRAGMENTS, SLOTS, FRAGMENT_BYTES), np.uint8)
@@ -51,7 +51,7 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A Device. `path`: set, so that nothing is measured."""
+    """A Device on a GPU. `path` is set, so that no path is measured."""
 
     def __init__(self, path: CopyPath = "staged", chunk_bytes: int = CHUNK_BYTES) -> None:
         import cupy  # pyright: ignore[reportMissingImports]
@@ -74,7 +74,7 @@ class CudaDevice:
 
 
 def need_gpu() -> Any:
-    """CuPy; skips the test where there is none, or no device."""
+    """Return CuPy; skip the test if there is no CuPy or no device."""
     if reason := missing():
         pytest.skip(reason)
     return importlib.import_module("cupy")

@@ -1,4 +1,4 @@
-"""A mover over a copier, and a real pool file. A clock that it reads before each group holds it there."""
+"""A mover over a copier, and a real pool file. Its clock can hold a lane before each group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARENA = GEOMETRY.arena(0, 1, BLOCK_BYTES)
 
 
 class MoverClock:
-    """Says `now_s`; closed, it lets a lane wait at its next look, and says so."""
+    """Returns `now_s`. When closed, it holds a lane at its next reading and reports that."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -79,12 +79,12 @@ class MoverRig:
             return bytes(memory)
 
     def damage(self, slot: int) -> None:
-        """A bit of the block in the pool's slot turns."""
+        """Flip a bit of the block in the pool's slot."""
         with self.kvbm.slot(slot) as memory:
             memory[BLOCK_BYTES - 1] ^= 1
 
     def ended(self, count: int = 1) -> list[Copied]:
-        """The next `count` batches that end, without the ways that they took."""
+        """Return the next `count` batches that end, without their paths."""
         told: list[Copied] = []
         while len(told) < count:
             readable, _, _ = select.select([self.mover], [], [], LIMIT_S)

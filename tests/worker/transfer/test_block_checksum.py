@@ -9,11 +9,11 @@ from services.worker.transfer.block_checksum import FACTOR, STEP, block_checksum
 
 MASK = (1 << 64) - 1
 BOUNDARY = 32768 * 8
-"""Bytes in one go."""
+"""The bytes that are summed at once."""
 
 
 def slow(block: bytes) -> int:
-    """As the module's docstring has it."""
+    """Compute the checksum by the formula in the module's docstring."""
     total = 0
     for index in range(0, len(block), 8):
         word = int.from_bytes(block[index : index + 8].ljust(8, b"\0"), "little")

@@ -1,4 +1,4 @@
-"""What was loaded is compared with the pool."""
+"""Tests of the comparison of loaded blocks with the pool."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ def test_correct_loads_pass_the_comparison(verifying: MoverRig) -> None:
 
 
 class FaultyCopier(HostCopier):
-    """Loads `faulty` pool slots wrongly; between a load and its comparison `granted` ones become another's, who writes
-    to them, and right after it `late` ones."""
+    """Loads the `faulty` pool slots wrongly.
+
+    The `granted` slots are granted to another engine, which writes to them, between a load and its comparison; the
+    `late` slots right after the comparison.
+    """
 
     def __init__(self, device: HostDevice) -> None:
         super().__init__(device.copier.shape, device)

@@ -11,7 +11,7 @@ AT, SLOT_BYTES, SLOTS = 1 << 30, 8192, 10
 
 
 class Registry:
-    """Host memory that may be registered once, but for `refused` addresses."""
+    """Host memory that can be registered once, except for `refused` addresses."""
 
     def __init__(self, *refused: int) -> None:
         self.registered: dict[int, int] = {}
@@ -28,12 +28,12 @@ class Registry:
         del self.registered[address]
 
     def clock(self) -> float:
-        """A second passes each time."""
+        """Return the time; a second passes at each call."""
         self._now_s += 1.0
         return self._now_s
 
     def slots(self) -> PinnedSlots:
-        """Four a chunk."""
+        """Make slots with four in each chunk."""
         return PinnedSlots(AT, SLOT_BYTES, SLOTS, self.register, self.unregister, self.clock, 4 * SLOT_BYTES + 5000)
 
 

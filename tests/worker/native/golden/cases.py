@@ -1,4 +1,4 @@
-"""The random models that transformers answered for, and where the answers lie."""
+"""The random models whose answers transformers computed, and the files of these answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 GOLDEN = Path(__file__).parent
 CONTEXT_TOKENS = 200
 CHECKED_POSITIONS = (0, 15, 29, 63, 64, 150, 199)
-"""Positions whose logits are stored; far enough for every rope scaling to show."""
+"""Positions whose logits are stored. The last ones are far enough to show every rope scaling."""
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
         "seed": 10,
     },
 }
-"""What a golden file calls the model → arguments of `write_tiny_model`."""
+"""The arguments of `write_tiny_model` for each model, by its name in the golden file."""
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -61,9 +61,9 @@ QUESTIONS = (
     "List the first 12 prime numbers, then add 17 and 25.",
     "Explain in two sentences why the sky is blue. 日本語 and émojis 🌊 are welcome.",
 )
-"""What SmolLM2 was asked."""
+"""The prompts that SmolLM2 answers."""
 
 
 def prompt_tokens() -> list[int]:
-    """The tokens every random model was given."""
+    """Return the prompt of every random model."""
     return [int(token) for token in np.random.default_rng(0).integers(0, 320, CONTEXT_TOKENS)]

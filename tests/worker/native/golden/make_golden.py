@@ -51,7 +51,7 @@ def random_model(directory: Path) -> Any:
 
 
 def real_model(directory: Path) -> list[dict[str, Any]]:
-    """Greedy answers, and the first logits of each."""
+    """Compute greedy answers, and the first logits of each."""
     model, tokenizer = load(directory), transformers.AutoTokenizer.from_pretrained(directory)
     answers = []
     for question in QUESTIONS:
