@@ -181,26 +181,6 @@ class FrontendProcess(Struct, frozen=True):
     """The API key that the frontend requires; empty means none."""
 
 
-class Cpu(Struct, frozen=True):
-    """The CPU time of a process so far."""
-
-    user_s: float
-    kernel_s: float
-
-
-def cpu(pid: int) -> Cpu:
-    """Read a process's CPU time, which has a resolution of 10 ms."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    ticks = os.sysconf("SC_CLK_TCK")
-    return Cpu(int(fields[11]) / ticks, int(fields[12]) / ticks)
-
-
-def rss_bytes(pid: int) -> int:
-    """Return the resident memory of a process, in bytes."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 async def connect_clients(frontend: FrontendProcess, count: int, prompt_tokens: int) -> list[StreamClient]:
     """Open `count` streams and send their requests."""
     loop = asyncio.get_running_loop()

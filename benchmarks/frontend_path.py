@@ -30,7 +30,8 @@ from typing import Any
 import msgspec
 import uvloop
 
-from benchmarks.frontend_load import FrontendProcess, Peers, StreamClient, connect_clients, cpu, rss_bytes, stack
+from benchmarks.frontend_load import FrontendProcess, Peers, StreamClient, connect_clients, stack
+from benchmarks.process_costs import cpu_of, rss_bytes
 from benchmarks.report import Goal, report
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
@@ -62,12 +63,12 @@ async def _measure(streams: int, step_s: float, seconds: float, key: str) -> Row
         clients = await connect_clients(frontend, streams, PROMPT_TOKENS)
         await peers.streaming(streams)
         await _stream(peers, step_s, WARM_UP_S)
-        before, tokens, events = cpu(frontend.pid), peers.tokens, _events(clients)
+        before, tokens, events = cpu_of(frontend.pid), peers.tokens, _events(clients)
         over = asyncio.Event()
         asking = asyncio.create_task(_worst_live_s(frontend, over))
         await _stream(peers, step_s, seconds)
         over.set()
-        after, tokens, events = cpu(frontend.pid), peers.tokens - tokens, _events(clients) - events
+        after, tokens, events = cpu_of(frontend.pid), peers.tokens - tokens, _events(clients) - events
         row = {
             "streams": streams,
             "step ms": 1000 * step_s,

@@ -17,12 +17,12 @@ import selectors
 import time
 from array import array
 from itertools import count
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from benchmarks.process_costs import cpu_of
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
 from shared.bus.outbox import Outbox
@@ -125,12 +125,6 @@ async def _open(asker: Asker, rate: float, until_s: float) -> None:
             asked.create_task(asker.ask(*question, due_s))
 
 
-def cpu_s(pid: int) -> float:
-    """Return a process's user and system time so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def _run(flags: argparse.Namespace) -> dict[str, Any]:
     bus = await connect(NatsConfig(url=flags.nats_url), "asker")
     asker = Asker(bus, flags.chains)
@@ -138,12 +132,12 @@ async def _run(flags: argparse.Namespace) -> dict[str, Any]:
     began_s = spent_s = own_s = 0.0
     for seconds in (WARM_UP_S, flags.seconds):
         asker.forget()
-        began_s, spent_s, own_s = loop.time(), cpu_s(flags.router_pid), time.process_time()
+        began_s, spent_s, own_s = loop.time(), cpu_of(flags.router_pid).sum_s, time.process_time()
         if flags.mode == "closed":
             await _closed(asker, flags.in_flight, began_s + seconds)
         else:
             await _open(asker, flags.rate, began_s + seconds)
-    wall_s, spent_s = loop.time() - began_s, cpu_s(flags.router_pid) - spent_s
+    wall_s, spent_s = loop.time() - began_s, cpu_of(flags.router_pid).sum_s - spent_s
     own_s = time.process_time() - own_s
     asker.told.cancel()
     await bus.drain()

@@ -32,6 +32,7 @@ from msgspec import Struct
 
 from benchmarks.fleet import SimulatedFleet
 from benchmarks.loads import RequestTrace, read_trace
+from benchmarks.process_costs import rss_bytes
 from benchmarks.report import Goal, report
 from benchmarks.trace import WORKER_BLOCKS, default_timing
 from services.worker.messages import Snapshot, TakeEngineSnapshot
@@ -71,7 +72,7 @@ class Soak:
         for _ in range(WORKERS):
             self.fleet.join(default_timing())
         gc.collect()
-        self.before_bytes = rss_bytes()
+        self.before_bytes = rss_bytes(os.getpid())
         minutes = int(load.requests[-1].arrival_s // MINUTE_S)
         for minute in range(1, minutes + 1):
             self.fleet.clock.at(minute * MINUTE_S, partial(self._sample, minute))
@@ -109,7 +110,7 @@ class Soak:
         self.rows.append(
             SoakRow(
                 minute=minute,
-                rss_bytes=rss_bytes(),
+                rss_bytes=rss_bytes(os.getpid()),
                 workers=len(self.fleet.workers),
                 index_blocks=index.blocks,
                 index_pairs=pairs,
@@ -146,11 +147,6 @@ def main() -> int:
     for goal in _goals(soak):
         print(f"{goal.name}: {goal.value:.3f} {goal.unit}{'' if goal.met else '  NOT MET'}")
     return 0
-
-
-def rss_bytes() -> int:
-    """Return the resident memory of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _twice(load: RequestTrace) -> RequestTrace:
