@@ -1,11 +1,12 @@
 """What does a machine's block store change for a real trace, when its workers' own memory is small?
 
-The Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25: 12,031 requests in an hour, 145 M prompt
-tokens, blocks of 512) goes through 4 simulated workers of 1,000 blocks with the router's `kv` policy, in virtual time
-(`fleet.py` and `fleet_store.py` say what is real and what is a model). It runs without a store, with one of 8,000
-blocks in memory, and with 64,000 more blocks on disk. A block is 64 MiB: for an 8B model on four H200s that is 63 GiB a
-worker, 500 GiB of memory, and 4 TiB of disk. Open loops run at 0.3 to 0.9 of the load that the workers could serve if
-they held everything (`trace.py`: capacity); a closed loop has 64 requests a worker at any time, for throughput.
+The Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25) has 12,031 requests in an hour, with 145 M
+prompt tokens in blocks of 512. It goes through 4 simulated workers of 1,000 blocks with the router's `kv` policy, in
+virtual time (`fleet.py` and `fleet_store.py` say what is real and what is a model). The workers run without a store,
+with one of 8,000 blocks in memory, and with 64,000 more blocks on disk. A block is 64 MiB: for an 8B model on four
+H200s that is 63 GiB a worker, 500 GiB of memory, and 4 TiB of disk. Open loops run at 0.3 to 0.9 of the load that the
+workers could serve if they held everything (`trace.py`: capacity); a closed loop has 64 requests a worker at any time,
+for throughput.
 
 hit rate     cached prompt tokens over prompt tokens, by where they came from: the device's own cache, the store's
              memory, its disk. Ideal: what one unbounded cache would find, by order of arrival.
