@@ -37,7 +37,7 @@ class Readiness:
 
     def start(self) -> None:
         """Ping routers from now on, and answer for this process's health."""
-        self._runtime.vitals.ask(self.faults, lambda: {"models": sorted(self._models.served())})
+        self._runtime.vitals.ask(self.faults, self._models_shown)
         self._runtime.directory.subscribe(self._on_change)
         self._runtime.tasks.create_task(self._ping(), name="ping routers")
 
@@ -51,8 +51,12 @@ class Readiness:
         elif self._failures >= FAILURES:
             faults.append("no router answers")
         if not self._models.served():
-            faults += self._models.reasons() or ["no worker is there"]
+            faults += self._models.faults() or ["no worker is there"]
         return faults
+
+    def _models_shown(self) -> dict[str, list[str]]:
+        faults = self._models.faults()
+        return {"models": sorted(self._models.served()), **({"not_served": faults} if faults else {})}
 
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceUp) and change.instance.service == "router":

@@ -64,6 +64,7 @@ from shared.messages import (
     Pooling,
     ResendRequest,
     Resent,
+    Role,
     Select,
     Selected,
     SelectRefused,
@@ -99,8 +100,10 @@ def card_entry(
     biases: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
+    role: Role = "aggregated",
 ) -> dict[str, bytes]:
     card = ModelCard(
+        role=role,
         model=model,
         instance=instance,
         path=str(directory),

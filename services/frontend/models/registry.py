@@ -20,8 +20,10 @@ from pathlib import Path
 from services.frontend.models.model import BY_TEMPLATE, Model, ModelLimits, ParserNames, load_model, model_limits
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange
 from shared.errors import InvalidRequest, ModelError, Unavailable
-from shared.messages import ModelCard
+from shared.messages import ModelCard, Role
 
+ROUTED_ROLE: Role = "aggregated"
+"""The only role that routers choose."""
 RETRY_S = 5.0
 """Seconds between two attempts to load a model."""
 MODELS_LIMIT = 256
@@ -42,6 +44,19 @@ class _Entry:
     reason: str = _LOADING
     """Why `model` is None."""
     loading: bool = False
+
+    @property
+    def chosen(self) -> list[ModelCard]:
+        """The cards of the workers that routers choose."""
+        return [card for card in self.cards.values() if card.role == ROUTED_ROLE]
+
+    @property
+    def fault(self) -> str:
+        """Why the model cannot serve requests although it has workers; empty if it can."""
+        if not self.chosen:
+            roles = ", ".join(sorted({card.role for card in self.cards.values()}))
+            return f"its workers have the role {roles}, which no router chooses"
+        return "" if self.model is not None else self.reason
 
     def matches(self, card: ModelCard) -> bool:
         """Whether the loaded model is the card's."""
@@ -94,9 +109,9 @@ class ModelRegistry:
             raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
         if not entry.cards:
             raise Unavailable(f"no worker serves the model {name!r} now")
-        if entry.model is None:
-            raise Unavailable(f"the model {name!r} is not ready: {entry.reason}")
-        return entry.model, model_limits(list(entry.cards.values()))
+        if entry.model is None or entry.fault:
+            raise Unavailable(f"the model {name!r} is not ready: {entry.fault}")
+        return entry.model, model_limits(entry.chosen)
 
     def _only(self) -> str:
         names = [name for name, entry in self._entries.items() if entry.cards] or list(self._entries)
@@ -109,16 +124,12 @@ class ModelRegistry:
     def served(self) -> dict[str, ModelLimits]:
         """Return the models that can serve requests now."""
         return {
-            name: model_limits(list(entry.cards.values()))
-            for name, entry in self._entries.items()
-            if entry.cards and entry.model is not None
+            name: model_limits(entry.chosen) for name, entry in self._entries.items() if entry.cards and not entry.fault
         }
 
-    def reasons(self) -> list[str]:
+    def faults(self) -> list[str]:
         """Return why models with a worker cannot serve requests."""
-        return [
-            f"model {name}: {entry.reason}" for name, entry in self._entries.items() if entry.cards and not entry.model
-        ]
+        return [f"model {name}: {entry.fault}" for name, entry in self._entries.items() if entry.cards and entry.fault]
 
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, CardUp):

@@ -32,6 +32,20 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_stops_no_other(directo
         assert [model.id for model in (await client.models.list()).data] == [MODEL]
 
 
+async def test_a_model_whose_workers_no_router_chooses_is_not_served_and_health_says_why(directory: Path) -> None:
+    why = "its workers have the role decode, which no router chooses"
+    async with world(directory) as w, clients(w) as (client, http):
+        await w.announce("w3", card_entry("w3", directory, "half", role="decode"))
+        await w.until("/health", lambda health: health.get("not_served") == [f"model half: {why}"])
+        with pytest.raises(openai.InternalServerError, match=why):
+            await client.completions.create(model="half", prompt="x")
+        assert [model.id for model in (await client.models.list()).data] == [MODEL]
+        async with http.get("/health") as response:
+            assert response.status == 200
+        await w.announce("w4", card_entry("w4", directory, "half"))
+        await w.until("/health", lambda health: "not_served" not in health and "half" in health["models"])
+
+
 async def test_the_doors_open_when_the_models_that_are_there_are_loaded(directory: Path) -> None:
     async with world(directory, ready=False) as w, clients(w) as (client, _):
         w.say("at once")
