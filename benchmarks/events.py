@@ -35,7 +35,7 @@ from benchmarks.report import ROOT, Goal, report
 from services.router.index.chains import Chains
 from services.router.index.index import Index
 from services.router.index.kv_events import decode
-from shared.bus.zmq_events import ZmqEvents
+from shared.bus.zmq_events import ZmqEventBus
 from shared.messages import EVENT_BATCH, BlockStored, EventBatch, EventSource
 
 BLOCK_SIZE = 16
@@ -120,7 +120,7 @@ async def _round(size: int, batches: int, rate: int) -> Row:
     assert process.stdin is not None
     assert process.stdout is not None
     receiver = _Receiver()
-    with ZmqEvents() as events:
+    with ZmqEventBus() as events:
         source = msgspec.json.decode(await process.stdout.readline(), type=EventSource)
         subscription = events.subscribe(source, receiver.receive)
         await receiver.joined.wait()
@@ -177,7 +177,7 @@ async def _publish(size: int, batches: int, rate: int) -> None:
     loop = asyncio.get_running_loop()
     go = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), go.set)
-    with ZmqEvents() as events:
+    with ZmqEventBus() as events:
         publisher = events.open_publisher(ring_batches=1)
         print(msgspec.json.encode(publisher.source).decode(), flush=True)
         while not go.is_set():

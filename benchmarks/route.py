@@ -42,7 +42,7 @@ from benchmarks.route_load import BLOCK_SIZE, CHAINS, DEPTH, MODEL, NAMESPACE, c
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
 from shared.bus.nats_bus import NatsBus, connect
-from shared.bus.zmq_events import ZmqEvents
+from shared.bus.zmq_events import ZmqEventBus
 from shared.config import NatsConfig, environment
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
@@ -91,7 +91,7 @@ ALONE_GOAL_MS = 1.0
 class RoutedWorker:
     """An instance without an engine. It holds given blocks and reports the router's requests."""
 
-    def __init__(self, name: str, bus: NatsBus, events: ZmqEvents) -> None:
+    def __init__(self, name: str, bus: NatsBus, events: ZmqEventBus) -> None:
         self.name = name
         self.blocks: list[SnapshotBlock] = []
         self.attempts: set[tuple[str, int]] = set()
@@ -159,7 +159,7 @@ class RoutedWorker:
 class RoutedFleet:
     """All scripted workers, and the router's process."""
 
-    def __init__(self, url: str, folder: Path, bus: NatsBus, events: ZmqEvents, known: int) -> None:
+    def __init__(self, url: str, folder: Path, bus: NatsBus, events: ZmqEventBus, known: int) -> None:
         self.url = url
         self.known = known
         """The chains that some worker has cached."""
@@ -292,7 +292,7 @@ async def _measure(quick: bool) -> list[dict[str, Any]]:
     if len(cores) > 1:
         os.sched_setaffinity(0, cores[1:])
     seconds, known = ("3", 30) if quick else ("10", CHAINS)
-    with tempfile.TemporaryDirectory() as folder, ZmqEvents("127.0.0.1") as events:
+    with tempfile.TemporaryDirectory() as folder, ZmqEventBus("127.0.0.1") as events:
         discovered = Path(folder) / "discovery"
         discovered.mkdir()
         server = NatsServer(Path(folder))

@@ -1,4 +1,4 @@
-"""BlockPool: the slots of one tier, what they hold, and who holds them. Pure.
+"""BlockPool: the slots of one tier, their contents, and the sequences and copies that hold them. Pure.
 
             allocate                 store (block is full and computed)
     free ─────────────▶ held, blank ─────────────────────────────▶ held, keyed ◀──┐
@@ -8,25 +8,27 @@
      └──────────────────────────────── evicted by allocate ───────── cached ──────┘
 
             begin_load                 end_load with content
-    free ──────────────▶ loading ─────────────────────────▶ held, keyed (or cached, if its sequence has gone)
+    free ──────────────▶ loading ─────────────────────────▶ held, keyed (or cached, if its sequence has ended)
      ▲                      │          end_load without content (the copy failed)
      └──────────────────────┴─────────────────────────────▶ held, blank (or free)
 
-A hold is a hold; sequences and copies are only counted apart. A slot is never given away while anybody holds it, so a
-copy that outlives its sequence keeps its bytes. `loading` means that a copy writes to the slot: nobody may read it.
-A copy is no use: a block's place among those that leave is that of its last release by a sequence, and while a copy
-reads it others are evicted in its stead.
+Sequences and copies hold slots in the same way; they are only counted separately. A slot is never reused while it is
+held, so a copy that outlives its sequence keeps its bytes. `loading` means that a copy writes to the slot: nothing may
+read it. A copy does not count as a use: the order of eviction is that of the last releases by sequences. While a copy
+reads a block, other blocks are evicted in its place.
 
-Content is named by its 128-bit content key. A key is in at most one slot: where a second slot is stored with a key that
-the pool has already, the caller is given the first slot instead and the second is freed. So a hash is published as
-stored exactly while one slot carries it, memory is never spent twice, and a kept block's parent is kept too as long as
-sequences hold whole prefixes and release them last block first (the least recently used block is then always a leaf;
-only a block that a copy reads may outlive its parent, and it leaves next).
+Content is named by its 128-bit content key, and a key is in at most one slot. If a second slot is stored with a key
+that the pool has already, the caller gets the first slot and the second one is freed. So a hash is published as stored
+exactly while one slot has it, and memory is never used twice.
 
-A block whose bytes may be wrong is forgotten: it cannot be found any more. Those that hold its slot hold it until they
-release it, and then the slot is free. Blocks that follow it may stay without their parent.
+A cached block's parent is cached too, as long as sequences hold whole prefixes and release the last block first: then
+the least recently used block is always a leaf. Only a block that a copy reads may outlive its parent; it is evicted
+next.
 
-Every operation is O(1) a block, but that an eviction passes over blocks that copies read; changes are returned as
+A block whose bytes may be wrong is forgotten: it can no longer be found. Its slot is free once everything that holds it
+has released it. Blocks that follow it may stay without their parent.
+
+Every operation is O(1) per block, except that an eviction skips blocks that copies read. Changes are returned as
 events, in order.
 """
 
@@ -45,35 +47,37 @@ SlotState = Literal["free", "loading", "held", "cached"]
 
 
 class Content(Struct, frozen=True, gc=False):
-    """What a full block holds. The garbage collector knows neither it nor its events, since they can be in no cycle:
-    among many thousands of them a full collection took 20 ms of an engine's step."""
+    """The content of a full block.
+
+    The garbage collector tracks neither it nor its events, since they cannot be in a cycle: with many thousands of them
+    a full collection took 20 ms of an engine's step."""
 
     key: ContentKey
     parent: ContentKey | None
-    """The key of the block before it; None: the first of its chain."""
+    """The key of the block before it; None: it is the first of its chain."""
     tokens: bytes
-    """Packed u32."""
+    """The token ids, packed u32."""
     lora: str = ""
     salt: str = ""
 
 
-class Stored(Struct, frozen=True, gc=False):
-    """This content can be found from now on."""
+class ContentStored(Struct, frozen=True, gc=False):
+    """A content can be found from now on."""
 
     content: Content
 
 
-class Evicted(Struct, frozen=True, gc=False):
-    """This content cannot be found any more."""
+class ContentEvicted(Struct, frozen=True, gc=False):
+    """A content can no longer be found."""
 
     content: Content
 
 
-PoolEvent = Stored | Evicted
+PoolEvent = ContentStored | ContentEvicted
 
 
 class PoolStatistics(Struct, frozen=True):
-    """Slots by state; they add up to the capacity."""
+    """The number of slots in each state; the states add up to the capacity."""
 
     capacity: int
     free: int
@@ -81,11 +85,11 @@ class PoolStatistics(Struct, frozen=True):
     held: int
     cached: int
     keyed: int
-    """Held or cached slots whose content can be found."""
+    """The number of held or cached slots whose content can be found."""
 
 
 class BlockPool:
-    """See the module. Callers ask `available` before they allocate; asking for more is a programmer's error."""
+    """The slots of one tier. A caller checks `available` before it allocates; more is a programmer's error."""
 
     def __init__(self, capacity_blocks: int) -> None:
         if capacity_blocks < 1:
@@ -93,39 +97,39 @@ class BlockPool:
         self.capacity = capacity_blocks
         self._free = list(range(capacity_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Can be found, and no sequence holds them: least recently used first."""
+        """The slots that can be found and that no sequence holds, least recently used first."""
         self._read = 0
-        """How many of these copies read; they are held, and stay."""
+        """The number of slots in `_cached` that copies read; they are held, and stay."""
         self._loading: set[int] = set()
         self._sequences = [0] * capacity_blocks
         self._copies = [0] * capacity_blocks
         self._content: list[Content | None] = [None] * capacity_blocks
         self._slot_of: dict[ContentKey, int] = {}
         self._forgotten: set[int] = set()
-        """Held slots whose content was forgotten."""
+        """The held slots whose content was forgotten."""
         self._digest = 0
         self.evictions = 0
-        """So far."""
+        """The number of evictions so far."""
 
     # --- questions
 
     @property
     def available(self) -> int:
-        """How many blocks `allocate` could give now: the free ones and the cached ones."""
+        """The number of blocks that `allocate` can give now: the free and the cached ones."""
         return len(self._free) + len(self._cached) - self._read
 
     @property
     def free(self) -> int:
-        """How many of these are free."""
+        """The number of free slots."""
         return len(self._free)
 
     @property
     def digest(self) -> int:
-        """XOR of the event hashes of everything that can be found."""
+        """The XOR of the event hashes of all content that can be found."""
         return self._digest
 
     def state(self, slot: int) -> SlotState:
-        """The state of one slot, as drawn above."""
+        """Return the state of one slot, as drawn above."""
         if slot in self._loading:
             return "loading"
         if self._sequences[slot] or self._copies[slot]:
@@ -133,29 +137,29 @@ class BlockPool:
         return "free" if self._content[slot] is None else "cached"
 
     def content(self, slot: int) -> Content | None:
-        """What the slot holds; None while it is blank."""
+        """Return the content of a slot; None while it is blank."""
         return self._content[slot]
 
     def is_forgotten(self, slot: int) -> bool:
-        """Whether the slot is held for a content that was forgotten."""
+        """Return whether the slot is held for a content that was forgotten."""
         return slot in self._forgotten
 
     def __contains__(self, key: ContentKey) -> bool:
         return key in self._slot_of
 
     def find(self, key: ContentKey) -> int | None:
-        """The slot with this content."""
+        """Return the slot with this content, or None."""
         return self._slot_of.get(key)
 
     def next_evicted(self, count: int) -> list[int]:
-        """Slots whose content would be evicted if `count` blocks were allocated now, the first to go first."""
+        """Return the slots that would be evicted if `count` blocks were allocated now, in order."""
         evicted = max(count - len(self._free), 0)
         if not self._read:
             return list(islice(self._cached, evicted))
         return list(islice(filterfalse(self._copies.__getitem__, self._cached), evicted))
 
     def longest_prefix(self, keys: Iterable[ContentKey]) -> int:
-        """How many of the leading `keys` can be found."""
+        """Return how many of the leading `keys` can be found."""
         found = 0
         for key in keys:
             if key not in self._slot_of:
@@ -164,7 +168,8 @@ class BlockPool:
         return found
 
     def held_prefix(self, keys: Iterable[ContentKey]) -> int:
-        """How many of those that `longest_prefix` counts are held: to `acquire` them leaves as many available."""
+        """Return how many blocks of the `longest_prefix` are held already: acquiring those leaves `available`
+        unchanged."""
         held = 0
         find, sequences, copies = self._slot_of.get, self._sequences, self._copies
         for key in keys:
@@ -176,7 +181,7 @@ class BlockPool:
         return held
 
     def statistics(self) -> PoolStatistics:
-        """Counts by state, in O(1)."""
+        """Return the number of slots in each state, in O(1)."""
         free, cached, loading = len(self._free), len(self._cached) - self._read, len(self._loading)
         return PoolStatistics(
             capacity=self.capacity,
@@ -188,7 +193,7 @@ class BlockPool:
         )
 
     def snapshot(self) -> list[Content]:
-        """Everything that can be found, each block after its parent where the parent is there."""
+        """Return all content that can be found, each block after its parent if the parent can be found."""
         ordered: dict[ContentKey, Content] = {}
         for slot in self._slot_of.values():
             branch: list[Content] = []
@@ -201,18 +206,19 @@ class BlockPool:
         return list(ordered.values())
 
     def newest(self, count: int) -> list[Content]:
-        """The `count` that were stored last and can still be found, in that order: parents before their children, but
-        for what only a copy had kept. O(count)."""
+        """Return the `count` contents that were stored last and can still be found, in that order. O(count).
+
+        Parents come before their children, except for blocks that only a copy had kept."""
         slots = list(islice(reversed(self._slot_of.values()), count))
         return [content for slot in reversed(slots) if (content := self._content[slot]) is not None]
 
     # --- sequences: blank blocks, filled by computing
 
-    def allocate(self, count: int) -> tuple[list[int], list[Evicted]]:
-        """`count` blank slots, each held once by a sequence; free ones first, then the least recently used."""
+    def allocate(self, count: int) -> tuple[list[int], list[ContentEvicted]]:
+        """Take `count` blank slots, each held once by a sequence: free ones first, then the least recently used."""
         assert count <= self.available, f"{count} blocks asked for, {self.available} available"
         slots: list[int] = []
-        evicted: list[Evicted] = []
+        evicted: list[ContentEvicted] = []
         leaving = iter(self.next_evicted(count))
         for _ in range(count):
             if self._free:
@@ -220,15 +226,15 @@ class BlockPool:
             else:
                 slot = next(leaving)
                 del self._cached[slot]
-                evicted.append(Evicted(self._forget(slot)))
+                evicted.append(ContentEvicted(self._forget(slot)))
             self._sequences[slot] = 1
             slots.append(slot)
         return slots, evicted
 
-    def store(self, slot: int, content: Content) -> tuple[int, list[Stored]]:
-        """A held, blank slot is full: it can be found from now on.
+    def store(self, slot: int, content: Content) -> tuple[int, list[ContentStored]]:
+        """Store the content of a held, blank slot, so that it can be found from now on.
 
-        Returns the slot that carries the content. Where that is another slot, the caller's hold has moved to it.
+        Return the slot that has the content. If that is another slot, the caller's hold has moved to it.
         """
         assert slot not in self._loading, f"slot {slot} is loading"
         assert self._sequences[slot] == 1, f"blank slot {slot} has {self._sequences[slot]} sequences"
@@ -237,16 +243,18 @@ class BlockPool:
             self.release(slot)
             return self.acquire(content.key), []
         self._keep(slot, content)
-        return slot, [Stored(content)]
+        return slot, [ContentStored(content)]
 
     def acquire(self, key: ContentKey) -> int:
-        """One more sequence holds the slot with this content, which must be there."""
+        """Hold the slot with this content, which must be found, for one more sequence."""
         [slot] = self.acquire_prefix((key,))
         return slot
 
     def acquire_prefix(self, keys: Iterable[ContentKey]) -> list[int]:
-        """`acquire`, of those that `longest_prefix` counts: 512 in a third of the time that a call for each takes, for
-        which a first token waits."""
+        """Hold each block of the `longest_prefix` for one more sequence.
+
+        A first token waits for this: 512 blocks take a third of the time of 512 calls of `acquire`.
+        """
         slots: list[int] = []
         find, cached, sequences, copies = self._slot_of.get, self._cached, self._sequences, self._copies
         for key in keys:
@@ -261,14 +269,13 @@ class BlockPool:
         return slots
 
     def release(self, slot: int) -> None:
-        """A sequence lets go. Sequences release their last block first."""
+        """End one sequence's hold of a slot. Sequences release their last block first."""
         assert self._sequences[slot] > 0, f"no sequence holds slot {slot}"
         self._sequences[slot] -= 1
         self._settle(slot)
 
-    def forget(self, key: ContentKey) -> list[Evicted]:
-        """The block cannot be found any more; one that is not there is ignored. Its slot is free once nothing holds
-        it."""
+    def forget(self, key: ContentKey) -> list[ContentEvicted]:
+        """Make a block impossible to find; an unknown key is ignored. Its slot is free once nothing holds it."""
         slot = self._slot_of.get(key)
         if slot is None:
             return []
@@ -278,18 +285,18 @@ class BlockPool:
         content = self._forget(slot)
         self._forgotten.add(slot)
         self._settle(slot)
-        return [Evicted(content)]
+        return [ContentEvicted(content)]
 
     # --- copies: hold what they read, and fill what is loading
 
     def hold_for_copy(self, slot: int) -> None:
-        """A copy reads the slot; it stays as it is until `release_copies`."""
+        """Hold a slot for a copy that reads it; its content stays until `release_copies`."""
         assert self.state(slot) in ("held", "cached"), f"slot {slot} is {self.state(slot)}"
         self._read += slot in self._cached and not self._copies[slot]
         self._copies[slot] += 1
 
     def release_copies(self, slots: Iterable[int]) -> None:
-        """The copies that read these slots are done."""
+        """End the holds of copies that have read these slots."""
         for slot in slots:
             assert slot not in self._loading, f"slot {slot} is loading: end_load"
             assert self._copies[slot] > 0, f"no copy holds slot {slot}"
@@ -298,8 +305,8 @@ class BlockPool:
             if slot in self._forgotten:
                 self._settle(slot)
 
-    def begin_load(self, count: int) -> tuple[list[int], list[Evicted]]:
-        """`count` slots to be written by copies, each held by its sequence and by its copy.
+    def begin_load(self, count: int) -> tuple[list[int], list[ContentEvicted]]:
+        """Take `count` slots for copies to write, each held by its sequence and by its copy.
 
         The sequence may `release` before the copy ends; the slot is reused only after `end_load`.
         """
@@ -309,10 +316,10 @@ class BlockPool:
             self._copies[slot] = 1
         return slots, evicted
 
-    def end_load(self, slot: int, content: Content | None) -> tuple[int, list[Stored]]:
-        """The copy into a loading slot has ended; `content` is None where it failed.
+    def end_load(self, slot: int, content: Content | None) -> tuple[int, list[ContentStored]]:
+        """End the copy into a loading slot; `content` is None if it failed.
 
-        Returns the slot that the sequence (if it still holds one) has to use from now on, as `store` does.
+        Return the slot that the sequence (if it still holds one) must use from now on, as `store` does.
         """
         assert slot in self._loading, f"slot {slot} is {self.state(slot)}"
         self._loading.remove(slot)
@@ -320,7 +327,7 @@ class BlockPool:
         if content is not None and content.key not in self._slot_of:
             self._keep(slot, content)
             self._settle(slot)
-            return slot, [Stored(content)]
+            return slot, [ContentStored(content)]
         if content is not None and self._sequences[slot]:
             self.release(slot)
             return self.acquire(content.key), []
@@ -344,7 +351,7 @@ class BlockPool:
         return content
 
     def _settle(self, slot: int) -> None:
-        """If no sequence holds the slot any more it is cached if it can be found; else, once nothing loads, free."""
+        """Make a slot without sequences cached if it can be found, or else free once no copy holds it."""
         if self._sequences[slot]:
             return
         if self._content[slot] is not None:
@@ -355,7 +362,7 @@ class BlockPool:
             self._free.append(slot)
 
     def validate(self) -> None:
-        """Raises AssertionError where the pool contradicts itself. O(capacity)."""
+        """Raise AssertionError if the pool contradicts itself. O(capacity)."""
         lists: Sequence[tuple[SlotState, Iterable[int]]] = (
             ("free", self._free),
             ("cached", [slot for slot in self._cached if not self._copies[slot]]),

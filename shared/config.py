@@ -1,14 +1,13 @@
-"""Settings: a TOML file < the environment < flags, into one frozen Struct a service.
+"""Settings: a TOML file < the environment < flags, as one frozen Struct for each service.
 
 The Struct is the schema: a nested Struct is a TOML table. The field `url` of the table `nats` is
 
     [nats]                       HEADRACE_NATS_URL=…          --nats-url …
     url = "…"
 
-Unknown keys, flags and HEADRACE_ variables are refused, as is a value of the wrong type. Secrets (fields named
-`password` or `token`) come from the file or the environment, or from a file that HEADRACE_…_FILE names; never from a
-flag, which everyone sees in `ps`.
-This is the only module that reads the process's environment.
+Unknown keys, flags and HEADRACE_ variables are refused, and so is a value of the wrong type. Secrets (fields named
+`password` or `token`) come from the file, the environment, or a file that HEADRACE_…_FILE names; never from a flag,
+since every user sees flags in `ps`. This is the only module that reads the process's environment.
 """
 
 from __future__ import annotations
@@ -27,49 +26,51 @@ from shared.errors import ConfigError
 
 PREFIX = "HEADRACE_"
 SECRETS = ("password", "token")
-"""Names of fields that no flag sets."""
+"""The names of fields that no flag sets."""
 
 # --- tables that several services have
 
 
 class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How to reach NATS."""
+    """The connection to NATS."""
 
     url: str = "nats://127.0.0.1:4222"
     user: str = ""
     password: str = ""
     payload_limit_bytes: int = 4 << 20
-    """Ours, below the server's max_payload."""
+    """The maximum size of a payload in bytes, at most the server's max_payload."""
     inbox: str = "_INBOX"
-    """What the subjects of our own inboxes begin with; another one than clients', where clients may read theirs."""
+    """The prefix of our inboxes. It must differ from that of clients, if clients may read their own inboxes."""
 
 
 class DiscoveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where instances are published."""
+    """The back end in which instances are published."""
 
     backend: str = "etcd"
-    """etcd, or file (one machine)."""
+    """The back end: etcd, or file (for one machine)."""
     endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
-    """etcd's host:port, one or several; unix:PATH for a socket."""
+    """The endpoints of etcd: one or more host:port, or unix:PATH for a socket."""
     path: str = ".headrace/discovery"
-    """Directory of the file back end."""
+    """The directory of the file back end."""
     user: str = ""
     password: str = ""
     lease_ttl_s: float = 10.0
+    """The TTL of a lease in etcd, in seconds; at least 2."""
 
 
 class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a process serves its /live, /health and /metrics (a frontend does so on its API's port too)."""
+    """The address of /live, /health and /metrics, and of KV events. A frontend serves them on its API's port too."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 picks a free port; it stands in the address book."""
+    """The port; 0 picks a free one, which the address book shows."""
     events: str = ""
-    """A directory: KV events are published at sockets in it, for this machine's processes that may enter it; empty: at
+    """The directory of sockets for KV events, for processes of this machine that may enter it; empty: KV events use
     ports of `host`."""
     url_file: str = ""
-    """The base URL is written to this file, for a health check that must find the port; empty: it is not."""
+    """The file to which the base URL is written, for a health check that must find the port; empty: none."""
     log_level: str = "info"
+    """The least level that is logged: debug, info, warning or error."""
 
 
 C = TypeVar("C", bound=Struct)
@@ -82,11 +83,10 @@ def load(
     environ: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
 ) -> C:
-    """The settings of one service.
+    """Load the settings of one service.
 
-    `flags` are `--table-field value` (or `=value`) words, also written `--table.field`; `--config FILE` among them
-    names the file.
-    Raises ConfigError, naming the key and where it came from.
+    `flags` are words `--table-field value` or `--table-field=value`, also written `--table.field`; `--config FILE`
+    names the file. Raise ConfigError with the key and its origin.
     """
     environ = os.environ if environ is None else environ
     given, file = _parse_flags(schema, flags, file)
@@ -105,7 +105,7 @@ def load(
 
 
 def environment() -> dict[str, str]:
-    """A copy of the process's environment, for a child that is started with it."""
+    """Return a copy of the process's environment, for a child process."""
     return dict(os.environ)
 
 
@@ -119,7 +119,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _leaves(schema: type[Struct], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every setting of a schema with its path, tables walked through."""
+    """Yield every setting of a schema with its path, also those in tables."""
     for field in fields(schema):
         path = (*above, field.name)
         if isinstance(field.type, type) and issubclass(field.type, Struct):
@@ -141,12 +141,12 @@ def _check_keys(schema: type[Struct], settings: Mapping[str, Any], where: str, a
 
 
 NAMES_SHOWN = 8
-"""More are `--help`'s to list."""
+"""The maximum number of names in an error; with more, it refers to `--help`."""
 
 
 def _instead(name: str, known: Iterable[str]) -> str:
-    """What an unknown name may have been meant to be: the nearest ones, or all where there are few."""
-    import difflib  # here: a start without a mistake need not wait for it
+    """Return what an unknown name may be meant to be: the nearest names, or all if they are few."""
+    import difflib  # imported here, since only a mistake needs it
 
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
@@ -156,10 +156,10 @@ def _instead(name: str, known: Iterable[str]) -> str:
 
 
 def _choices(schema: type[Struct], settings: Mapping[str, Any]) -> str:
-    """What may be said instead of words that are none of a setting's; msgspec names the setting alone."""
+    """Return the allowed words of settings that have other words; msgspec's error names only the setting."""
     said = ""
     for path, field in _leaves(schema):
-        choices, value = words(field.type), settings
+        choices, value = literal_values(field.type), settings
         for name in path:
             value = value.get(name, {})
         given = value.values() if isinstance(value, Mapping) else (value,)
@@ -168,11 +168,11 @@ def _choices(schema: type[Struct], settings: Mapping[str, Any]) -> str:
     return said
 
 
-def words(kind: Any) -> tuple[str, ...]:
-    """Of a Literal, or of several that are one type together."""
+def literal_values(kind: Any) -> tuple[str, ...]:
+    """Return the words of a Literal, or of a union of Literals."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    return tuple(word for part in get_args(kind) for word in words(part))
+    return tuple(word for part in get_args(kind) for word in literal_values(part))
 
 
 def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -188,7 +188,7 @@ def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Itera
                 yield known[name[:-5]][0], Path(text).read_text(encoding="utf-8").strip()
             except OSError as wrong:
                 raise ConfigError(f"{name}: {text}: {wrong.strerror}") from None
-            except UnicodeDecodeError:  # whose text would show the secret
+            except UnicodeDecodeError:  # the text of this error would show the secret
                 raise ConfigError(f"{name}: {text}: not UTF-8") from None
         else:
             raise ConfigError(f"unknown environment variable {name}; {_instead(name, known)}")
@@ -217,14 +217,14 @@ def _parse_flags(
             continue
         path, field = known[name]
         if path[-1] in SECRETS:
-            raise ConfigError(f"{name}: secrets come from the file or the environment, flags show in `ps`")
+            raise ConfigError(f"{name}: set a secret in the file or the environment, since `ps` shows flags")
         given.append((path, _value(field, text)))
     return given, file
 
 
 def _value(field: FieldInfo, text: str) -> Any:
-    """A setting's text as TOML would have it: tuples are comma-separated, and so are the NAME=VALUE of a table of
-    names; the rest is converted by type."""
+    """Convert a setting's text to a TOML value. Tuples, and NAME=VALUE pairs of a table of names, are
+    comma-separated."""
     kind = get_origin(field.type)
     if kind not in (tuple, list, dict):
         return text

@@ -1,19 +1,19 @@
-"""The errors services raise at one another.
+"""The errors that services raise.
 
 HeadraceError
 ├── ConfigError            a setting is unknown, malformed or contradicts another
-├── ProtocolError          bytes on the wire that are not what was agreed
+├── ProtocolError          bytes from another process do not follow the protocol
 │   └── PayloadTooLarge    over the payload limit; carries size_bytes and limit_bytes
-├── ModelError             a model directory or file that cannot be served; names the file
-├── NotFinite              the model's numbers overflow on a request, at any worker
-├── InvalidRequest         the client's fault (4xx); carries param and code
-└── Unavailable            not now, perhaps later (503); carries retry_after_s
+├── ModelError             a model cannot be served; the message names the file
+├── NotFinite              a request makes the model compute numbers that are not finite, at any worker
+├── InvalidRequest         the request is at fault (4xx); carries param and code
+└── Unavailable            it does not work now, but may later (503); carries retry_after_s
     ├── BusDown            NATS cannot be reached
-    ├── NoResponders       nobody listens on the subject: the addressee is gone
+    ├── NoResponders       no process listens on the subject: the receiver is gone
     ├── RequestTimeout     no answer in time
     ├── DiscoveryDown      etcd cannot be reached
-    └── Overloaded         a bound was reached (429)
-        └── RateLimited    the client's own one; carries kind
+    └── Overloaded         a limit was reached (429)
+        └── RateLimited    the limit of one API key; carries kind
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class ConfigError(HeadraceError):
 
 
 class ProtocolError(HeadraceError):
-    """Bytes on the wire that are not what was agreed."""
+    """Bytes from another process do not follow the protocol."""
 
 
 class PayloadTooLarge(ProtocolError):
-    """A payload over the limit; it was not sent."""
+    """A payload is over the limit, and was not sent."""
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"payload of {size_bytes} bytes is over the limit of {limit_bytes}")
@@ -41,15 +41,15 @@ class PayloadTooLarge(ProtocolError):
 
 
 class ModelError(HeadraceError):
-    """A model that cannot be served; the message names the file."""
+    """A model cannot be served. The message names the file."""
 
 
 class NotFinite(HeadraceError):
-    """The model's numbers overflow on a request, or it is broken: another try would fail as well."""
+    """The model computes numbers that are not finite, for a request or always: another attempt would fail as well."""
 
 
 class InvalidRequest(HeadraceError):
-    """The client's fault. `param` names the field, `code` is OpenAI's word for it where there is one."""
+    """The request is at fault. `param` names the field; `code` is OpenAI's code, if there is one for the fault."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
@@ -59,7 +59,7 @@ class InvalidRequest(HeadraceError):
 
 
 class Unavailable(HeadraceError):
-    """Not now, perhaps after `retry_after_s`."""
+    """Something does not work now, but may work after `retry_after_s`."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -71,11 +71,11 @@ class BusDown(Unavailable):
 
 
 class NoResponders(Unavailable):
-    """Nobody listens on the subject: the addressee is gone."""
+    """No process listens on the subject: the receiver is gone."""
 
 
 class RequestTimeout(Unavailable):
-    """No answer in time."""
+    """No answer came in time."""
 
 
 class DiscoveryDown(Unavailable):
@@ -83,11 +83,11 @@ class DiscoveryDown(Unavailable):
 
 
 class Overloaded(Unavailable):
-    """A bound was reached before any work was done."""
+    """A limit was reached before any work was done."""
 
 
 class RateLimited(Overloaded):
-    """A key has had what it may have for now. `kind` says of what, as OpenAI does: requests or tokens."""
+    """An API key has used up its limit for now. `kind` names the limit as OpenAI does: requests or tokens."""
 
     def __init__(self, message: str, *, kind: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message, retry_after_s=retry_after_s)

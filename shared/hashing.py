@@ -1,14 +1,13 @@
-"""Token ids to hashes: the 64-bit hashes that route and the 128-bit content keys that guard bytes. Pure.
+"""Hashes of token ids: 64-bit hashes for routing, 128-bit content keys for sharing bytes. Pure.
 
     tokens   | t0 … t15 | t16 … t31 | t32 …           only full blocks are hashed
     block      b0         b1                          XXH3-64 of the tokens as little-endian u32
-    sequence   s0 = b0    s1 = XXH3-64(s0 ‖ b1)       names the whole prefix up to and with the block
+    sequence   s0 = b0    s1 = XXH3-64(s0 ‖ b1)       names the whole prefix, this block included
     content    k0 = H(root ‖ t0…t15)   k1 = H(k0 ‖ t16…t31)      H = first 16 bytes of SHA-256
 
-The XXH3 pair agrees bit for bit with the hashes of NVIDIA Dynamo (seed 1337; a LoRA adds XXH3-64(name, seed 0) and
-a tenant salt adds XXH3-64(salt, seed 1) to the seed, modulo 2^64). XXH3 is not collision resistant: a second block
-with the same hash can be forged in minutes, so these hashes only choose a worker. Cached bytes are shared by content
-key alone.
+The two XXH3 hashes are those of NVIDIA Dynamo, bit for bit: the seed is 1337; a LoRA adds XXH3-64(name, seed 0) and a
+tenant salt adds XXH3-64(salt, seed 1) to the seed, modulo 2^64. XXH3 is not collision resistant: a second block with
+the same hash can be forged in minutes. So these hashes only choose a worker; cached bytes are shared by content key.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ _LAST_8_OF_16 = Struct(">8xQ").unpack
 KEY_BYTES = 16
 
 ContentKey = bytes
-"""16 bytes; equal keys mean equal bytes of KV cache."""
+"""The content key of a block: 16 bytes. Equal keys mean equal bytes of KV cache."""
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as packed little-endian u32, the form in which they cross every wire; `token_array`'s fastest."""
+    """Pack token ids as little-endian u32, the form in every message. The fastest input is an array from
+    `token_array`."""
     if sys.byteorder == "little" and type(tokens) is array and tokens.typecode == "I":
         return tokens.tobytes()
     packed = array("I", tokens)
@@ -42,7 +42,7 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 
 def token_array(packed: bytes) -> array[int]:
-    """The reverse of `pack_tokens`, without an object for each id. Raises ValueError where the length is no multiple
+    """Unpack token ids into an array, without an object for each id. Raise ValueError if the length is not a multiple
     of 4."""
     if len(packed) % 4:
         raise ValueError(f"packed token ids of {len(packed)} bytes: not a multiple of 4")
@@ -54,12 +54,12 @@ def token_array(packed: bytes) -> array[int]:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """The reverse of `pack_tokens`. Raises ValueError where the length is no multiple of 4."""
+    """Unpack token ids. Raise ValueError if the length is not a multiple of 4."""
     return token_array(packed).tolist()
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
-    """64-bit hashes as packed little-endian u64."""
+    """Pack 64-bit hashes as little-endian u64."""
     packed = array("Q", hashes)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -67,7 +67,7 @@ def pack_hashes(hashes: Iterable[int]) -> bytes:
 
 
 def unpack_hashes(packed: bytes) -> list[int]:
-    """The reverse of `pack_hashes`. Raises ValueError where the length is no multiple of 8."""
+    """Unpack 64-bit hashes. Raise ValueError if the length is not a multiple of 8."""
     if len(packed) % 8:
         raise ValueError(f"packed hashes of {len(packed)} bytes: not a multiple of 8")
     hashes = array("Q")
@@ -78,7 +78,7 @@ def unpack_hashes(packed: bytes) -> list[int]:
 
 
 def seed_of(lora: str = "", salt: str = "") -> int:
-    """The seed of the routing hashes for a LoRA and a tenant salt (empty: none)."""
+    """Return the seed of the routing hashes for a LoRA and a tenant salt (empty: none)."""
     seed = SEED
     if lora:
         seed += xxh3_64_intdigest(lora.encode(), 0)
@@ -88,20 +88,22 @@ def seed_of(lora: str = "", salt: str = "") -> int:
 
 
 def block_hash(packed_block: bytes, seed: int = SEED) -> int:
-    """The hash of one full block's packed token ids."""
+    """Return the hash of one full block's packed token ids."""
     return xxh3_64_intdigest(packed_block, seed)
 
 
 def next_sequence_hash(parent: int | None, block: int, seed: int = SEED) -> int:
-    """The sequence hash of a block with hash `block` behind `parent` (None: the first block)."""
+    """Return the sequence hash of a block with hash `block` that follows `parent` (None: it is the first block)."""
     if parent is None:
         return block
     return xxh3_64_intdigest(_PAIR(parent, block), seed)
 
 
 def sequence_hashes(packed: bytes, block_size: int, seed: int = SEED, parent: int | None = None) -> list[int]:
-    """The sequence hash of each full block of `packed` token ids behind the block with the sequence hash `parent`
-    (None: from the first block on); a partial last block is left out."""
+    """Return the sequence hash of each full block of `packed` token ids.
+
+    The blocks follow the one with the sequence hash `parent` (None: they begin the sequence). A partial last block is
+    left out."""
     stride = 4 * block_size
     hashes: list[int] = []
     for start in range(0, len(packed) - stride + 1, stride):
@@ -112,19 +114,19 @@ def sequence_hashes(packed: bytes, block_size: int, seed: int = SEED, parent: in
 
 
 def root_key(model: str, lora: str = "", salt: str = "") -> ContentKey:
-    """The content key that every chain of (model, LoRA, tenant salt) starts from."""
+    """Return the content key from which every chain of (model, LoRA, tenant salt) starts."""
     fields = [part.encode() for part in (model, lora, salt)]
     framed = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
     return hashlib.sha256(b"headrace root" + framed).digest()[:KEY_BYTES]
 
 
 def content_key(parent: ContentKey, packed_block: bytes) -> ContentKey:
-    """The content key of a full block of packed token ids behind `parent` (a block's key, or the root)."""
+    """Return the content key of a full block of packed token ids that follows `parent` (a block's key, or the root)."""
     return hashlib.sha256(parent + packed_block).digest()[:KEY_BYTES]
 
 
 def content_keys(root: ContentKey, packed: bytes, block_size: int) -> list[ContentKey]:
-    """The content key of each full block of `packed` token ids."""
+    """Return the content key of each full block of `packed` token ids."""
     stride = 4 * block_size
     keys: list[ContentKey] = []
     parent = root
@@ -135,12 +137,12 @@ def content_keys(root: ContentKey, packed: bytes, block_size: int) -> list[Conte
 
 
 def event_hash(key: ContentKey) -> int:
-    """The 64-bit hash by which our workers' KV events name a block: the low 64 bits of its content key."""
+    """Return the 64-bit hash that names a block in our workers' KV events: the low 64 bits of its content key."""
     return int(_LAST_8_OF_16(key)[0])
 
 
 def self_test(block_size: int) -> str:
-    """A short hex text that two programs share only if their routing hashes agree for this block size."""
+    """Return a short hex text, equal in two programs only if their routing hashes agree for this block size."""
     tokens: Sequence[int] = range(block_size * 3)
     plain = sequence_hashes(pack_tokens(tokens), block_size)
     seeded = sequence_hashes(pack_tokens(tokens), block_size, seed_of("lora", "salt"))

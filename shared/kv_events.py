@@ -1,4 +1,4 @@
-"""What changed in a pool of blocks, as KV events and snapshots in the form that crosses the wire. Pure."""
+"""Translates the changes and the contents of a pool of blocks into KV events and snapshots for the wire. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import assert_never
 import msgspec
 from msgspec import Raw, Struct
 
-from shared.blocks import Content, Evicted, PoolEvent, Stored
+from shared.blocks import Content, ContentEvicted, ContentStored, PoolEvent
 from shared.hashing import ContentKey, event_hash, unpack_tokens
 from shared.messages import BlockRemoved, BlockStored, KvEvent, SnapshotBlock, Tier
 
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "host_pinned", "disk": "disk"}
-"""vLLM's words for the tiers; the first one's whatever the device is."""
+"""vLLM's word for each tier; GPU stands for any device."""
 _encode = msgspec.msgpack.Encoder().encode
 _BLOCK_BYTES = 40
-"""What a block of a snapshot takes at most beside its tokens and names: two hashes and msgpack's lengths."""
+"""The maximum size of a block in a snapshot without its tokens and names, in bytes: two hashes and msgpack's
+lengths."""
 
 
 def to_kv_events(events: Iterable[PoolEvent], block_size: int, tier: Tier = "device") -> list[KvEvent]:
-    """The same changes of one tier in the same order; blocks that follow one another in a chain share an event."""
+    """Translate the changes of one tier, in order. Blocks that follow one another in a chain share an event."""
     medium = MEDIA[tier]
     batch: list[KvEvent] = []
     chain: list[Content] = []
@@ -36,12 +37,12 @@ def to_kv_events(events: Iterable[PoolEvent], block_size: int, tier: Tier = "dev
 
     for event in events:
         match event:
-            case Stored():
+            case ContentStored():
                 content = event.content
                 if not chain or chain[-1].key != content.parent:
                     flush()
                 chain.append(content)
-            case Evicted():
+            case ContentEvicted():
                 if chain:
                     flush()
                 removed.append(event_hash(event.content.key))
@@ -52,7 +53,7 @@ def to_kv_events(events: Iterable[PoolEvent], block_size: int, tier: Tier = "dev
 
 
 class _EncodedBatch(Struct, frozen=True, array_like=True):
-    """A `shared.messages.EventBatch` whose events are encoded already."""
+    """An EventBatch of `shared.messages` whose events are encoded already."""
 
     ts: float
     events: Raw
@@ -60,12 +61,12 @@ class _EncodedBatch(Struct, frozen=True, array_like=True):
 
 
 def encode_batch(wall_s: float, events: bytes) -> bytes:
-    """The EventBatch of a list of events that is encoded already, rank 0's."""
+    """Encode the EventBatch of rank 0 around a list of events that is encoded already."""
     return _encode(_EncodedBatch(wall_s, Raw(events), 0))
 
 
 def to_snapshot(contents: Iterable[Content]) -> list[SnapshotBlock]:
-    """Blocks as a snapshot has them, order kept."""
+    """Translate contents into the blocks of a snapshot, in the same order."""
     return [
         SnapshotBlock(
             hash=event_hash(content.key),
@@ -79,7 +80,8 @@ def to_snapshot(contents: Iterable[Content]) -> list[SnapshotBlock]:
 
 
 def in_chunks(blocks: Iterable[SnapshotBlock], limit_bytes: int) -> list[list[SnapshotBlock]]:
-    """A snapshot in order, in parts of at most `limit_bytes` or one block; at least one part, though it be empty."""
+    """Cut a snapshot into parts of at most `limit_bytes`, or one block if that is larger. There is at least one
+    part."""
     chunks: list[list[SnapshotBlock]] = [[]]
     left = limit_bytes
     for block in blocks:

@@ -1,4 +1,4 @@
-"""What a worker and its machine's block store say to each other, and what the store tells everyone.
+"""The messages between a worker and kvbm, the block store of its machine, and kvbm's reports to everyone. Pure.
 
     engine → its kvbm    Attach → Attached | KvbmRefused         request and reply
                          Store → Granted | KvbmRefused           request and reply
@@ -8,9 +8,10 @@
     kvbm → everyone      KvbmReport                              published every 250 ms
     people → kvbm        nothing → KvbmState                     request and reply, JSON
 
-Every subject is one kvbm's own (`subjects.kvbm`). A worker finds its kvbm in the pool's directory: the lock file there
-names the instance (`shared.pool.lock`). Blocks are named by (layout digest, content key); their bytes never travel:
-engines copy between their own memory and the pool that both map. Rules of encoding are those of `shared.messages`.
+Every subject belongs to one kvbm (`subjects.kvbm`). A worker finds its kvbm in the pool's directory: the lock file
+there names the instance (`shared.pool.lock`). Blocks are named by (layout digest, content key); their bytes never
+travel: engines copy between their own memory and the pool that both map. The rules of encoding are those of
+`shared.messages`.
 """
 
 from __future__ import annotations
@@ -27,98 +28,100 @@ from shared.messages import Codec, KvLayout
 
 
 class StoreLayout(Struct, frozen=True):
-    """All that must agree for one engine to use a block that another one computed, beside the content key."""
+    """Everything that must agree, in addition to the content key, before an engine may use another engine's block."""
 
     model: str
     weights: str
-    """A digest of what the model computes with: one name may stand for other weights tomorrow."""
+    """A digest of the weights: the same model name may stand for other weights tomorrow."""
     kv: KvLayout
     rank: int = 0
-    """Of the tensor-parallel shard."""
+    """The rank of the tensor-parallel shard."""
 
     @property
     def digest(self) -> str:
-        """16 hex digits that name the layout, its arena and its files."""
+        """The name of the layout, its arena and its files: 16 hex digits."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
 
 class Attach(Struct, frozen=True, tag="attach"):
-    """This engine process will store and fetch blocks of one layout. Nothing of its own is under way, whatever was
-    before: all its tickets have ended. Asked again it is the same."""
+    """Announce an engine process that will store and fetch blocks of one layout.
+
+    Nothing of its own is under way: every ticket that it had before has ended. Idempotent."""
 
     worker: str
-    """Instance id; what it holds ends with its lease."""
+    """The instance id of the worker; its tickets end with its lease."""
     owner: str
-    """Names the engine process: it holds the kernel's lock on the file `owners/OWNER` of the pool's directory."""
+    """The name of the engine process. It holds the kernel lock on the file `owners/OWNER` of the pool's directory."""
     layout: StoreLayout
 
 
 class Attached(Struct, frozen=True, tag="attached"):
-    """Where the layout's slots lie in the pool file, as `shared.pool.format.Arena` has it."""
+    """The place of the layout's slots in the pool file, with the fields of `shared.pool.format.Arena`."""
 
     kvbm: str
     layout: str
-    """Its digest."""
+    """The digest of the layout."""
     pool_bytes: int
-    """The file's size."""
+    """The size of the pool file."""
     offset: int
     slot_bytes: int
     slots: int
     generations: int
     blocks_per_request: int
-    """At most so many in one Store, Fetch or Discard."""
+    """The maximum number of blocks in one Store, Fetch or Discard."""
     takes_discards: bool = False
-    """Whether there is an answer to a Discard."""
+    """Whether kvbm answers a Discard."""
 
 
 # --- storing
 
 
 class StoreBlock(Struct, frozen=True, array_like=True):
-    """One full block that an engine could store."""
+    """One full block that an engine offers to store."""
 
     key: bytes
-    """Content key."""
+    """The content key."""
     parent: bytes | None
     tokens: bytes
-    """Packed u32."""
+    """The block's token ids, packed u32."""
     lora: str = ""
     salt: str = ""
 
 
 class Store(Struct, frozen=True, tag="store"):
-    """Slots for those of the blocks that are not there yet and are worth keeping, please; parents before children."""
+    """Ask for slots for those of the blocks that are not stored yet and are worth keeping; parents before children."""
 
     owner: str
     blocks: list[StoreBlock]
 
 
 class Granted(Struct, frozen=True, tag="granted"):
-    """Slots to write to. Who has not committed after `time_left_s` begins no write any more."""
+    """Slots to write to. After `time_left_s` without a commit, the engine must not begin another write."""
 
     ticket: int
-    """0: nothing was granted, and nothing is to be committed."""
+    """The ticket to commit; 0: nothing was granted."""
     time_left_s: float
     blocks: list[int]
-    """Indices into the request's; those that are missing are there already, come from another worker, or are not
-    worth keeping."""
+    """The indices of the granted blocks in the request. The others are stored already, come from another worker, or are
+    not worth keeping."""
     slots: bytes
-    """Of these, packed u32."""
+    """The slots of these blocks, packed u32."""
 
 
 class Commit(Struct, frozen=True, tag="commit"):
-    """These of a store ticket's slots are written, the others never will be: the ticket ends."""
+    """Report which slots of a store ticket are written. The others never will be: the ticket ends."""
 
     owner: str
     ticket: int
     slots: bytes
-    """Packed u32."""
+    """The written slots, packed u32."""
     checksums: bytes = b""
-    """Of the blocks in these slots: XXH3-64, packed u64, 0 where none was made. Empty: none was."""
+    """The XXH3-64 of the block in each of these slots, packed u64, 0 for one without a checksum; empty: none has
+    one."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    """Nobody writes to a store ticket's slots any more, and nothing is to be published. Idempotent."""
+    """End a store ticket: nothing writes to its slots any longer, and nothing is published. Idempotent."""
 
     owner: str
     ticket: int
@@ -128,36 +131,39 @@ class Abort(Struct, frozen=True, tag="abort"):
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):
-    """The longest prefix of these blocks, held for reading, please."""
+    """Ask for the longest stored prefix of these blocks, pinned for reading."""
 
     owner: str
     keys: bytes
-    """Content keys, one behind the other, 16 bytes each."""
+    """The content keys in order, 16 bytes each."""
 
 
 class Fetched(Struct, frozen=True, tag="fetched"):
-    """More of the prefix can be read, in order. After a slot's bytes were copied its generation must be looked at
-    again: another one, and the copy is worth nothing. The last reply has the LAST header."""
+    """The next blocks of the prefix can be read, in order.
+
+    After the engine has copied a slot, it must read the slot's generation again: if that has changed, the copy is
+    worthless. The last reply has the LAST header."""
 
     ticket: int
-    """0: nothing was found, and nothing is to be released."""
+    """The ticket to release; 0: nothing was found."""
     time_left_s: float
     first: int
-    """Index of the first of these blocks."""
+    """The index of the first of these blocks in the request."""
     slots: bytes
-    """Packed u32."""
+    """The slots of these blocks, packed u32."""
     generations: bytes
-    """Of these, packed u64."""
+    """The generations of these slots, packed u64."""
     disk: bool
-    """Whether these came from disk."""
+    """Whether these blocks came from disk."""
     found: int
-    """Length of the prefix as far as it is known now; what is missing comes in later replies, or it shrinks."""
+    """The length of the prefix as known now, in blocks. The missing blocks come in later replies, or the prefix
+    shrinks."""
     checksums: bytes = b""
-    """As in Commit, of these slots."""
+    """The checksums of these slots, as in Commit."""
 
 
 class Release(Struct, frozen=True, tag="release"):
-    """A fetch ticket's slots are not read any more. Idempotent."""
+    """End a fetch ticket: its slots are no longer read. Idempotent."""
 
     owner: str
     ticket: int
@@ -167,23 +173,24 @@ class Release(Struct, frozen=True, tag="release"):
 
 
 class Discard(Struct, frozen=True, tag="discard"):
-    """These blocks may be wrong: they are not to be found any more, in memory or on disk, and what is being written or
-    read of them is not to be kept. Those that are not there are ignored. Idempotent."""
+    """Forget blocks whose bytes may be wrong, in memory and on disk.
+
+    Writes and reads of them that are under way are not kept. Unknown blocks are ignored. Idempotent."""
 
     owner: str
     keys: bytes
-    """Content keys, one behind the other, 16 bytes each."""
+    """The content keys, 16 bytes each."""
 
 
 # --- answers without content
 
 
 class Settled(Struct, frozen=True, tag="settled"):
-    """Done."""
+    """The request was carried out."""
 
 
 class KvbmRefused(Struct, frozen=True, tag="refused"):
-    """Nothing was done."""
+    """The request was refused, and nothing was done."""
 
     code: Literal[
         "bad_request", "unknown_owner", "unknown_ticket", "expired", "wrong_layout", "no_arena", "full", "not_ready"
@@ -195,19 +202,20 @@ class KvbmRefused(Struct, frozen=True, tag="refused"):
 
 
 class LayoutReport(Struct, frozen=True, array_like=True):
-    """How far the KV events of one layout are."""
+    """The position of one layout's KV events."""
 
     layout: str
     sequence: int
-    """Of the last batch published; -1: none yet."""
+    """The sequence of the last published batch; -1: none yet."""
     host_digest: int
-    """XOR of the event hashes of the blocks that can be found in host memory, as of `sequence` …"""
+    """The XOR of the event hashes of the blocks that can be found in host memory, as of `sequence`."""
     disk_digest: int
-    """… and on disk."""
+    """The XOR of the event hashes of the blocks that can be found on disk, as of `sequence`."""
 
 
 class KvbmReport(Struct, frozen=True):
-    """A kvbm's own account. Its events have epoch 1: a kvbm that starts again is another instance."""
+    """The state of a kvbm, as it reports it. Its events have epoch 1, since a kvbm that starts again is another
+    instance."""
 
     instance: str
     layouts: list[LayoutReport]
@@ -220,42 +228,42 @@ class TierState(Struct, frozen=True):
     """One tier of one layout."""
 
     state: str
-    """on; off, scanning (disk); quarantined (host, while engines of before may still write)."""
+    """The state: on; off or scanning (disk); quarantined (host, while engines of an earlier kvbm may still write)."""
     reason: str
-    """Why it is not on, or why it does not grow."""
+    """The reason why it is not on, or does not grow."""
     capacity_blocks: int
     blocks: int
-    """That can be found."""
+    """The number of blocks that can be found."""
     hit_rate: float | None
-    """Blocks found here ÷ blocks asked for, over the window; None: nothing was asked."""
+    """Blocks found here ÷ blocks requested, within the window; None: none were requested."""
 
 
 class LayoutState(Struct, frozen=True):
-    """One layout's blocks and who uses them."""
+    """One layout: its blocks and the engines that use them."""
 
     layout: str
     model: str
     kv: KvLayout
     host: TierState
     disk: TierState | None
-    """None: there is no disk tier."""
+    """The disk tier; None: there is none."""
     owners: int
-    """Engine processes attached."""
+    """The number of attached engine processes."""
     tickets: dict[str, int]
-    """Open ones: store, fetch, and expired, which wait for their owners."""
+    """The number of open tickets by kind: store, fetch, and expired ones, which wait for their owners."""
 
 
 class KvbmState(Struct, frozen=True):
-    """A kvbm's account for people."""
+    """The state of a kvbm, for people."""
 
     instance: str
     pool: str
     """The pool's directory."""
     pool_bytes: int
     reserved: float
-    """Share of the pool's memory that is there; nothing is granted before it is 1."""
+    """The share of the pool's memory that is reserved; nothing is granted before it is 1."""
     window_s: float
-    """Of the hit rates."""
+    """The window of the hit rates, in seconds."""
     layouts: list[LayoutState]
 
 

@@ -1,10 +1,10 @@
-"""Every Struct that crosses a process boundary between services: all that is ever said. Pure.
+"""Every message that services exchange, as a Struct; nothing else crosses the border of a process. Pure.
 
-Channels, each with its union and its codec at the end of the file:
+These are the channels. The codec of each one is at the end of the file:
 
     discovery            Instance, ModelCard                     JSON under a lease
     frontend → router    Select → Selected | SelectRefused       request and reply
-    → all routers        Reserved | Prefilled | Finished         published in batches; Reserved where there are several
+    → all routers        Reserved | Prefilled | Finished         in batches; Reserved only if there are several
     router → router      ReservationsRequest → Reservations …    request, streamed replies
     people → router      a request id → Explanations             request and reply, JSON
                          nothing → RouterState                   request and reply, JSON
@@ -19,9 +19,9 @@ Channels, each with its union and its codec at the end of the file:
     worker → routers     EventBatch of vLLM's KV events          ZMQ; kvbm has them too
     worker ⇄ kvbm        shared.kvbm_messages
 
-Payloads are msgpack; JSON where the message's `Content-Type` header says `application/json`. Token ids are packed
-little-endian u32, hashes packed little-endian u64 (`shared.hashing`). Time limits travel as time left, in seconds.
-Fields are only ever added, with a default, so that protocol N reads N-1 and N+1.
+Payloads are msgpack, or JSON if the message's `Content-Type` header says `application/json`. Token ids are packed
+little-endian u32, hashes are packed little-endian u64 (`shared.hashing`). A time limit is sent as the seconds left.
+A field is only ever added, and with a default, so that protocol N can read N-1 and N+1.
 """
 
 from __future__ import annotations
@@ -43,24 +43,27 @@ Role = Literal["aggregated", "prefill", "decode", "encode"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 Tier = Literal["device", "host", "disk"]
 Pooling = Literal["", "mean", "last"]
-"""What an embedding is of: the mean of all positions' hidden states, or the last position's; empty: there is none."""
+"""How an embedding is made: from the mean of all positions' hidden states, or from the last one; empty: not at all."""
 
-# --- discovery: JSON values under the process's lease
+# --- discovery: JSON values under the lease of the process
 
 
 class EventSource(Struct, frozen=True):
-    """Where a worker's KV events come from and what the source can do beyond vLLM's format."""
+    """The address of a stream of KV events, and what its source can do beyond vLLM's format."""
 
     publish: str
-    """ZMQ endpoint of the PUB side."""
+    """The ZMQ endpoint of the PUB socket."""
     replay: str
-    """ZMQ endpoint of the ROUTER that replays, always bound by the source; empty: none."""
+    """The ZMQ endpoint of the ROUTER socket that replays batches, bound by the source; empty: there is no replay."""
     topic: str = ""
     binds: Literal["source", "subscriber"] = "source"
     """Which side binds `publish`."""
     epoch: bool = False
+    """Whether the load reports of the source name the epoch of its events."""
     snapshot: bool = False
+    """Whether the source answers a SnapshotRequest."""
     digest: bool = False
+    """Whether the load reports of the source have a digest of its blocks."""
 
 
 class Instance(Struct, frozen=True):
@@ -70,59 +73,59 @@ class Instance(Struct, frozen=True):
     service: ServiceName
     instance: str
     epoch: int
-    """Counts the leases this process has held; grows by one each time a lease was lost."""
+    """The number of leases that this process has held: 1 at first, one more each time a lease is lost."""
     machine: str
     pid: int
     started: float
-    """Wall clock, seconds since 1970; for people."""
+    """When the process started, in seconds since 1970; for people."""
     version: str
     protocol: int = PROTOCOL
     subjects: dict[str, str] = {}
-    """Operation → subject; every service has `control`."""
+    """The subject of each operation; every service has `control`."""
     events: EventSource | None = None
     http: str = ""
-    """Base URL of the process's /live, /health and /metrics; empty: none."""
+    """The base URL of /live, /health and /metrics of the process; empty: there is none."""
     api: str = ""
-    """Base URL where clients reach a frontend, perhaps shared with other processes."""
+    """The base URL at which clients reach this frontend; other processes may share it."""
     layouts: dict[str, EventSource] = {}
-    """A kvbm's layouts, by digest: where the events of the blocks that it holds of each come from."""
+    """The source of KV events of each layout of a kvbm, by the layout's digest."""
     pid_namespace: int = 0
-    """Where `pid` holds, as the kernel numbers it (the inode of /proc/self/ns/pid); 0: not known."""
+    """The kernel's number of the PID namespace of `pid` (the inode of /proc/self/ns/pid); 0: unknown."""
 
 
 class KvLayout(Struct, frozen=True):
-    """How one block's KV lies in memory: blocks of two layouts are never exchanged."""
+    """The shape of one block's KV in memory. Blocks of different layouts are never exchanged."""
 
     dtype: str
     layers: int
     kv_heads: int
     head_dim: int
     block_size: int
-    """Tokens a block."""
+    """The number of tokens in a block."""
 
     @property
     def block_bytes(self) -> int:
-        """Size of one super-block: keys and values of all layers."""
+        """The size of one block in bytes: keys and values of all layers."""
         item = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * item
 
     @property
     def digest(self) -> str:
-        """16 hex digits that name the layout."""
+        """The name of the layout: 16 hex digits."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
 
 class ModelCard(Struct, frozen=True):
-    """What one instance serves."""
+    """One model as one instance serves it."""
 
     model: str
     instance: str
     path: str
-    """Directory with tokenizer.json and tokenizer_config.json, as the worker sees it."""
+    """The directory with tokenizer.json and tokenizer_config.json, as the worker sees it."""
     tokenizer_digest: str
-    """SHA-256 (hex) of tokenizer.json."""
+    """The SHA-256 of tokenizer.json, in hex."""
     hash_self_test: str
-    """`shared.hashing.self_test(block_size)` as this instance computes it."""
+    """The result of `shared.hashing.self_test(block_size)` in this instance."""
     context_length: int
     vocab_size: int
     block_size: int
@@ -131,22 +134,23 @@ class ModelCard(Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     role: Role = "aggregated"
     ranks: int = 1
-    """Data-parallel ranks; a candidate is (instance, rank)."""
+    """The number of data-parallel ranks; a candidate is (instance, rank)."""
     lora: tuple[str, ...] = ()
     kvbm: str = ""
-    """The instance id of the kvbm this worker is attached to; empty: none."""
+    """The instance id of the kvbm that this worker is attached to; empty: none."""
     kvbm_layout: str = ""
-    """The digest of its layout there."""
+    """The digest of the worker's layout at that kvbm."""
     grammars: bool = False
-    """Whether it holds output to `Sampling.grammar`; who does not say so would pass over it."""
+    """Whether the instance applies `Sampling.grammar`; an instance without this flag ignores the field."""
     biases: bool = False
-    """Whether it adds `Sampling.logit_bias`; who does not say so would pass over it."""
+    """Whether the instance applies `Sampling.logit_bias`; an instance without this flag ignores the field."""
     embedding_size: int = 0
-    """Floats of an embedding; 0: it knows nothing of `Sampling.pooling`, and would answer with text."""
+    """The length of an embedding in floats; 0: the instance ignores `Sampling.pooling`, and answers with text."""
     pooling: Pooling = ""
-    """What embeddings of the model are meant to be of; empty: something that is not built."""
+    """The pooling that the model was trained with; empty: it is one that is not implemented."""
     device: str = ""
-    """Where its engine computes, for people: cpu, or cuda:N with N as that process counts its GPUs; empty: nowhere."""
+    """The device of the engine, for people: cpu, or cuda:N, where N is that process's number of the GPU; empty:
+    none."""
 
 
 # --- frontend → router: select and reserve in one step
@@ -158,29 +162,30 @@ class Select(Struct, frozen=True, tag="select"):
     request: str
     attempt: int
     frontend: str
-    """Instance id of the asker; its reservations end with its lease."""
+    """The instance id of the frontend that asks; its reservations end with its lease."""
     model: str
     hashes: bytes
-    """Sequence hashes of the prompt's full blocks, packed u64, seeded for LoRA and salt."""
+    """The sequence hashes of the prompt's full blocks, packed u64, with the seed of LoRA and salt."""
     prompt_tokens: int
     max_tokens: int
-    """Upper bound of tokens still to be decoded."""
+    """The maximum number of tokens that are still to be decoded."""
     excluded: tuple[str, ...] = ()
-    """Instances that failed this request or refused it."""
+    """The instances that failed or refused this request."""
     lora: str = ""
     priority: int = 0
     session: str = ""
-    """Requests with the same non-empty session prefer the same instance, all else nearly equal."""
+    """Requests of one session prefer one instance, if all else is nearly equal; empty: no session."""
     explain: bool = False
-    """Whether the answer shall name the candidates that were not chosen."""
+    """Whether the answer must name the candidates that were not chosen."""
     time_left_s: float = 0.0
-    """Of the request; 0: not told."""
+    """The time left for the request, in seconds; 0: unknown."""
     wait_limit_s: float = 0.0
-    """Refuse as overloaded where every candidate's first token is predicted to come later than this; 0: never."""
+    """The longest wait for the first token, in seconds: if no candidate is predicted to make it, the router refuses the
+    request as overloaded; 0: no limit."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):
-    """Leading blocks found, each counted in its best tier."""
+    """The number of leading blocks that were found, each counted in its fastest tier."""
 
     device: int = 0
     host: int = 0
@@ -192,22 +197,22 @@ class Overlap(Struct, frozen=True, array_like=True):
 
 
 class Candidate(Struct, frozen=True):
-    """One row of a decision: an (instance, rank) with what spoke for and against it."""
+    """One row of a decision: an (instance, rank), and the reasons for and against it."""
 
     instance: str
     rank: int
     overlap: Overlap
     score: float
-    """Lower is better."""
+    """The cost that the policy computed; lower is better."""
     active_blocks: int
     queued_tokens: int
     reason: str
     predicted_s: float | None = None
-    """Until the first token, if chosen; None: how fast the worker is has not been heard."""
+    """The predicted time to the first token, in seconds; None: the worker has not reported its speed yet."""
 
 
 class Selected(Struct, frozen=True, tag="selected"):
-    """The choice; the load is reserved until Finished, or until a lease ends."""
+    """The router's choice. The load stays reserved until Finished, or until a lease ends."""
 
     request: str
     attempt: int
@@ -217,11 +222,11 @@ class Selected(Struct, frozen=True, tag="selected"):
     overlap: Overlap
     reason: str
     candidates: tuple[Candidate, ...] = ()
-    """The best few, best first; none where nobody asked."""
+    """The best few candidates, best first; empty unless `Select.explain` asked for them."""
 
 
 class SelectRefused(Struct, frozen=True, tag="refused"):
-    """No choice could be made."""
+    """The router could not choose an instance."""
 
     request: str
     attempt: int
@@ -236,7 +241,7 @@ SelectReply = Selected | SelectRefused
 
 
 class Reserved(Struct, frozen=True, tag="reserved"):
-    """A router chose `instance` for this attempt."""
+    """A router chose `instance` for this attempt, and counts its load there."""
 
     request: str
     attempt: int
@@ -245,30 +250,31 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     rank: int
     uncached_tokens: int
     blocks: int
-    """Blocks the prompt will occupy beside those that it finds on the device, which others may hold too."""
+    """The number of blocks that the prompt will occupy, without those that it finds on the device, which others may
+    share."""
     router: str = ""
-    """The router that reserved; it ignores its own message."""
+    """The router that made the reservation; it ignores its own message."""
     priority: int = 0
 
 
 class Prefilled(Struct, frozen=True, tag="prefilled"):
-    """The attempt's first token has come: its prefill load is gone, its blocks stay."""
+    """The attempt's first token has come: its prefill load ends, its blocks stay in use."""
 
     request: str
     attempt: int
     cached_tokens: int
     first_token_s: float = 0.0
-    """From the request's arrival at the frontend, as its client saw it; 0: not told."""
+    """The time from the request's arrival at the frontend to its first token, in seconds; 0: unknown."""
     instance: str = ""
-    """Who computed it; empty: not told."""
+    """The worker that computed the prompt; empty: unknown."""
     cached_host_tokens: int = 0
-    """Of `cached_tokens`, those that came from a kvbm's host memory …"""
+    """How many of `cached_tokens` came from a kvbm's host memory."""
     cached_disk_tokens: int = 0
-    """… and those that came from its disk."""
+    """How many of `cached_tokens` came from a kvbm's disk."""
 
 
 class Finished(Struct, frozen=True, tag="finished"):
-    """The attempt has ended, however it ended."""
+    """The attempt has ended, for whatever reason."""
 
     request: str
     attempt: int
@@ -284,166 +290,170 @@ class LoadEvents(Struct, frozen=True):
     events: list[LoadEvent]
 
 
-# --- router → router: what a replica that starts has missed
+# --- router → router: what a starting replica has missed
 
 
 class ReservationsRequest(Struct, frozen=True, tag="reservations_request"):
-    """All reservations of a model that have not ended, please."""
+    """Ask a router for all reservations of a model that have not ended."""
 
     model: str
 
 
 class Reservations(Struct, frozen=True, tag="reservations"):
-    """Some of those that one router knows, oldest first; what is told meanwhile comes by the load subject."""
+    """A part of the reservations that one router knows, oldest first. New ones come on the load subject meanwhile."""
 
     model: str
     reserved: list[Reserved]
     prefilled: list[tuple[str, int]]
-    """(request, attempt) of those whose first token has come."""
+    """The (request, attempt) of each reservation whose first token has come."""
 
 
-# --- people → router: why, and how are you
+# --- people → router: explanations and state
 
 
 class Explanation(Struct, frozen=True):
-    """One choice, and what came of it."""
+    """One choice of a router, and its outcome."""
 
     model: str
     router: str
-    """Who chose."""
+    """The router that chose."""
     request: str
     attempt: int
     age_s: float
-    """Since the choice."""
+    """The time since the choice, in seconds."""
     instance: str
-    """The one chosen."""
+    """The chosen worker."""
     rank: int
     reason: str
     candidates: tuple[Candidate, ...]
-    """The best few, best first, the chosen one among them."""
+    """The best few candidates, best first; the chosen one is among them."""
     prompt_tokens: int
     predicted_cached_tokens: int
     actual_cached_tokens: int | None = None
-    """As the worker counted; None: its first token was not told yet."""
+    """The cached tokens that the worker counted; None: its first token is not reported yet."""
     first_token_s: float | None = None
-    """As the client saw it; None: not told yet, or an attempt before this one brought it."""
+    """The time to the first token that the client saw, in seconds; None: not reported yet, or an earlier attempt
+    produced it."""
     ended_s: float | None = None
-    """From the choice until its end was told; None: not yet."""
+    """The time from the choice to the reported end, in seconds; None: it has not ended."""
 
 
 class Explanations(Struct, frozen=True):
-    """What one router remembers of a request, or of its latest ones; oldest first."""
+    """The choices that one router remembers of a request, or its latest choices; oldest first."""
 
     router: str
     decisions: list[Explanation]
 
 
 class ModelState(Struct, frozen=True):
-    """What a router knows of one model."""
+    """One model as a router knows it."""
 
     model: str
     instances: int
     reservations: int
     index_blocks: int
-    """Distinct ones."""
+    """The number of distinct blocks in the index."""
     index_bytes: int
 
 
 class SourceState(Struct, frozen=True):
-    """How one event stream is followed: a worker's, or that of one layout of a kvbm."""
+    """How a router follows one event stream: that of a worker, or that of one layout of a kvbm."""
 
     instance: str
-    """A worker's id, or KVBM/LAYOUT."""
+    """The id of a worker, or KVBM/LAYOUT."""
     state: str
-    """live, syncing, …: services/router/sync/source.py draws them; refused."""
+    """The state of the source (live, syncing, …: services/router/sync/source.py draws them), or `refused`."""
     reason: str = ""
-    """Why it is refused."""
+    """The reason of a refusal."""
     partial: bool = False
-    """Blocks that it told of may be unknown here: it has no snapshots, and its replay does not reach back."""
+    """Whether blocks that the source has reported may be unknown here: it has no snapshots, and its replay is too
+    short."""
     exact: bool = True
-    """Nothing that it told of was left out at a limit."""
+    """Whether no reported block was left out at a limit."""
     silent: bool = False
-    """Requests compute new blocks there, and nothing is heard."""
+    """Whether requests compute new blocks at the source, but no events arrive."""
     epoch: int | None = None
     applied: int = -1
-    """Sequence of the last batch applied; -1: none."""
+    """The sequence of the last batch that was applied; -1: none."""
     gaps: int = 0
     resyncs: int = 0
-    """How often everything was asked for."""
+    """The number of times that a snapshot of everything was requested."""
     rejected: int = 0
-    """Batches that could not be read."""
+    """The number of batches that could not be read."""
     torn: int = 0
-    """Messages that were no batches at all."""
+    """The number of messages that were not batches at all."""
     dropped: int = 0
-    """Batches that came while too many waited to be applied."""
+    """The number of batches that were dropped because too many waited to be applied."""
     digests: dict[str, int] = {}
-    """Comparisons so far: agreed, differed, exempt."""
+    """The number of digest comparisons so far, by result: agreed, differed, exempt."""
     heard_s_ago: float | None = None
-    """Since the last batch came by itself; None: none yet."""
+    """The time since the last published batch came, in seconds; None: none has come yet."""
 
 
 class RouterState(Struct, frozen=True):
-    """One router's own account of itself."""
+    """The state of one router, as it reports it."""
 
     router: str
     policy: str
     models: list[ModelState]
     sources: list[SourceState]
     policy_trouble: str = ""
-    """Why not all choices are the policy's, at the worst of the models; empty: they are."""
+    """Why the policy does not make every choice, for the model with the worst trouble; empty: it makes them all."""
 
 
 # --- frontend → worker
 
 
 class Sampling(Struct, frozen=True):
-    """How tokens are drawn; every field in the range its comment gives (the frontend validates)."""
+    """The sampling parameters. The frontend has checked that each is within the range that its comment gives."""
 
     max_tokens: int
-    """≥ 1; counts tokens of all attempts of the request."""
+    """The maximum number of tokens, ≥ 1, over all attempts of the request."""
     temperature: float = 1.0
-    """0 … 2; 0 is greedy."""
+    """The temperature, 0 … 2; 0 is greedy."""
     top_p: float = 1.0
-    """0 < p ≤ 1."""
+    """The nucleus sampling threshold, 0 < p ≤ 1."""
     top_k: int = 0
-    """≥ 0; 0 is off."""
+    """The number of likeliest tokens to draw from, ≥ 0; 0 is off."""
     min_p: float = 0.0
-    """0 … 1."""
+    """The least probability relative to the likeliest token, 0 … 1."""
     seed: int = 0
-    """u64; the frontend draws one where the client gave none."""
+    """The random seed, a u64; the frontend draws one if the client gives none."""
     presence_penalty: float = 0.0
-    """-2 … 2, over the tokens produced so far."""
+    """The presence penalty, -2 … 2, over the tokens produced so far."""
     frequency_penalty: float = 0.0
-    """-2 … 2, over the tokens produced so far."""
+    """The frequency penalty, -2 … 2, over the tokens produced so far."""
     repetition_penalty: float = 1.0
-    """> 0, over prompt and output."""
+    """The repetition penalty, > 0, over prompt and output."""
     logprobs: int = -1
-    """-1: none; 0: of the drawn token; n: and of the n likeliest (≤ 20)."""
+    """Which log probabilities to return: -1: none; 0: that of the drawn token; n: also those of the n likeliest (≤
+    20)."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
-    """What the output is held to from its first token to its end, as llguidance reads it: its JSON or its Lark dialect;
-    empty: nothing. Only for instances whose card has `grammars`, and never with `ignore_eos`."""
+    """The grammar that constrains the whole output, as llguidance reads it (JSON, or its dialect of Lark); empty: none.
+    Only for instances whose card has `grammars`, and never with `ignore_eos`."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, each at most once (≤ 300), and what is added to the logit before all else, -100 … 100. Only for
+    """Token ids, each at most once (≤ 300), and the bias that is added to the logit first, -100 … 100. Only for
     instances whose card has `biases`."""
     pooling: Pooling = ""
-    """Not empty: nothing is drawn, and the attempt's one Part has finish "stop", no tokens and an `embedding`. Only for
-    instances whose card has an `embedding_size`, and only for a prompt without output; it may fill the context."""
+    """The pooling of an embedding; empty: the request generates text. With it, no token is drawn, and the attempt's
+    only Part has finish "stop", no tokens and an `embedding`. Only for instances whose card has an `embedding_size`,
+    and only for a prompt without output; the prompt may fill the context."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):
-    """Compute a prompt and decode from it; tokens go to the frontend's stream subject."""
+    """Compute a prompt and decode from it. The tokens go to the frontend's stream subject."""
 
     request: str
     attempt: int
     model: str
     frontend: str
-    """Instance id whose `stream` subject gets the step frames."""
+    """The instance id of the frontend whose `stream` subject gets the step frames."""
     tokens: bytes
-    """Prompt, and on a continuation the output so far, packed u32."""
+    """The prompt and, on a continuation, the output so far, packed u32."""
     prompt_tokens: int
-    """Length of the original prompt; less than len(tokens) / 4 on a continuation."""
+    """The length of the original prompt in tokens; less than len(tokens) / 4 on a continuation."""
     sampling: Sampling
     time_left_s: float
     rank: int = 0
@@ -451,19 +461,19 @@ class Generate(Struct, frozen=True, tag="generate"):
     salt: str = ""
     priority: int = 0
     wait_left_s: float | None = None
-    """Seconds within which the worker is to begin to compute it, at most; where it has not, the attempt ends with
-    NOT_BEGUN. None: there is no such limit."""
+    """The time within which the worker must begin to compute the prompt, in seconds. If it does not, the attempt ends
+    with NOT_BEGUN. None: there is no such limit."""
 
 
 class Accepted(Struct, frozen=True, tag="accepted"):
-    """The worker owns the attempt now and will end it with a Part that has a finish reason."""
+    """The worker owns the attempt now. It will end the attempt with a Part that has a finish reason."""
 
     request: str
     attempt: int
 
 
 class Refused(Struct, frozen=True, tag="refused"):
-    """The worker does not take the attempt; nothing was done."""
+    """The worker does not accept the attempt, and has done nothing."""
 
     request: str
     attempt: int
@@ -475,51 +485,52 @@ GenerateReply = Accepted | Refused
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
-    """Free everything of this attempt; idempotent, unknown attempts are ignored."""
+    """Free everything that this attempt uses. Idempotent; unknown attempts are ignored."""
 
     request: str
     attempt: int
 
 
 class Ping(Struct, frozen=True, tag="ping"):
-    """Are you there? Any service, on its `control` subject."""
+    """Ask a process, on its `control` subject, whether it lives."""
 
     key: str = ""
-    """Of discovery: is it yours still? Empty: no key is asked about."""
+    """A key of discovery: the question is whether the process still publishes it. Empty: there is no such question."""
 
 
 class Pong(Struct, frozen=True, tag="pong"):
-    """Yes; `progress` is the engine's step count where there is an engine."""
+    """The process lives."""
 
     instance: str
     epoch: int
     progress: int = 0
+    """The engine's number of steps so far, if there is an engine."""
     publishes: bool | None = None
-    """Whether `Ping.key` is to be in discovery, as far as this process has a say; None: not asked, or not said."""
+    """Whether this process publishes `Ping.key`; None: it was not asked, or does not say."""
 
 
 # --- worker → frontend: one frame per engine step and frontend; steps of less than 2 ms share one
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position."""
+    """The natural logarithms of probabilities at one position."""
 
     logprob: float
-    """Of the drawn token."""
+    """The log probability of the drawn token."""
     top_tokens: bytes = b""
     """The likeliest tokens, packed u32, likeliest first."""
     top_logprobs: tuple[float, ...] = ()
 
 
 SHUTTING_DOWN = "the worker is shutting down"
-"""`Part.error` of an attempt that its worker hands back because it ends: neither of them has failed."""
+"""The text of `Part.error` if the worker ends and hands the attempt back: neither has failed."""
 UNFOLLOWABLE = "the grammar cannot be followed"
-"""How `Part.error` begins where output cannot be held to `Sampling.grammar`, at any worker: nothing else has failed."""
+"""The beginning of `Part.error` if no worker can apply `Sampling.grammar`; nothing else has failed."""
 NOT_FINITE = "the model computes numbers that are not finite"
-"""How `Part.error` begins where that is so once more after the worker has computed everything again: others would fail,
-too."""
+"""The beginning of `Part.error` if that happens again after the worker has recomputed everything: other workers would
+fail too."""
 NOT_BEGUN = "the request did not begin in time"
-"""How `Part.error` begins where nothing of the attempt was computed within `Generate.wait_left_s`: it had no place."""
+"""The beginning of `Part.error` if no part of the attempt was computed within `Generate.wait_left_s`."""
 
 
 class Part(Struct, frozen=True, array_like=True):
@@ -528,28 +539,31 @@ class Part(Struct, frozen=True, array_like=True):
     request: str
     attempt: int
     first: int
-    """Index, in the request's whole output, of the first token here; a gap or a repeat shows at once."""
+    """The index of the first token here in the request's whole output. It shows a gap or a repeat at once."""
     tokens: bytes
-    """New tokens, packed u32; a stop token is the last one of its part. May be empty."""
+    """The new tokens, packed u32, perhaps none. A stop token is the last token of its part."""
     finish: FinishReason | None = None
     cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache; with every part."""
+    """The number of prompt tokens that were found in the prefix cache; every part has it."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each token, where they were asked for."""
+    """One entry for each token, if the request asked for them."""
     error: str = ""
-    """Why, where finish is "error"; SHUTTING_DOWN, and what begins with UNFOLLOWABLE, NOT_FINITE or NOT_BEGUN,
-    frontends know."""
+    """The reason if finish is "error". Frontends know SHUTTING_DOWN, and texts that begin with UNFOLLOWABLE, NOT_FINITE
+    or NOT_BEGUN."""
     cached_host_tokens: int = 0
-    """Of `cached_tokens`, those that came from the kvbm's host memory …"""
+    """How many of `cached_tokens` came from the kvbm's host memory."""
     cached_disk_tokens: int = 0
-    """… and those that came from its disk."""
+    """How many of `cached_tokens` came from the kvbm's disk."""
     embedding: bytes = b""
-    """Little-endian float32, of length 1, where `Sampling.pooling` asked for it and finish is "stop"."""
+    """The embedding, a vector of norm 1 in little-endian float32, if `Sampling.pooling` asked for it and finish is
+    "stop"."""
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
-    """What one engine step, or some very short ones, made for one frontend; sequences count up by one per (worker,
-    frontend, epoch), from 0. A worker that numbers anew, because it had forgotten the frontend, has a larger epoch."""
+    """The output of one engine step, or of several very short ones, for one frontend.
+
+    Frames of one (worker, frontend, epoch) are numbered from 0 without gaps. A worker that has forgotten the frontend
+    numbers from 0 again, with a larger epoch."""
 
     instance: str
     epoch: int
@@ -561,30 +575,31 @@ class StepFrame(Struct, frozen=True, array_like=True):
 
 
 class ResendRequest(Struct, frozen=True, tag="resend"):
-    """Publish the step frames from `first` on again, please; they come on the frontend's stream subject."""
+    """Ask a worker to publish the step frames from `first` on again, on the frontend's stream subject."""
 
     frontend: str
     first: int
-    """Sequence of the first frame that was missed."""
+    """The sequence of the first missing frame."""
 
 
 class StreamState(Struct, frozen=True, array_like=True):
-    """How far one running attempt is."""
+    """The progress of one running attempt."""
 
     request: str
     attempt: int
     produced: int
-    """Length of the request's whole output so far: what the next part's `first` will be."""
+    """The length of the request's whole output so far in tokens: the `first` of the next part."""
 
 
 class Resent(Struct, frozen=True, tag="resent"):
-    """The frames `first` … `next` - 1 are published again, before any new one."""
+    """The worker publishes the frames `first` … `next` - 1 again, before any new frame."""
 
     epoch: int
     first: int
-    """Later than asked where older frames are no longer kept: `streams` then says what was missed."""
+    """The first frame that is published again. It is later than requested if older frames are no longer kept; then
+    `streams` says what was missed."""
     next: int
-    """Sequence of the next new frame."""
+    """The sequence of the next new frame."""
     streams: list[StreamState]
     """The frontend's running attempts as of the frames up to `next`; an attempt that is missing has ended."""
 
@@ -593,87 +608,87 @@ class Resent(Struct, frozen=True, tag="resent"):
 
 
 class KvState(Struct, frozen=True, array_like=True):
-    """How far the KV events of one rank are. The ranks of a source share its epoch and its sequence."""
+    """The position of one rank's KV events. The ranks of a source share its epoch and its sequence."""
 
     rank: int
     epoch: int
-    """Counts the engine's starts; a new one means an empty cache."""
+    """The number of the engine's starts; a new start means an empty cache."""
     sequence: int
-    """Of the last batch published, whatever its rank; -1: none yet."""
+    """The sequence of the last published batch, of any rank; -1: none yet."""
     digest: int = 0
-    """XOR of the event hashes of the blocks held, as of `sequence`."""
+    """The XOR of the event hashes of all blocks in the cache, as of `sequence`."""
 
 
 class LoadReport(Struct, frozen=True):
-    """A worker's own account of itself."""
+    """The load of a worker, as it reports it."""
 
     instance: str
     epoch: int
     progress: int
-    """Engine steps so far; standing still while work is there means frozen."""
+    """The number of engine steps so far. If it stands still while there is work, the engine is frozen."""
     waiting: int
     running: int
     waiting_tokens: int
-    """Prompt tokens not yet computed, of waiting and running sequences."""
+    """The number of prompt tokens of waiting and running sequences that are not computed yet."""
     total_blocks: int
     held_blocks: int
-    """Blocks that running sequences use."""
+    """The number of blocks that running sequences use."""
     cached_blocks: int
-    """Blocks with reusable content that nobody uses now."""
+    """The number of blocks with reusable content that no sequence uses now."""
     prefill_tokens_per_s: float = 0.0
-    """As measured lately; 0: not yet."""
+    """The prefill speed measured lately, in tokens per second; 0: not measured yet."""
     step_s: float = 0.0
-    """What a step that only decodes takes, as measured lately; 0: not yet."""
+    """The duration of a step that only decodes, as measured lately, in seconds; 0: not measured yet."""
     kv: list[KvState] = []
     frames: dict[str, int] = {}
-    """Frontend → sequence of the last step frame sent to it."""
+    """The sequence of the last step frame that was sent to each frontend."""
     attempts: list[tuple[str, int]] = []
-    """(request, attempt) of all that is waiting or running here."""
+    """The (request, attempt) of every waiting or running sequence."""
 
 
-# --- frontend → frontend: a response that the other one keeps
+# --- frontend → frontend: a response that another frontend stores
 
 
 class Recall(Struct, frozen=True, tag="recall"):
-    """What is kept of a response, please; it counts as used."""
+    """Ask a frontend for a response that it stores. This counts as a use of the response."""
 
     response: str
     account: str
-    """The name of the key that asks for it; empty: no key is asked for."""
+    """The name of the API key that asks for it; empty: no keys are required."""
     what: Literal["conversation", "response"]
 
 
 class Forget(Struct, frozen=True, tag="forget"):
-    """Keep it no longer."""
+    """Ask a frontend to delete a stored response."""
 
     response: str
     account: str
 
 
-KeptQuestion = Recall | Forget
+ResponseStoreRequest = Recall | Forget
 
 
 class Recalled(Struct, frozen=True):
-    """A piece of the answer; JSON, put together."""
+    """A piece of the answer; the pieces together are JSON."""
 
     found: bool
-    """False: it is not kept, or not this account's."""
+    """Whether the response is stored, and belongs to this account."""
     piece: bytes = b""
 
 
-# --- router → worker: every block held, to rebuild an index
+# --- router → worker: every cached block, to rebuild an index
 
 
 class SnapshotRequest(Struct, frozen=True, tag="snapshot"):
-    """Everything the prefix cache holds, please."""
+    """Ask a worker or a kvbm for everything that its prefix cache holds."""
 
     rank: int = 0
     layout: str = ""
-    """Whose blocks, where a kvbm is asked: a layout's digest."""
+    """The digest of the layout, if a kvbm is asked; empty for a worker."""
 
 
 class SnapshotBlock(Struct, frozen=True, array_like=True):
-    """One cached block; parents come before their children."""
+    """One cached block. Parents come before their children."""
 
     hash: int
     parent: int | None
@@ -683,25 +698,26 @@ class SnapshotBlock(Struct, frozen=True, array_like=True):
 
 
 class SnapshotChunk(Struct, frozen=True):
-    """Part of a snapshot; all chunks carry the sequence it was taken at."""
+    """A part of a snapshot. All its chunks have the sequence at which it was taken."""
 
     epoch: int
     sequence: int
     blocks: list[SnapshotBlock]
     last: bool
     tier: Tier = "device"
-    """Where these blocks are; a kvbm's snapshot has chunks of host and of disk."""
+    """The tier of these blocks; a kvbm's snapshot has chunks of host and of disk."""
 
 
 # --- KV events on ZMQ: vLLM's format (0.32: maps), [topic][sequence, 8 bytes big-endian][EventBatch]
 
 
 EventHash = int | Annotated[bytes, Meta(max_length=64)]
-"""An engine's own name for a block. The longest hash in use is SHA-256; whoever keeps a name must know its bound."""
+"""An engine's own name for a block, at most 64 bytes, so that a reader that stores names can bound them. The longest in
+use is a SHA-256."""
 
 
 class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
-    """Blocks became reusable, in order, the first behind `parent_block_hash`."""
+    """Blocks became reusable, in this order; the first one follows `parent_block_hash`."""
 
     block_hashes: list[EventHash]
     parent_block_hash: EventHash | None
@@ -709,10 +725,10 @@ class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
-    """Tier: GPU for the device; host_pinned and disk below it."""
+    """The tier: GPU for the device, host_pinned and disk for those below it."""
     lora_name: str | None = None
     extra_keys: list[list[object] | None] | None = None
-    """Per block; a tenant salt is the first entry of a chain's first block."""
+    """The extra keys of each block; a tenant salt is the first entry of a chain's first block."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -746,7 +762,7 @@ T = TypeVar("T")
 
 
 class Codec(Generic[T]):
-    """One channel's typed encoder and decoder; built once."""
+    """The typed encoder and decoder of one channel, built once."""
 
     def __init__(self, kind: type[T] | object, name: str) -> None:
         self._name = name
@@ -754,23 +770,23 @@ class Codec(Generic[T]):
         self._json: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
 
     def decode(self, payload: bytes, headers: Mapping[str, str] | None = None) -> T:
-        """Raises ProtocolError on anything that is not a message of this channel."""
+        """Decode a message of this channel. Raise ProtocolError if it is not one."""
         try:
             if not is_json(headers):
                 return self._msgpack.decode(payload)
             message = self._json.decode(payload)
-            _ENCODER.encode(message)  # JSON knows integers that msgpack, and so the next process, cannot be told
+            _ENCODER.encode(message)  # JSON has larger integers than msgpack can carry to the next process
             return message
         except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError) as wrong:
             raise ProtocolError(f"{self._name}: {wrong}") from wrong
 
     def encode(self, message: T, headers: Mapping[str, str] | None = None) -> bytes:
-        """`headers` are those of the request that this answers."""
+        """Encode a message: as JSON if `headers`, those of the request that it answers, say so; else as msgpack."""
         return msgspec.json.encode(message) if is_json(headers) else _ENCODER.encode(message)
 
 
 def is_json(headers: Mapping[str, str] | None) -> bool:
-    """Whether a message's headers ask for JSON."""
+    """Return whether a message's headers ask for JSON."""
     return headers is not None and "application/json" in headers.get("Content-Type", "")
 
 
@@ -794,7 +810,7 @@ PING: Codec[Ping] = Codec(Ping, "ping")
 PONG: Codec[Pong] = Codec(Pong, "pong")
 STEP_FRAME: Codec[StepFrame] = Codec(StepFrame, "step frame")
 LOAD_REPORT: Codec[LoadReport] = Codec(LoadReport, "load report")
-KEPT_QUESTION: Codec[KeptQuestion] = Codec(KeptQuestion, "question for a response")
+RESPONSE_STORE_REQUEST: Codec[ResponseStoreRequest] = Codec(ResponseStoreRequest, "question for a response")
 RECALLED: Codec[Recalled] = Codec(Recalled, "piece of a response")
 SNAPSHOT_REQUEST: Codec[SnapshotRequest] = Codec(SnapshotRequest, "snapshot request")
 SNAPSHOT_CHUNK: Codec[SnapshotChunk] = Codec(SnapshotChunk, "snapshot chunk")

@@ -1,7 +1,7 @@
-"""Reads the files of a model's directory. They come from elsewhere: each may be a pipe or a device, endless, or nested.
+"""Reads the files of a model's directory, which may be anything: a pipe, a device, endless, or deeply nested.
 
-A file is opened without waiting, must be a regular one, and is read up to a limit. Whatever is wrong is a ModelError
-that names the file.
+A file is opened without waiting, must be a regular file, and is read up to a limit. Every fault is a ModelError that
+names the file.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import msgspec
 from shared.errors import ModelError
 
 CONFIG_LIMIT_BYTES = 1 << 20
-"""Of a file of settings; the largest of known models has some 10 KB."""
+"""The maximum size of a file of settings; known models have up to 10 KB."""
 LIST_LIMIT_BYTES = 16 << 20
-"""Of a file that names each tensor or each added token; the largest of known models have 1 to 10 MB."""
+"""The maximum size of a file that lists each tensor or each added token; known models have up to 10 MB."""
 TOKENIZER_LIMIT_BYTES = 256 << 20
-"""Of tokenizer.json; the largest of known models has 35 MB."""
+"""The maximum size of tokenizer.json; known models have up to 35 MB."""
 
 T = TypeVar("T")
 
 
 def open_model_file(path: Path) -> BinaryIO:
-    """The file for reading, at its start. Raises ModelError where it is missing or not a regular file."""
+    """Open a file for reading. Raise ModelError if it is missing or not a regular file."""
     file = _opened(path)
     if file is None:
         raise ModelError(f"{path}: {os.strerror(errno.ENOENT)}")
@@ -35,7 +35,7 @@ def open_model_file(path: Path) -> BinaryIO:
 
 
 def _opened(path: Path) -> BinaryIO | None:
-    """None: there is no such file. Raises ModelError."""
+    """Open a file. Return None if there is none. Raise ModelError."""
     try:
         # A pipe that nothing writes to would hold a plain open() up for ever.
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -45,7 +45,7 @@ def _opened(path: Path) -> BinaryIO | None:
         return None
     except OSError as wrong:
         raise ModelError(f"{path}: {wrong.strerror}") from None
-    except ValueError as wrong:  # the path comes from a card and may hold anything
+    except ValueError as wrong:  # the path comes from a model card and may contain anything
         raise ModelError(f"{str(path)!r}: {wrong}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -54,7 +54,7 @@ def _opened(path: Path) -> BinaryIO | None:
 
 
 def read_model_file(path: Path, limit_bytes: int, *, missing: bytes | None = None) -> bytes:
-    """The whole file; `missing` where there is none. Raises ModelError, also where it is over the limit."""
+    """Return the whole file, or `missing` if there is none. Raise ModelError, also if the file is over the limit."""
     opened = _opened(path)
     if opened is None and missing is not None:
         return missing
@@ -70,7 +70,7 @@ def read_model_file(path: Path, limit_bytes: int, *, missing: bytes | None = Non
 
 
 def decode_model_json(path: Path, content: bytes, kind: type[T]) -> T:
-    """The file's JSON as `kind`. Raises ModelError where it is malformed or nested too deeply."""
+    """Decode the file's JSON as `kind`. Raise ModelError if it is malformed or nested too deeply."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
@@ -82,5 +82,5 @@ def decode_model_json(path: Path, content: bytes, kind: type[T]) -> T:
 def read_model_json(
     path: Path, kind: type[T], *, limit_bytes: int = CONFIG_LIMIT_BYTES, missing: bytes | None = None
 ) -> T:
-    """As the two above together."""
+    """Read and decode a JSON file, as the two functions above do."""
     return decode_model_json(path, read_model_file(path, limit_bytes, missing=missing), kind)

@@ -1,6 +1,6 @@
 """NATS subjects and etcd keys, as functions of names and ids. Pure.
 
-Ids are lower-case hex. A model's name is escaped into one subject token: percent-encoded, the dot included.
+Ids are lower-case hex. A model's name is percent-encoded, the dot included, so that it is one token of a subject.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ ROOT = "headrace"
 
 
 def escape(name: str) -> str:
-    """`name` as one NATS subject token and one etcd path segment."""
+    """Escape `name` into one token of a NATS subject, which is also one segment of an etcd path."""
     return quote(name, safe="").replace(".", "%2E")
 
 
 def unescape(token: str) -> str:
-    """The reverse of `escape`."""
+    """Return the name that `escape` was given."""
     return unquote(token)
 
 
@@ -28,18 +28,19 @@ _PATTERN = re.compile(r">|(\*|[^\s.*>]+)(\.(\*|[^\s.*>]+))*(\.>)?")
 
 
 LIMIT_BYTES = 2048
-"""Of a subject. nats-server closes the connection at 4096 bytes of a line, which has a reply subject in it as well."""
+"""The maximum length of a subject. nats-server closes a connection whose line exceeds 4096 bytes, and a line may have a
+reply subject in it as well."""
 
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def is_id(text: str) -> bool:
-    """Whether `text` can be an instance's id (ours are hex) or a namespace: one subject token, one path segment."""
+    """Return whether `text` can be an instance's id (ours are hex) or a namespace: one token, one path segment."""
     return _ID.fullmatch(text) is not None
 
 
 def check(subject: str, *, wildcards: bool = False) -> None:
-    """Raises ProtocolError where NATS would not take `subject`; `wildcards` are for those who subscribe."""
+    """Raise ProtocolError if NATS would not accept `subject`. `wildcards` are allowed for subscriptions."""
     if len(subject.encode(errors="replace")) > LIMIT_BYTES:
         raise ProtocolError(f"a subject of {len(subject)} characters: {subject[:64]}…")
     if not (_PATTERN if wildcards else _SUBJECT).fullmatch(subject):
@@ -50,17 +51,18 @@ def check(subject: str, *, wildcards: bool = False) -> None:
 
 
 def client(namespace: str, operation: str) -> str:
-    """Where a NATS client asks any frontend, as services/frontend/serving/request_context.py names it; or `models`."""
+    """The subject of an operation that NATS clients ask of any frontend: one of
+    services/frontend/serving/request_context.py, or `models`."""
     return f"{ROOT}.{namespace}.frontend.{operation}"
 
 
 def stream(namespace: str, frontend: str) -> str:
-    """Where workers publish step frames for one frontend."""
+    """The subject on which workers publish step frames for one frontend."""
     return f"{ROOT}.{namespace}.frontend.{frontend}.stream"
 
 
-def kept(namespace: str, frontend: str) -> str:
-    """Where one frontend is asked for a response that it keeps, by the others."""
+def response_store(namespace: str, frontend: str) -> str:
+    """The subject on which other frontends ask one frontend for a response that it stores."""
     return f"{ROOT}.{namespace}.frontend.{frontend}.kept"
 
 
@@ -68,27 +70,27 @@ def kept(namespace: str, frontend: str) -> str:
 
 
 def select(namespace: str, model_or_router: str) -> str:
-    """Select for a model (a queue group of routers; the name is escaped) or at one router by its id."""
+    """The subject of Select, for a model (all its routers are one queue group) or for one router by its id."""
     return f"{ROOT}.{namespace}.router.{escape(model_or_router)}.select"
 
 
 def router_load(namespace: str, model: str) -> str:
-    """Reserved, prefilled and finished, told to every router of a model."""
+    """The subject of Reserved, Prefilled and Finished, for every router of a model."""
     return f"{ROOT}.{namespace}.router.{escape(model)}.load"
 
 
 def explain(namespace: str, model_or_router: str) -> str:
-    """The candidate table of a request, for people: at every router of a model, or at one router by its id."""
+    """The subject on which people ask for explanations: every router of a model, or one router by its id."""
     return f"{ROOT}.{namespace}.router.{escape(model_or_router)}.explain"
 
 
 def reservations(namespace: str, router: str) -> str:
-    """Where one router tells the reservations it knows to another that starts."""
+    """The subject on which a starting router asks another one for its reservations."""
     return f"{ROOT}.{namespace}.router.{router}.reservations"
 
 
 def router_state(namespace: str, router: str) -> str:
-    """One router's account of its models and of the event streams it follows, for people."""
+    """The subject on which people ask one router for its state."""
     return f"{ROOT}.{namespace}.router.{router}.state"
 
 
@@ -96,7 +98,7 @@ def router_state(namespace: str, router: str) -> str:
 
 
 def worker(namespace: str, instance: str, operation: str) -> str:
-    """One worker's subject: generate, cancel, resend, control, load or snapshot."""
+    """The subject of one worker's operation: generate, cancel, resend, control, load or snapshot."""
     return f"{ROOT}.{namespace}.worker.{instance}.{operation}"
 
 
@@ -104,7 +106,8 @@ def worker(namespace: str, instance: str, operation: str) -> str:
 
 
 def kvbm(namespace: str, instance: str, operation: str) -> str:
-    """One block store's subject: attach, store, commit, abort, fetch, release, snapshot, load, stat or control."""
+    """The subject of one kvbm's operation: attach, store, commit, abort, fetch, release, discard, snapshot, load, stat
+    or control."""
     return f"{ROOT}.{namespace}.kvbm.{instance}.{operation}"
 
 
@@ -112,17 +115,17 @@ def kvbm(namespace: str, instance: str, operation: str) -> str:
 
 
 def namespace_prefix(namespace: str) -> str:
-    """The prefix of everything in one namespace."""
+    """The prefix of all keys of one namespace."""
     return f"/{ROOT}/{namespace}/"
 
 
 def instances_prefix(namespace: str) -> str:
-    """The prefix of all address books."""
+    """The prefix of the address book entries of all instances."""
     return f"/{ROOT}/{namespace}/instances/"
 
 
 def instance_key(namespace: str, service: str, instance: str) -> str:
-    """The key of one instance's address book."""
+    """The key of one instance's address book entry."""
     return f"/{ROOT}/{namespace}/instances/{service}/{instance}"
 
 
@@ -132,7 +135,7 @@ def models_prefix(namespace: str) -> str:
 
 
 def model_key(namespace: str, model: str, instance: str) -> str:
-    """The key of the card of one instance serving a model."""
+    """The key of the card of one instance that serves a model."""
     return f"/{ROOT}/{namespace}/models/{escape(model)}/{instance}"
 
 
@@ -140,5 +143,5 @@ def model_key(namespace: str, model: str, instance: str) -> str:
 
 
 def control(namespace: str, service: str, instance: str) -> str:
-    """Where one process answers Ping."""
+    """The subject on which one process answers Ping."""
     return f"{ROOT}.{namespace}.{service}.{instance}.control"

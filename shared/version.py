@@ -1,4 +1,4 @@
-"""The version of this program; pyproject.toml reads it here, as a checkout need not be installed to run."""
+"""The version of this program. pyproject.toml reads it here, so that a checkout can run without an installation."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _picked: set[int] = set()
-"""Ports this process was given before; who asked for one may bind it late."""
+"""The ports that this process was given before; a caller may bind its port late."""
 
 
 def free_port() -> int:
@@ -51,7 +51,7 @@ def free_port() -> int:
 
 
 class Server(Protocol):
-    """What a fault needs to know of a server."""
+    """A server, as a fault needs it."""
 
     def start(self) -> None: ...
 
@@ -121,7 +121,7 @@ class _Process:
 
 
 def _state(thread: Path) -> str:
-    """One letter, as /proc tells it."""
+    """Return the state of a thread: one letter of /proc."""
     return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -163,7 +163,7 @@ class NatsServer:
         self.start()
 
     def reload(self, settings: str) -> None:
-        """Take new settings while running; clients that they no longer admit are disconnected."""
+        """Load new settings while running; clients that they no longer admit are disconnected."""
         self._configure(settings)
         self._process.send(signal.SIGHUP)
 
@@ -229,7 +229,7 @@ class EtcdServer:
         self.start()
 
     def wipe(self) -> None:
-        """Start anew with nothing in it."""
+        """Restart with an empty store."""
         self.stop()
         shutil.rmtree(self._data, ignore_errors=True)
         self.start()

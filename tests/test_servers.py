@@ -34,5 +34,5 @@ def test_a_frozen_server_answers_after_a_thaw(own_nats: NatsServer) -> None:
         assert connection.recv(4) == b"INFO"
 
 
-def test_a_wiped_etcd_starts_anew(own_etcd: EtcdServer) -> None:
+def test_a_wiped_etcd_starts_again(own_etcd: EtcdServer) -> None:
     own_etcd.wipe()

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from services.worker.mover import Copy, Mover
-from shared.pool.format import Geometry
+from shared.pool.format import PoolGeometry
 from shared.pool.map import ArenaMap, PoolMap, touch
 
 
 @contextmanager
-def pool(memory: Path, size_bytes: int) -> Iterator[tuple[Path, Geometry]]:
+def pool(memory: Path, size_bytes: int) -> Iterator[tuple[Path, PoolGeometry]]:
     """Make a pool's file in a tmpfs, as kvbm does."""
     with tempfile.TemporaryDirectory(prefix="gpu-pool-", dir=memory) as directory:
-        path, geometry = Path(directory) / "pool", Geometry.of(size_bytes)
+        path, geometry = Path(directory) / "pool", PoolGeometry.of(size_bytes)
         path.touch(0o600)
         os.truncate(path, size_bytes)
         with path.open("r+b") as opened:
@@ -32,7 +32,7 @@ def pool(memory: Path, size_bytes: int) -> Iterator[tuple[Path, Geometry]]:
 
 
 @contextmanager
-def arena(path: Path, geometry: Geometry, block_bytes: int) -> Iterator[ArenaMap]:
+def arena(path: Path, geometry: PoolGeometry, block_bytes: int) -> Iterator[ArenaMap]:
     """Map a pool as slots for blocks of this size, and touch all of it."""
     mapped = PoolMap(path)
     slots = mapped.arena(geometry.arena(0, 1, block_bytes))

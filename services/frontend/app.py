@@ -69,7 +69,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         nats = NatsApi(runtime, dispatcher, service, metrics, access, config.nats.inbox)
         app = http.app(document(keys=access.requires_key))
         # Without a key, clients learn only whether all is well; reasons and metrics are on the port of [observe].
-        add_routes(app, runtime.vitals, None if access.requires_key else runtime.registry)
+        add_routes(app, runtime.health, None if access.requires_key else runtime.registry)
         await access.start(runtime.tasks)
         await port.start(runtime.tasks)
         await service.start()
@@ -85,7 +85,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                 yield http
             finally:
                 await nats.stop()  # before requests are refused, so that they go to another frontend
-                runtime.vitals.drain(partial(_left, service, config.limits.drain_s))
+                runtime.health.drain(partial(_left, service, config.limits.drain_s))
                 await port.announce_closing()
                 try:
                     async with asyncio.timeout(config.limits.drain_s):

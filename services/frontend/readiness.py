@@ -37,7 +37,7 @@ class Readiness:
 
     def start(self) -> None:
         """Ping routers from now on, and answer for this process's health."""
-        self._runtime.vitals.ask(self.faults, self._models_shown)
+        self._runtime.health.delegate(self.faults, self._models_shown)
         self._runtime.directory.subscribe(self._on_change)
         self._runtime.tasks.create_task(self._ping(), name="ping routers")
 

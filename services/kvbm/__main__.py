@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.kvbm.config import KvbmConfig
 from services.kvbm.service import serve
 from services.kvbm.tiers import policies
-from shared.runtime.lifecycle import Process, run
+from shared.runtime.lifecycle import ProcessSettings, run
 
 DRAIN_LIMIT_S = 25.0
 """Seconds that stopping may take. A disk that does not answer, a frozen NATS and a frozen etcd cost some each."""
@@ -21,8 +21,8 @@ def _check(config: KvbmConfig) -> None:
         policies.named(name, 1)
 
 
-def _process(config: KvbmConfig) -> Process:
-    return Process.of(config, DRAIN_LIMIT_S)
+def _process(config: KvbmConfig) -> ProcessSettings:
+    return ProcessSettings.of(config, DRAIN_LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from services.kvbm.tickets.errors import RefusalCode
 from services.kvbm.tickets.results import ExpiredTicket, TicketStatistics
 from services.kvbm.tiers.actions import TierEvent
 from services.kvbm.tiers.disk_results import DiskFailure, DiskStatistics, LoadedFromDisk, WrittenToDisk
-from shared.blocks import Evicted
+from shared.blocks import ContentEvicted
 from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram
 
 EvictionReason = Literal["room", "lost", "disk gone", "discarded"]
@@ -127,7 +127,7 @@ class StoreMetrics:
 
     def count_evictions(self, events: Iterable[TierEvent], why: EvictionReason) -> None:
         """Count the evictions among the events; `why` is the reason of them all."""
-        gone = Counter(tier for tier, event in events if isinstance(event, Evicted))
+        gone = Counter(tier for tier, event in events if isinstance(event, ContentEvicted))
         for tier, blocks in gone.items():
             self.evictions.labels(tier, why).inc(blocks)
 

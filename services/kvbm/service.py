@@ -113,10 +113,10 @@ class KvbmService:
         self._metrics.pool_bytes.set(pool.geometry.file_bytes)
         self._replies = ReplySender(runtime.bus, self._metrics)
         self.engines = AttachedEngines()
-        self.layouts = Layouts(runtime, config, pool, self._metrics, lambda: self._announcement.change())
+        self.layouts = Layouts(runtime, config, pool, self._metrics, lambda: self._announcement.request_update())
         self.prefault = Prefault(pool, config.pool.prefault_threads)
         self._announcement = Announcement(runtime.discovery, self._address)
-        self._announcement.change()
+        self._announcement.request_update()
         self._queries = StoreQueries(runtime, config, pool, self.layouts, self.prefault, self._replies)
         self._former_owners = set(pool.survivors)
         """Engines that a former kvbm may have let write, and that have neither attached again nor died."""
@@ -139,7 +139,7 @@ class KvbmService:
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
         self._runtime.directory.subscribe(self._directory_changed)
-        self._runtime.vitals.ask(self._unready, dict)
+        self._runtime.health.delegate(self._unready, dict)
         for work in (self._replies.run(), self.prefault.run(), self._announcement.run(), self._tick()):
             self._own(work)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.router.config import RouterConfig
 from services.router.selection.policy import load_policy
 from services.router.service import serve
-from shared.runtime.lifecycle import Process, run
+from shared.runtime.lifecycle import ProcessSettings, run
 
 DRAIN_LIMIT_S = 15.0
 """Seconds until a stopping router gives up. It only has to answer the requests it has received, but a frozen NATS and a
@@ -21,8 +21,8 @@ def _check(config: RouterConfig) -> None:
     load_policy(config.policy)
 
 
-def _process(config: RouterConfig) -> Process:
-    return Process.of(config, DRAIN_LIMIT_S)
+def _process(config: RouterConfig) -> ProcessSettings:
+    return ProcessSettings.of(config, DRAIN_LIMIT_S)
 
 
 if __name__ == "__main__":

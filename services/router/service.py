@@ -337,9 +337,9 @@ class Router:
             if self._runtime.stopping.is_set():
                 continue
             if self._runtime.bus.connected:
-                self._runtime.vitals.ready()
+                self._runtime.health.ready()
             else:
-                self._runtime.vitals.unready("NATS cannot be reached")
+                self._runtime.health.unready("NATS cannot be reached")
 
     def _update_gauges(self) -> None:
         models: list[ModelRouter] = list(self.models.values())

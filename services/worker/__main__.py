@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.worker.config import WorkerConfig
 from services.worker.model_check import check_files
 from services.worker.service import serve
-from shared.runtime.lifecycle import Process, run
+from shared.runtime.lifecycle import ProcessSettings, run
 
 CLOSING_S = 15.0
 """Seconds after the drain for the engine's end, the last frames and the registration."""
@@ -16,8 +16,8 @@ def main() -> None:
     run("worker", WorkerConfig, _process, serve, check=check_files)
 
 
-def _process(config: WorkerConfig) -> Process:
-    return Process.of(config, config.drain_s + CLOSING_S)
+def _process(config: WorkerConfig) -> ProcessSettings:
+    return ProcessSettings.of(config, config.drain_s + CLOSING_S)
 
 
 if __name__ == "__main__":

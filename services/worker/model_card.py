@@ -72,7 +72,7 @@ class CardAnnouncement:
     def show(self, card: ModelCard | None) -> None:
         """Publish this card, or none while no request would be accepted."""
         self.card = card
-        self._announcement.change()
+        self._announcement.request_update()
 
     async def run(self) -> None:
         """Keep the entries as they should be, until cancelled."""
@@ -84,7 +84,7 @@ class CardAnnouncement:
 
     def _shown(self) -> None:
         if self.card is not None:
-            self._runtime.vitals.ready()  # routers can choose it; a rolling restart waits for that
+            self._runtime.health.ready()  # routers can choose it; a rolling restart waits for that
 
     def _entries(self, epoch: int) -> dict[str, bytes]:
         runtime = self._runtime

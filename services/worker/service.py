@@ -136,7 +136,7 @@ class Worker:
             for operation, receive in receivers.items()
         ]
         self._runtime.directory.subscribe(self._directory_changed)
-        self._runtime.vitals.unready("the engine is starting")
+        self._runtime.health.unready("the engine is starting")
         try:
             await self._serve_and_drain()
         finally:
@@ -178,7 +178,7 @@ class Worker:
     async def _drain(self) -> None:
         """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
         self._attempts.draining = True
-        self._runtime.vitals.unready("draining")
+        self._runtime.health.unready("draining")
         self._announcement.show(None)
         try:
             async with asyncio.timeout(self._config.drain_s):
@@ -204,7 +204,7 @@ class Worker:
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         if not self._attempts.draining:
             self._announcement.show(card)
-            self._runtime.vitals.unready("registering")
+            self._runtime.health.unready("registering")
 
     def _kvbm_link_changed(self) -> None:
         if self._announcement.card is not None:
@@ -215,13 +215,13 @@ class Worker:
     def _engine_loading(self, loading: Loading) -> None:
         """Show the progress at /health; log it in steps of 10 %."""
         reason = f"{loading.what}: {10 * int(10 * loading.share)} %"
-        if [reason] != self._runtime.vitals.reasons and not self._attempts.draining:
+        if [reason] != self._runtime.health.reasons and not self._attempts.draining:
             _log.info("%s", reason)
-            self._runtime.vitals.unready(reason)
+            self._runtime.health.unready(reason)
 
     def _engine_stepped(self, step: Stepped) -> None:
         self._last = step
-        self._runtime.vitals.progress = self._progress_before + step.progress
+        self._runtime.health.progress = self._progress_before + step.progress
         if step.event_batch:
             self._publisher.publish(step.event_sequence, encode_batch(self._runtime.wall(), step.event_batch))
         if len(self._attempts):  # else they were ended here, and the engine does not know yet
@@ -237,7 +237,7 @@ class Worker:
         self._last = None
         self._announcement.show(None)
         self._kvbm.engine_lost()
-        self._runtime.vitals.unready("the engine was lost and is starting again")
+        self._runtime.health.unready("the engine was lost and is starting again")
         self._metrics.engine_lost()
         self._kvbm_metrics.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")
@@ -356,7 +356,7 @@ class Worker:
         return LoadReport(
             instance=self._runtime.instance,
             epoch=self._announcement.epoch,
-            progress=self._runtime.vitals.progress,
+            progress=self._runtime.health.progress,
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,

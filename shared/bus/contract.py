@@ -1,7 +1,7 @@
-"""The bus: requests and streams over NATS, KV events over ZMQ, and an in-process twin of both.
+"""The bus: requests and streams over NATS, KV events over ZMQ, and an in-process fake of both.
 
-This file holds the contract. `shared/bus/nats_bus.py` and `shared/bus/zmq_events.py` are the real thing,
-`shared/bus/memory_bus.py` the twin; both pass `tests/shared/bus/test_contract.py` and
+This file is the contract. `shared/bus/nats_bus.py` and `shared/bus/zmq_events.py` are the real implementations,
+`shared/bus/memory_bus.py` is the fake. All pass `tests/shared/bus/test_contract.py` or
 `tests/shared/bus/test_events.py`.
 """
 
@@ -16,16 +16,16 @@ from msgspec import Struct
 from shared.messages import JSON_HEADER, EventSource, is_json
 
 LAST_HEADER = "Headrace-Last"
-"""Set to "true" on the last message of a streamed reply."""
+"""The header that is "true" on the last message of a streamed reply."""
 
 
 class Message(Struct, frozen=True):
-    """One message as a subscriber gets it."""
+    """One message, as a subscriber receives it."""
 
     subject: str
     payload: bytes
     reply: str = ""
-    """Where to answer; empty: no answer is wanted."""
+    """The subject for the answer; empty: no answer is wanted."""
     headers: Mapping[str, str] = {}
 
     def reply_headers(self, *, last: bool = False) -> Mapping[str, str]:
@@ -35,36 +35,36 @@ class Message(Struct, frozen=True):
 
 
 class SubscriptionStatistics(Struct, frozen=True):
-    """Counts since the subscription was made."""
+    """Counts of messages since the subscription was made."""
 
     received: int
     dropped: int
-    """Lost because the receiver was too slow and the bound was reached."""
+    """The messages dropped because the receiver was too slow and the limit was reached."""
     pending: int
     failed: int = 0
-    """Messages on which `receive` raised; each was logged."""
+    """The messages for which `receive` raised; each was logged."""
     malformed: int = 0
-    """Messages that `receive` could not read: it raised ProtocolError. Logged once a minute."""
+    """The messages that `receive` could not read: it raised ProtocolError. Logged at most once a minute."""
 
 
 Receive = Callable[[Message], Awaitable[None]]
 
 
 class Subscription(Protocol):
-    """A live subscription; messages are handed over one at a time, in order."""
+    """A live subscription. It delivers messages one at a time, in order."""
 
     def statistics(self) -> SubscriptionStatistics: ...
 
     async def unsubscribe(self) -> None:
-        """No new messages; returns when those already taken have been handed over. Idempotent."""
+        """End the subscription. Return when the messages received before have been delivered. Idempotent."""
         ...
 
 
 class Bus(Protocol):
     """Publish, subscribe, request and stream.
 
-    Every call may raise BusDown while NATS is away, and PayloadTooLarge over the payload limit. Subscriptions survive
-    an outage of any length by themselves.
+    Every call may raise BusDown while NATS is away, and PayloadTooLarge for a payload over the limit. Subscriptions
+    survive an outage of any length.
     """
 
     @property
@@ -72,17 +72,19 @@ class Bus(Protocol):
 
     @property
     def connections(self) -> int:
-        """How often it has connected so far. What was published just before that changed may be lost."""
+        """The number of connections so far. Messages that were published just before it grew may be lost."""
         ...
 
     @property
     def malformed(self) -> int:
-        """Messages so far that could not be read, whatever has become of their subscriptions."""
+        """The number of unreadable messages so far, of all subscriptions that there have been."""
         ...
 
     async def confirm(self, connections: int) -> None:
-        """Returns when NATS has all that was published since `connections` had that value. Raises BusDown where a part
-        of it may be lost."""
+        """Wait until NATS has everything that was published since `connections` had that value.
+
+        Raise BusDown if a part of it may be lost.
+        """
         ...
 
     async def publish(
@@ -91,10 +93,13 @@ class Bus(Protocol):
         payload: bytes,
         *,
         headers: Mapping[str, str] | None = None,
-        gone: Callable[[], None] | None = None,
+        no_responders: Callable[[], None] | None = None,
     ) -> None:
-        """Send to whoever listens. With `gone`, the message carries a reply subject, and `gone()` is called once if
-        the server answers that nobody listens (the probe costs one small inbox entry, bounded in number)."""
+        """Publish a message to all subscribers of `subject`.
+
+        With `no_responders`, the message has a reply subject, and `no_responders()` is called once if the server
+        answers that no process listens. This costs one small inbox entry; their number is limited.
+        """
         ...
 
     async def subscribe(
@@ -105,19 +110,21 @@ class Bus(Protocol):
         queue: str = "",
         pending_limit: int = 65536,
         dropped: Callable[[int], None] | None = None,
-        over: Callable[[Message], None] | None = None,
+        overflowed: Callable[[Message], None] | None = None,
     ) -> Subscription:
-        """Deliver to `receive`, one message at a time. At `pending_limit` waiting messages new ones are dropped,
-        counted and told to `dropped(count_so_far)`, and given to `over(message)`. ProtocolError out of `receive` says
-        that a message cannot be read: it is counted as malformed, and logged in one line once a minute. Any other
-        exception (PayloadTooLarge is one: the answer was ours) is logged whole and counted as failed. The subscription
-        lives on. Members of the same `queue` share the messages."""
+        """Deliver messages to `receive`, one at a time. Members of the same `queue` share them.
+
+        While `pending_limit` messages wait, a new one is dropped: it is counted, `dropped(count_so_far)` and
+        `overflowed(message)` are called. If `receive` raises ProtocolError, the message counts as malformed, and is
+        logged at most once a minute. Any other exception (also PayloadTooLarge, since the answer is ours) counts as
+        failed, and is logged with its traceback. The subscription lives on in both cases.
+        """
         ...
 
     async def request(
         self, subject: str, payload: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Message:
-        """One answer. Raises NoResponders (at once) or RequestTimeout."""
+        """Send a request and return its one answer. Raise NoResponders (at once) or RequestTimeout."""
         ...
 
     def stream(
@@ -129,51 +136,57 @@ class Bus(Protocol):
         headers: Mapping[str, str] | None = None,
         pending_limit: int = 8192,
     ) -> AbstractAsyncContextManager[AsyncIterator[Message]]:
-        """Answers until one carries LAST_HEADER. Raises NoResponders, RequestTimeout after `idle_timeout_s` without
-        an answer, and Overloaded if `pending_limit` answers wait unread. Leaving the context drops the inbox."""
+        """Send a request, and yield its answers until one has LAST_HEADER. Leaving the context drops the inbox.
+
+        Raise NoResponders, RequestTimeout after `idle_timeout_s` without an answer, or Overloaded if `pending_limit`
+        answers wait unread.
+        """
         ...
 
     async def drain(self) -> None:
-        """Hand over what has come, flush what was published, close. Idempotent."""
+        """Deliver what has come, flush what was published, close. Idempotent."""
         ...
 
 
 class EventPublisher(Protocol):
-    """The sending end of one source's KV events, with a bounded ring for replay."""
+    """The sending end of one source's KV events, with a bounded buffer for replay."""
 
     @property
     def source(self) -> EventSource:
-        """Endpoints to put into the address book."""
+        """The endpoints, for the address book."""
         ...
 
     def publish(self, sequence: int, payload: bytes) -> None:
-        """Never blocks. Sequences grow by one; the caller owns them."""
+        """Publish a batch without blocking. The caller numbers the batches; each number is one higher."""
         ...
 
     def close(self) -> None: ...
 
 
 class EventSubscription(Protocol):
-    """The receiving end: batches come as (sequence, payload) to the callback given at `subscribe`, gaps included."""
+    """The receiving end of one source's KV events. The callback given to `subscribe` gets (sequence, payload).
+
+    Sequences may have gaps.
+    """
 
     @property
     def malformed(self) -> int:
-        """Messages so far that were not topic, sequence and payload."""
+        """The number of messages so far that were not topic, sequence and payload."""
         ...
 
     async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
-        """Batches from `first` on that the source still has, in order. Raises RequestTimeout."""
+        """Return the batches from `first` on that the source still has, in order. Raise RequestTimeout."""
         ...
 
     def close(self) -> None: ...
 
 
-class Events(Protocol):
-    """Opens both ends of the event stream."""
+class EventBus(Protocol):
+    """Opens both ends of event streams."""
 
     @property
     def malformed(self) -> int:
-        """Questions so far for a replay, to all publishers opened here, that could not be read."""
+        """The number of unreadable replay requests so far, to all publishers opened here."""
         ...
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> EventPublisher: ...

@@ -1,11 +1,11 @@
-"""A port that publishes one topic to ZMQ's SUB sockets, in the event loop; zmtp.py says what is spoken there.
+"""A port that publishes one topic to ZMQ's SUB sockets, in the event loop; zmtp.py has the protocol.
 
-    published ──▶ [ waiting, bounded, the same for all ] ──▶ each subscriber, from where it is
-                    └ over the bound: the oldest leave, and a subscriber that has not taken them sees the gap
+    published ──▶ [ waiting, limited, shared by all ] ──▶ each subscriber, from its own position
+                    └ over the limit: the oldest are dropped, and a subscriber that has not received them sees a gap
 
-Bounds: SEND_LIMIT_BATCHES or SEND_LIMIT_BYTES wait, however many subscribers do not read. Each of them may hold one
-batch more, of which it has taken a part. A connection over SUBSCRIBERS_LIMIT is closed at once, and one that takes
-longer than HANDSHAKE_LIMIT_S for its handshake is closed then. zmtp.py bounds what a subscriber may say.
+The limits: at most SEND_LIMIT_BATCHES and SEND_LIMIT_BYTES wait, however many subscribers do not read. Each subscriber
+may hold one batch more, which it has received in part. A connection over SUBSCRIBERS_LIMIT is closed at once, and one
+whose handshake takes longer than HANDSHAKE_LIMIT_S is closed then. zmtp.py limits what a subscriber may send.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from shared.rate_limited_log import RateLimitedLog
 
 SEND_LIMIT_BATCHES = 20_000
 SEND_LIMIT_BYTES = 64 << 20
-"""Or one batch."""
+"""The maximum size of the waiting batches; a single larger batch waits too."""
 SUBSCRIBERS_LIMIT = 1024
 HANDSHAKE_LIMIT_S = 10.0
 READ_BYTES = 2 << 10
-"""Taken from one connection before the event loop gets a turn: of the smallest frames it takes 1 ms to read them."""
+"""The number of bytes read from one connection before the event loop gets a turn: 1 ms for the smallest frames."""
 BUFFERS_A_WRITE = 64
 ANSWERS_LIMIT = 64
-"""That wait for one subscriber; more pings get no answer."""
+"""The maximum number of answers that wait for one subscriber; further pings get no answer."""
 ACCEPT_AGAIN_S = 0.5
-"""After the machine refused one, most often since this process has too many files open."""
+"""The pause in seconds after an `accept` has failed, most often because too many files are open."""
 _CLOSED = "a connection to the KV events is closed"
 
 
 class EventPort:
-    """Listens from construction, in a running event loop: at a port of `host`, or at the socket `path`. Raises OSError
-    where that is not this machine's, or cannot be made."""
+    """Listens from construction, in a running event loop, at a port of `host` or at the Unix socket `path`.
+
+    Raise OSError if the address is not this machine's, or the socket cannot be made.
+    """
 
     def __init__(self, host: str, topic: bytes, subscribers_limit: int = SUBSCRIBERS_LIMIT, *, path: str = "") -> None:
         self._topic = topic
@@ -59,11 +61,11 @@ class EventPort:
 
     @property
     def waiting_bytes(self) -> int:
-        """What not every subscriber has taken yet."""
+        """The size of the messages that some subscriber has not received yet."""
         return self._waiting.size_bytes
 
     def publish(self, *frames: bytes) -> None:
-        """One message to each subscriber; what waited longest is lost where too much waits already."""
+        """Publish one message to each subscriber. The oldest waiting messages are dropped if too much waits."""
         self._waiting.append(zmtp.message(frames))
         for connection in list(self._connections):
             connection.published()
@@ -101,7 +103,7 @@ class EventPort:
         connection.greet()
 
     def _moved(self, connection: _Connection) -> None:
-        """It has caught up, or is closed."""
+        """Note that a connection has caught up, or is closed."""
         if connection.closed:
             self._connections.pop(connection, None)
         self._trim()
@@ -132,17 +134,17 @@ def _unix_listener(path: str) -> socket.socket:
 
 
 class _Waiting:
-    """Messages that not every subscriber has taken, numbered in the order of their coming."""
+    """The messages that some subscriber has not received, numbered in their order."""
 
     def __init__(self) -> None:
         self._messages: deque[bytes] = deque()
         self.size_bytes = 0
         self.begin = 0
-        """The oldest one's number."""
+        """The number of the oldest message."""
 
     @property
     def end(self) -> int:
-        """The next one's number."""
+        """The number of the next message."""
         return self.begin + len(self._messages)
 
     def __getitem__(self, number: int) -> bytes:
@@ -157,7 +159,7 @@ class _Waiting:
             self._drop()
 
     def trim(self, begin: int) -> None:
-        """Those before `begin` were taken."""
+        """Drop the messages before `begin`, which all subscribers have received."""
         while self.begin < begin:
             self._drop()
 
@@ -167,8 +169,10 @@ class _Waiting:
 
 
 class _Connection:
-    """One subscriber's: what it said is in `_said`. It takes the rest of what it has begun to take, then what answers
-    it, then what waits for all."""
+    """The connection of one subscriber; `_said` is what it has sent.
+
+    It is sent the rest of a message that it has received in part, then answers to it, then the messages for all.
+    """
 
     def __init__(
         self,
@@ -188,9 +192,9 @@ class _Connection:
         self._rest = memoryview(b"")
         self._answers: deque[bytes] = deque()
         self.next: int | None = None
-        """The number of the message that it takes next; None: it has not subscribed."""
+        """The number of the message that it is sent next; None: it has not subscribed."""
         self._blocked = False
-        """It did not take all; the event loop says when it takes more."""
+        """Whether the socket is full; the event loop reports when it has room."""
         accepted.setblocking(False)
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -206,7 +210,7 @@ class _Connection:
         self._answer(zmtp.GREETING)
 
     def published(self) -> None:
-        """One message more waits."""
+        """Send a message that was just published."""
         if self.next is not None and not self._blocked:
             self._write()
 
@@ -233,7 +237,7 @@ class _Connection:
             if not data:
                 self.close()
                 return
-            answers = self._said.take(data)
+            answers = self._said.receive(data)
         except BlockingIOError:
             return
         except OSError:
@@ -258,7 +262,7 @@ class _Connection:
             self._write()
 
     def _write(self) -> None:
-        """As much as the connection takes in one call; the rest when it takes more."""
+        """Send as much as the socket accepts in one call; the rest follows when it has room."""
         if self.closed:
             return
         at = end = self._waiting.end

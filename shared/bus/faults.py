@@ -1,14 +1,14 @@
-"""How what is sent travels between the in-process twins: at once, or as a simulation wants it."""
+"""How messages travel between the in-process fakes: at once, or as a simulation decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Weather = Callable[[str, str, str, Callable[[], None]], None]
-"""(sender, receiver, subject, deliver): calls `deliver` as often, and when, the message arrives. Sender and receiver
-are the names of endpoints."""
+Delivery = Callable[[str, str, str, Callable[[], None]], None]
+"""Called with (sender, receiver, subject, deliver). It calls `deliver` whenever the message arrives: never, once or
+more often. Sender and receiver are names of endpoints."""
 
 
-def calm(_sender: str, _receiver: str, _subject: str, deliver: Callable[[], None]) -> None:
-    """Everything arrives, once and at once."""
+def deliver_at_once(_sender: str, _receiver: str, _subject: str, deliver: Callable[[], None]) -> None:
+    """Deliver every message once and at once."""
     deliver()

@@ -1,10 +1,10 @@
-"""Answers that a bus waits for.
+"""The answers that a bus waits for.
 
-    requests   share one subscription, told apart by the last token of its subjects; the first answer ends it
-    probes     share it too: `gone()` if the server says that nobody listens; any other answer forgets it
-    streams    have an inbox each, so that one who sends to a stream that was left is told that nobody listens
+    requests   share one subscription; the last token of the subject tells them apart, and the first answer ends one
+    probes     share it too: `no_responders()` is called if no process listens; any other answer ends the probe
+    streams    have an inbox each, so that a process that sends to a closed stream learns that no process listens
 
-The server says that nobody listens by an empty answer with the header `Status: 503`.
+If no process listens, the server sends an empty answer with the header `Status: 503`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import BusDown, NoResponders, Overloaded, RequestTimeout
 
 PROBE_LIMIT = 4096
-"""Probes kept; the oldest is forgotten, as if somebody still listened."""
+"""The maximum number of probes. Beyond it the oldest is forgotten, as if a process listened."""
 NO_RESPONDERS = {"Status": "503"}
 
 
 class _Request:
-    """A future with the answer."""
+    """One request that waits for its answer."""
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
@@ -33,8 +33,8 @@ class _Request:
     def take(self, message: Message) -> None:
         if self.answer.done():
             return
-        if _nobody_listens(message):
-            self.answer.set_exception(NoResponders(f"nobody listens on {self._subject}"))
+        if _no_process_listens(message):
+            self.answer.set_exception(NoResponders(f"no process listens on {self._subject}"))
         else:
             self.answer.set_result(message)
 
@@ -44,7 +44,7 @@ class _Request:
 
 
 class ReplyStream:
-    """Answers that wait to be read, or the error that ends them."""
+    """The unread answers of a stream, or the error that ends it."""
 
     def __init__(self, inbox: str, subject: str, pending_limit: int) -> None:
         self.inbox = f"{inbox}.{secrets.token_hex(11)}"
@@ -54,9 +54,9 @@ class ReplyStream:
         self._wrong: Exception | None = None
         self._wake = asyncio.Event()
 
-    def take(self, message: Message) -> None:
-        if _nobody_listens(message):
-            self._end(NoResponders(f"nobody listens on {self._subject}"))
+    def deliver(self, message: Message) -> None:
+        if _no_process_listens(message):
+            self._end(NoResponders(f"no process listens on {self._subject}"))
         elif len(self._waiting) >= self._pending_limit:
             self._end(Overloaded(f"{self._pending_limit} answers from {self._subject} wait unread"))
         else:
@@ -88,8 +88,8 @@ class ReplyStream:
             self._wake.set()
 
 
-class Inbox:
-    """Everything a bus waits for. Requests and probes are answered on `prefix` and one more token."""
+class ReplyInbox:
+    """All answers that a bus waits for. Requests and probes are answered on `prefix` plus one token."""
 
     def __init__(self, inbox: str = "_INBOX") -> None:
         self._inbox = inbox
@@ -99,47 +99,47 @@ class Inbox:
         self._probes: dict[str, Callable[[], None]] = {}
         self._streams: dict[ReplyStream, None] = {}
 
-    def take(self, message: Message) -> None:
-        """An answer below `prefix`; one that nobody waits for any more is ignored."""
+    def deliver(self, message: Message) -> None:
+        """Deliver an answer below `prefix`; one that is no longer waited for is ignored."""
         request = self._requests.get(message.subject)
-        gone = self._probes.pop(message.subject, None)
+        no_responders = self._probes.pop(message.subject, None)
         if request is not None:
             request.take(message)
-        elif gone is not None and _nobody_listens(message):
-            gone()
+        elif no_responders is not None and _no_process_listens(message):
+            no_responders()
 
     def fail(self, wrong: BusDown) -> None:
-        """The connection broke: answers cannot be relied on. Probes stay, for it says nothing of their addressees."""
+        """Fail all requests and streams: the connection broke, so answers may be lost. Probes stay."""
         for request in self._requests.values():
             request.fail(wrong)
         for stream in self._streams:
             stream.fail(wrong)
 
-    def probe(self, gone: Callable[[], None]) -> str:
-        """The reply subject of a message whose sender wants to know that nobody listens."""
+    def probe(self, no_responders: Callable[[], None]) -> str:
+        """Return a reply subject; `no_responders()` is called if no process listens."""
         if len(self._probes) >= PROBE_LIMIT:
             del self._probes[next(iter(self._probes))]
         reply = self._next()
-        self._probes[reply] = gone
+        self._probes[reply] = no_responders
         return reply
 
     def request(self, subject: str) -> tuple[str, asyncio.Future[Message]]:
-        """A reply subject and its answer; `forget` the former afterwards."""
+        """Return a reply subject and its answer. The caller must call `forget_request` afterwards."""
         reply, request = self._next(), _Request(subject)
         self._requests[reply] = request
         return reply, request.answer
 
-    def forget(self, reply: str) -> None:
-        """Later answers to a request are ignored."""
+    def forget_request(self, reply: str) -> None:
+        """Ignore later answers to a request."""
         self._requests.pop(reply, None)
 
     def stream(self, subject: str, pending_limit: int) -> ReplyStream:
-        """A stream's receiving end; `end` it afterwards."""
+        """Return a stream's receiving end. The caller must call `close_stream` afterwards."""
         stream = ReplyStream(self._inbox, subject, pending_limit)
         self._streams[stream] = None
         return stream
 
-    def end(self, stream: ReplyStream) -> None:
+    def close_stream(self, stream: ReplyStream) -> None:
         self._streams.pop(stream, None)
 
     def validate(self) -> None:
@@ -150,5 +150,5 @@ class Inbox:
         return f"{self.prefix}{next(self._numbers):x}"
 
 
-def _nobody_listens(message: Message) -> bool:
+def _no_process_listens(message: Message) -> bool:
     return not message.payload and message.headers.get("Status") == NO_RESPONDERS["Status"]

@@ -1,11 +1,11 @@
-"""The bus and the KV events inside one process: what NATS and ZMQ do, without them.
+"""The bus and the KV events inside one process: fakes that behave as NATS and ZMQ do.
 
-    MemoryBroker      who listens to what; delivers in the order of publishing
-    ├── MemoryBus     one endpoint of it, as a process has one; `disconnect` and `reconnect` take NATS away from it
-    └── MemoryEvents  publishers by endpoint; `mute` and `unmute` lose batches as a high-water mark does
+    MemoryBroker         knows the subscriptions, and delivers in the order of publishing
+    ├── MemoryBus        one endpoint, as a process has one; `disconnect` and `reconnect` take NATS away from it
+    └── MemoryEventBus   publishers by endpoint; `mute` and `unmute` lose batches as a high-water mark does
 
-Deterministic: queue groups take turns, nothing is random, and receivers run in the order in which the loop wakes them.
-A simulation gives the broker another Weather, which may deliver later, twice or never.
+The fakes are deterministic: queue groups take turns, nothing is random, and receivers run in the order in which the
+event loop wakes them. A simulation gives the broker its own Delivery, which may deliver late, twice or never.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Literal
 
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
-from shared.bus.faults import Weather, calm
-from shared.bus.inbox import NO_RESPONDERS, Inbox
+from shared.bus.faults import Delivery, deliver_at_once
+from shared.bus.inbox import NO_RESPONDERS, ReplyInbox
 from shared.bus.receive_queue import ReceiveQueue
 from shared.bus.replay_buffer import ReplayBuffer
 from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
@@ -29,7 +29,7 @@ from shared.rate_limited_log import RateLimitedLog
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """NATS's wildcards: `*` is any one token, a last `>` is one token or more."""
+    """Match a subject as NATS does: `*` stands for one token, a last `>` for one or more."""
     wanted, tokens = pattern.split("."), subject.split(".")
     for position, want in enumerate(wanted):
         if want == ">":
@@ -49,8 +49,8 @@ class MemorySubscription:
         self.receiver = receiver
         self._exact = "*" not in subject and not subject.endswith(">")
 
-    def hears(self, subject: str) -> bool:
-        """Whether a message to `subject` is for it, now."""
+    def receives(self, subject: str) -> bool:
+        """Return whether a message to `subject` is for this subscription now."""
         if not self.bus.connected:
             return False
         return subject == self.subject if self._exact else matches(self.subject, subject)
@@ -58,8 +58,8 @@ class MemorySubscription:
     def statistics(self) -> SubscriptionStatistics:
         return self.receiver.statistics()
 
-    def take(self, message: Message) -> None:
-        """It has arrived; on a connection that was lost meanwhile, it has not."""
+    def deliver(self, message: Message) -> None:
+        """Deliver a message, unless the connection was lost meanwhile."""
         if self.bus.connected:
             self.receiver.offer(message)
 
@@ -69,10 +69,10 @@ class MemorySubscription:
 
 
 class MemoryBroker:
-    """Delivers to every connected subscription that matches, and to one of each queue group."""
+    """Delivers each message to every connected subscription that matches, and to one member of each queue group."""
 
-    def __init__(self, weather: Weather = calm) -> None:
-        self.weather = weather
+    def __init__(self, delivery: Delivery = deliver_at_once) -> None:
+        self.delivery = delivery
         self._subscriptions: list[MemorySubscription] = []
         self._inboxes: dict[str, tuple[MemoryBus, Callable[[Message], None]]] = {}
         self._turns: dict[tuple[str, str], int] = {}
@@ -82,7 +82,7 @@ class MemoryBroker:
     # --- the bus
 
     def join(self, bus: MemoryBus, inbox: str, take: Callable[[Message], None]) -> None:
-        """Messages to `inbox`, or one token below it where it ends in a dot, go to `take`."""
+        """Deliver messages to `inbox`, or one token below it if it ends in a dot, to `take`."""
         self._inboxes[inbox] = (bus, take)
 
     def leave(self, inbox: str) -> None:
@@ -92,7 +92,7 @@ class MemoryBroker:
         self._subscriptions.append(subscription)
 
     def subscriptions(self, bus: MemoryBus) -> list[MemorySubscription]:
-        """Those that `bus` made and has not ended."""
+        """Return the live subscriptions of `bus`."""
         return [subscription for subscription in self._subscriptions if subscription.bus is bus]
 
     def remove(self, subscription: MemorySubscription) -> None:
@@ -100,36 +100,36 @@ class MemoryBroker:
             self._subscriptions.remove(subscription)
 
     def publish(self, message: Message, sender: MemoryBus) -> None:
-        """Deliver; where nobody listens and an answer is wanted, the answer is NATS's `Status: 503`."""
+        """Deliver a message. If no process listens and an answer is wanted, answer with `Status: 503` as NATS does."""
         subject = message.subject
         found = self._inboxes.get(subject) or self._inboxes.get(subject[: subject.rfind(".") + 1])
         if found is not None and found[0].connected:
             bus, take = found
-            self.weather(sender.name, bus.name, subject, partial(_answer, bus, take, message))
+            self.delivery(sender.name, bus.name, subject, partial(_answer, bus, take, message))
             return
         receivers = self._receivers(subject)
         for subscription in receivers:
-            self.weather(sender.name, subscription.bus.name, subject, partial(subscription.take, message))
+            self.delivery(sender.name, subscription.bus.name, subject, partial(subscription.deliver, message))
         if not receivers and message.reply:
             self.publish(Message(message.reply, b"", "", NO_RESPONDERS), sender)
 
     def disconnect(self, bus: MemoryBus) -> None:
-        """Take NATS away from `bus`: it hears nothing, its calls raise BusDown, and so does what waits for answers."""
-        bus.lose()
+        """Take NATS away from `bus`: it receives nothing, and its calls and its waiting requests raise BusDown."""
+        bus.disconnect()
 
     def reconnect(self, bus: MemoryBus) -> None:
-        """Give NATS back; its subscriptions live on."""
-        bus.find()
+        """Give NATS back to `bus`; its subscriptions live on."""
+        bus.reconnect()
 
     def hang(self, bus: MemoryBus) -> None:
-        """The connection of `bus` is dead and has not broken: what it sends is lost, until it is disconnected."""
+        """Make the connection of `bus` dead but not broken: what it sends is lost until it is disconnected."""
         bus.hung = True
 
     def _receivers(self, subject: str) -> list[MemorySubscription]:
         everyone: list[MemorySubscription] = []
         groups: dict[tuple[str, str], list[MemorySubscription]] = {}
         for subscription in self._subscriptions:
-            if not subscription.hears(subject):
+            if not subscription.receives(subject):
                 continue
             if subscription.queue:
                 groups.setdefault((subscription.subject, subscription.queue), []).append(subscription)
@@ -144,21 +144,21 @@ class MemoryBroker:
     # --- KV events
 
     def open(self, topic: str, ring_batches: int, owner: str) -> MemoryEventPublisher:
-        """A new publisher with an endpoint of its own."""
+        """Return a new publisher with its own endpoint."""
         endpoint = f"memory://{next(self._names)}"
         publisher = MemoryEventPublisher(self, endpoint, topic, ReplayBuffer(ring_batches), owner)
         self._publishers[endpoint] = publisher
         return publisher
 
     def publisher(self, endpoint: str) -> MemoryEventPublisher | None:
-        """The publisher at `endpoint`, if it is open."""
+        """Return the publisher at `endpoint`, if it is open."""
         return self._publishers.get(endpoint)
 
     def close(self, endpoint: str) -> None:
         self._publishers.pop(endpoint, None)
 
     def mute(self, source: EventSource) -> None:
-        """Lose what `source` publishes from now on; its ring still keeps it."""
+        """Lose what `source` publishes from now on. Its replay buffer still keeps the batches."""
         self._publishers[source.publish].muted = True
 
     def unmute(self, source: EventSource) -> None:
@@ -166,24 +166,24 @@ class MemoryBroker:
 
 
 def _answer(bus: MemoryBus, take: Callable[[Message], None], message: Message) -> None:
-    """An answer has arrived; its taker has the next turn, because who asked may still be at it."""
+    """Deliver an answer in the next turn of the event loop, because the caller may still be sending."""
     if bus.connected:
         _next_turn(take, message)
 
 
 class MemoryBus:
-    """One endpoint of a MemoryBroker; see `shared.bus.contract.Bus`. `name` is for the weather."""
+    """The bus of `shared.bus.contract`: one endpoint of a MemoryBroker. `name` is what a `Delivery` sees."""
 
     def __init__(self, broker: MemoryBroker, name: str = "", *, payload_limit_bytes: int = 4 << 20) -> None:
         self.broker = broker
         self.name = name
-        self.replies = Inbox()
+        self.replies = ReplyInbox()
         self._payload_limit_bytes = payload_limit_bytes
         self._unreadable = RateLimitedLog()
         self._state: Literal["connected", "away", "closed"] = "connected"
         self.connections = 1
         self.hung = False
-        broker.join(self, self.replies.prefix, self.replies.take)
+        broker.join(self, self.replies.prefix, self.replies.deliver)
 
     @property
     def connected(self) -> bool:
@@ -203,10 +203,10 @@ class MemoryBus:
         payload: bytes,
         *,
         headers: Mapping[str, str] | None = None,
-        gone: Callable[[], None] | None = None,
+        no_responders: Callable[[], None] | None = None,
     ) -> None:
         self._check(payload)
-        self._send(subject, payload, headers, "" if gone is None else self.replies.probe(gone))
+        self._send(subject, payload, headers, "" if no_responders is None else self.replies.probe(no_responders))
 
     async def subscribe(
         self,
@@ -216,13 +216,18 @@ class MemoryBus:
         queue: str = "",
         pending_limit: int = 65536,
         dropped: Callable[[int], None] | None = None,
-        over: Callable[[Message], None] | None = None,
+        overflowed: Callable[[Message], None] | None = None,
     ) -> MemorySubscription:
         subjects.check(subject, wildcards=True)
         if self._state == "closed":
             raise BusDown("the bus is closed")
         receiver = ReceiveQueue(
-            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, unreadable=self._unreadable
+            subject,
+            receive,
+            pending_limit=pending_limit,
+            dropped=dropped,
+            overflowed=overflowed,
+            unreadable=self._unreadable,
         )
         subscription = MemorySubscription(self, subject, queue, receiver)
         self.broker.add(subscription)
@@ -240,7 +245,7 @@ class MemoryBus:
         except TimeoutError:
             raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
         finally:
-            self.replies.forget(reply)
+            self.replies.forget_request(reply)
 
     @asynccontextmanager
     async def stream(
@@ -254,13 +259,13 @@ class MemoryBus:
     ) -> AsyncIterator[AsyncIterator[Message]]:
         self._check(payload)
         stream = self.replies.stream(subject, pending_limit)
-        self.broker.join(self, stream.inbox, stream.take)
+        self.broker.join(self, stream.inbox, stream.deliver)
         try:
             self._send(subject, payload, headers, stream.inbox)
             yield stream.messages(idle_timeout_s)
         finally:
             self.broker.leave(stream.inbox)
-            self.replies.end(stream)
+            self.replies.close_stream(stream)
 
     async def drain(self) -> None:
         for subscription in self.broker.subscriptions(self):
@@ -269,15 +274,15 @@ class MemoryBus:
         self.broker.leave(self.replies.prefix)
         self.replies.fail(BusDown("the bus is closed"))
 
-    def lose(self) -> None:
-        """See MemoryBroker.disconnect."""
+    def disconnect(self) -> None:
+        """Lose the connection; `MemoryBroker.disconnect` explains it."""
         if self._state == "connected":
             self._state = "away"
             self.hung = False
             self.replies.fail(BusDown("the connection was lost"))
 
-    def find(self) -> None:
-        """See MemoryBroker.reconnect."""
+    def reconnect(self) -> None:
+        """Restore the connection; `MemoryBroker.reconnect` explains it."""
         if self._state == "away":
             self._state = "connected"
             self.connections += 1
@@ -296,7 +301,7 @@ class MemoryBus:
 
 
 class MemoryEventPublisher:
-    """The sending end of one source, with its listeners."""
+    """The sending end of one source, with its subscriptions."""
 
     def __init__(self, broker: MemoryBroker, endpoint: str, topic: str, ring: ReplayBuffer, owner: str) -> None:
         self._broker = broker
@@ -315,8 +320,8 @@ class MemoryEventPublisher:
         if self.muted:
             return
         for listener in self.listeners:
-            batch = partial(_next_turn, listener.take, sequence, payload)
-            self._broker.weather(self.owner, listener.owner, "events", batch)
+            batch = partial(_next_turn, listener.deliver, sequence, payload)
+            self._broker.delivery(self.owner, listener.owner, "events", batch)
 
     def close(self) -> None:
         self._broker.close(self._source.publish)
@@ -324,7 +329,7 @@ class MemoryEventPublisher:
 
 
 class MemoryEventSubscription:
-    """The receiving end of one source."""
+    """The receiving end of one source's KV events."""
 
     malformed = 0
 
@@ -346,7 +351,7 @@ class MemoryEventSubscription:
             raise RequestTimeout(f"no replay from {self._source.replay} in {timeout_s:g} s")
         answer: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
         question = partial(self._replay, publisher, first, answer)
-        self._broker.weather(self.owner, publisher.owner, "replay", partial(_next_turn, question))
+        self._broker.delivery(self.owner, publisher.owner, "replay", partial(_next_turn, question))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -356,13 +361,13 @@ class MemoryEventSubscription:
     def _replay(
         self, publisher: MemoryEventPublisher, first: int, answer: asyncio.Future[list[tuple[int, bytes]]]
     ) -> None:
-        """At the publisher's: the answer goes back the same way."""
+        """Answer at the publisher; the answer travels back the same way."""
 
         def arrived(batches: list[tuple[int, bytes]]) -> None:
             if not answer.done():
                 answer.set_result(batches)
 
-        self._broker.weather(publisher.owner, self.owner, "replay", partial(arrived, publisher.ring.since(first)))
+        self._broker.delivery(publisher.owner, self.owner, "replay", partial(arrived, publisher.ring.since(first)))
 
     def close(self) -> None:
         self._open = False
@@ -370,19 +375,19 @@ class MemoryEventSubscription:
         if publisher is not None and self in publisher.listeners:
             publisher.listeners.remove(self)
 
-    def take(self, sequence: int, payload: bytes) -> None:
-        """A batch has arrived."""
+    def deliver(self, sequence: int, payload: bytes) -> None:
+        """Deliver a batch that has arrived."""
         if self._open:
             self._receive(sequence, payload)
 
 
 def _next_turn(callback: Callable[..., None], *arguments: object) -> None:
-    """As a descriptor that became readable does."""
+    """Call back in the next turn, as for a descriptor that became readable."""
     asyncio.get_running_loop().call_soon(callback, *arguments)
 
 
-class MemoryEvents:
-    """One process's way to KV events; see `shared.bus.contract.Events`. `name` is for the weather."""
+class MemoryEventBus:
+    """The EventBus of `shared.bus.contract` for one process. `name` is what a `Delivery` sees."""
 
     malformed = 0
 
@@ -400,6 +405,6 @@ class MemoryEvents:
         return subscription
 
     def close(self) -> None:
-        """Nothing arrives here any more."""
+        """Close all subscriptions: nothing arrives here any longer."""
         for subscription in self._subscriptions:
             subscription.close()

@@ -4,10 +4,10 @@
          ▲             │           ▲
          └── lost ─────┘           └── drain, from either
 
-One connection after the other, for ever: each is a nats-py client that does not reconnect by itself, so that the first
-connection, an outage, a refused password and a server that closes the connection all take the same path. What survives
-is ours: subscriptions with what waits in them. Requests and streams that were open fail with BusDown, because their
-answers may have been lost.
+There is one connection after the other, without end. Each is a nats-py client that does not reconnect by itself, so
+that the first connection, an outage, a refused password and a server that closes the connection all take the same path.
+Subscriptions survive a connection, with the messages that wait in them. Open requests and streams fail with BusDown,
+because their answers may be lost.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from nats.aio.subscription import Subscription as RemoteSubscription
 
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
-from shared.bus.inbox import Inbox
+from shared.bus.inbox import ReplyInbox
 from shared.bus.nats_connection import (
     FAILURES,
     UNSENT_LIMIT_BYTES,
     DirectClient,
     abort,
+    as_headrace_error,
     check_url,
     dial,
     drain,
-    leave,
+    is_reading,
     reading_ended,
-    reads,
-    refusal,
-    shown,
+    refusal_text,
     sync,
-    translated,
+    unsubscribe_now,
     wait_sent,
+    without_password,
 )
 from shared.bus.receive_queue import ReceiveQueue
 from shared.config import NatsConfig
@@ -55,12 +55,12 @@ _log = logging.getLogger(__name__)
 
 
 async def connect(config: NatsConfig, name: str, refused: Callable[[str], None] = lambda _why: None) -> NatsBus:
-    """A bus that is connected; waits for NATS as long as it takes. `name` shows in NATS's monitoring.
+    """Return a connected bus; wait for NATS as long as it takes. `name` is shown in NATS's monitoring.
 
-    Until there was a connection, `refused` hears for each one that could not be made why NATS refused it; an empty
-    text: it did not.
+    Until the first connection, `refused` is called for each failed attempt, with the reason if NATS refused it, else
+    with an empty text.
 
-    Raises ConfigError where the URL is none.
+    Raise ConfigError if the URL is invalid.
     """
     check_url(config.url)
     bus = NatsBus(config, name, refused=refused)
@@ -73,7 +73,7 @@ async def connect(config: NatsConfig, name: str, refused: Callable[[str], None] 
 
 
 class NatsSubscription:
-    """One subscription, the same across connections."""
+    """One subscription, which lives across connections."""
 
     def __init__(self, bus: NatsBus, subject: str, queue: str, receiver: ReceiveQueue) -> None:
         self._bus = bus
@@ -103,13 +103,16 @@ class NatsSubscription:
         self._client = client
         remote = await client.subscribe_direct(self._subject, self._receiver.offer, self._queue)
         if self._closed:
-            await leave(remote)
+            await unsubscribe_now(remote)
         else:
             self._remote = remote
 
 
 class NatsBus:
-    """See `shared.bus.contract.Bus`; made by `connect`, or in a running loop without waiting for NATS."""
+    """The bus of `shared.bus.contract` over NATS. `connect` waits for a connection; the constructor does not.
+
+    It must be made in a running event loop.
+    """
 
     def __init__(
         self,
@@ -119,12 +122,11 @@ class NatsBus:
         refused: Callable[[str], None] = lambda _why: None,
         unreadable: RateLimitedLog | None = None,
     ) -> None:
-        """`refused` is `connect`'s. `unreadable` counts what comes here and cannot be read, as that of another bus
-        does."""
+        """`refused` is that of `connect`. `unreadable` logs and counts unreadable messages; two buses may share it."""
         self._config = config
         self._name = name
         self._refused = refused
-        self._replies = Inbox(config.inbox)
+        self._replies = ReplyInbox(config.inbox)
         self._subscriptions: list[NatsSubscription] = []
         self._client: DirectClient | None = None
         self._closed = False
@@ -139,19 +141,19 @@ class NatsBus:
 
     @property
     def malformed(self) -> int:
-        """Those whose very subject or headers cannot be read included."""
+        """The number of unreadable messages so far, including those with an unreadable subject or header."""
         return self.unreadable.count
 
     async def wait_connected(self) -> None:
-        """Returns once there is a connection."""
+        """Wait until there is a connection."""
         while not self.connected:
             if self._keeper.done():
                 self._keeper.result()
                 raise BusDown("the bus is closed")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
-    async def kept(self) -> None:
-        """Returns once the bus is closed. Raises whatever else has ended it, so that a process does not outlive it."""
+    async def wait_closed(self) -> None:
+        """Wait until the bus is closed. Raise whatever else has ended it, so that the process ends too."""
         await asyncio.wait((self._keeper,))
         if not self._keeper.cancelled():
             self._keeper.result()
@@ -172,10 +174,12 @@ class NatsBus:
         payload: bytes,
         *,
         headers: Mapping[str, str] | None = None,
-        gone: Callable[[], None] | None = None,
+        no_responders: Callable[[], None] | None = None,
     ) -> None:
         client = self._check(payload)
-        await self._send(client, subject, payload, headers, "" if gone is None else self._replies.probe(gone))
+        await self._send(
+            client, subject, payload, headers, "" if no_responders is None else self._replies.probe(no_responders)
+        )
 
     async def subscribe(
         self,
@@ -185,14 +189,19 @@ class NatsBus:
         queue: str = "",
         pending_limit: int = 65536,
         dropped: Callable[[int], None] | None = None,
-        over: Callable[[Message], None] | None = None,
+        overflowed: Callable[[Message], None] | None = None,
     ) -> NatsSubscription:
-        """The server knows of it when this returns; while NATS is away, once it is back."""
+        """Subscribe. On return the server knows the subscription; while NATS is away, it will once it is back."""
         subjects.check(subject, wildcards=True)
         if self._closed:
             raise BusDown("the bus is closed")
         receiver = ReceiveQueue(
-            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, unreadable=self.unreadable
+            subject,
+            receive,
+            pending_limit=pending_limit,
+            dropped=dropped,
+            overflowed=overflowed,
+            unreadable=self.unreadable,
         )
         subscription = NatsSubscription(self, subject, queue, receiver)
         self._subscriptions.append(subscription)
@@ -217,7 +226,7 @@ class NatsBus:
         except TimeoutError:
             raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
         finally:
-            self._replies.forget(reply)
+            self._replies.forget_request(reply)
 
     @asynccontextmanager
     async def stream(
@@ -235,15 +244,15 @@ class NatsBus:
 
         try:
             try:
-                remote = await client.subscribe_direct(stream.inbox, stream.take)
+                remote = await client.subscribe_direct(stream.inbox, stream.deliver)
             except FAILURES as wrong:
-                raise translated(wrong, client, stream.inbox, b"") from wrong
+                raise as_headrace_error(wrong, client, stream.inbox, b"") from wrong
             await self._send(client, subject, payload, headers, stream.inbox)
             yield stream.messages(idle_timeout_s)
         finally:
-            self._replies.end(stream)
+            self._replies.close_stream(stream)
             if remote is not None and not client.is_closed:
-                await leave(remote)
+                await unsubscribe_now(remote)
 
     async def drain(self) -> None:
         self._closed = True
@@ -263,12 +272,12 @@ class NatsBus:
                 await sync(client)
                 await client.close()
             except (*FAILURES, BusDown) as wrong:
-                _log.warning("what was published last may not have reached NATS: %r", wrong)
+                _log.warning("the messages published last may not have reached NATS: %r", wrong)
                 abort(client)
         self._replies.fail(BusDown("the bus is closed"))
 
     def forget(self, subscription: NatsSubscription) -> None:
-        """It was unsubscribed."""
+        """Forget a subscription that has ended."""
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
 
@@ -277,7 +286,9 @@ class NatsBus:
     def _check(self, payload: bytes) -> DirectClient:
         client = self._client
         if client is None or not client.is_connected:
-            raise BusDown("the bus is closed" if self._closed else f"no connection to {shown(self._config.url)}")
+            raise BusDown(
+                "the bus is closed" if self._closed else f"no connection to {without_password(self._config.url)}"
+            )
         limit = min(self._config.payload_limit_bytes, client.max_payload)
         if len(payload) > limit:
             raise PayloadTooLarge(len(payload), limit)
@@ -295,7 +306,7 @@ class NatsBus:
             else:
                 client.send(subject, payload, reply)
         except FAILURES as wrong:
-            raise translated(wrong, client, subject, payload) from wrong
+            raise as_headrace_error(wrong, client, subject, payload) from wrong
 
     # --- the connection
 
@@ -303,20 +314,22 @@ class NatsBus:
         while True:
             client = await self._connect()
             if client is not None:
-                _log.info("connected to NATS at %s", shown(self._config.url))
-                # Looked at, because nats-py's closed callback is skipped where closing itself fails.
-                while reads(client):
+                _log.info("connected to NATS at %s", without_password(self._config.url))
+                # Polled, because nats-py skips its closed callback if closing fails.
+                while is_reading(client):
                     await reading_ended(client, LOOK_AGAIN_S)
                 self._client = None
                 abort(client)
                 with suppress(*FAILURES):
-                    await client.close()  # one that only stopped reading has tasks still
+                    await client.close()  # a client that only stopped reading still has tasks
                 self._replies.fail(BusDown("the connection to NATS was lost"))
-                _log.warning("lost the connection to NATS at %s: %r", shown(self._config.url), client.last_error)
+                _log.warning(
+                    "lost the connection to NATS at %s: %r", without_password(self._config.url), client.last_error
+                )
             await asyncio.sleep(RETRY_WAIT_S)
 
     async def _connect(self) -> DirectClient | None:
-        """One connection with every subscription on it, or None."""
+        """Return a connection with every subscription on it, or None."""
         client = DirectClient()
         reason: Exception | None = None
 
@@ -328,7 +341,7 @@ class NatsBus:
 
         try:
             await dial(client, self._config, self._name, failed)
-            await client.subscribe_direct(self._replies.prefix + "*", self._replies.take)
+            await client.subscribe_direct(self._replies.prefix + "*", self._replies.deliver)
             while missing := [each for each in self._subscriptions if not each.is_on(client)]:
                 for subscription in missing:
                     await subscription.attach(client)
@@ -348,20 +361,20 @@ class NatsBus:
         return client
 
     def _report(self, wrong: Exception) -> None:
-        """Something went wrong on a live connection; most often, a user may not publish or subscribe somewhere."""
+        """Log an error of a live connection: most often, the user may not publish or subscribe to a subject."""
         if isinstance(wrong, nats.errors.UnexpectedEOF):
-            pass  # told when the connection has ended
+            pass  # logged when the connection has ended
         elif isinstance(wrong, ProtocolError):
             self.unreadable.warn("unreadable message from NATS", wrong)
         else:
             self._outages.error("NATS", wrong)
 
     def _complain(self, wrong: Exception) -> None:
-        """A connection could not be made; said at once and then every few seconds."""
-        refused = refusal(wrong, self._config)
+        """Report that a connection could not be made: in the log every few seconds at most."""
+        refused = refusal_text(wrong, self._config)
         if not self.connections:
             self._refused(refused)
-        waiting = f"waiting for NATS at {shown(self._config.url)}"
+        waiting = f"waiting for NATS at {without_password(self._config.url)}"
         if refused:
             self._outages.error(waiting, refused)
         else:

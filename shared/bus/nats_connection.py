@@ -1,10 +1,13 @@
-"""One connection to NATS through nats-py, and what must be done around it. `nats_bus.py` makes one after another.
+"""One connection to NATS through nats-py, and the work around nats-py's faults. `nats_bus.py` makes the connections.
 
-Five things in nats-py 2.16 that this is about: its PING overtakes commands that wait to be sent, so that `flush` and
-`drain` alone prove nothing (`sync`); closing waits for a server to take what is unsent, a frozen one never (`abort`); a
-forced flush swallows a cancellation, so none is ever forced (`wait_sent`); a message whose header, subject or reply it
-cannot read ends its reading for good, while it calls itself connected (`DirectClient`, `reads`), and so does the answer
-to a flush that was cancelled (`DirectClient`).
+These are the faults of nats-py 2.16, each with its remedy here:
+
+- Its PING overtakes commands that wait to be sent, so `flush` and `drain` alone prove nothing: `sync`.
+- Closing waits for the server to receive what is unsent, which a frozen server never does: `abort`.
+- A forced flush swallows a cancellation: `wait_sent` never forces one.
+- A message whose header, subject or reply it cannot read ends its reading for good, while it still calls itself
+  connected: `DirectClient`, `is_reading`.
+- The answer to a flush that was cancelled ends its reading too: `DirectClient`.
 """
 
 from __future__ import annotations
@@ -28,16 +31,16 @@ CONNECT_LIMIT_S = 2
 PING_INTERVAL_S = 10
 UNSENT_LIMIT_BYTES = 2 << 20
 WRITE_LIMIT_BYTES = 64 << 10
-"""Of these, in the socket's buffer."""
+"""The maximum of unsent bytes in the socket's buffer."""
 UNSENT_WAIT_S = 2.0
-"""A publisher waits this long for the server to take what is unsent, then gets BusDown."""
+"""How long a publisher waits for the server to receive what is unsent, in seconds, before it gets BusDown."""
 FAILURES = (nats.errors.Error, OSError, RuntimeError, ValueError, AttributeError, TypeError, LookupError)
-"""What nats-py raises; RuntimeError is uvloop's, of a socket that is closed, and those behind it are what nats-py makes
-of a peer that is no NATS server."""
+"""The exceptions that nats-py raises. RuntimeError is uvloop's, for a closed socket; those after it come up if the peer
+is not a NATS server."""
 
 FAIR_SHARE = 128
-"""Messages taken before the loop gets a turn: nats-py reads on while there is something to read, and thousands of small
-ones took 28 ms."""
+"""The number of messages read before the event loop gets a turn. nats-py reads on while there is input, and thousands
+of small messages took 28 ms."""
 
 Take = Callable[[Message], None]
 
@@ -45,9 +48,12 @@ _log = logging.getLogger(__name__)
 
 
 class DirectClient(Client):
-    """Hands a message to its taker in the turn of the loop that read it; nats-py's own way leads through a queue and a
-    task for each subscription, two turns more. Drops a message that nats-py cannot read: the server looks into neither
-    headers nor UTF-8, so any client may send such a one."""
+    """A nats-py client that delivers a message in the same turn of the event loop in which it was read.
+
+    nats-py itself uses a queue and a task for each subscription, which takes two turns more. This client also drops
+    messages that nats-py cannot read: the server checks neither headers nor UTF-8, so any client may send such
+    messages.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +61,10 @@ class DirectClient(Client):
         self._share = 0
 
     def send(self, subject: str, payload: bytes, reply: str) -> None:
-        """Publish without headers. All that is sent in one turn of uvloop is one write, at its end.
+        """Publish without headers. uvloop writes everything that is sent in one turn at once, at the end of the turn.
 
-        nats-py's own way is five coroutines, a future and a task, four times the price and a turn later. It is left to
-        take what the socket does not take now, and what must stay behind that: then `pending_data_size` grows.
+        nats-py itself uses five coroutines, a future and a task: four times the cost, and a turn later. It only gets
+        what the socket does not accept now, and what must follow that; then `pending_data_size` grows.
         """
         if not self.is_connected:
             raise nats.errors.ConnectionClosedError
@@ -76,9 +82,9 @@ class DirectClient(Client):
             self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
     async def subscribe_direct(self, subject: str, take: Take, queue: str = "") -> RemoteSubscription:
-        """`take` is called for each message, must not raise, and bounds what it keeps."""
+        """Subscribe. `take` is called for each message; it must not raise, and must limit what it keeps."""
 
-        async def passed_on(msg: Msg) -> None:  # one that came before its subscription had its taker
+        async def passed_on(msg: Msg) -> None:  # a message that came before its `take` was registered
             take(message(msg))
 
         remote = await self.subscribe(subject, queue=queue, cb=passed_on)
@@ -102,18 +108,19 @@ class DirectClient(Client):
             await asyncio.sleep(0)
 
     async def _process_pong(self) -> None:
-        """nats-py ends its reading over a PONG whose asker has given up."""
+        """Survive a PONG whose flush was cancelled: nats-py would end its reading."""
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
     def _process_disconnect(self) -> None:
-        """nats-py would still write what is unsent: uvloop raises then, and a frozen peer never takes it."""
+        """Drop what is unsent. nats-py would still write it: uvloop raises then, and a frozen peer never receives
+        it."""
         super()._process_disconnect()
         self.drop_unsent()
 
     def drop_unsent(self) -> None:
-        """The connection is lost, and what was to be sent on it."""
+        """Drop everything that was to be sent on a lost connection."""
         self._pending, self._pending_data_size = [], 0
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
@@ -123,7 +130,7 @@ class DirectClient(Client):
 
 
 async def dial(client: Client, config: NatsConfig, name: str, failed: Callable[[Exception], None]) -> None:
-    """Connect once. `failed` hears of errors then and afterwards. Raises one of FAILURES."""
+    """Connect once. `failed` is called for errors then and later. Raise one of FAILURES."""
 
     async def error(wrong: Exception) -> None:
         failed(wrong)
@@ -134,7 +141,7 @@ async def dial(client: Client, config: NatsConfig, name: str, failed: Callable[[
         user=config.user or None,
         password=config.password or None,
         allow_reconnect=False,
-        max_reconnect_attempts=1,  # of a first connection: else nats-py would try without telling
+        max_reconnect_attempts=1,  # of a first connection: else nats-py would retry silently
         reconnect_time_wait=0,
         connect_timeout=CONNECT_LIMIT_S,
         ping_interval=PING_INTERVAL_S,
@@ -143,38 +150,40 @@ async def dial(client: Client, config: NatsConfig, name: str, failed: Callable[[
     )
 
 
-def reads(client: Client) -> bool:
-    """Whether it is connected and takes what comes."""
+def is_reading(client: Client) -> bool:
+    """Return whether the client is connected and reads what comes."""
     return client.is_connected and client._reading_task is not None and not client._reading_task.done()
 
 
 async def reading_ended(client: Client, limit_s: float) -> None:
-    """Returns when it reads no more, as it does when its connection is lost; at the latest after `limit_s`."""
+    """Wait until the client has stopped reading, as it does when its connection is lost; at most for `limit_s`."""
     if client._reading_task is not None:
         await asyncio.wait((client._reading_task,), timeout=limit_s)
 
 
 async def sync(client: Client) -> None:
-    """Returns when the server has done all that was asked before, and what it sent before has been read. Raises one of
-    FAILURES, or BusDown."""
+    """Wait until the server has processed everything sent before, and everything that it sent before has been read.
+
+    Raise one of FAILURES, or BusDown.
+    """
     await wait_sent(client, 0)
     await client.flush(CONNECT_LIMIT_S)
-    if not reads(client):  # nats-py asks for no PONG then
+    if not is_reading(client):  # nats-py does not wait for a PONG then
         raise BusDown("the connection to NATS was lost")
 
 
 async def wait_sent(client: Client, limit_bytes: int) -> None:
-    """Until no more than `limit_bytes` are unsent. Raises BusDown after UNSENT_WAIT_S."""
+    """Wait until at most `limit_bytes` are unsent. Raise BusDown after UNSENT_WAIT_S."""
     try:
         async with asyncio.timeout(UNSENT_WAIT_S):
             while client.pending_data_size > limit_bytes and client.is_connected:  # noqa: ASYNC110
                 await asyncio.sleep(0.0005)  # nats-py has no event to wait on
     except TimeoutError:
-        raise BusDown(f"NATS has not taken what was published for {UNSENT_WAIT_S:g} s") from None
+        raise BusDown(f"NATS has not received what was published for {UNSENT_WAIT_S:g} s") from None
 
 
 async def drain(client: Client, remote: RemoteSubscription) -> None:
-    """Unsubscribe, and return when all that the server sent has been handed over."""
+    """Unsubscribe, and return when everything that the server sent has been delivered."""
     try:
         await client._send_unsubscribe(remote._id)
         await sync(client)
@@ -183,8 +192,8 @@ async def drain(client: Client, remote: RemoteSubscription) -> None:
         _log.debug("unsubscribing from %s: %r", remote.subject, wrong)
 
 
-async def leave(remote: RemoteSubscription) -> None:
-    """Unsubscribe; what has come is dropped."""
+async def unsubscribe_now(remote: RemoteSubscription) -> None:
+    """Unsubscribe, and drop what has come."""
     try:
         await remote.unsubscribe()
     except FAILURES as wrong:  # it ended with its connection
@@ -200,47 +209,46 @@ def abort(client: DirectClient) -> None:
 
 
 def message(msg: Msg) -> Message:
-    """As our subscribers get it."""
+    """Convert a message of nats-py into ours."""
     return Message(msg.subject, msg.data, msg.reply, msg.headers or {})
 
 
-def translated(wrong: Exception, client: Client, subject: str, payload: bytes) -> HeadraceError:
-    """nats-py's error as ours."""
+def as_headrace_error(wrong: Exception, client: Client, subject: str, payload: bytes) -> HeadraceError:
+    """Convert an error of nats-py into ours."""
     if isinstance(wrong, nats.errors.MaxPayloadError):
         return PayloadTooLarge(len(payload), client.max_payload)
     if isinstance(wrong, nats.errors.BadSubjectError):
         return ProtocolError(f"{subject!r} is not a subject")
     if isinstance(wrong, nats.errors.BadHeaderError):
-        return ProtocolError(f"not a header: {wrong}")
+        return ProtocolError(f"invalid header: {wrong}")
     return BusDown(f"NATS: {wrong}")
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError where it is not nats://host:port."""
+    """Raise ConfigError if `url` is not nats://host:port."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("nats", "tls") and parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"nats.url: {shown(url)} is not nats://host:port")
+        raise ConfigError(f"nats.url: {without_password(url)} is not nats://host:port")
 
 
-def refusal(wrong: Exception, config: NatsConfig) -> str:
-    """Where the server refuses who connects: what it says, and which settings say who that is; empty: it is something
-    else."""
+def refusal_text(wrong: Exception, config: NatsConfig) -> str:
+    """Return what to do if the server refuses the user: its text, and the settings to change. Empty: another error."""
     said = str(wrong)
     if not any(word in said.lower() for word in ("authorization violation", "authentication")):
         return ""
     user = config.user or urlsplit(config.url).username
-    who = f"user {user!r}" if user else "a connection without a user"
+    client = f"user {user!r}" if user else "a connection without a user"
     return (
-        f"NATS at {shown(config.url)} refuses {who} ({said}): set nats.user and nats.password "
+        f"NATS at {without_password(config.url)} refuses {client} ({said}): set nats.user and nats.password "
         "(HEADRACE_NATS_USER, HEADRACE_NATS_PASSWORD)"
     )
 
 
-def shown(url: str) -> str:
-    """A URL without its password."""
+def without_password(url: str) -> str:
+    """Return a URL without its password."""
     before, at, host = url.rpartition("@")
     return f"{before.partition('://')[0]}://…@{host}" if at else url

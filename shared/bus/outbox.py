@@ -1,10 +1,10 @@
-"""What a service tells without waiting for an answer: load events to the routers of a model, and single messages.
+"""Publishes without waiting for an answer: load events to the routers of a model, and single messages.
 
-    tell, post ──▶ [ waiting, bounded ] ──▶ at once if nothing went lately, else once `batch_s` is over
+    publish_load, post ──▶ [ waiting, limited ] ──▶ at once if nothing was sent lately, else after `batch_s`
 
-What comes up within `batch_s` goes out together, load events as one message a model. While NATS is away load events
-wait, up to a bound (a lost Finished would leave load at a router until a lease ends); single messages are dropped, so
-they must be such as come up again by themselves.
+Everything that comes within `batch_s` is sent together, load events as one message per model. While NATS is away, load
+events wait, up to a limit: a lost Finished would leave load at a router until a lease ends. Single messages are
+dropped, so they must be such that their sender repeats them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shared.metrics import counter
 
 BUS_DOWN_S = 0.5
 EVENTS_LIMIT = 65_536
-"""Load events waiting, of one model."""
+"""The maximum number of load events of one model that wait."""
 EVENTS_A_MESSAGE = 4096
 
 _log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Collects, and publishes in `run`."""
+    """Collects messages, and publishes them in `run`."""
 
     def __init__(self, bus: Bus, namespace: str, registry: CollectorRegistry, *, batch_s: float) -> None:
         self._bus = bus
@@ -40,16 +40,16 @@ class Outbox:
         self._wake = asyncio.Event()
         self._unsent = counter(registry, "headrace_unsent_load_events", "Load events dropped while NATS was away")
         self._unsendable = counter(
-            registry, "headrace_unsendable_messages", "Messages told to others that no bus would take"
+            registry, "headrace_unsendable_messages", "Messages dropped because their subject or size was invalid"
         )
 
     def post(self, subject: str, payload: bytes) -> None:
-        """One message; dropped while NATS is away."""
+        """Publish one message soon; it is dropped while NATS is away."""
         self._posted.append((subject, payload))
         self._wake.set()
 
     def publish_load(self, model: str, event: LoadEvent) -> None:
-        """Tell every router of a model."""
+        """Publish a load event to every router of a model soon."""
         waiting = self._events.setdefault(model, [])
         if len(waiting) >= EVENTS_LIMIT:
             del waiting[: EVENTS_LIMIT // 2]
@@ -59,7 +59,7 @@ class Outbox:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Publish until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -67,7 +67,8 @@ class Outbox:
             await asyncio.sleep(self._batch_s if sent else BUS_DOWN_S)
 
     async def flush(self) -> bool:
-        """Publish all that waits; whether NATS took it. Several may run at once: each takes out what it sends."""
+        """Publish everything that waits. Return whether NATS accepted it. Calls may overlap: each takes what it
+        sends."""
         posted, self._posted = self._posted, []
         try:
             for subject, payload in posted:
@@ -92,9 +93,9 @@ class Outbox:
             raise
 
     async def _publish(self, subject: str, payload: bytes) -> None:
-        """Raises BusDown. What no bus would take is dropped: a peer gave a name that is no subject."""
+        """Publish a message, or raise BusDown. One with an invalid subject is dropped: a peer sent an invalid name."""
         try:
             await self._bus.publish(subject, payload)
         except ProtocolError as wrong:
             self._unsendable.inc()
-            _log.error("not sent: %s", wrong)
+            _log.error("a message was dropped: %s", wrong)

@@ -1,11 +1,11 @@
-"""A subscription's receiving end: a bounded queue and one task that hands its messages over in order.
+"""The receiving end of a subscription: a bounded queue, and one task that delivers its messages in order.
 
-    offer ──▶ [ waiting, bounded ] ──▶ receive(message), one at a time
-      └─ over the bound: counted, told, and given back to `over`
+    offer ──▶ [ waiting, limited ] ──▶ receive(message), one at a time
+      └─ over the limit: counted, `dropped` and `overflowed` are called
 
-A message that cannot be read (`receive` raised ProtocolError) is counted, and told once a minute: anybody may send one,
-so a flood of them must not fill the log. The same for NATS and the in-process twin, so that both drop, count, log and
-drain alike.
+A message that cannot be read (`receive` raises ProtocolError) is counted, and logged at most once a minute: any client
+may send such messages, so a flood of them must not fill the log. NATS and the in-process fake share this class, so that
+both drop, count, log and drain in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared.rate_limited_log import RateLimitedLog
 
 PENDING_LIMIT_BYTES = 64 << 20
 _FAIR_SHARE = 64
-"""Messages handed over before the loop gets a turn, where `receive` never waits."""
+"""The number of messages delivered before the event loop gets a turn, if `receive` never waits."""
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class ReceiveQueue:
     """Owns the task from construction (in a running loop) until `drain`.
 
-    Beyond `pending_limit` messages or PENDING_LIMIT_BYTES waiting, new ones are dropped. What cannot be read is
-    logged in `unreadable`, which several queues may share.
+    While `pending_limit` messages or PENDING_LIMIT_BYTES wait, new messages are dropped. Unreadable messages are logged
+    with `unreadable`, which several queues may share.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReceiveQueue:
         *,
         pending_limit: int,
         dropped: Callable[[int], None] | None = None,
-        over: Callable[[Message], None] | None = None,
+        overflowed: Callable[[Message], None] | None = None,
         unreadable: RateLimitedLog | None = None,
     ) -> None:
         assert pending_limit > 0
@@ -48,7 +48,7 @@ class ReceiveQueue:
         self._receive = receive
         self._pending_limit = pending_limit
         self._tell_dropped = dropped
-        self._over = over
+        self._overflowed = overflowed
         self._waiting: deque[Message] = deque()
         self._waiting_bytes = 0
         self._received = 0
@@ -61,21 +61,21 @@ class ReceiveQueue:
         self._task = asyncio.get_running_loop().create_task(self._hand_over(), name=f"receive {subject}")
 
     def offer(self, message: Message) -> None:
-        """Queue a message, or drop it at the bound."""
+        """Queue a message, or drop it at the limit."""
         if self._closing:
             return
         self._received += 1
         size = _size_bytes(message)
         if len(self._waiting) >= self._pending_limit or self._waiting_bytes + size > PENDING_LIMIT_BYTES:
-            self.lost(1)
-            if self._over is not None:
-                self._over(message)
+            self.count_dropped(1)
+            if self._overflowed is not None:
+                self._overflowed(message)
             return
         self._waiting.append(message)
         self._waiting_bytes += size
         self._wake.set()
 
-    def lost(self, count: int) -> None:
+    def count_dropped(self, count: int) -> None:
         """Count messages that were dropped, here or before they came here."""
         self._dropped += count
         if self._tell_dropped is not None:
@@ -91,10 +91,10 @@ class ReceiveQueue:
         )
 
     async def drain(self) -> None:
-        """Take nothing more; return when all that waits has been handed over. Idempotent.
+        """Accept no more messages, and return when the waiting ones have been delivered. Idempotent.
 
-        Called out of `receive` itself it returns at once, and what waits is handed over afterwards. Cancelled, it ends
-        `receive` where it stands.
+        Called from `receive` itself, it returns at once, and the waiting messages are delivered afterwards. If it is
+        cancelled, it cancels `receive`.
         """
         self._closing = True
         self._wake.set()
@@ -131,7 +131,8 @@ class ReceiveQueue:
             await self._wake.wait()
 
     def _went_wrong(self, message: Message, wrong: Exception) -> None:
-        """The sender's fault, or ours. (An answer over the payload limit is a ProtocolError, but of our making.)"""
+        """Count and log an exception. PayloadTooLarge is a ProtocolError, but the fault is ours: our answer is too
+        large."""
         if isinstance(wrong, ProtocolError) and not isinstance(wrong, PayloadTooLarge):
             self._malformed += 1
             self._unreadable.warn(f"unreadable message on {self._subject}", f"{message.subject}: {wrong}")
@@ -141,7 +142,7 @@ class ReceiveQueue:
 
 
 def _size_bytes(message: Message) -> int:
-    """Payload and headers, either of which may be all of a message."""
+    """Return the size of payload and headers; a message may consist of either alone."""
     if not message.headers:
         return len(message.payload)
     return len(message.payload) + sum([len(name) + len(value) for name, value in message.headers.items()])

@@ -1,4 +1,4 @@
-"""The last batches of an event stream, kept for replay; bounded in number and in bytes."""
+"""Keeps the last batches of an event stream for replay, limited in number and in bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RING_BYTES = 64 << 20
 
 
 class ReplayBuffer:
-    """Batches in order of their sequence. Over either bound the oldest go; the newest always stays."""
+    """Batches in order of their sequence. Over either limit the oldest are dropped; the newest always stays."""
 
     def __init__(self, limit_batches: int, limit_bytes: int = RING_BYTES) -> None:
         assert limit_batches > 0
@@ -19,7 +19,8 @@ class ReplayBuffer:
         self._size_bytes = 0
 
     def append(self, sequence: int, payload: bytes) -> None:
-        """Keep a batch. A sequence that does not grow means that the source began anew: what was kept is dropped."""
+        """Keep a batch. A sequence that does not grow means that the source has restarted: older batches are
+        dropped."""
         if self._batches and sequence <= self._batches[-1][0]:
             self._batches.clear()
             self._size_bytes = 0
@@ -31,7 +32,7 @@ class ReplayBuffer:
             self._size_bytes -= len(self._batches.popleft()[1])
 
     def since(self, first: int) -> list[tuple[int, bytes]]:
-        """Batches from sequence `first` on that are still here."""
+        """Return the batches from sequence `first` on that are still kept."""
         return [batch for batch in self._batches if batch[0] >= first]
 
     def validate(self) -> None:

@@ -1,16 +1,17 @@
-"""KV events over ZMQ, exactly as vLLM sends them.
+"""KV events over ZMQ, in the format of vLLM.
 
     PUB     [topic][sequence, u64 big-endian][payload]
     replay  a DEALER asks the source's ROUTER    ["", first sequence, u64 big-endian]
-            one answer a batch                   ["", topic, sequence, payload]
+            one answer for each batch            ["", topic, sequence, payload]
             the end                              ["", "", ff ff ff ff ff ff ff ff, ""]
 
-Sockets are read in the event loop: ZMQ's descriptor is edge-triggered and wakes for sending too, so after every wake
-and after every send a socket is read until nothing is left. (`zmq.asyncio` costs three times as much a message.)
+Sockets are read in the event loop. ZMQ's descriptor is edge-triggered, and it wakes for sending too. So a socket is
+read until nothing is left, after every wake and after every send. (`zmq.asyncio` costs three times as much per
+message.)
 
-Bounds: over event_port.py's limits unsent, or RECEIVE_LIMIT_BATCHES unread, batches are dropped; the receiver sees a
-gap in the sequences. The ring for replay is bounded in number and in bytes. No socket takes a frame
-that is larger than what it waits for: a question is 8 bytes, a batch BATCH_LIMIT_BYTES.
+The limits: batches are dropped if more are unsent than event_port.py allows, or RECEIVE_LIMIT_BATCHES are unread; the
+receiver sees a gap in the sequences. The replay buffer is limited in number and in bytes. No socket accepts a frame
+that is larger than what it expects: a replay request has 8 bytes, a batch at most BATCH_LIMIT_BYTES.
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ from shared.socket_path import reachable
 
 RECEIVE_LIMIT_BATCHES = 20_000
 QUESTION_LIMIT_BYTES = 1024
-"""Of a frame that comes to a replay ROUTER."""
+"""The maximum size of a frame that a replay ROUTER accepts."""
 BATCH_LIMIT_BYTES = RING_BYTES
-"""A batch over it could not be replayed; it is not sent, and the subscribers see the gap."""
+"""The maximum size of a batch. A larger one could not be replayed, so it is not sent, and subscribers see a gap."""
 REPLAYS_WAITING_LIMIT = 8
-"""Replays that wait for a slow asker; one more is ignored, and its asker times out."""
+"""The maximum number of replays in progress. A further request is ignored, and times out at its sender."""
 REPLAY_LIMIT_S = 30.0
-"""An asker that has not taken its replay by then is given up."""
+"""The maximum duration of a replay in seconds; a subscriber that has not received it by then gets no more."""
 REPLAY_SHARE = 64
-"""Batches sent to one asker before the event loop gets a turn."""
+"""The number of batches sent for one replay before the event loop gets a turn."""
 REPLAY_LIMIT_BATCHES = 100_000
 REPLAY_LIMIT_BYTES = 512 << 20
-"""A source that replays more than this is broken."""
+"""The maximum size of a replay; a source that sends more is broken."""
 FAIR_SHARE = 16
-"""Messages taken from one socket before the event loop gets a turn: a flood of small batches delays others by
-less than half a millisecond a source, and costs no more a message than with larger shares."""
+"""The number of messages read from one socket before the event loop gets a turn. A flood of small batches then delays
+others by less than 0.5 ms for each source, and a message costs no more than with larger shares."""
 END = b"\xff" * 8
 _POLLIN = int(zmq.POLLIN)
 _IPC, _REPLAY = "ipc://", ".replay"
-"""What a socket's endpoint begins with; the end of the name of a replay's."""
+"""The scheme of Unix sockets, and the end of the path of a replay socket."""
 _log = logging.getLogger(__name__)
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Asking costs half as much as the exception (4 µs), and most wakes bring one message or none."""
+    """Return whether a message can be read. The exception would cost twice as much (4 µs), and most wakes bring at most
+    one message."""
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
     return events & _POLLIN != 0
@@ -71,9 +73,11 @@ def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def _batch(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """The same at half the price (2 µs): asking whether more frames follow costs more than receiving one, so it is not
-    asked behind a frame that looks like a sequence. If that was the last one after all, a message that waits behind it
-    is lost with it: a gap, as any other."""
+    """Receive a batch at half the cost of `_message` (2 µs).
+
+    Asking whether more frames follow costs more than receiving one, so it is not asked after a frame that looks like a
+    sequence. If that was the last frame, the next message is lost with this one: a gap like any other.
+    """
     frames = [socket.recv(zmq.DONTWAIT)]
     if socket.getsockopt(zmq.RCVMORE):
         frames.append(socket.recv(zmq.DONTWAIT))
@@ -106,7 +110,8 @@ class _Reader:
         self.read()
 
     def read(self) -> None:
-        """Take what is there. To be called after each send as well: sending may use up the descriptor's edge."""
+        """Read what is there. This must be called after each send as well: sending may consume the descriptor's
+        edge."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -120,7 +125,7 @@ class _Reader:
             try:
                 self._take(frames)
             except BaseException:
-                self._again = self._loop.call_soon(self.read)  # what follows must not wait for the next edge
+                self._again = self._loop.call_soon(self.read)  # the next messages must not wait for the next edge
                 raise
         self._again = self._loop.call_soon(self.read)
 
@@ -132,7 +137,7 @@ class _Reader:
 
 
 class ZmqEventPublisher:
-    """A port that publishes and its replay ROUTER, each on a free port."""
+    """An EventPort and its replay ROUTER, each on a free port."""
 
     def __init__(
         self,
@@ -154,7 +159,7 @@ class ZmqEventPublisher:
             bound = reachable(f"{path}{_REPLAY}", self._opened).removesuffix(_REPLAY) if path else ""
             self._port = EventPort(address, self._topic, path=bound)
             if bound:
-                self._opened.callback(Path(f"{bound}{_REPLAY}").unlink, missing_ok=True)  # libzmq leaves it
+                self._opened.callback(Path(f"{bound}{_REPLAY}").unlink, missing_ok=True)  # libzmq does not delete it
         except OSError as wrong:
             self._replay.close(linger=0)
             self._opened.close()
@@ -162,7 +167,7 @@ class ZmqEventPublisher:
         try:
             self._replay.sndhwm = SEND_LIMIT_BATCHES
             self._replay.maxmsgsize = QUESTION_LIMIT_BYTES
-            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending says when an asker cannot take more, or is gone
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending fails if the receiver is full or gone
             self._replay.ipv6 = ":" in address
             self._replay.bind(f"{_IPC}{bound}{_REPLAY}" if directory else f"tcp://{_bracketed(address)}:*")
         except zmq.ZMQError as wrong:
@@ -190,7 +195,7 @@ class ZmqEventPublisher:
     def publish(self, sequence: int, payload: bytes) -> None:
         if len(payload) > BATCH_LIMIT_BYTES:
             _log.error(
-                "a batch of KV events has %d bytes and is not sent; %d is the limit", len(payload), BATCH_LIMIT_BYTES
+                "a batch of KV events was not sent: it has %d bytes; the limit is %d", len(payload), BATCH_LIMIT_BYTES
             )
             return
         self._ring.append(sequence, payload)
@@ -214,7 +219,7 @@ class ZmqEventPublisher:
             self._answer()
 
     def _answer(self) -> None:
-        """Send what askers take now, a few batches a turn of the loop; one that takes no more is tried again later."""
+        """Send what the receivers of replays accept now, a few batches per turn; full ones are tried again later."""
         loop = asyncio.get_running_loop()
         if self._resume is not None:
             self._resume.cancel()
@@ -231,7 +236,7 @@ class ZmqEventPublisher:
         loop.call_soon(self._reader.read)
 
     def _send(self, answer: _Answer) -> Literal["done", "taking", "full"]:
-        """A share of the answer: whether its asker has got everything (or is gone), takes more, or no more now."""
+        """Send a share of a replay. `done`: all is sent, or the receiver is gone; `full`: it accepts no more now."""
         try:
             for _ in range(REPLAY_SHARE):
                 if not answer.batches:
@@ -254,7 +259,7 @@ class ZmqEventPublisher:
 
 @dataclass
 class _Answer:
-    """A replay on its way to one asker."""
+    """A replay in progress to one receiver."""
 
     asker: bytes
     batches: deque[tuple[int, bytes]]
@@ -262,7 +267,7 @@ class _Answer:
 
 
 class ZmqEventSubscription:
-    """A SUB socket, and a DEALER while a replay is on its way."""
+    """A SUB socket, and a DEALER while a replay is in progress."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], source: EventSource, receive: Callable[[int, bytes], None]
@@ -292,11 +297,12 @@ class ZmqEventSubscription:
 
     @property
     def malformed(self) -> int:
-        """Messages that were not three frames of topic, sequence and payload."""
+        """The number of messages so far that were not three frames of topic, sequence and payload."""
         return self._malformed.count
 
     async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
-        """As in the contract; ProtocolError where the source's address is none."""
+        """Return the batches from `first` on. Raise RequestTimeout, or ProtocolError if the source's address is
+        invalid."""
         if not self._source.replay or self._closed:
             raise RequestTimeout(f"{self._source.publish} has no replay")
         replay = _Replay(self._context, self._source.replay, first, self._malformed)
@@ -327,7 +333,7 @@ class ZmqEventSubscription:
 
 
 class _Replay:
-    """One question to a source's ROUTER."""
+    """One replay request to a source's ROUTER."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, malformed: RateLimitedLog
@@ -374,11 +380,11 @@ class _Replay:
                 self.fail(ProtocolError(f"a replay of more than {len(self._so_far)} batches"))
 
 
-class ZmqEvents:
+class ZmqEventBus:
     """Opens publishers and subscriptions on one ZMQ context; a context manager that ends it.
 
-    Publishers listen on `host` and tell others to come to `advertise` (the same, if not given); or at sockets in
-    `directory`.
+    Publishers listen on `host`, and publish the address `advertise` (`host` if not given). With `directory` they listen
+    at Unix sockets in it instead.
     """
 
     def __init__(self, host: str = "127.0.0.1", advertise: str = "", directory: str = "") -> None:
@@ -390,10 +396,10 @@ class ZmqEvents:
 
     @property
     def malformed(self) -> int:
-        """Questions that were not a sequence in its envelope."""
+        """The number of unreadable replay requests so far."""
         return self._malformed.count
 
-    def __enter__(self) -> ZmqEvents:
+    def __enter__(self) -> ZmqEventBus:
         return self
 
     def __exit__(
@@ -402,18 +408,18 @@ class ZmqEvents:
         self.close()
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> ZmqEventPublisher:
-        """Within a running event loop. Raises ConfigError where `host` is not this machine's."""
+        """Open a publisher, in a running event loop. Raise ConfigError if it cannot listen."""
         ring = ReplayBuffer(ring_batches)
         return ZmqEventPublisher(
             self._context, self._host, self._advertise, topic, ring, self._malformed, self._directory
         )
 
     def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> ZmqEventSubscription:
-        """Within a running event loop. Raises ProtocolError where an endpoint of `source` is none."""
+        """Subscribe, in a running event loop. Raise ProtocolError if an endpoint of `source` is invalid."""
         return ZmqEventSubscription(self._context, source, receive)
 
     def close(self) -> None:
-        """End what is still open."""
+        """Close everything that is still open."""
         self._context.destroy(linger=0)
 
 
@@ -422,11 +428,12 @@ def _sizes(frames: list[bytes]) -> str:
 
 
 def _address(host: str) -> str:
-    return "127.0.0.1" if host == "localhost" else host  # ZMQ binds to addresses and interfaces, not to names
+    return "127.0.0.1" if host == "localhost" else host  # ZMQ binds to addresses and interfaces, not to host names
 
 
 def _reached(endpoint: str, opened: ExitStack) -> str:
-    """An endpoint to connect to: a socket's path may be longer than the kernel takes. Raises OSError."""
+    """Return the endpoint to connect to, also for a Unix socket whose path is too long for the kernel. Raise
+    OSError."""
     path = endpoint.removeprefix(_IPC)
     return endpoint if path == endpoint else f"{_IPC}{reachable(path, opened)}"
 

@@ -1,15 +1,15 @@
-"""ZMTP 3.0 as a publisher speaks it with one subscriber: what the subscriber's bytes mean. Pure.
+"""ZMTP 3.0 between a publisher and one subscriber: encodes messages, and parses the subscriber's bytes. Pure.
 
     connection    greeting, 64 bytes each way, then frames
     frame         flags, length in 1 or 8 bytes (big-endian), body
-    handshake     the command READY each way, with the kind of the socket
+    handshake     the command READY each way, with the type of the socket
     subscriber    the message 01 topic subscribes, 00 topic unsubscribes; ZMTP 3.1 has the commands SUBSCRIBE and CANCEL
     either        the command PING is answered with PONG
 
 Source: https://rfc.zeromq.org/spec/23/ (NULL mechanism), and /spec/37/ for SUBSCRIBE, CANCEL and PING.
 
-libzmq's own PUB socket keeps every topic that a subscriber names, some 30 bytes for each byte of it, without a bound
-and also where XPUB_MANUAL refuses it. Here a subscriber takes FRAME_LIMIT_BYTES and the prefixes of one topic.
+libzmq's own PUB socket keeps every topic that a subscriber names, without a limit, even if XPUB_MANUAL refuses it; each
+byte of a topic takes some 30 bytes. Here a subscriber uses at most FRAME_LIMIT_BYTES and the prefixes of one topic.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from collections.abc import Iterable
 from shared.errors import ProtocolError
 
 FRAME_LIMIT_BYTES = 1024
-"""Of a subscriber's frames: a topic, or what it says of itself."""
+"""The maximum size of a subscriber's frame: a topic, or its properties."""
 PING_CONTEXT_LIMIT_BYTES = 16
 
 GREETING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-"""Ours: version 3.0, no security."""
+"""Our greeting: version 3.0, no security."""
 _VERSION_AT, _MECHANISM = 10, slice(12, 32)
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SUBSCRIBERS = (b"SUB", b"XSUB")
 
 
 def message(frames: Iterable[bytes]) -> bytes:
-    """A message of several frames, at least one."""
+    """Encode a message of one or more frames."""
     *first, last = frames
     return b"".join([*(_frame(_MORE, each) for each in first), _frame(0, last)])
 
 
 def command(name: bytes, body: bytes) -> bytes:
-    """A command's frame."""
+    """Encode the frame of a command."""
     return _frame(_COMMAND, bytes([len(name)]) + name + body)
 
 
@@ -50,9 +50,9 @@ READY = command(b"READY", b"\x0bSocket-Type" + len(b"PUB").to_bytes(4, "big") + 
 
 
 class Subscriber:
-    """One subscriber of `topic`: `greeted` and `ready` say how far its handshake is.
+    """One subscriber of `topic`. `greeted` and `ready` are the progress of its handshake.
 
-    Subscriptions to other topics are passed over, since nothing is published there.
+    Subscriptions to other topics are ignored, since nothing is published there.
     """
 
     def __init__(self, topic: bytes) -> None:
@@ -65,11 +65,12 @@ class Subscriber:
 
     @property
     def subscribed(self) -> bool:
-        """It wants what is published on the topic."""
+        """Whether the subscriber wants messages of the topic."""
         return bool(self._prefixes)
 
-    def take(self, data: bytes) -> list[bytes]:
-        """Bytes that came from it; returns what to answer. Raises ProtocolError: the connection is of no use."""
+    def receive(self, data: bytes) -> list[bytes]:
+        """Take bytes from the subscriber, and return the answers. Raise ProtocolError if the connection must be
+        closed."""
         self._unread += data
         answers: list[bytes] = []
         if not self.greeted and len(self._unread) >= len(GREETING):
@@ -91,13 +92,13 @@ class Subscriber:
 
     def _greet(self, greeting: bytes) -> None:
         if greeting[0] != 0xFF or greeting[9] & 1 == 0 or greeting[_VERSION_AT] < 3:
-            raise ProtocolError("a greeting that is not of ZMTP 3")
+            raise ProtocolError("the greeting is not that of ZMTP 3")
         if greeting[_MECHANISM] != GREETING[_MECHANISM]:
-            raise ProtocolError(f"the security mechanism {greeting[_MECHANISM].rstrip(bytes(1))!r}; ours is NULL")
+            raise ProtocolError(f"the security mechanism is {greeting[_MECHANISM].rstrip(bytes(1))!r}, not NULL")
         self.greeted = True
 
     def _next(self, at: int) -> tuple[int, bytes, int] | None:
-        """The frame at `at`, and where the one after it begins; None: it has not come yet."""
+        """Return the frame at `at` and the position after it; None: it is not complete yet."""
         if len(self._unread) < at + 2:
             return None
         flags = self._unread[at]
@@ -106,7 +107,7 @@ class Subscriber:
             return None
         size_bytes = int.from_bytes(self._unread[at + 1 : begin], "big")
         if size_bytes > FRAME_LIMIT_BYTES:
-            raise ProtocolError(f"a subscriber's frame of {size_bytes} bytes; {FRAME_LIMIT_BYTES} is the limit")
+            raise ProtocolError(f"a subscriber's frame has {size_bytes} bytes; the limit is {FRAME_LIMIT_BYTES}")
         end = begin + size_bytes
         return None if len(self._unread) < end else (flags, bytes(self._unread[begin:end]), end)
 
@@ -114,7 +115,7 @@ class Subscriber:
         if flags & _COMMAND:
             return self._take_command(body)
         if not self.ready:
-            raise ProtocolError("a message before READY")
+            raise ProtocolError("a message came before READY")
         first, self._continues = not self._continues, flags & _MORE != 0
         if first and body[:1] in (b"\0", b"\1"):
             self._subscribe(body[1:], wanted=body[0] == 1)
@@ -126,14 +127,14 @@ class Subscriber:
             case b"READY" if not self.ready:
                 kind = _properties(rest).get(b"socket-type", b"")
                 if kind not in _SUBSCRIBERS:
-                    raise ProtocolError(f"a socket of the kind {kind!r}; SUB and XSUB may subscribe")
+                    raise ProtocolError(f"a socket of the type {kind!r} connected; only SUB and XSUB may subscribe")
                 self.ready = True
             case b"SUBSCRIBE" | b"CANCEL" if self.ready:
                 self._subscribe(rest, wanted=name == b"SUBSCRIBE")
             case b"PING" if self.ready:
                 return [command(b"PONG", rest[2:][:PING_CONTEXT_LIMIT_BYTES])]
             case _ if not self.ready:
-                raise ProtocolError(f"the command {name!r} before READY")
+                raise ProtocolError(f"the command {name!r} came before READY")
             case _:
                 pass
         return []
@@ -146,7 +147,7 @@ class Subscriber:
 
 
 def _properties(body: bytes) -> dict[bytes, bytes]:
-    """READY's, names in lower case."""
+    """Parse the properties of READY; their names become lower case."""
     found: dict[bytes, bytes] = {}
     at = 0
     while at < len(body):
@@ -154,7 +155,7 @@ def _properties(body: bytes) -> dict[bytes, bytes]:
         begin = name_end + 4
         end = begin + int.from_bytes(body[name_end:begin], "big")
         if end > len(body):
-            raise ProtocolError("READY is torn")
+            raise ProtocolError("READY is cut short")
         found[body[at + 1 : name_end].lower()] = body[begin:end]
         at = end
     return found

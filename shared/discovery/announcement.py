@@ -1,4 +1,4 @@
-"""What a process shows in discovery: as soon as it can be reached, and anew at every change."""
+"""Publishes a process in discovery as soon as the back end can be reached, and again at every change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class Announcement:
-    """One registration, made when it is due at a change, and kept from then on until `close`."""
+    """One registration. It is made at the first update for which `due` holds, and kept until `close`."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class Announcement:
         due: Callable[[], bool] = lambda: True,
         shown: Callable[[], None] = lambda: None,
     ) -> None:
-        """`due`: whether there is something to show for the first time; `shown` is told each time what there is was
-        published."""
+        """`due` says whether there is something to publish; it is called until there is. `shown` is called after each
+        publication."""
         self._discovery = discovery
         self._entries = entries
         self._due = due
@@ -36,15 +36,15 @@ class Announcement:
 
     @property
     def epoch(self) -> int:
-        """Of the lease; 0 before there was one."""
+        """The epoch of the lease; 0 before the first one."""
         return 0 if self._registration is None else self._registration.epoch
 
-    def change(self) -> None:
-        """There is something else to show."""
+    def request_update(self) -> None:
+        """Ask `run` to publish what has changed."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Publish until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -57,11 +57,11 @@ class Announcement:
                     continue
                 self._shown()
             except DiscoveryDown as wrong:
-                _log.warning("not registered: %s", wrong)
+                _log.warning("not registered in discovery: %s", wrong)
                 self._changed.set()
                 await asyncio.sleep(AGAIN_AFTER_S)
 
     async def close(self) -> None:
-        """Nothing is shown any more."""
+        """Remove what was published."""
         if self._registration is not None:
             await self._registration.close()

@@ -1,4 +1,4 @@
-"""Opens the discovery back end that the config names. The others are not imported: files need no gRPC."""
+"""Opens the discovery back end that the config names. It imports no other: the file back end needs no gRPC."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.errors import ConfigError
 
 
 def open_discovery(config: DiscoveryConfig, registry: CollectorRegistry | None = None) -> Discovery:
-    """Within a running event loop. Raises ConfigError; that the back end is away is no error."""
+    """Open the back end, in a running event loop. Raise ConfigError. A back end that is away is not an error."""
     match config.backend:
         case "etcd":
             from shared.discovery.etcd import EtcdDiscovery

@@ -1,10 +1,10 @@
-"""Which instances and model cards there are, which cards are refused, and why. Pure.
+"""The known instances and model cards, the refused cards, and the reasons. Pure.
 
     card ──▶ accepted ◀──▶ refused(reason)
 
-The first acceptable card of a model is its *reference*: later cards must agree with it in what a prompt's hashes are
-made of, the tokenizer and the block size. A card that changes these goes to the end of the line. Each verdict follows
-from the cards and their order alone, so it changes when the reference goes.
+The first acceptable card of a model is its *reference*. Later cards must have the same tokenizer and block size, since
+both determine a prompt's hashes. A card that changes one of these moves to the end of the order. Each decision follows
+from the cards and their order alone, so it may change when the reference goes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shared.hashing import self_test
 from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, PROTOCOL, Instance, ModelCard
 
 BLOCK_SIZE_LIMIT = 1 << 16
-"""Tokens; a self-test over a block size from the wire costs time and memory in proportion."""
+"""The maximum block size in tokens. The self-test of a block size takes time and memory in proportion to it."""
 MODEL_NAME_LIMIT = 1 << 10
-"""Escaped; over a subject of 4 KiB nats-server closes the connection."""
+"""The maximum length of an escaped name: nats-server closes a connection that sends a subject of more than 4 KiB."""
 RANKS_LIMIT = 1 << 10
-"""Each rank is a candidate in every choice."""
+"""The maximum number of ranks: each is a candidate in every choice."""
 
 
 class InstanceUp(Struct, frozen=True):
-    """An instance came, or came anew with another epoch or address."""
+    """An instance appeared, or has another epoch or address."""
 
     instance: Instance
 
@@ -40,21 +40,21 @@ class InstanceDown(Struct, frozen=True):
 
 
 class CardUp(Struct, frozen=True):
-    """A compatible model card came or changed."""
+    """A compatible model card appeared or changed."""
 
     card: ModelCard
 
 
 class CardDown(Struct, frozen=True):
-    """An accepted model card is gone, or was refused after all."""
+    """An accepted model card disappeared, or is refused now."""
 
     card: ModelCard
 
 
 class CardRefused(Struct, frozen=True):
-    """A card that contradicts this program or the model's other cards; it is not served.
+    """A card contradicts this program or the model's other cards, and is not served.
 
-    Nothing is told when a refused card goes.
+    The end of a refused card is not reported.
     """
 
     card: ModelCard
@@ -64,11 +64,11 @@ class CardRefused(Struct, frozen=True):
 DirectoryChange = InstanceUp | InstanceDown | CardUp | CardDown | CardRefused
 Entry = Instance | ModelCard
 CardName = tuple[str, str]
-"""(model, instance)."""
+"""The name of a card: (model, instance)."""
 
 
 def read_entry(namespace: str, key: str, value: bytes) -> Entry:
-    """The typed value of a key. Raises ProtocolError if it does not parse or is not what its key says."""
+    """Decode the value of a key. Raise ProtocolError if it does not parse, or belongs under another key."""
     entry: Entry
     if key.startswith(subjects.instances_prefix(namespace)):
         entry = INSTANCE.decode(value, JSON_HEADER)
@@ -77,41 +77,41 @@ def read_entry(namespace: str, key: str, value: bytes) -> Entry:
         entry = MODEL_CARD.decode(value, JSON_HEADER)
         expected = subjects.model_key(namespace, entry.model, entry.instance)
     else:
-        raise ProtocolError("neither an instance nor a model card")
+        raise ProtocolError("the key is neither an instance's nor a model card's")
     if key != expected:
         raise ProtocolError(f"the value belongs under {expected}")
     if not subjects.is_id(entry.instance):
-        raise ProtocolError(f"instance: {entry.instance!r} is no id")
+        raise ProtocolError(f"instance: {entry.instance!r} is not an id")
     if isinstance(entry, ModelCard) and not 0 < len(subjects.escape(entry.model)) <= MODEL_NAME_LIMIT:
         raise ProtocolError(
-            f"model: no name, or one over {MODEL_NAME_LIMIT} characters as a subject: {entry.model!r:.60}"
+            f"model: the name is empty, or longer than {MODEL_NAME_LIMIT} characters when escaped: {entry.model!r:.60}"
         )
     return entry
 
 
 class Catalogue:
-    """Takes entries as they come and go, and tells what that changes."""
+    """Takes entries as they appear and disappear, and returns the changes that follow."""
 
     def __init__(self) -> None:
         self.instances: dict[str, Instance] = {}
         self.cards: dict[CardName, ModelCard] = {}
-        """The accepted ones."""
+        """The accepted cards."""
         self.refused: dict[CardName, str] = {}
-        """Why each other card is refused."""
+        """The reason of refusal of every other card."""
         self._entries: dict[str, Entry] = {}
-        """Key → value, everything above."""
+        """The value of each key: all of the above."""
         self._known: dict[str, dict[str, ModelCard]] = {}
-        """Model → instance → card, accepted or not, in order of arrival."""
+        """The cards of each model by instance, accepted or not, in order of arrival."""
         self._reference: dict[str, ModelCard] = {}
-        """Model → the first of its cards that is acceptable by itself."""
+        """The reference of each model: the first of its cards that is acceptable by itself."""
 
     def set(self, key: str, entry: Entry) -> list[DirectoryChange]:
-        """A key came or has a new value. Raises ProtocolError where another key has this instance's id."""
+        """Set a key to a value. Raise ProtocolError if another key has this instance's id."""
         match entry:
             case Instance():
                 before = self.instances.get(entry.instance)
                 if before is not None and before.service != entry.service:
-                    raise ProtocolError(f"instance: {entry.instance} is a {before.service} already")
+                    raise ProtocolError(f"instance: the id {entry.instance} belongs to a {before.service} already")
                 self._entries[key] = entry
                 self.instances[entry.instance] = entry
                 return [InstanceUp(entry), *self._judge_protocol(before, entry)]
@@ -122,7 +122,7 @@ class Catalogue:
                 assert_never(entry)
 
     def remove(self, key: str) -> list[DirectoryChange]:
-        """A key is gone; unknown ones are ignored."""
+        """Remove a key; an unknown key is ignored."""
         entry = self._entries.pop(key, None)
         match entry:
             case None:
@@ -136,7 +136,7 @@ class Catalogue:
                 assert_never(entry)
 
     def everything(self) -> list[DirectoryChange]:
-        """The changes that lead from nothing to what is known."""
+        """Return the changes that lead from nothing to the present state."""
         return [
             *(InstanceUp(instance) for instance in self.instances.values()),
             *(CardUp(card) for card in self.cards.values()),
@@ -164,7 +164,7 @@ class Catalogue:
         return gone + (self._judge(card.model) if self._reference.get(card.model) == card else [])
 
     def _judge_protocol(self, before: Instance | None, after: Instance | None) -> list[DirectoryChange]:
-        """An instance changed: its cards may be refused or accepted for it."""
+        """Decide again on the cards of an instance, if its protocol has changed."""
         one = before or after
         if one is None or _protocol(before) == _protocol(after):
             return []
@@ -172,14 +172,14 @@ class Catalogue:
         return [change for model in models for change in self._judge(model)]
 
     def _judge(self, model: str) -> list[DirectoryChange]:
-        """Find a model's reference anew and decide on all its cards."""
+        """Determine a model's reference again, and decide on all its cards."""
         cards = list(self._known.get(model, {}).values())
         self._reference.pop(model, None)
         for card in cards:
             if not self._fault(card):
                 self._reference[model] = card
                 break
-        # Those that go first: at no time do two cards stand that contradict each other.
+        # Refusals first, so that two accepted cards never contradict each other.
         cards.sort(key=lambda card: not self._reason(card))
         return [change for card in cards for change in self._decide(card)]
 
@@ -200,11 +200,11 @@ class Catalogue:
         return changes
 
     def _reason(self, card: ModelCard) -> str:
-        """Why a card is refused; empty: it is not."""
+        """Return why a card is refused; empty: it is accepted."""
         return self._fault(card) or _contradiction(card, self._reference[card.model])
 
     def _fault(self, card: ModelCard) -> str:
-        """What is wrong with a card whatever the others say."""
+        """Return what is wrong with a card by itself; empty: nothing."""
         if not 1 <= card.block_size <= BLOCK_SIZE_LIMIT:
             return f"block_size: {card.block_size} is not within 1 … {BLOCK_SIZE_LIMIT}"
         if not 1 <= card.ranks <= RANKS_LIMIT:
@@ -218,7 +218,7 @@ class Catalogue:
         return ""
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         known = {(model, instance) for model, cards in self._known.items() for instance in cards}
         assert known == self.cards.keys() | self.refused.keys()
         assert not self.cards.keys() & self.refused.keys()
@@ -231,12 +231,12 @@ class Catalogue:
 
 
 def _protocol(instance: Instance | None) -> int:
-    """An instance that is not known yet is taken to speak as we do."""
+    """Return an instance's protocol version; an unknown instance counts as having ours."""
     return PROTOCOL if instance is None else instance.protocol
 
 
 def _agreed(card: ModelCard) -> tuple[str, int]:
-    """What all cards of a model must have in common."""
+    """Return the fields that all cards of a model must have in common."""
     return card.tokenizer_digest, card.block_size
 
 

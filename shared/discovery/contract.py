@@ -1,8 +1,8 @@
-"""Who is alive: keys under leases, watched by everyone.
+"""Discovery: keys under leases, which every process watches to know which processes live.
 
-This file holds the contract. `shared/discovery/etcd.py`, `shared/discovery/file.py` and
-`shared/discovery/memory.py` are the three back ends; all pass `tests/shared/discovery/test_contract.py`. A watcher that
-is slow may see several changes of a key as one.
+This file is the contract. `shared/discovery/etcd.py`, `shared/discovery/file.py` and `shared/discovery/memory.py` are
+the three back ends; all of them pass `tests/shared/discovery/test_contract.py`. A slow watcher may see several changes
+of a key as one.
 """
 
 from __future__ import annotations
@@ -13,93 +13,104 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 
-class Added(Struct, frozen=True, tag="added"):
-    """A key was set, or set anew with another value."""
+class KeyAdded(Struct, frozen=True, tag="added"):
+    """A key was set, for the first time or to another value."""
 
     key: str
     value: bytes
 
 
-class Removed(Struct, frozen=True, tag="removed"):
-    """A key is gone."""
+class KeyRemoved(Struct, frozen=True, tag="removed"):
+    """A key was removed."""
 
     key: str
 
 
 class Synced(Struct, frozen=True, tag="synced"):
-    """Everything that was there when the watch began has been told. Comes exactly once."""
+    """Every key that was there when the watch began has been reported. This comes exactly once."""
 
 
 class LeftOut(Struct, frozen=True, tag="left_out"):
-    """Keys that the watch leaves out: unreadable ones, and those beyond the limits of shared/discovery/intake.py."""
+    """Keys that the watch leaves out: unreadable ones, and those over the limits of shared/discovery/intake.py."""
 
     count: int
-    """How many since the last time; a new look at everything counts again what is still there."""
+    """The number of keys since the last LeftOut. A new listing counts those again that are still there."""
     key: str = ""
-    """The latest one."""
+    """The latest of these keys."""
     why: str = ""
+    """Why that key was left out."""
 
 
-Change = Added | Removed | Synced | LeftOut
+Change = KeyAdded | KeyRemoved | Synced | LeftOut
 
 Read = Callable[[str, bytes], object]
-"""Raises ProtocolError where the watcher cannot read the value under the key. It may run in any thread."""
+"""Checks (key, value), and raises ProtocolError if the watcher cannot read the value. It may run in any thread."""
 
 Entries = Callable[[int], Mapping[str, bytes]]
-"""Epoch → all keys and values to publish under the lease of that epoch."""
+"""Returns all keys and values to publish under the lease of an epoch."""
 
-Owner = Literal[
-    "publishes",  # it answers, and the key is to be there
-    "answers",  # it answers, and says nothing of the key
-    "silent",  # no answer, or no way to ask
-    "gone",  # there is no owner, or it took the key away itself
+OwnerAnswer = Literal[
+    "publishes",  # it answers, and still publishes the key
+    "answers",  # it answers, but does not say whether it publishes the key
+    "silent",  # it does not answer, or cannot be asked
+    "gone",  # there is no such process, or it has removed the key itself
 ]
-"""What asking the owner of a key came to."""
+"""The answer of a key's owner."""
 
-Alive = Callable[[str, bytes], Awaitable[Owner]]
-"""(key, value) → what its owner says. Asked for keys that are missing: after an outage, or deleted in plain sight."""
+AskOwner = Callable[[str, bytes], Awaitable[OwnerAnswer]]
+"""Asks the owner of (key, value) whether it lives. Called for missing keys: after an outage, or deleted in sight."""
 
 
 class Registration(Protocol):
-    """A lease and the keys under it, kept alive and, when the lease is lost, granted and published anew."""
+    """A lease and the keys under it. A lost lease is granted again, and its keys are published again."""
 
     @property
     def epoch(self) -> int:
-        """1 at first; one more each time a lease was lost and granted again."""
+        """The number of leases so far: 1 at first, one more each time a lost lease is granted again."""
         ...
 
     async def publish(self) -> None:
-        """Ask `entries` again and publish what changed; keys it no longer names are deleted. Returns when that is
-        done; while the back end is away this keeps trying."""
+        """Call `entries` again, publish what changed, and delete keys that it no longer names.
+
+        Return when that is done. While the back end is away, keep trying."""
         ...
 
     async def close(self) -> None:
-        """Revoke: the keys are gone when this returns (or by their TTL, if the back end is away). Idempotent."""
+        """Revoke the lease. Its keys are removed on return, or after their TTL if the back end is away. Idempotent."""
         ...
 
 
 class Discovery(Protocol):
-    """One back end."""
+    """One process's endpoint at a back end."""
 
     async def register(self, entries: Entries) -> Registration:
-        """Publish `entries(1)` under a new lease. While the back end is away this keeps trying, with jitter."""
+        """Publish `entries(1)` under a new lease. While the back end is away, keep trying, with jitter."""
         ...
 
-    def watch(self, prefix: str, *, alive: Alive | None = None, read: Read | None = None) -> AsyncIterator[Change]:
-        """Every key below `prefix`, then Synced, then each change, for ever. An outage shows nothing: after it, keys
-        that a re-list misses stay for one TTL and are removed only if `alive` finds their owner gone too (or is not
-        given). A key that is seen to go stays only where `alive`, asked at once, says that its owner publishes it. A
-        key that `read` refuses is taken for none, and counted."""
+    def watch(
+        self, prefix: str, *, ask_owner: AskOwner | None = None, read: Read | None = None
+    ) -> AsyncIterator[Change]:
+        """Yield every key below `prefix`, then Synced, then each change, without end.
+
+        An outage yields nothing. After it, a key that the new listing lacks stays for one TTL, and is removed only if
+        `ask_owner` says that its owner is gone too (or is not given). A key that is deleted in sight stays only if
+        `ask_owner`, called at once, says that its owner publishes it. A key that `read` refuses counts as absent, and
+        is reported in LeftOut.
+        """
         ...
 
     def publishes(self, key: str) -> bool:
-        """Whether a registration made here wants the key to be there; from before it is there until before it goes."""
+        """Return whether a registration made here publishes the key: from before it is set until before it is
+        removed."""
         ...
 
     async def list(self, prefix: str) -> dict[str, bytes]:
-        """What is there now, within the same limits; what is beyond is counted in the log. Raises DiscoveryDown."""
+        """Return the keys and values below `prefix` now, within the same limits; the log counts those over the limits.
+
+        Raise DiscoveryDown.
+        """
         ...
 
     async def close(self) -> None:
-        """Ends watches and threads. Registrations are closed by their owners first."""
+        """End watches and threads. Owners close their registrations before."""
         ...

@@ -1,7 +1,7 @@
-"""The typed view of discovery: which instances and model cards are there, and which were refused and why.
+"""The typed view of discovery: the instances and model cards, and the refused cards with the reasons.
 
-`shared/discovery/catalogue.py` decides; this follows the watch, asks silent instances, logs, counts and tells the
-subscribers.
+`shared/discovery/catalogue.py` decides. This module follows the watch, asks the owners of missing keys, logs, counts
+and notifies subscribers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.discovery.catalogue import Catalogue, read_entry
 from shared.discovery.catalogue import DirectoryChange as DirectoryChange
 from shared.discovery.catalogue import InstanceDown as InstanceDown
 from shared.discovery.catalogue import InstanceUp as InstanceUp
-from shared.discovery.contract import Added, Discovery, LeftOut, Owner, Removed, Synced
+from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, LeftOut, OwnerAnswer, Synced
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
 from shared.messages import PING, PONG, Instance, ModelCard, Ping
 from shared.metrics import counter
@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 class Directory:
     """Follows `/headrace/{ns}/instances/` and `/headrace/{ns}/models/`.
 
-    Keys whose value does not parse, or names an id that another key has, are counted, logged once a minute and left
-    out. A missing key is kept while its owner's Pong, on its `control` subject, says so; after an outage also while the
-    owner answers at all, or cannot be asked.
+    A key whose value does not parse, or names an id that another key has, is counted, logged at most once a minute, and
+    left out. A missing key stays while its owner's Pong says that it publishes the key. After an outage it also stays
+    while the owner answers anything, or cannot be asked.
     """
 
     def __init__(
@@ -58,43 +58,43 @@ class Directory:
         self._unreadable = counter(
             registry,
             "headrace_directory_unreadable_values",
-            "Discovery values that did not parse, or were left out at a limit; counted again at each listing",
+            "Values in discovery that did not parse, or were left out at a limit. Each listing counts them again.",
         )
         self._limited_log = RateLimitedLog()
 
     @property
     def instances(self) -> Mapping[str, Instance]:
-        """By instance id."""
+        """The known instances by id."""
         return self._catalogue.instances
 
     @property
     def cards(self) -> Mapping[tuple[str, str], ModelCard]:
-        """(model, instance) → card, the compatible ones only."""
+        """The accepted cards by (model, instance)."""
         return self._catalogue.cards
 
     @property
     def refused(self) -> Mapping[tuple[str, str], str]:
-        """(model, instance) → why its card was refused; the text begins with the field's name and a colon."""
+        """The reasons of refused cards by (model, instance). Each begins with the field's name and a colon."""
         return self._catalogue.refused
 
     def subscribe(self, changed: Callable[[DirectoryChange], None]) -> None:
-        """`changed` hears what is already known at once, then every change, in the event loop."""
+        """Call `changed` for everything that is known already, then for every change, in the event loop."""
         for change in self._catalogue.everything():
             changed(change)
         self._subscribers.append(changed)
 
     async def synced(self) -> None:
-        """Returns once the first listing is complete."""
+        """Wait until the first listing is complete."""
         await self._synced.wait()
 
     async def run(self) -> None:
-        """Follows until cancelled."""
+        """Follow discovery until cancelled."""
         prefix, read = subjects.namespace_prefix(self._namespace), partial(read_entry, self._namespace)
-        async for change in self._discovery.watch(prefix, alive=self._alive, read=read):
+        async for change in self._discovery.watch(prefix, ask_owner=self._ask_owner, read=read):
             match change:
-                case Added():
+                case KeyAdded():
                     self._tell(self._set(change.key, change.value))
-                case Removed():
+                case KeyRemoved():
                     self._tell(self._catalogue.remove(change.key))
                 case LeftOut():
                     self._leave_out(change)
@@ -122,8 +122,8 @@ class Directory:
             for changed in self._subscribers:
                 changed(change)
 
-    async def _alive(self, key: str, _value: bytes) -> Owner:
-        """Only a subject without responders, or the owner's own word, proves that a key's owner is gone."""
+    async def _ask_owner(self, key: str, _value: bytes) -> OwnerAnswer:
+        """Ping the owner of a key. Only its own answer, or a subject without responders, proves that it is gone."""
         *_, service, instance = key.split("/")
         if not key.startswith(subjects.instances_prefix(self._namespace)):
             known = self.instances.get(instance)
@@ -131,7 +131,7 @@ class Directory:
         try:
             subject = subjects.control(self._namespace, service, instance)
             answer = await self._bus.request(subject, PING.encode(Ping(key)), timeout_s=PING_TIMEOUT_S)
-        except (NoResponders, ProtocolError):  # the latter: a foreign key, of which no subject can be made
+        except (NoResponders, ProtocolError):  # ProtocolError: a foreign key, which makes no valid subject
             return "gone"
         except (RequestTimeout, BusDown):
             return "silent"

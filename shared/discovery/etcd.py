@@ -1,10 +1,10 @@
-"""Discovery through etcd. The client is synchronous and lives in threads.
+"""Discovery through etcd. The client is synchronous, so it runs in threads.
 
     etcd-calls       grants, puts, deletes, listings, one after another
     etcd-keepalive   renews leases and does nothing else
-    etcd-watch       one a watch
+    etcd-watch       follows a prefix; one thread for each watch
 
-Each thread has a connection of its own and gives every call a deadline.
+Each thread has its own connection, and every call has a deadline.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weakref import WeakSet
 from etcd3 import MultiEndpointEtcd3Client
 from prometheus_client import CollectorRegistry
 
-from shared.discovery.contract import Alive, Change, Entries, Read
+from shared.discovery.contract import AskOwner, Change, Entries, Read
 from shared.discovery.etcd_client import CALL_TIMEOUT_S, EtcdClient
 from shared.discovery.etcd_lease import EtcdRegistration, KeepAlive
 from shared.discovery.etcd_listing import list_prefix
 from shared.discovery.etcd_watch import EtcdWatch
-from shared.discovery.intake import DEFAULT, Intake, Limits
+from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import ConfigError, DiscoveryDown
 from shared.metrics import counter
@@ -33,11 +33,11 @@ from shared.rate_limited_log import RateLimitedLog
 T = TypeVar("T")
 
 LEAST_TTL_S = 2.0
-"""etcd grants no shorter lease with its default election time-out."""
+"""The shortest lease in seconds that etcd grants with its default election timeout."""
 
 
 class EtcdDiscovery:
-    """One process's endpoint. `endpoints` are host:port or unix:PATH; made and used in one event loop."""
+    """One process's endpoint at etcd, made and used in one event loop. `endpoints` are host:port or unix:PATH."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class EtcdDiscovery:
         password: str = "",
         *,
         registry: CollectorRegistry | None = None,
-        limits: Limits = DEFAULT,
+        limits: IntakeLimits = DEFAULT,
     ) -> None:
         if ttl_s < LEAST_TTL_S:
-            raise ConfigError(f"discovery: lease_ttl_s is at least {LEAST_TTL_S} with etcd, not {ttl_s}")
+            raise ConfigError(f"discovery.lease_ttl_s: {ttl_s} is too short; etcd needs at least {LEAST_TTL_S}")
         failures = counter(
             CollectorRegistry() if registry is None else registry,
             "headrace_discovery_failures",
-            "Calls that etcd did not answer; the last known view serves on",
+            "Calls that etcd did not answer. The last known view stays in use.",
         )
         self._connect: Callable[[], EtcdClient] = lambda: EtcdClient(endpoints, user, password, failures.inc)
         self._ttl_s = ttl_s
@@ -78,13 +78,13 @@ class EtcdDiscovery:
         return registration
 
     async def watch(
-        self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
+        self, prefix: str, *, ask_owner: AskOwner | None = None, read: Read | None = None
     ) -> AsyncGenerator[Change]:
-        sight = KeyFeed()
-        watch = EtcdWatch(self._connect(), prefix, sight, self._ttl_s, read, self._limits)
-        self._watches[watch] = sight
+        feed = KeyFeed()
+        watch = EtcdWatch(self._connect(), prefix, feed, self._ttl_s, read, self._limits)
+        self._watches[watch] = feed
         try:
-            async with aclosing(changes(sight, ttl_s=self._ttl_s, alive=alive)) as told:
+            async with aclosing(changes(feed, ttl_s=self._ttl_s, ask_owner=ask_owner)) as told:
                 async for change in told:
                     yield change
         finally:
@@ -100,10 +100,10 @@ class EtcdDiscovery:
         return listed(intake, self._left_out)
 
     async def close(self) -> None:
-        """Within about twice a call's deadline, whatever etcd does."""
+        """Close within about twice a call's deadline, whatever etcd does."""
         threads: list[EtcdWatch | KeepAlive] = list(self._watches)
-        for sight in self._watches.values():
-            sight.close()
+        for feed in self._watches.values():
+            feed.close()
         if self._keep_alive is not None:
             threads.append(self._keep_alive)
         for thread in threads:

@@ -1,7 +1,7 @@
 """One thread's connection to etcd: every call has a deadline, every error becomes DiscoveryDown or LeaseGone.
 
-After an error the connection is thrown away, and the next call makes a new one: to an endpoint drawn anew, with a new
-login and without gRPC's memory of failures. How soon the next call comes is the caller's choice.
+After an error the connection is closed, and the next call makes a new one: to a random endpoint, with a new login, and
+without gRPC's memory of failures. The caller decides how soon the next call comes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shared.socket_path import reachable
 
 CALL_TIMEOUT_S = 2.0
 MESSAGE_LIMIT_BYTES = 16 << 20
-"""What a slow machine takes in within a call's deadline. One key is smaller: etcd takes requests of 1.5 MiB."""
+"""The maximum size of an answer; a slow machine can receive it within a call's deadline. One key always fits, since
+etcd accepts requests up to 1.5 MiB."""
 
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a new connection shares nothing with the one that failed
@@ -33,30 +34,31 @@ T = TypeVar("T")
 
 
 class LeaseGone(DiscoveryDown):
-    """etcd does not know the lease: it ended."""
+    """etcd does not know the lease: it has ended."""
 
 
 class EtcdClient:
-    """Used by one thread at a time. `endpoints` are host:port or unix:PATH; `failed` hears of each call that etcd did
-    not answer."""
+    """One connection, used by one thread at a time.
+
+    `endpoints` are host:port or unix:PATH. `failed` is called for each call that etcd did not answer.
+    """
 
     def __init__(self, endpoints: Sequence[str], user: str, password: str, failed: Callable[[], None]) -> None:
         self._endpoints = [_split(endpoint) for endpoint in endpoints]
         if not self._endpoints:
             raise ConfigError("discovery: no etcd endpoint given")
         if bool(user) != bool(password):
-            raise ConfigError("discovery: etcd takes a user and a password together")
+            raise ConfigError("discovery: etcd needs a user and a password, or neither")
         self._user = user or None
         self._password = password or None
         self._failed = failed
         self._client: MultiEndpointEtcd3Client | None = None
         self._opened = ExitStack()
-        """What the connection needs besides."""
+        """The directories that the connection needs open."""
         self._away = False
 
     def call(self, operation: Callable[[MultiEndpointEtcd3Client], T]) -> T:
-        """Run `operation` on the connection. Raises LeaseGone and DiscoveryDown; a call that failed may still be
-        applied."""
+        """Run `operation` on the connection. Raise LeaseGone or DiscoveryDown; etcd may still apply a failed call."""
         try:
             if self._client is None:
                 self._client = self._connect()
@@ -74,10 +76,10 @@ class EtcdClient:
         return answer
 
     def report(self, wrong: DiscoveryDown) -> None:
-        """Log an outage, once."""
+        """Log an outage once."""
         if not self._away:
             self._away = True
-            _log.warning("%s; the last known view serves on", wrong)
+            _log.warning("%s; the last known view stays in use", wrong)
 
     def close(self) -> None:
         """Drop the connection; a later call makes a new one."""
@@ -105,18 +107,18 @@ def _why(wrong: Exception, cause: BaseException | None) -> str:
     if not isinstance(cause, grpc.Call):
         return str(wrong)
     if cause.code() is grpc.StatusCode.CANCELLED:
-        return "a silent connection was given up"
+        return "closed a connection that did not answer"
     return str(cause.details())
 
 
 def _split(endpoint: str) -> tuple[str, str]:
-    """What gRPC takes with a colon between: a host and a port, or `unix` and a path."""
+    """Split an endpoint into a host and a port, or `unix` and a path; gRPC accepts them joined by a colon."""
     if endpoint.startswith("unix:"):
         path = endpoint.removeprefix("unix:").removeprefix("//")
         if not path:
-            raise ConfigError(f"discovery: an etcd endpoint without a path: {endpoint!r}")
+            raise ConfigError(f"discovery.endpoints: {endpoint!r} has no path")
         return "unix", path
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        raise ConfigError(f"discovery: an etcd endpoint is host:port or unix:PATH, not {endpoint!r}")
+        raise ConfigError(f"discovery.endpoints: {endpoint!r} is neither host:port nor unix:PATH")
     return host, port

@@ -2,7 +2,7 @@
 
 granting ──granted──▶ writing ──written──▶ settled
    ▲                     ▲  │ lost            │ │ lost
-   │                     └──┼─────────────────┘ │       publish(); and once a TTL, to put right what differs
+   │                     └──┼─────────────────┘ │       publish(); and once per TTL, to repair differences
    └────────────────────────┴───────────────────┘       with jitter, epoch + 1
 """
 
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 
 class Calls(Protocol):
-    """Runs an operation on the connection of the thread for everything else. Raises as EtcdClient.call does."""
+    """Runs an operation in the thread etcd-calls. Raises what EtcdClient.call raises."""
 
     def __call__(self, operation: Callable[[MultiEndpointEtcd3Client], T]) -> Awaitable[T]: ...
 
 
 class KeepAlive:
-    """A thread that does nothing but renew leases, three times a TTL, as long as the event loop moves.
+    """A thread that only renews leases, three times per TTL, as long as the event loop runs.
 
-    A process whose loop has stood still for a TTL is of no use to anyone: its leases are left to end.
+    A process whose event loop has stood still for a TTL is useless, so its leases are left to end.
     """
 
     def __init__(self, client: EtcdClient, ttl_s: float) -> None:
@@ -51,7 +51,7 @@ class KeepAlive:
         self._thread.start()
 
     def add(self, lease: int, lost: Callable[[], None]) -> None:
-        """Renew `lease`; `lost` is called in the event loop if it is gone, once."""
+        """Renew `lease` from now on. If it is gone, `lost` is called once, in the event loop."""
         with self._lock:
             self._leases[lease] = lost
 
@@ -60,7 +60,7 @@ class KeepAlive:
             self._leases.pop(lease, None)
 
     def stop(self) -> None:
-        """Returns at once; the thread ends soon after, within a call's deadline at worst."""
+        """Ask the thread to end, without waiting: it ends within a call's deadline."""
         self._stopping.set()
 
     def join(self, timeout_s: float) -> None:
@@ -97,7 +97,7 @@ class KeepAlive:
         self._loop_moved = time.monotonic()
 
     def _in_loop(self, action: Callable[[], None]) -> bool:
-        """Whether there is a loop still."""
+        """Call `action` in the event loop. Return False if that has ended."""
         try:
             self._loop.call_soon_threadsafe(action)
         except RuntimeError:
@@ -106,7 +106,7 @@ class KeepAlive:
 
 
 class EtcdRegistration:
-    """Keys under a lease. One task writes them, so that nothing is written twice at once."""
+    """Keys under a lease. Only one task writes them, so that no two writes run at once."""
 
     def __init__(self, calls: Calls, keep_alive: KeepAlive, entries: Entries, ttl_s: float) -> None:
         self._calls = calls
@@ -116,12 +116,12 @@ class EtcdRegistration:
         self._epoch = 1
         self._lease: int | None = None
         self.wanted: Mapping[str, bytes] = {}
-        """What `entries` named last."""
+        """The keys and values that `entries` returned last."""
         self._named: set[str] = set()
-        """Every key `entries` ever named: a delayed put may bring one back that it names no longer."""
+        """Every key that `entries` ever returned: a delayed put may bring back one that it no longer returns."""
         self._wake = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
-        """Calls of publish() that no write has begun after."""
+        """The calls of publish() for which no write has begun yet."""
         self._task = asyncio.create_task(self._maintain(), name="etcd-registration")
 
     @property
@@ -134,7 +134,7 @@ class EtcdRegistration:
         self._wake.set()
         await asyncio.wait((written, self._task), return_when=asyncio.FIRST_COMPLETED)
         if not written.done() and not self._task.cancelled():
-            self._task.result()  # it never returns: this raises what `entries` raised
+            self._task.result()  # the task never returns: this raises what `entries` raised
 
     async def close(self) -> None:
         self.wanted = {}
@@ -148,7 +148,7 @@ class EtcdRegistration:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await self._calls(lambda etcd: etcd.revoke_lease(lease))
         except (DiscoveryDown, TimeoutError):
-            return  # it ends by itself
+            return  # the lease ends by itself
 
     async def _maintain(self) -> None:
         while True:
@@ -182,7 +182,7 @@ class EtcdRegistration:
         await self._calls(lambda etcd: _put_right(etcd, lease, wanted, named))
 
     async def _settled(self) -> None:
-        """Until publish() or a lost lease wakes the task, or a TTL has passed."""
+        """Wait until publish() or a lost lease wakes the task, or a TTL has passed."""
         try:
             async with asyncio.timeout(self._ttl_s):
                 await self._wake.wait()

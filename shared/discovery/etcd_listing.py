@@ -1,6 +1,6 @@
-"""A listing of one prefix of etcd, page by page as of one revision.
+"""Lists one prefix of etcd page by page, as of one revision.
 
-A listing in one message has neither a size nor a time: one key that anybody writes too much, and it can never be read.
+A listing in one message has no bound of size or time: a single key too many, and it could never be read.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ _RPC: Any = etcdrpc  # generated code; its types are not written down
 
 
 def list_prefix(etcd: MultiEndpointEtcd3Client, prefix: str, intake: Intake, page: int) -> int:
-    """Show `intake` what stands below `prefix`, `page` keys at a time; returns as of which revision. Raises
-    grpc.RpcError."""
+    """Load everything below `prefix` into `intake`, `page` keys at a time. Return the revision of the listing.
+
+    Raise grpc.RpcError.
+    """
     pages = _Pages(etcd, prefix, page)
-    intake.look_page_by_page(pages)
+    intake.load_pages(pages)
     return pages.revision
 
 
 def text(key: bytes) -> str:
-    """A key as everyone here reads it."""
+    """Decode a key; bytes that are not UTF-8 are escaped."""
     return key.decode(errors="backslashreplace")
 
 
 class _Pages:
-    """Iterated once; each page has a call's deadline. A page too large for one message is asked for in halves."""
+    """The pages of one listing, iterated once. Each has a call's deadline. A page too large for a message is halved."""
 
     def __init__(self, etcd: MultiEndpointEtcd3Client, prefix: str, page: int) -> None:
         self._etcd = etcd
@@ -39,7 +41,7 @@ class _Pages:
         self._end = prefix_range_end(self._first)
         self._page = page
         self.revision = 0
-        """The first page's; 0: there was none yet."""
+        """The revision of the first page; 0: no page has come yet."""
 
     def __iter__(self) -> Iterator[list[tuple[int, str, bytes]]]:
         first, more = self._first, True

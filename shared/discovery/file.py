@@ -1,10 +1,10 @@
-"""Discovery on one machine, without a server: a directory, and kernel locks as leases.
+"""Discovery on one machine without a server: files in a directory, with kernel locks as leases.
 
-    NAME.lock   held (flock) by the owner; the kernel lets go when the process ends, however it ends
-    NAME.json   {key: value}, replaced whole
+    NAME.lock   locked (flock) by the owner; the kernel releases the lock when the process ends, for whatever reason
+    NAME.json   {key: value}, replaced as a whole
 
-NAME begins with the time the lease was made. A lease whose lock nobody holds is dead, and its keys are gone at the next
-look. A process that is stopped (SIGSTOP) or stuck keeps its lock and so its keys: only etcd finds those.
+NAME begins with the time when the lease was made. A lease whose lock is free is dead, and its keys are gone at the next
+poll. A process that is stopped (SIGSTOP) or stuck keeps its lock, and so its keys; only etcd detects such a process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from weakref import WeakSet
 
 import msgspec
 
-from shared.discovery.contract import Alive, Change, Entries, LeftOut, Read
-from shared.discovery.intake import DEFAULT, Intake, Limits
+from shared.discovery.contract import AskOwner, Change, Entries, LeftOut, Read
+from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import listed
 from shared.discovery.key_view import KeyView
 from shared.errors import ConfigError, DiscoveryDown
@@ -37,7 +37,7 @@ _FILE = msgspec.json.Decoder(dict[str, str])
 
 
 class FileLease:
-    """The files of one lease. Blocking; raises OSError."""
+    """The files of one lease. Its methods block, and raise OSError."""
 
     def __init__(self, directory: Path) -> None:
         while True:
@@ -46,11 +46,11 @@ class FileLease:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if self.held:
                 return
-            os.close(self._descriptor)  # swept away between the two calls
+            os.close(self._descriptor)  # another process swept it between the two calls
 
     @property
     def held(self) -> bool:
-        """Whether the lock that others see is still ours."""
+        """Whether the lock file that others see is still ours."""
         try:
             return self._lock.stat().st_ino == os.fstat(self._descriptor).st_ino
         except FileNotFoundError:
@@ -58,7 +58,7 @@ class FileLease:
 
     @property
     def written(self) -> bool:
-        """Whether others find keys here."""
+        """Whether others find the file with the keys."""
         return self._lock.with_suffix(".json").exists()
 
     def write(self, entries: Mapping[str, bytes]) -> None:
@@ -74,13 +74,13 @@ class FileLease:
 
 
 def _remove(lock: Path) -> None:
-    """The lock goes last: while it is there, the rest has an owner or a sweeper."""
+    """Delete the files of a lease, the lock last: while it exists, some process owns or sweeps the others."""
     for suffix in (".json", ".tmp", ".lock"):
         lock.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _dead(lock: Path, mode: int) -> int | None:
-    """A descriptor that holds the lock in `mode`, if nobody else does."""
+    """Lock a file in `mode`. Return the descriptor that holds the lock; None if another process holds it."""
     descriptor = os.open(lock, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
@@ -91,7 +91,7 @@ def _dead(lock: Path, mode: int) -> int | None:
 
 
 def sweep(directory: Path) -> None:
-    """Delete what dead owners left."""
+    """Delete the files of dead owners."""
     for lock in list(directory.glob("*.lock")):
         with suppress(FileNotFoundError):
             descriptor = _dead(lock, fcntl.LOCK_EX)
@@ -101,7 +101,7 @@ def sweep(directory: Path) -> None:
 
 
 def scan(directory: Path) -> dict[str, bytes]:
-    """Keys and values of all living leases, oldest first."""
+    """Return the keys and values of all live leases, oldest first."""
     found: dict[str, bytes] = {}
     for file in sorted(directory.glob("*.json")):
         try:
@@ -111,15 +111,15 @@ def scan(directory: Path) -> dict[str, bytes]:
                 continue
             content = _FILE.decode(file.read_bytes())
         except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-            continue  # just gone; or no file of ours, for those are replaced whole
+            continue  # just deleted; or not our file, since ours are replaced as a whole
         found.update({key: value.encode() for key, value in content.items()})
     return found
 
 
 class FileRegistration:
-    """Keys in one lease. A task looks after the files, which anyone may delete.
+    """Keys in one lease. A task restores the files, which other programs may delete.
 
-    The files are small and local: they are written in the event loop, so that no write is ever left half done.
+    The files are small and local. They are written in the event loop, so that no write stays half done.
     """
 
     def __init__(self, directory: Path, entries: Entries) -> None:
@@ -127,7 +127,7 @@ class FileRegistration:
         self._entries = entries
         self._epoch = 1
         self.wanted: Mapping[str, bytes] = {}
-        """What `entries` named last."""
+        """The keys and values that `entries` returned last."""
         self._lease: FileLease | None = None
         self._task = asyncio.create_task(self._look_after(), name="file-registration")
 
@@ -150,7 +150,7 @@ class FileRegistration:
             self._lease = None
 
     def _write(self) -> bool:
-        """Publish, under a new lease where there is none. False: the directory cannot be written."""
+        """Publish, under a new lease if there is none. Return False if the directory cannot be written."""
         wanted = self.wanted = dict(self._entries(self._epoch))
         try:
             if self._lease is None:
@@ -174,9 +174,9 @@ class FileRegistration:
 
 
 class FileDiscovery:
-    """One process's endpoint at a directory that all processes of one user on one machine share."""
+    """One process's endpoint at a directory, which all processes of one user on one machine share."""
 
-    def __init__(self, directory: Path, *, limits: Limits = DEFAULT) -> None:
+    def __init__(self, directory: Path, *, limits: IntakeLimits = DEFAULT) -> None:
         self._directory = directory
         self._limits = limits
         self._left_out = RateLimitedLog()
@@ -198,16 +198,16 @@ class FileDiscovery:
         return registration
 
     async def watch(
-        self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
+        self, prefix: str, *, ask_owner: AskOwner | None = None, read: Read | None = None
     ) -> AsyncGenerator[Change]:
-        """`alive` is never asked: a lock is a proof."""
-        del alive
+        """`ask_owner` is never called: a lock is a proof."""
+        del ask_owner
         view = KeyView(ttl_s=0.0)
         intake = Intake(read, self._limits)
         counted = 0
         while not self._closed.is_set():
             with suppress(DiscoveryDown):
-                intake.look(await self._found(prefix))
+                intake.load(await self._found(prefix))
                 left_out = intake.left_out
                 if left_out.count > counted:
                     yield LeftOut(left_out.count - counted, left_out.key, left_out.why)
@@ -215,7 +215,7 @@ class FileDiscovery:
                 now = time.monotonic()
                 for change in view.update(now, intake.entries, 0):
                     yield change
-                for change in view.verdicts(now, dict.fromkeys(view.suspects(now), "gone")):
+                for change in view.apply_owner_answers(now, dict.fromkeys(view.keys_to_verify(now), "gone")):
                     yield change
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
@@ -226,7 +226,7 @@ class FileDiscovery:
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         intake = Intake(limits=self._limits)
-        intake.look(await self._found(prefix))
+        intake.load(await self._found(prefix))
         return listed(intake, self._left_out)
 
     async def _found(self, prefix: str) -> dict[str, bytes]:
@@ -241,8 +241,8 @@ class FileDiscovery:
 
 
 def _make(directory: Path) -> None:
-    """Others who could write here could invent instances."""
+    """Create the directory. Raise ConfigError if others can write to it, since they could invent instances."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = directory.stat()
     if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"discovery: {directory} must belong to this user and be writable by nobody else")
+        raise ConfigError(f"discovery: {directory} must belong to this user, and no other user may write to it")

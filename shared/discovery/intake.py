@@ -1,11 +1,11 @@
-"""What a watcher takes in of the keys that a back end holds, and what it leaves out. Pure.
+"""Limits which keys of a back end a watcher takes in, and counts those that it leaves out. Pure.
 
     key and value ──▶ too large, or unreadable ──▶ left out
           └─────────▶ a place is free ──▶ taken in
-                          └── none ──▶ left out, until a look at everything finds a place
+                          └── no place ──▶ left out, until a new listing finds a place
 
-Anybody who can write to the back end can fill it. What is left out costs no memory here and hides nothing: in a look at
-everything the oldest keys get the places, and a key that cannot be read takes none.
+Any client that can write to the back end can fill it. A key that is left out uses no memory here and displaces no
+other: in a listing the oldest keys get the places, and an unreadable key takes none.
 """
 
 from __future__ import annotations
@@ -18,39 +18,41 @@ from shared.discovery.contract import LeftOut, Read
 from shared.errors import ProtocolError
 
 
-class Limits(Struct, frozen=True):
-    """How much a watcher or a listing takes in."""
+class IntakeLimits(Struct, frozen=True):
+    """The limits of a watcher or a listing."""
 
     entries: int = 1 << 14
+    """The maximum number of keys."""
     value_bytes: int = 1 << 16
+    """The maximum size of a value."""
     page: int = 512
-    """Keys that a back end is asked for at once."""
+    """The number of keys that a back end is asked for at once."""
 
 
-DEFAULT = Limits()
+DEFAULT = IntakeLimits()
 
 
 class Intake:
-    """Of one watcher; without `read` every value can be read."""
+    """The keys of one watcher. Without `read`, every value counts as readable."""
 
-    def __init__(self, read: Read | None = None, limits: Limits = DEFAULT) -> None:
+    def __init__(self, read: Read | None = None, limits: IntakeLimits = DEFAULT) -> None:
         self._read = read
         self._limits = limits
         self._looked: Mapping[str, bytes] = {}
         self.entries: dict[str, bytes] = {}
-        """What was taken in; a look at everything puts the oldest first."""
+        """The keys that were taken in; a listing puts the oldest first."""
         self.left_out = LeftOut(0)
-        """All of it so far, and the latest one."""
+        """The number of keys left out so far, and the latest one."""
         self._crowded = False
-        """Whether a key was left out for want of a place since the last look."""
+        """Whether a key was left out because no place was free, since the last listing."""
 
     @property
-    def look_due(self) -> bool:
-        """Whether a look at everything would take in more."""
+    def reload_due(self) -> bool:
+        """Whether a new listing would take in more keys."""
         return self._crowded and len(self.entries) < self._limits.entries
 
-    def look_page_by_page(self, pages: Iterable[Iterable[tuple[int, str, bytes]]]) -> None:
-        """Everything that is there, as (age, key, value) in any order: the lowest age is the oldest."""
+    def load_pages(self, pages: Iterable[Iterable[tuple[int, str, bytes]]]) -> None:
+        """Take in a listing of everything, as (age, key, value) in any order; the lowest age is the oldest."""
         self._crowded = False
         oldest: list[tuple[int, str, bytes]] = []
         for page in pages:
@@ -65,9 +67,12 @@ class Intake:
             del oldest[self._limits.entries :]
         self.entries = {key: value for _, key, value in oldest}
 
-    def look(self, found: Mapping[str, bytes]) -> None:
-        """Everything that is there, oldest first. `found` must not be changed afterwards: what is as it was in the look
-        before is not counted again."""
+    def load(self, found: Mapping[str, bytes]) -> None:
+        """Take in a listing of everything, oldest first.
+
+        `found` must not be changed afterwards: a key that is left out again, unchanged since the last listing, is not
+        counted again.
+        """
         before, self._looked = self._looked, found
         self._crowded = False
         entries: dict[str, bytes] = {}
@@ -80,7 +85,7 @@ class Intake:
         self.entries = entries
 
     def put(self, key: str, value: bytes) -> bool:
-        """A key was set. Whether that changes `entries`."""
+        """Take in a key that was set. Return whether that changes `entries`."""
         why = self._fault(key, value)
         if not why and key not in self.entries and len(self.entries) >= self._limits.entries:
             why = self._crowd()
@@ -91,11 +96,11 @@ class Intake:
         return True
 
     def remove(self, key: str) -> bool:
-        """A key is gone. Whether that changes `entries`."""
+        """Drop a key that was removed. Return whether that changes `entries`."""
         return self.entries.pop(key, None) is not None
 
     def _fault(self, key: str, value: bytes) -> str:
-        """Why a key takes no place; empty: it may have one."""
+        """Return why a key gets no place; empty: it may have one."""
         if len(value) > self._limits.value_bytes:
             return f"its value has {len(value)} bytes, more than {self._limits.value_bytes}"
         if self._read is None:
@@ -108,13 +113,13 @@ class Intake:
 
     def _crowd(self) -> str:
         self._crowded = True
-        return f"{self._limits.entries} older keys have all the places"
+        return f"there are {self._limits.entries} older keys, which is the limit"
 
     def _leave_out(self, key: str, why: str) -> None:
         self.left_out = LeftOut(self.left_out.count + 1, key, why)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         assert len(self.entries) <= self._limits.entries
         assert all(len(value) <= self._limits.value_bytes for value in self.entries.values())
         assert self.left_out.count or not self._crowded

@@ -1,4 +1,4 @@
-"""What one watcher believes about a set of keys, through outages of the back end. Pure.
+"""The keys that one watcher takes to be there, through outages of the back end. Pure.
 
     absent ──seen──▶ present ──gone──▶ missing ──asked at once: its owner publishes it──▶ asked again a TTL later
       ▲                ▲      │          │  │                                                  │
@@ -6,31 +6,33 @@
       │                       └──gone, in doubt──▶ missing ──asked a TTL later: no proof of an end──┘
       └────────────────────────────────────────────────────┴── its owner is gone
 
-A lease may be revoked, or a key deleted, under an owner that lives. So the owner is asked of each key that is seen to
-go: only its word that it publishes the key keeps the key. Its silence does not, for that is how a frozen owner ends.
+A lease may be revoked, or a key deleted, while the owner lives. So when a key is deleted in sight, its owner is asked
+at once, and the key stays only if the owner says that it publishes it. An owner that does not answer loses the key: it
+may be frozen.
 
-A view is *in doubt* for one TTL after each loss of sight, because leases may have ended while nobody could keep them
-alive: a key that is gone then proves nothing. Its owner gets a TTL to publish again, is asked then, and is buried only
-where there is proof that it is gone. While the back end is out of sight nothing is asked and nothing changes.
+A view is *in doubt* for one TTL after each outage of the back end, because leases may have ended while no owner could
+renew them: a key that is missing then proves nothing. Its owner has a TTL to publish it again. Then the owner is asked,
+and the key is removed only if it is proved that the owner is gone. While the back end is out of reach, nothing is asked
+and nothing changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shared.discovery.contract import Added, Change, Owner, Removed, Synced
+from shared.discovery.contract import Change, KeyAdded, KeyRemoved, OwnerAnswer, Synced
 
 
 class KeyView:
-    """Turns what a back end shows into changes. `now` is a monotonic clock in seconds."""
+    """Turns the keys that a back end shows into changes. `now` is a monotonic clock in seconds."""
 
     def __init__(self, ttl_s: float) -> None:
         self.entries: dict[str, bytes] = {}
-        """Present and missing keys: what the watcher was told of and not told to be gone."""
+        """The present and the missing keys: those reported as added and not as removed."""
         self.missing: dict[str, float] = {}
-        """Missing key → when to ask its owner; each is also in `entries`."""
-        self.seen_to_go: set[str] = set()
-        """Those of the missing keys that went without a doubt."""
+        """When to ask the owner of each missing key; the keys are also in `entries`."""
+        self.deleted_in_sight: set[str] = set()
+        """The missing keys that were deleted while the view was not in doubt."""
         self._ttl_s = ttl_s
         self._synced = False
         self._blind = True
@@ -38,66 +40,66 @@ class KeyView:
         self._doubt_until = float("-inf")
 
     def update(self, now: float, found: Mapping[str, bytes], losses: int) -> list[Change]:
-        """The back end shows `found`, having been lost from sight `losses` times so far."""
+        """Compare with `found`, which the back end shows after `losses` outages so far."""
         self._blind = False
         if losses != self._losses:
             self._losses = losses
             self._doubt_until = now + self._ttl_s
             self.missing = dict.fromkeys(self.missing, self._doubt_until)
-            self.seen_to_go.clear()
+            self.deleted_in_sight.clear()
         changes: list[Change] = []
         for key in [key for key in self.entries if key not in found]:
             if now < self._doubt_until:
                 self.missing.setdefault(key, now + self._ttl_s)
             elif key not in self.missing:
                 self.missing[key] = now
-                self.seen_to_go.add(key)
+                self.deleted_in_sight.add(key)
         for key, value in found.items():
             self._find(key)
             if self.entries.get(key) != value:
                 self.entries[key] = value
-                changes.append(Added(key, value))
+                changes.append(KeyAdded(key, value))
         if not self._synced:
             self._synced = True
             changes.append(Synced())
         return changes
 
-    def lost(self) -> None:
-        """The back end is out of sight: the last view stands."""
+    def mark_unreachable(self) -> None:
+        """Note that the back end is out of reach: the last view stays."""
         self._blind = True
 
     @property
     def next_due(self) -> float | None:
-        """When `due` will name a key; None: not before something is seen."""
+        """When `keys_to_verify` will return a key; None: not before the next update."""
         return None if self._blind else min(self.missing.values(), default=None)
 
-    def suspects(self, now: float) -> dict[str, bytes]:
-        """Missing keys whose owners are to be asked now, with their last values."""
+    def keys_to_verify(self, now: float) -> dict[str, bytes]:
+        """Return the missing keys whose owners must be asked now, with their last values."""
         if self._blind:
             return {}
         return {key: self.entries[key] for key, when in self.missing.items() if when <= now}
 
-    def verdicts(self, now: float, asked: Mapping[str, Owner]) -> list[Change]:
-        """The owners of missing keys were asked."""
+    def apply_owner_answers(self, now: float, asked: Mapping[str, OwnerAnswer]) -> list[Change]:
+        """Apply the answers of the owners of missing keys."""
         changes: list[Change] = []
         for key, owner in asked.items():
             if key not in self.missing:
                 continue
-            if owner == "publishes" or (owner != "gone" and key not in self.seen_to_go):
+            if owner == "publishes" or (owner != "gone" and key not in self.deleted_in_sight):
                 self.missing[key] = now + self._ttl_s
             else:
                 self._find(key)
                 del self.entries[key]
-                changes.append(Removed(key))
+                changes.append(KeyRemoved(key))
         return changes
 
     def _find(self, key: str) -> None:
-        """It is missing no more."""
+        """Note that a key is no longer missing."""
         self.missing.pop(key, None)
-        self.seen_to_go.discard(key)
+        self.deleted_in_sight.discard(key)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
-        assert self.seen_to_go <= self.missing.keys() <= self.entries.keys()
+        """Assert the invariants."""
+        assert self.deleted_in_sight <= self.missing.keys() <= self.entries.keys()
         assert self._synced or not self.entries
         assert self.next_due is None or self.missing

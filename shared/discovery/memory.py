@@ -1,4 +1,4 @@
-"""Discovery inside one process: the twin that tests and simulations use, with the back end's faults on call."""
+"""Discovery inside one process, for tests and simulations, which can cause the faults of a back end."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import aclosing
 from contextvars import copy_context
 from functools import partial
 
-from shared.bus.faults import Weather, calm
-from shared.discovery.contract import Alive, Change, Entries, Read
-from shared.discovery.intake import DEFAULT, Intake, Limits
+from shared.bus.faults import Delivery, deliver_at_once
+from shared.discovery.contract import AskOwner, Change, Entries, Read
+from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import DiscoveryDown
 from shared.rate_limited_log import RateLimitedLog
@@ -22,16 +22,17 @@ class MemoryStore:
     expire      a lease ends although its owner lives; the owner publishes again under the next epoch
     kill        a lease ends because its owner died
     wipe        the back end restarts empty; owners publish again
-    outage      nothing can be read or written, nothing is seen; until `recover`
+    outage      nothing can be read, written or watched until `recover`
     """
 
-    def __init__(self, *, ttl_s: float = 0.05, weather: Weather = calm) -> None:
+    def __init__(self, *, ttl_s: float = 0.05, delivery: Delivery = deliver_at_once) -> None:
         self.ttl_s = ttl_s
-        """How long watchers keep a key that is missing after an outage, and how soon a lost lease is granted anew."""
-        self.weather = weather
-        """Watches are streams: it may show late, and must not lose or reorder."""
-        self._sights: dict[KeyFeed, tuple[str, str, Intake]] = {}
-        """Who watches → the prefix, its name, and what it takes in."""
+        """How long watchers keep a key that is missing after an outage; a lost lease is granted again after half of
+        it."""
+        self.delivery = delivery
+        """The delivery to watches. Watches are streams: it may delay, but must not lose or reorder."""
+        self._feeds: dict[KeyFeed, tuple[str, str, Intake]] = {}
+        """The prefix, the watcher's name and the intake of each feed."""
         self._keys: dict[str, tuple[bytes, MemoryRegistration]] = {}
         self._registrations: dict[MemoryRegistration, None] = {}
         self._up = asyncio.Event()
@@ -66,14 +67,14 @@ class MemoryStore:
         self._show()
 
     async def up(self) -> None:
-        """Returns when the back end can be reached."""
+        """Wait until the back end can be reached."""
         await self._up.wait()
 
     def found(self, prefix: str) -> dict[str, bytes]:
         return {key: value for key, (value, _) in self._keys.items() if key.startswith(prefix)}
 
     def put(self, registration: MemoryRegistration, wanted: dict[str, bytes]) -> None:
-        """Make `wanted` all that stands under this registration's lease."""
+        """Make `wanted` the only keys under this registration's lease."""
         self._registrations[registration] = None
         for key in [key for key, (_, owner) in self._keys.items() if owner is registration and key not in wanted]:
             del self._keys[key]
@@ -88,33 +89,33 @@ class MemoryStore:
         self._keys = {key: entry for key, entry in self._keys.items() if entry[1] is not registration}
         self._show()
 
-    def watch(self, sight: KeyFeed, prefix: str, name: str, intake: Intake) -> None:
-        """Show `sight` what `intake` takes in of what is below `prefix`, from now on."""
-        self._sights[sight] = (prefix, name, intake)
+    def watch(self, feed: KeyFeed, prefix: str, name: str, intake: Intake) -> None:
+        """Show `feed` the keys below `prefix` that `intake` takes in, from now on."""
+        self._feeds[feed] = (prefix, name, intake)
         if not self.away:
-            _look(sight, intake, self.found(prefix))
+            _look(feed, intake, self.found(prefix))
 
-    def unwatch(self, sight: KeyFeed) -> None:
-        self._sights.pop(sight, None)
+    def unwatch(self, feed: KeyFeed) -> None:
+        self._feeds.pop(feed, None)
 
     def _show(self) -> None:
         if not self.away:
-            for sight, (prefix, name, intake) in self._sights.items():
-                self.weather("discovery", name, "watch", partial(_look, sight, intake, self.found(prefix)))
+            for feed, (prefix, name, intake) in self._feeds.items():
+                self.delivery("discovery", name, "watch", partial(_look, feed, intake, self.found(prefix)))
 
     def _blind(self) -> None:
-        for sight, (_, name, _) in self._sights.items():
-            self.weather("discovery", name, "watch", sight.lost)
+        for feed, (_, name, _) in self._feeds.items():
+            self.delivery("discovery", name, "watch", feed.mark_unreachable)
 
 
-def _look(sight: KeyFeed, intake: Intake, found: dict[str, bytes]) -> None:
-    intake.look(found)
-    sight.leave_out(intake.left_out)
-    sight.set(intake.entries)
+def _look(feed: KeyFeed, intake: Intake, found: dict[str, bytes]) -> None:
+    intake.load(found)
+    feed.report_left_out(intake.left_out)
+    feed.show(intake.entries)
 
 
 class MemoryRegistration:
-    """One lease of the store. What follows its loss runs in the context of who registered: its owner does it."""
+    """One lease of the store. Whatever follows its loss runs in the context in which it was registered."""
 
     def __init__(self, store: MemoryStore, entries: Entries) -> None:
         self._store = store
@@ -122,7 +123,7 @@ class MemoryRegistration:
         self._entries = entries
         self._epoch = 1
         self.wanted: Mapping[str, bytes] = {}
-        """What `entries` named last."""
+        """The keys and values that `entries` returned last."""
         self._again: asyncio.TimerHandle | None = None
         self._ended = False
 
@@ -141,7 +142,7 @@ class MemoryRegistration:
             self._store.put(self, wanted)
 
     def lost(self) -> None:
-        """The lease is gone; a new one follows a little later, as it would from a real back end."""
+        """End the lease. A new one follows a little later, as it would from a real back end."""
         if self._again is None and not self._ended:
             loop, delay_s = asyncio.get_running_loop(), self._store.ttl_s / 2
             self._again = loop.call_later(delay_s, self._grant, context=self._context)
@@ -155,7 +156,7 @@ class MemoryRegistration:
         self._put()
 
     def end(self) -> None:
-        """No more publishing."""
+        """Stop publishing for good."""
         self._ended = True
         self.wanted = {}
         if self._again is not None:
@@ -169,16 +170,16 @@ class MemoryRegistration:
 
 
 class MemoryDiscovery:
-    """One process's endpoint at a shared store. `name` is for the weather."""
+    """One process's endpoint at a shared store. `name` is what a `Delivery` sees."""
 
-    def __init__(self, store: MemoryStore, name: str = "", *, limits: Limits = DEFAULT) -> None:
+    def __init__(self, store: MemoryStore, name: str = "", *, limits: IntakeLimits = DEFAULT) -> None:
         self._store = store
         self._limits = limits
         self._left_out = RateLimitedLog()
         self._name = name
         self.registrations: list[MemoryRegistration] = []
-        """All that were made here."""
-        self._sights: set[KeyFeed] = set()
+        """Every registration that was made here."""
+        self._feeds: set[KeyFeed] = set()
 
     async def register(self, entries: Entries) -> MemoryRegistration:
         registration = MemoryRegistration(self._store, entries)
@@ -187,18 +188,18 @@ class MemoryDiscovery:
         return registration
 
     async def watch(
-        self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
+        self, prefix: str, *, ask_owner: AskOwner | None = None, read: Read | None = None
     ) -> AsyncGenerator[Change]:
-        sight = KeyFeed()
-        self._sights.add(sight)
-        self._store.watch(sight, prefix, self._name, Intake(read, self._limits))
+        feed = KeyFeed()
+        self._feeds.add(feed)
+        self._store.watch(feed, prefix, self._name, Intake(read, self._limits))
         try:
-            async with aclosing(changes(sight, ttl_s=self._store.ttl_s, alive=alive)) as told:
+            async with aclosing(changes(feed, ttl_s=self._store.ttl_s, ask_owner=ask_owner)) as told:
                 async for change in told:
                     yield change
         finally:
-            self._sights.discard(sight)
-            self._store.unwatch(sight)
+            self._feeds.discard(feed)
+            self._store.unwatch(feed)
 
     def publishes(self, key: str) -> bool:
         return any(key in registration.wanted for registration in self.registrations)
@@ -207,9 +208,9 @@ class MemoryDiscovery:
         if self._store.away:
             raise DiscoveryDown("the store is away")
         intake = Intake(limits=self._limits)
-        intake.look(self._store.found(prefix))
+        intake.load(self._store.found(prefix))
         return listed(intake, self._left_out)
 
     async def close(self) -> None:
-        for sight in self._sights:
-            sight.close()
+        for feed in self._feeds:
+            feed.close()

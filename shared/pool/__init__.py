@@ -1,1 +1,1 @@
-"""The pool file of a machine's kvbm: its layout, its mapping, and the kernel locks that prove life."""
+"""The pool file of a machine's kvbm: its layout, its mapping, and the kernel locks that prove that its users live."""

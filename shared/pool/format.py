@@ -1,19 +1,19 @@
-"""Where everything lies in a kvbm's pool file. All of it follows from the file's size. Pure.
+"""The layout of a kvbm's pool file, which follows from the size of the file. Pure.
 
     0          4096                  slots_at, a multiple of 64 KiB                                           file_bytes
     | header   | generations         | arena 0                              | arena 1                         | rest |
     | 4096     | u64 a page of slots | slot 0 | slot 1 | …                  | slot 0 | …                       |
 
-An arena holds the slots of one layout: the file is cut into arenas of one size, and each of them into slots as large as
-the layout's blocks, rounded up to 4096 bytes, so that a slot can be read from and written to disk with O_DIRECT.
+The file is divided into arenas of one size. An arena holds the slots of one layout. A slot is as large as the layout's
+blocks, rounded up to 4096 bytes, so that it can be read from disk and written to disk with O_DIRECT.
 
-Slots of any size are whole pages, so the table has one number for each page of slots: those of an arena that begins at
-page p are the numbers from p on, and no two arenas share one. A slot's generation grows each time the slot is granted
-for writing. Whoever has copied from a slot looks again: another number, and the copy is worth nothing. Numbers are in
-the machine's own byte order, which is little-endian on all that we run on.
+Slots of any size are whole pages, so the table has one number for each page of slots. The numbers of an arena that
+begins at page p are those from p on, and no two arenas share one. A slot's generation grows each time the slot is
+granted for writing. A process that has copied a slot reads the generation again: if it has changed, the copy is
+worthless. Numbers are in the machine's byte order, which is little-endian on all supported machines.
 
-The file is opened by several processes and could be anything: what is read from it is taken only where it is exactly
-what it must be.
+The file is opened by several processes and could contain anything. A header is accepted only if every byte is exactly
+as it must be.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAGIC = b"HRKVPOOL"
 VERSION = 1
 PAGE_BYTES = 4096
 ALIGN_BYTES = 1 << 16
-"""Of arenas: the largest page of the CPUs we run on, so that each can be mapped by itself."""
+"""The alignment of arenas: the largest page size of the supported CPUs, so that each arena can be mapped by itself."""
 MOST_BYTES = 1 << 46
 LEAST_BYTES = 2 * ALIGN_BYTES
 _FIELDS = Fields("<8sIIQQQQ")
@@ -36,7 +36,7 @@ HEADER_BYTES = _FIELDS.size
 
 
 class PoolUnfit(HeadraceError):
-    """A pool file, or a place in one, that is not what was agreed; the message says in what."""
+    """A pool file, or an arena in one, is not valid. The message says why."""
 
 
 class Arena(Struct, frozen=True):
@@ -44,7 +44,7 @@ class Arena(Struct, frozen=True):
 
     offset: int
     slot_bytes: int
-    """Between the starts of two slots."""
+    """The distance between the starts of two slots."""
     slots: int
     generations: int
 
@@ -53,35 +53,37 @@ class Arena(Struct, frozen=True):
         return self.slot_bytes * self.slots
 
 
-class Geometry(Struct, frozen=True):
+class PoolGeometry(Struct, frozen=True):
     """The layout of one pool file; made by `of`."""
 
     file_bytes: int
     slots_at: int
     pages: int
-    """Of slots, and as many generations."""
+    """The number of pages of slots, which is also the number of generations."""
 
     @staticmethod
-    def of(file_bytes: int) -> Geometry:
-        """Raises PoolUnfit where no pool has this size."""
+    def of(file_bytes: int) -> PoolGeometry:
+        """Return the layout of a file of this size. Raise PoolUnfit if no pool has this size."""
         if not LEAST_BYTES <= file_bytes <= MOST_BYTES or file_bytes % ALIGN_BYTES:
             raise PoolUnfit(
                 f"{file_bytes} bytes: a pool has from {LEAST_BYTES} to {MOST_BYTES}, and a multiple of {ALIGN_BYTES}"
             )
         slots_at = _up(PAGE_BYTES + 8 * (file_bytes // PAGE_BYTES), ALIGN_BYTES)
-        return Geometry(file_bytes, slots_at, (file_bytes - slots_at) // PAGE_BYTES)
+        return PoolGeometry(file_bytes, slots_at, (file_bytes - slots_at) // PAGE_BYTES)
 
     @property
     def generations_at(self) -> int:
         return PAGE_BYTES
 
     def header(self) -> bytes:
-        """The file's first bytes."""
+        """Return the first bytes of the file."""
         return _FIELDS.pack(MAGIC, VERSION, PAGE_BYTES, self.file_bytes, self.generations_at, self.slots_at, self.pages)
 
     def arena(self, index: int, count: int, block_bytes: int) -> Arena:
-        """The slots for blocks of `block_bytes` in the arena `index` of `count`. Raises PoolUnfit where not one of
-        them has room."""
+        """Return the slots for blocks of `block_bytes` in the arena `index` of `count`.
+
+        Raise PoolUnfit if an arena has no room for a block.
+        """
         assert 0 <= index < count
         assert block_bytes > 0
         arena_bytes = (self.file_bytes - self.slots_at) // count // ALIGN_BYTES * ALIGN_BYTES
@@ -97,7 +99,7 @@ class Geometry(Struct, frozen=True):
         )
 
     def check(self, arena: Arena) -> None:
-        """Raises PoolUnfit where an arena that another process named is none of this file's."""
+        """Raise PoolUnfit if an arena that another process named is not one of this file."""
         first_page, odd = divmod(arena.generations - self.generations_at, 8)
         fits = (
             arena.slots > 0
@@ -113,28 +115,28 @@ class Geometry(Struct, frozen=True):
             raise PoolUnfit(f"{arena} does not lie in a pool of {self.file_bytes} bytes")
 
 
-def parse(header: bytes, file_bytes: int) -> Geometry:
-    """The geometry of a file that begins with `header` and is `file_bytes` long. Raises PoolUnfit."""
+def parse(header: bytes, file_bytes: int) -> PoolGeometry:
+    """Return the layout of a file that begins with `header` and is `file_bytes` long. Raise PoolUnfit."""
     if len(header) < HEADER_BYTES:
-        raise PoolUnfit(f"{len(header)} bytes are no header")
+        raise PoolUnfit(f"the header has only {len(header)} bytes")
     magic, version, page_bytes, stated_bytes, _, _, _ = _FIELDS.unpack_from(header)
     if magic != MAGIC:
-        raise PoolUnfit("no pool: its first bytes are others")
+        raise PoolUnfit("not a pool: the file begins with other bytes")
     if version != VERSION:
-        raise PoolUnfit(f"a pool of version {version}; this is version {VERSION}")
+        raise PoolUnfit(f"a pool of version {version}; this program has version {VERSION}")
     if page_bytes != PAGE_BYTES:
         raise PoolUnfit(f"a pool with pages of {page_bytes} bytes; ours have {PAGE_BYTES}")
     if stated_bytes != file_bytes:
         raise PoolUnfit(f"a pool of {stated_bytes} bytes in a file of {file_bytes}")
-    geometry = Geometry.of(file_bytes)
+    geometry = PoolGeometry.of(file_bytes)
     if header[:HEADER_BYTES] != geometry.header():
-        raise PoolUnfit("a header whose offsets do not follow from its size")
+        raise PoolUnfit("the offsets in the header do not follow from the size")
     return geometry
 
 
 def usable(size_bytes: int) -> int:
-    """The largest size of a pool within `size_bytes`. Raises PoolUnfit where there is none."""
-    return Geometry.of(size_bytes // ALIGN_BYTES * ALIGN_BYTES).file_bytes
+    """Return the largest size of a pool within `size_bytes`. Raise PoolUnfit if there is none."""
+    return PoolGeometry.of(size_bytes // ALIGN_BYTES * ALIGN_BYTES).file_bytes
 
 
 def _up(size_bytes: int, multiple: int) -> int:

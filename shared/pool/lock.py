@@ -1,21 +1,21 @@
-"""Kernel locks as proofs of life, beside a kvbm's pool.
+"""Kernel locks next to a kvbm's pool, which prove that its users live.
 
-    DIR/lock            held by the kvbm, one a directory; its note "PID INSTANCE\n" is how workers find it (`kvbm_of`)
+    DIR/lock            held by the directory's kvbm; workers find it by the note "PID INSTANCE\n" in it (`kvbm_of`)
     DIR/owners/OWNER    held by an engine process that maps the pool, from before it attaches until it ends
 
-The kernel lets go of a lock when its process ends, however it ends, and not before: a process that is stopped (SIGSTOP)
-keeps its lock, since it may go on and write. So a free lock proves that no thread of the process will ever write again;
-no timer and no lease can.
+The kernel releases a lock when its process ends, for whatever reason, and not before. A process that is stopped
+(SIGSTOP) keeps its lock, since it may continue and write. So a free lock proves that no thread of the process will ever
+write again; no timer and no lease can prove that.
 
-A GPU writes for its process, and for some ms after its death: until the driver's files are closed. Linux closes what a
-dead process had open in the order of the numbers, and lets go of it in the opposite one. So an engine that uses a GPU
-keeps its lock under a number that is lower than those of the driver's files (`HeldLock.move`). Measured on an H200 with
-copies under way: else the lock is free 0.5 ms after SIGKILL, and the pool is written to for 4 to 6 ms more; so it is
-free after 40 to 50 ms, and nothing is written any more.
+A GPU writes for its process until the driver's files are closed, some ms after the process has died. Linux closes the
+files of a dead process in the order of their numbers, and releases them in reverse order. So an engine that uses a GPU
+keeps its lock under a number that is lower than those of the driver's files (`HeldLock.move_to`). Measured on an H200
+during copies: without this, the lock is free 0.5 ms after SIGKILL, and the GPU writes to the pool for 4 to 6 ms more.
+With it, the lock is free after 40 to 50 ms, and nothing is written after that.
 
-A lock is a `flock`, which belongs to an open file and so to every process that has inherited it. It must end with its
-owner alone: the descriptor is closed by `exec`, and a child of `os.fork` closes it first thing. (A library that forks
-in C without `exec` would keep it; then a dead owner's slots stay unused for as long as that child lives.)
+A lock is a `flock`, which belongs to an open file, and so to every process that has inherited the file. But it must end
+with its owner: `exec` closes the descriptor, and a child of `os.fork` closes it first of all. (A library that forks in
+C without `exec` would keep it. Then a dead owner's slots stay unused for as long as that child lives.)
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ POOL = "pool"
 _NOTE_BYTES = 128
 _OWNER = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Not through a link, and not waiting for the other end of a pipe."""
+"""The flags follow no link, and do not wait for the other end of a pipe."""
 
 
 class LockTaken(HeadraceError):
-    """Another process holds the lock. `note` is what it wrote into the file, perhaps nothing yet."""
+    """Another process holds the lock. `note` is the text that it wrote into the file, perhaps still empty."""
 
     def __init__(self, path: Path, note: str) -> None:
         super().__init__(f"{path} is held by another process")
@@ -50,7 +50,7 @@ class LockTaken(HeadraceError):
 
 
 class HeldLock:
-    """A file whose kernel lock this process holds until `close`, or until it ends. Made by `take` or `make`."""
+    """A file whose kernel lock this process holds until `close`, or until it ends. Made by `acquire` or `create`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -58,8 +58,8 @@ class HeldLock:
         _held.add(self)
 
     @staticmethod
-    def take(path: Path, note: str) -> HeldLock:
-        """The lock of a file that stays; `note` is written into it. Raises LockTaken, OSError."""
+    def acquire(path: Path, note: str) -> HeldLock:
+        """Lock a permanent file, and write `note` into it. Raise LockTaken or OSError."""
         descriptor = os.open(path, _OPEN | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,11 +75,11 @@ class HeldLock:
         return HeldLock(path, descriptor)
 
     @staticmethod
-    def make(path: Path) -> HeldLock:
-        """The lock of a new file, which whoever finds it unlocked may delete. Raises OSError."""
+    def create(path: Path) -> HeldLock:
+        """Lock a new file. Any process that finds it unlocked may delete it. Raise OSError."""
         while True:
             held = HeldLock(path, os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600))
-            try:  # without waiting: who found the file unlocked may be stopped by now
+            try:  # without waiting: a process that has locked it to delete it may be stopped by now
                 fcntl.flock(held._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if held.held:
                     return held
@@ -88,7 +88,7 @@ class HeldLock:
             except OSError:
                 held.close(delete=True)
                 raise
-            held.close(delete=True)  # deleted or locked by another, between the two calls
+            held.close(delete=True)  # another process deleted or locked it between the two calls
 
     @property
     def held(self) -> bool:
@@ -100,8 +100,9 @@ class HeldLock:
         except FileNotFoundError:
             return False
 
-    def move(self, number: int) -> None:
-        """To this descriptor, which is open: what it was is closed, and if that was a lock it is let go."""
+    def move_to(self, number: int) -> None:
+        """Move the lock to the descriptor `number`, which is open: its file is closed, and if that was a lock,
+        released."""
         for other in _held:
             if other._descriptor == number:
                 other._descriptor = -1
@@ -110,7 +111,7 @@ class HeldLock:
         self._descriptor = number
 
     def close(self, *, delete: bool = False) -> None:
-        """Lets go; idempotent."""
+        """Release the lock. Idempotent."""
         if delete and self.held:
             self.path.unlink(missing_ok=True)
         self._let_go()
@@ -125,7 +126,7 @@ _held: WeakSet[HeldLock] = WeakSet()
 
 
 def _forget_in_child() -> None:
-    """The parent's lock stays: it is let go only when its last descriptor is closed."""
+    """Close the parent's locks in a child. The parent keeps them, since its own descriptors are open."""
     for lock in list(_held):
         with suppress(OSError):
             lock._let_go()
@@ -135,13 +136,15 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def hold_directory(directory: Path, instance: str) -> HeldLock:
-    """The lock of the kvbm `instance` on its pool's directory. Raises LockTaken, OSError."""
-    return HeldLock.take(directory / LOCK, f"{os.getpid()} {instance}\n")
+    """Lock the directory of a pool for the kvbm `instance`. Raise LockTaken or OSError."""
+    return HeldLock.acquire(directory / LOCK, f"{os.getpid()} {instance}\n")
 
 
 def kvbm_of(directory: Path) -> str:
-    """The instance id of the kvbm that last held the directory; empty where none did, or none that can be read. Takes
-    no lock: whether it lives is discovery's to say."""
+    """Return the instance id of the kvbm that last locked the directory; empty if there is none, or it is unreadable.
+
+    This does not test the lock: discovery knows whether that kvbm lives.
+    """
     try:
         descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -157,29 +160,31 @@ def kvbm_of(directory: Path) -> str:
 
 
 def is_owner(name: str) -> bool:
-    """Whether an owner may have this name, which becomes a file's."""
+    """Return whether an owner may have this name, which becomes the name of a file."""
     return _OWNER.fullmatch(name) is not None
 
 
 def hold_owner(directory: Path, owner: str) -> HeldLock:
-    """The lock of this engine process beside the pool in `directory`; a name is used once. Everything that is granted
-    to the owner ends when it is closed (`close(delete=True)`), so only once nothing of the pool is touched any more.
+    """Lock the file of this engine process next to the pool in `directory`. A name is used only once.
 
-    Raises PoolUnfit where no kvbm has ever run there, or where others could have put their own files there.
+    Closing the lock (`close(delete=True)`) ends everything that is granted to the owner, so close it only once nothing
+    touches the pool.
+
+    Raise PoolUnfit if no kvbm has ever run there, or if other users could have put their own files there.
     """
     assert is_owner(owner), owner
     try:
         check_directory(directory)
         check_directory(directory / OWNERS)
-        return HeldLock.make(directory / OWNERS / owner)
+        return HeldLock.create(directory / OWNERS / owner)
     except OSError as wrong:
         raise PoolUnfit(f"{wrong.filename or directory}: {wrong.strerror}") from None
 
 
 def check_directory(directory: Path) -> None:
-    """Raises PoolUnfit where another user owns or can change it, OSError where it cannot be looked at."""
+    """Raise PoolUnfit if another user owns the directory or can change it, OSError if it cannot be inspected."""
     about = directory.stat()
     if not stat.S_ISDIR(about.st_mode):
-        raise PoolUnfit(f"{directory} is no directory")
+        raise PoolUnfit(f"{directory} is not a directory")
     if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PoolUnfit(f"{directory} must belong to this user and be writable by nobody else")
+        raise PoolUnfit(f"{directory} must belong to this user, and no other user may write to it")

@@ -1,17 +1,17 @@
-"""How a service's process lives: loop, signals, task group, readiness, drain.
+"""The life of a service's process: event loop, signals, task group, readiness, drain.
 
     run(service, schema, process, serve)
         settings, logs, /live /health /metrics
         connect the bus, open discovery, follow the directory, answer Ping
-        serve(runtime, config)         the service's own main: subscribes, registers, waits for `stopping`, drains
+        serve(runtime, config)         the service's own part: subscribes, registers, waits for `stopping`, drains
         close discovery, drain the bus, end
 
     starting ──▶ serving ──SIGTERM, SIGINT──▶ draining ──▶ ended, status 0
         └───────────┴── an error: status 1 (2: settings or model)
-                                                 └── a second signal, or over the drain limit: status 1, at once
+                                                 └── a second signal, or the drain limit: status 1, at once
 
-A signal sets `runtime.stopping`. With the flag `--check` (or `--check-settings`) nothing is started: the status says
-whether the settings, and the files that they name, would do.
+A signal sets `runtime.stopping`. With the flag `--check` or `--check-settings` nothing is started: the status says
+whether the settings (and with `--check` the files that they name) are valid.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry
 
 from shared import subjects
-from shared.bus.contract import Bus, Events, Message
+from shared.bus.contract import Bus, EventBus, Message
 from shared.bus.nats_bus import NatsBus, connect
-from shared.bus.zmq_events import ZmqEvents
+from shared.bus.zmq_events import ZmqEventBus
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig, load
 from shared.discovery.backends import open_discovery
 from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
 from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, EventSource, Instance, Pong, ServiceName
-from shared.metrics import counted, process_registry
+from shared.metrics import process_registry, scraped_counter
 from shared.runtime import logs, observe
-from shared.runtime.observe import Health
+from shared.runtime.observe import ProcessHealth
 from shared.runtime.usage import usage
 from shared.version import VERSION
 
@@ -56,42 +56,43 @@ EXIT_SETTINGS = 2
 CHECK = "--check"
 CHECK_SETTINGS = "--check-settings"
 CLOSE_LIMIT_S = 10.0
-"""For discovery and for the bus, after the service has drained."""
+"""The time in seconds to close discovery, and to close the bus, after the service has drained."""
 FORCED_LIMIT_S = 2.0
-"""For everything, once the end is forced; then the process is gone whatever it does."""
+"""The time in seconds between a forced end and the hard exit of the process."""
 
 YOUNG_OBJECTS = 10_000
-"""Made before Python's collector looks at them; by itself it does after 700, which are three requests of a frontend."""
+"""The number of new objects that starts a garbage collection. Python's default, 700, is three requests of a
+frontend."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What every service is given. Tests build it from the in-process twins."""
+    """Everything that a service is given. Tests build it from the in-process fakes."""
 
     namespace: str
     service: ServiceName
     instance: str
     machine: str
     bus: Bus
-    events: Events
+    events: EventBus
     discovery: Discovery
     directory: Directory
     registry: CollectorRegistry
     tasks: asyncio.TaskGroup
     stopping: asyncio.Event
-    vitals: Health = field(default_factory=Health)
-    doors: Bus | None = None
-    """What clients of NATS send comes by this connection, where a process has one for it: a flood of theirs breaks it
-    and not the one to other services."""
+    health: ProcessHealth = field(default_factory=ProcessHealth)
+    client_bus: Bus | None = None
+    """The connection for messages of NATS clients, if the process has one: a flood of them breaks this connection, and
+    not that to other services."""
     http: str = ""
-    """Base URL of this process's /live, /health and /metrics, for the address book; empty in tests without one."""
+    """The base URL of /live, /health and /metrics of this process, for the address book; empty in tests without one."""
     started: float = field(default_factory=time.time)
     wall: Callable[[], float] = time.time
-    """The wall clock, seconds since 1970; time that passes is the loop's."""
+    """The wall clock in seconds since 1970. Durations are measured with the event loop's clock."""
     draw: Random = field(default_factory=Random)
-    """Spreads ties and keeps no secret; a simulation seeds it."""
+    """The random numbers, for ties and never for secrets; a simulation seeds them."""
 
     def address(
         self,
@@ -102,7 +103,7 @@ class Runtime:
         api: str = "",
         layouts: dict[str, EventSource] | None = None,
     ) -> dict[str, bytes]:
-        """This process's address book entry under the lease of `epoch`, as the key and value to publish."""
+        """Return the key and value of this process's address book entry under the lease of `epoch`."""
         entry = Instance(
             namespace=self.namespace,
             service=self.service,
@@ -124,15 +125,15 @@ class Runtime:
 
 
 def pid_namespace() -> int:
-    """The number of this process's; 0 where the kernel has none."""
+    """Return the number of this process's PID namespace; 0 if the kernel has none."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
     except OSError:
         return 0
 
 
-class Settings(Protocol):
-    """What every service's settings have."""
+class CommonSettings(Protocol):
+    """The settings that every service has."""
 
     @property
     def namespace(self) -> str: ...
@@ -148,22 +149,24 @@ class Settings(Protocol):
 
 
 @dataclass(frozen=True)
-class Process:
-    """What lifecycle needs of a service's settings."""
+class ProcessSettings:
+    """The part of a service's settings that `run` needs."""
 
     namespace: str
     nats: NatsConfig
     discovery: DiscoveryConfig
     observe: ObserveConfig
     drain_limit_s: float
-    """From the first signal to the forced end; longer than the service's own drain."""
-    doors: bool = False
-    """It has clients of NATS, and needs a connection for what they send."""
+    """The time in seconds from the first signal to the forced end; longer than the service's own drain."""
+    client_bus: bool = False
+    """Whether the process needs a separate connection for messages of NATS clients."""
 
     @staticmethod
-    def of(settings: Settings, drain_limit_s: float, *, doors: bool = False) -> Process:
-        """With what every service's settings have."""
-        return Process(settings.namespace, settings.nats, settings.discovery, settings.observe, drain_limit_s, doors)
+    def of(settings: CommonSettings, drain_limit_s: float, *, client_bus: bool = False) -> ProcessSettings:
+        """Take the settings that every service has."""
+        return ProcessSettings(
+            settings.namespace, settings.nats, settings.discovery, settings.observe, drain_limit_s, client_bus
+        )
 
 
 C = TypeVar("C", bound=Struct)
@@ -172,14 +175,17 @@ C = TypeVar("C", bound=Struct)
 def run(
     service: ServiceName,
     schema: type[C],
-    process: Callable[[C], Process],
+    process: Callable[[C], ProcessSettings],
     serve: Callable[[Runtime, C], Awaitable[None]],
     *,
     check: Callable[[C], None] = lambda _: None,
     flags: Sequence[str] | None = None,
 ) -> NoReturn:
-    """A service's whole process; ends it with a status. `check` reads the files that the settings name, and raises
-    ConfigError or ModelError. `flags` are those of the command line if not given."""
+    """Run a service's whole process, and end it with a status.
+
+    `check` reads the files that the settings name, and raises ConfigError or ModelError. `flags` are those of the
+    command line if not given.
+    """
     instance = secrets.token_hex(8)
     flags = sys.argv[1:] if flags is None else flags
     if "--help" in flags:
@@ -190,7 +196,7 @@ def run(
         config = load(schema, flags=[flag for flag in flags if flag not in checks])
         needed = process(config)
         if not subjects.is_id(needed.namespace):
-            raise ConfigError(f"namespace: {needed.namespace!r} is not 1 to 64 letters, digits, - and _")
+            raise ConfigError(f"namespace: {needed.namespace!r} must be 1 to 64 letters, digits, - and _")
         if CHECK in checks:
             check(config)
         if checks:
@@ -201,20 +207,20 @@ def run(
     except (ConfigError, ModelError) as wrong:
         print(f"headrace-{service}: {wrong}", file=sys.stderr)
         status = EXIT_SETTINGS
-    except Exception:  # noqa: BLE001 - the last edge: whatever it was is logged, and the process ends
+    except Exception:  # noqa: BLE001 - the last resort: it is logged, and the process ends
         _log.exception("%s crashed", service)
         status = EXIT_FAILED
     sys.exit(status)
 
 
 class _Ending:
-    """The signals of one process: the first asks for a drain, what comes after it ends `serving`."""
+    """The signals of one process: the first starts the drain, a second one cancels `serving`."""
 
-    def __init__(self, vitals: Health, drain_limit_s: float) -> None:
+    def __init__(self, health: ProcessHealth, drain_limit_s: float) -> None:
         self.stopping = asyncio.Event()
         self.forced = False
         self.serving: asyncio.Task[None] | None = None
-        self._vitals = vitals
+        self._health = health
         self._drain_limit_s = drain_limit_s
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -225,13 +231,13 @@ class _Ending:
             self._force(f"a second signal ({name})")
             return
         _log.info("%s: draining", name)
-        self._vitals.drain()
+        self._health.drain()
         self.stopping.set()
         self._loop.call_later(self._drain_limit_s, self._force, f"not drained in {self._drain_limit_s:g} s")
 
     def _force(self, reason: str) -> None:
         if not self.forced:
-            _log.error("ending undrained: %s", reason)
+            _log.error("ending without a complete drain: %s", reason)
             self.forced = True
             assert self.serving is not None
             self.serving.cancel()
@@ -239,62 +245,62 @@ class _Ending:
 
 
 async def _live(
-    service: ServiceName, instance: str, process: Process, serve: Callable[[Runtime], Awaitable[None]]
+    service: ServiceName, instance: str, process: ProcessSettings, serve: Callable[[Runtime], Awaitable[None]]
 ) -> int:
-    """The status to exit with. Raises what `serve` raised."""
-    vitals = Health()
-    ending = _Ending(vitals, process.drain_limit_s)
-    ending.serving = asyncio.create_task(_serve(service, instance, process, serve, vitals, ending.stopping))
+    """Run the service, and return the exit status. Raise what `serve` raised."""
+    health = ProcessHealth()
+    ending = _Ending(health, process.drain_limit_s)
+    ending.serving = asyncio.create_task(_serve(service, instance, process, serve, health, ending.stopping))
     try:
         await ending.serving
     except asyncio.CancelledError:
         if not ending.forced:
             raise
     except ExceptionGroup as wrong:
-        raise _told(wrong) from wrong
+        raise _mendable_error(wrong) from wrong
     return EXIT_FAILED if ending.forced else 0
 
 
 class _Served(Exception):
-    """The service has drained; ends the tasks that are left."""
+    """The service has drained: this ends the remaining tasks."""
 
 
 async def _serve(
     service: ServiceName,
     instance: str,
-    process: Process,
+    process: ProcessSettings,
     serve: Callable[[Runtime], Awaitable[None]],
-    vitals: Health,
+    health: ProcessHealth,
     stopping: asyncio.Event,
 ) -> None:
-    """Opens what a Runtime is made of, serves, and closes it in the opposite order."""
+    """Open the parts of a Runtime, serve, and close them in reverse order."""
     registry = process_registry(process.namespace, service, instance)
     async with AsyncExitStack() as opened:
-        url = await opened.enter_async_context(observe.serving(process.observe, vitals, registry))
+        url = await opened.enter_async_context(observe.serving(process.observe, health, registry))
         waiting = f"waiting for NATS at {process.nats.url.rpartition('@')[2]}"
-        vitals.unready(waiting)
-        connecting = connect(process.nats, f"headrace-{service}-{instance}", lambda why: vitals.unready(why or waiting))
+        health.unready(waiting)
+        connecting = connect(process.nats, f"headrace-{service}-{instance}", lambda why: health.unready(why or waiting))
         bus = await _unless(stopping, connecting)
         if bus is None:
             return
         opened.push_async_callback(_within_limit, bus.drain, "the bus")
-        doors: NatsBus | None = None
-        if process.doors:
-            doors = NatsBus(process.nats, f"headrace-{service}-{instance}-clients", unreadable=bus.unreadable)
-            opened.push_async_callback(_within_limit, doors.drain, "the bus of clients")
+        client_bus: NatsBus | None = None
+        if process.client_bus:
+            client_bus = NatsBus(process.nats, f"headrace-{service}-{instance}-clients", unreadable=bus.unreadable)
+            opened.push_async_callback(_within_limit, client_bus.drain, "the bus of clients")
         discovery = open_discovery(process.discovery, registry)
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
         host = process.observe.host
-        events = opened.enter_context(ZmqEvents(host, observe.advertised(host), process.observe.events))
+        events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), process.observe.events))
         _count_unreadable(registry, bus, events)
         directory = Directory(discovery, bus, process.namespace, registry=registry)
-        vitals.unready("starting")
+        health.unready("starting")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(directory.run(), name="directory")
-                tasks.create_task(bus.kept(), name="bus")
-                if doors is not None:
-                    tasks.create_task(doors.kept(), name="bus of clients")
+                tasks.create_task(bus.wait_closed(), name="bus")
+                if client_bus is not None:
+                    tasks.create_task(client_bus.wait_closed(), name="bus of clients")
                 runtime = Runtime(
                     namespace=process.namespace,
                     service=service,
@@ -307,8 +313,8 @@ async def _serve(
                     registry=registry,
                     tasks=tasks,
                     stopping=stopping,
-                    vitals=vitals,
-                    doors=doors,
+                    health=health,
+                    client_bus=client_bus,
                     http=url,
                 )
                 await answer_pings(runtime)
@@ -318,20 +324,20 @@ async def _serve(
             pass
 
 
-def _count_unreadable(registry: CollectorRegistry, bus: Bus, events: Events) -> None:
-    counted(
+def _count_unreadable(registry: CollectorRegistry, bus: Bus, events: EventBus) -> None:
+    scraped_counter(
         registry,
         "headrace_unreadable_messages",
-        "Messages on any subject, and questions for a replay of KV events, that nobody here could read; what a router "
-        "answers or tells apart is in headrace_malformed_messages instead",
+        "Messages on any subject, and requests for a replay of KV events, that this process could not read. Those that "
+        "a router counts by channel are in headrace_malformed_messages instead.",
         lambda: bus.malformed + events.malformed,
     )
 
 
 def settle_memory() -> None:
-    """To be called once all that a process is made of is there: the collector does not look at that again.
+    """Exclude all present objects from garbage collection. Call this once everything permanent has been made.
 
-    A full collection took a frontend 70 ms, in which no token went out, and all collections a twentieth of its time.
+    Before, a full collection stopped a frontend for 70 ms, and all collections took a twentieth of its time.
     """
     gc.collect()
     gc.freeze()
@@ -339,13 +345,13 @@ def settle_memory() -> None:
 
 
 async def answer_pings(runtime: Runtime) -> None:
-    """Ping on this process's `control` subject gets Pong, with the epoch that discovery shows of it."""
+    """Answer each Ping on this process's `control` subject with a Pong, which has the epoch known to discovery."""
 
     async def pong(message: Message) -> None:
         ping = PING.decode(message.payload, message.headers)
         known = runtime.directory.instances.get(runtime.instance)
         publishes = runtime.discovery.publishes(ping.key) if ping.key else None
-        answer = Pong(runtime.instance, 0 if known is None else known.epoch, runtime.vitals.progress, publishes)
+        answer = Pong(runtime.instance, 0 if known is None else known.epoch, runtime.health.progress, publishes)
         if message.reply:
             await runtime.bus.publish(message.reply, PONG.encode(answer, message.headers), headers=message.headers)
 
@@ -356,7 +362,7 @@ T = TypeVar("T")
 
 
 async def _unless(stopping: asyncio.Event, work: Coroutine[object, object, T]) -> T | None:
-    """The result of `work`, or None if the process is to stop first."""
+    """Return the result of `work`, or None if the process must stop first."""
     working = asyncio.create_task(work)
     stopped = asyncio.create_task(stopping.wait())
     try:
@@ -373,11 +379,11 @@ async def _within_limit(close: Callable[[], Awaitable[None]], name: str) -> None
         async with asyncio.timeout(CLOSE_LIMIT_S):
             await close()
     except TimeoutError:
-        _log.warning("%s was not closed in %g s", name, CLOSE_LIMIT_S)
+        _log.warning("%s did not close within %g s", name, CLOSE_LIMIT_S)
 
 
-def _told(group: ExceptionGroup[Exception]) -> Exception:
-    """What the person who started the process can mend, if it is among the errors; else all of them."""
+def _mendable_error(group: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error of settings or model, which the operator can mend; without one, the whole group."""
     mendable = group.subgroup((ConfigError, ModelError))
     if mendable is None:
         return group

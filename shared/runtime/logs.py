@@ -1,9 +1,9 @@
-"""Structured logs: one line a record on stderr, `key=value`, with what names the process in each.
+"""Structured logs: one line of `key=value` for each record on stderr, with the name of the process.
 
     time=2026-01-31T12:00:00.123Z level=info service=worker instance=0123456789abcdef logger=… message="…" request=…
 
-A record's `extra={"request": id}` puts the request's id behind the message. A traceback follows in the same line, its
-line breaks escaped, so that a line is a record.
+A record's `extra={"request": id}` adds the request's id after the message. A traceback follows in the same line, with
+its line breaks escaped, so that each line is one record.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class LogLine(logging.Formatter):
 
 
 def start(service: ServiceName, instance: str, level: str) -> None:
-    """All logs of this process from now on. Raises ConfigError on an unknown level."""
+    """Start the logs of this process. Raise ConfigError for an unknown level."""
     if level not in LEVELS:
-        raise ConfigError(f"log_level: {level!r} is none of {', '.join(LEVELS)}")
+        raise ConfigError(f"log_level: {level!r} is not one of {', '.join(LEVELS)}")
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(LogLine(service, instance))
     logging.basicConfig(level=level.upper(), handlers=[output], force=True)

@@ -1,6 +1,6 @@
-"""/live, /health and /metrics of one process.
+"""Serves /live, /health and /metrics of one process.
 
-/live      200 while the event loop turns; never a question of load
+/live      200 while the event loop runs, under any load
 /health    200 when the service is ready, else 503; {"ready": …, "reasons": […]}
 /metrics   Prometheus text
 """
@@ -21,62 +21,64 @@ from shared.config import ObserveConfig
 from shared.errors import ConfigError
 
 IDLE_S = 75.0
-"""How long a connection may be without a request."""
-_EVERYWHERE = ("0.0.0.0", "::", "")  # noqa: S104 - compared with, not bound
+"""The time in seconds after which a connection without requests is closed."""
+_EVERYWHERE = ("0.0.0.0", "::", "")  # noqa: S104 - only compared, not bound
 
 
-class Health:
-    """What a process says of itself at /health and to Ping. The service sets it."""
+class ProcessHealth:
+    """The state that a process shows at /health and in Pong. The service sets it."""
 
     def __init__(self) -> None:
         self._reasons: list[str] = ["starting"]
         self._judge: Callable[[], Sequence[str]] | None = None
         self.also: Callable[[], dict[str, list[str]]] = dict
-        """What /health says beside."""
+        """Returns further fields of /health."""
         self._draining: Callable[[], str] | None = None
         self.progress = 0
-        """The engine's step count, where there is an engine; goes into Pong."""
+        """The number of steps of the engine, if there is one, for Pong."""
 
     @property
     def reasons(self) -> Sequence[str]:
-        """Why it is not ready; empty: it is."""
+        """The reasons why the process is not ready; empty: it is ready."""
         if self._draining is not None:
             return [self._draining()]
         return self._reasons if self._judge is None else self._judge()
 
     def drain(self, waits_for: Callable[[], str] = lambda: "draining") -> None:
-        """The process was asked to end: it is never ready again, and says what it waits for."""
+        """Show that the process drains, and what it waits for. It is never ready again."""
         self._draining = waits_for
 
-    def ask(self, reasons: Callable[[], Sequence[str]], also: Callable[[], dict[str, list[str]]]) -> None:
-        """From now on these tell, at each look, instead of `ready` and `unready`."""
+    def delegate(self, reasons: Callable[[], Sequence[str]], also: Callable[[], dict[str, list[str]]]) -> None:
+        """Call these for each /health from now on, in place of `ready` and `unready`."""
         self._judge, self.also = reasons, also
 
     def ready(self) -> None:
-        """What the service is there for would be done now."""
+        """Show that the service is ready."""
         self._reasons = []
 
     def unready(self, *reasons: str) -> None:
-        """It would not, because …"""
+        """Show that the service is not ready, and why."""
         assert reasons
         self._reasons = list(reasons)
 
 
-def add_routes(app: web.Application, vitals: Health, registry: CollectorRegistry | None) -> None:
-    """The three paths on an application of the service's own; without a registry only what strangers may know: whether
-    it lives and is ready."""
+def add_routes(app: web.Application, health: ProcessHealth, registry: CollectorRegistry | None) -> None:
+    """Add the three paths to a service's own application.
 
-    async def live(_request: web.Request) -> web.Response:
+    Without a registry, show only what any client may know: whether the process lives and is ready.
+    """
+
+    async def answer_live(_request: web.Request) -> web.Response:
         return web.Response(text="live\n")
 
-    async def health(_request: web.Request) -> web.Response:
-        reasons = list(vitals.reasons)
-        told = {} if registry is None else {"reasons": reasons, **vitals.also()}
-        body = {"ready": not reasons, **told}
+    async def answer_health(_request: web.Request) -> web.Response:
+        reasons = list(health.reasons)
+        details = {} if registry is None else {"reasons": reasons, **health.also()}
+        body = {"ready": not reasons, **details}
         return web.json_response(body, status=503 if reasons else 200)
 
-    app.router.add_get("/live", live)
-    app.router.add_get("/health", health)
+    app.router.add_get("/live", answer_live)
+    app.router.add_get("/health", answer_health)
     if registry is not None:
         app.router.add_get("/metrics", partial(_metrics, registry))
 
@@ -86,16 +88,16 @@ async def _metrics(registry: CollectorRegistry, _request: web.Request) -> web.Re
 
 
 def advertised(host: str) -> str:
-    """Where others reach a socket that is bound to `host`: this machine's name where that is any address."""
+    """Return the host at which others reach a socket bound to `host`: this machine's name if that is any address."""
     return socket.gethostname() if host in _EVERYWHERE else host
 
 
 @asynccontextmanager
-async def serving(config: ObserveConfig, vitals: Health, registry: CollectorRegistry) -> AsyncIterator[str]:
-    """Serves the three paths at `config`'s host and port; gives the base URL. Raises ConfigError if it cannot."""
+async def serving(config: ObserveConfig, health: ProcessHealth, registry: CollectorRegistry) -> AsyncIterator[str]:
+    """Serve the three paths at `config`'s host and port, and yield the base URL. Raise ConfigError if that fails."""
     app = web.Application()
-    add_routes(app, vitals, registry)
-    # No path reads a body; aiohttp would decompress one in the loop all the same.
+    add_routes(app, health, registry)
+    # No path reads a body, but aiohttp would decompress one in the event loop.
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_S, auto_decompress=False)
     await runner.setup()
     try:

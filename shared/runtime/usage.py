@@ -1,4 +1,4 @@
-"""What `--help` prints of a service: all of its settings, each with its default and what its Struct says of it."""
+"""The text of `--help`: all settings of a service, each with its default and the docstring of its field."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import get_origin
 from msgspec import NODEFAULT, Struct
 from msgspec.structs import FieldInfo, fields
 
-from shared.config import PREFIX, SECRETS, words
+from shared.config import PREFIX, SECRETS, literal_values
 
 WIDTH = 110
 
 
 def usage(program: str, schema: type[Struct]) -> str:
-    """The text; it ends with a new line."""
+    """Return the text of `--help`, which ends with a new line."""
     head = [
         f"usage: {program} [--config FILE] [--SETTING VALUE]… [--check | --check-settings]",
         "",
-        "--check starts nothing: its exit status is 0 where the settings and the files that they name would do, or 2",
-        "with the reason; --check-settings looks at no file but --config's.",
+        "--check starts nothing. Its exit status is 0 if the settings and the files that they name are valid, else 2",
+        "with the reason. --check-settings reads no file except that of --config.",
         "",
-        f"A setting comes from its flag, or from the environment ({PREFIX}TABLE_FIELD), or from the file,",
-        "which is TOML, in this order; or it is its default, which stands behind it here.",
+        f"A setting comes from its flag, else from the environment ({PREFIX}TABLE_FIELD), else from the file,",
+        "which is TOML. Without any of them it has its default, which follows its name here.",
     ]
     return "\n".join([*head, *_lines(schema, ()), ""])
 
 
 def _lines(schema: type[Struct], above: tuple[str, ...]) -> Iterator[str]:
-    """Of one table; the tables within it come behind its own settings."""
+    """Yield the lines of one table. The tables in it follow its own settings."""
     said = _said(schema)
     yield ""
     yield from _wrapped(f"[{'.'.join(above)}]  {inspect.getdoc(schema)}" if above else inspect.getdoc(schema) or "", "")
@@ -48,21 +48,21 @@ def _lines(schema: type[Struct], above: tuple[str, ...]) -> Iterator[str]:
 
 
 def _name(path: tuple[str, ...], field: FieldInfo) -> str:
-    """Where it is set, and to which words."""
+    """Return the flag or the variable of a setting, and its allowed words."""
     if field.name in SECRETS:
-        return f"{PREFIX}{'_'.join(path).upper()}  no flag, which `ps` would show; …_FILE names a file that has it"
-    choices, flag = words(field.type), "--" + "-".join(path).replace("_", "-")
+        return f"{PREFIX}{'_'.join(path).upper()}  not a flag, since `ps` would show it; …_FILE names a file with it"
+    choices, flag = literal_values(field.type), "--" + "-".join(path).replace("_", "-")
     if get_origin(field.type) is dict:
         flag += " NAME=VALUE,…"
     return flag + (f" ({', '.join(choices)})" if choices else "")
 
 
 def _default(field: FieldInfo) -> str:
-    """As it would be typed; nothing where it is empty."""
+    """Return the default as it would be typed; empty if it is empty."""
     if field.required:
-        return "  needed"
+        return "  required"
     given = field.default
-    if given is NODEFAULT:  # one that is made, as of a table
+    if given is NODEFAULT:  # a default that is made, as that of a table
         return ""
     text = ",".join(map(str, given)) if isinstance(given, tuple) else str(given)
     return f"  {text.lower() if isinstance(given, bool) else text}" if text else ""
@@ -73,7 +73,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _said(schema: type[Struct]) -> dict[str, str]:
-    """Field → the docstring below it, which Python itself passes over."""
+    """Return the docstring below each field, which Python itself ignores."""
     [declared] = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
     assert isinstance(declared, ast.ClassDef)
     return {

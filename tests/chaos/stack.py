@@ -25,7 +25,7 @@ from shared.discovery.contract import Discovery
 from shared.discovery.etcd import EtcdDiscovery
 from shared.errors import DiscoveryDown
 from shared.messages import INSTANCE, JSON_HEADER
-from shared.pool.format import HEADER_BYTES, Geometry
+from shared.pool.format import HEADER_BYTES, PoolGeometry
 from tests.chaos.clients import MODEL
 from tests.chaos.plan import ALONE, SERVICES, Target
 from tests.chaos.program import START_LIMIT_S, Program, children
@@ -144,7 +144,7 @@ class Stack:
 
     def damage_memory(self, draw: Random) -> None:
         """Of the blocks alone."""
-        _turn_bits(self._pool, 20_000, Geometry.of(self._pool.stat().st_size).slots_at, draw)
+        _turn_bits(self._pool, 20_000, PoolGeometry.of(self._pool.stat().st_size).slots_at, draw)
 
     def keys_file(self, frontend: str) -> Path:
         """The one of API keys."""

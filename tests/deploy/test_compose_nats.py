@@ -103,7 +103,7 @@ async def test_a_client_asks_the_frontend_and_hears_the_answer(services: Peer, c
     "subject",
     [
         subjects.stream("default", "a1"),
-        subjects.kept("default", "a1"),
+        subjects.response_store("default", "a1"),
         subjects.control("default", "frontend", "a1"),
         subjects.worker("default", "b2", "generate"),
         subjects.worker("default", "b2", "cancel"),

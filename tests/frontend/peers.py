@@ -26,7 +26,7 @@ from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, L
 from services.frontend.tool_parsers.formats import FormatName
 from shared import subjects
 from shared.bus.contract import Bus, Message, Subscription
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.config import NatsConfig
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
@@ -75,7 +75,7 @@ from shared.messages import (
     TokenLogprob,
 )
 from shared.runtime.lifecycle import Runtime
-from shared.runtime.observe import Health
+from shared.runtime.observe import ProcessHealth
 
 NAMESPACE = "test"
 MODEL = "tiny/model-1.0"
@@ -339,7 +339,7 @@ class World:
         self.workers = [ScriptedWorker(new(name), name) for name in ("w1", "w2")]
         self.registrations: dict[str, Registration] = {}
         self.registry = CollectorRegistry()
-        self.vitals = Health()
+        self.vitals = ProcessHealth()
         self.bus = MemoryBus(broker)
         """The frontend's, where it is not connected to NATS itself."""
         self.serving: Bus = self.bus if connected is None else connected("f1")
@@ -465,14 +465,14 @@ def _runtime(w: World, tasks: asyncio.TaskGroup) -> Runtime:
         instance="f1",
         machine="here",
         bus=w.serving,
-        doors=w.doors,
-        events=MemoryEvents(w.broker),
+        client_bus=w.doors,
+        events=MemoryEventBus(w.broker),
         discovery=discovery,
         directory=Directory(discovery, w.serving, NAMESPACE, registry=w.registry),
         registry=w.registry,
         tasks=tasks,
         stopping=asyncio.Event(),
-        vitals=w.vitals,
+        health=w.vitals,
     )
 
 

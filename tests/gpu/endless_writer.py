@@ -29,7 +29,7 @@ def main(directory: Path, memory: Path) -> None:
     at = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     runtime.hostRegister(at, len(mapped), 0)
     source, stream = runtime.malloc(len(mapped)), cupy.cuda.Stream(non_blocking=True)
-    hold_owner(directory, OWNER).move(number)
+    hold_owner(directory, OWNER).move_to(number)
     ahead: deque[object] = deque()
     value = 0
     while True:

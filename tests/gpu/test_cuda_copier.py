@@ -25,13 +25,13 @@ from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from services.worker.transfer.fallbacks import MOST_IN_A_ROW
 from shared.errors import ConfigError
-from shared.pool.format import Geometry
+from shared.pool.format import PoolGeometry
 from shared.pool.map import ArenaMap, PoolMap
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS, CudaDevice, need_gpu
 
 pytestmark = pytest.mark.gpu
-ARENA = Geometry.of(4 << 20).arena(0, 1, BLOCK_BYTES)
+ARENA = PoolGeometry.of(4 << 20).arena(0, 1, BLOCK_BYTES)
 FORCED: tuple[CopyPath, ...] = ("rows", "batch", "staged", "zero_copy")
 LIMIT_S = 60.0
 

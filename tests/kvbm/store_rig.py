@@ -22,8 +22,8 @@ from shared import kvbm_messages as wire
 from shared import subjects
 from shared.blocks import Content
 from shared.bus.contract import LAST_HEADER, Bus, Message
-from shared.bus.faults import Weather, calm
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.bus.faults import Delivery, deliver_at_once
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.discovery.contract import Registration
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import ContentKey, event_hash
@@ -45,7 +45,7 @@ from shared.pool.format import Arena
 from shared.pool.lock import POOL, HeldLock, hold_owner, kvbm_of
 from shared.pool.map import ArenaMap, PoolMap
 from shared.runtime.lifecycle import Runtime
-from tests.twins import on_twins
+from tests.fake_runtime import fake_runtime
 
 NAMESPACE = "test"
 LIMIT_S = 60.0
@@ -277,9 +277,9 @@ def _whole(name: int | bytes) -> int:
 class World:
     """Everything that outlives a kvbm: NATS, discovery, the directory."""
 
-    def __init__(self, config: KvbmConfig, weather: Weather = calm) -> None:
+    def __init__(self, config: KvbmConfig, delivery: Delivery = deliver_at_once) -> None:
         self.config = config
-        self.broker = MemoryBroker(weather)
+        self.broker = MemoryBroker(delivery)
         self.store = MemoryStore()
         self.bus = MemoryBus(self.broker)
         self.engines: list[Engine] = []
@@ -333,7 +333,7 @@ class Store:
     async def router(self, layout: StoreLayout = LAYOUT) -> Router:
         """Follow one layout from now on; it must be open and have published nothing yet."""
         router = Router()
-        MemoryEvents(self.world.broker).subscribe(self.service.layouts.open[layout.digest].source, router.take)
+        MemoryEventBus(self.world.broker).subscribe(self.service.layouts.open[layout.digest].source, router.take)
         return router
 
     async def snapshot(self, layout: StoreLayout = LAYOUT) -> tuple[int, dict[str, list[int]]]:
@@ -374,7 +374,7 @@ async def running(world: World, instance: str = "b1") -> AsyncIterator[Store]:
     """Run a kvbm that is stopped, in order, on leaving; it is validated all the time."""
     bus = MemoryBus(world.broker)
     async with (
-        on_twins(NAMESPACE, "kvbm", instance, bus, world.broker, world.store) as runtime,
+        fake_runtime(NAMESPACE, "kvbm", instance, bus, world.broker, world.store) as runtime,
         kvbm(runtime, world.config) as service,
     ):
         store = Store(world, service, runtime)

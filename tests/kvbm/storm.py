@@ -33,7 +33,7 @@ from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector import connector, stores
 from shared import kvbm_messages as wire
 from shared.blocks import Content
-from shared.bus.memory_bus import MemoryEvents
+from shared.bus.memory_bus import MemoryEventBus
 from shared.errors import Unavailable
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (
@@ -167,7 +167,7 @@ class Storm:
         for layout in list(store.service.layouts.open.values()):
             mark = layout.log.flush_all()
             router = Router()
-            subscription = MemoryEvents(self.world.broker).subscribe(layout.source, lambda _sequence, _payload: None)
+            subscription = MemoryEventBus(self.world.broker).subscribe(layout.source, lambda _sequence, _payload: None)
             for sequence, payload in await subscription.replay(0, timeout_s=LIMIT_S):
                 if sequence <= mark.sequence:
                     router.take(sequence, payload)

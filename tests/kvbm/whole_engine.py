@@ -20,9 +20,9 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmDown, KvbmReply, KvbmUp
 from shared.bus.memory_bus import MemoryBus
 from shared.runtime.lifecycle import Runtime
+from tests.fake_runtime import fake_runtime
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE
 from tests.kvbm.store_rig import World as Machine
-from tests.twins import on_twins
 from tests.worker import kvbm_world
 from tests.worker.kvbm_world import Engine
 
@@ -155,7 +155,7 @@ class Worker:
 async def worker(machine: Machine, name: str, draw: Random) -> AsyncIterator[Worker]:
     """Run a worker's shell as long as the context is open."""
     bus = MemoryBus(machine.broker, SHELL + name)
-    async with on_twins(NAMESPACE, "worker", name, bus, machine.broker, machine.store) as runtime:
+    async with fake_runtime(NAMESPACE, "worker", name, bus, machine.broker, machine.store) as runtime:
         one = Worker(Path(machine.config.pool.directory), name, draw, runtime)
         running = runtime.tasks.create_task(one.client.run())
         try:

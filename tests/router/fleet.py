@@ -14,8 +14,8 @@ import msgspec
 from services.router.config import RouterConfig
 from services.router.service import Router, router
 from shared import subjects
-from shared.bus.contract import LAST_HEADER, Bus, Events, Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.discovery.contract import Discovery, Registration
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import (
@@ -58,7 +58,7 @@ from shared.messages import (
     SnapshotChunk,
 )
 from shared.runtime.lifecycle import Runtime
-from tests.twins import on_twins
+from tests.fake_runtime import fake_runtime
 
 NAMESPACE = "test"
 MODEL = "tiny/model.v1"
@@ -81,7 +81,7 @@ def tokens_of(name: str, blocks: int) -> list[int]:
 class ScriptedWorker:
     """A worker without an engine: the test decides what it sends."""
 
-    def __init__(self, name: str, bus: Bus, events: Events, discovery: Discovery, *, epoch: int = 1) -> None:
+    def __init__(self, name: str, bus: Bus, events: EventBus, discovery: Discovery, *, epoch: int = 1) -> None:
         self.name = name
         self.bus = bus
         self.discovery = discovery
@@ -239,7 +239,7 @@ class RouterFleet:
 
     async def worker(self, name: str, *, awaited: bool = True, **changes: object) -> ScriptedWorker:
         """Start a worker. If `awaited`, wait until it is routed to and its events are followed."""
-        worker = ScriptedWorker(name, self.bus, MemoryEvents(self.broker), MemoryDiscovery(self.store))
+        worker = ScriptedWorker(name, self.bus, MemoryEventBus(self.broker), MemoryDiscovery(self.store))
         for field, value in changes.items():
             setattr(worker, field, value)
         await worker.start()
@@ -307,7 +307,7 @@ async def fleet(
 ) -> AsyncIterator[RouterFleet]:
     """Run a router on the in-process twins without other processes, or a replica of `beside`."""
     broker, store = (MemoryBroker(), MemoryStore()) if beside is None else (beside.broker, beside.store)
-    twins = on_twins(NAMESPACE, "router", instance, MemoryBus(broker), broker, store)
+    twins = fake_runtime(NAMESPACE, "router", instance, MemoryBus(broker), broker, store)
     async with twins as runtime, router(runtime, config) as service:
         yield RouterFleet(runtime, service, broker, store)
         for model in service.models.values():

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 from shared import subjects
-from shared.bus.contract import LAST_HEADER, Bus, Events, Message
-from shared.bus.memory_bus import MemoryEvents
+from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
+from shared.bus.memory_bus import MemoryEventBus
 from shared.discovery.contract import Discovery, Registration
 from shared.discovery.memory import MemoryDiscovery
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
@@ -39,7 +39,7 @@ MEDIA: dict[LowerTier, str] = {"host": "host_pinned", "disk": "disk"}
 class ScriptedLayout:
     """The blocks of one layout, and its event stream."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: EventBus) -> None:
         self.publisher = events.open_publisher()
         self.sequence = -1
         self.blocks: dict[LowerTier, dict[int, SnapshotBlock]] = {"host": {}, "disk": {}}
@@ -75,7 +75,7 @@ class ScriptedLayout:
 class ScriptedKvbm:
     """One kvbm process, started with these layouts."""
 
-    def __init__(self, name: str, bus: Bus, events: Events, discovery: Discovery, layouts: Sequence[str]) -> None:
+    def __init__(self, name: str, bus: Bus, events: EventBus, discovery: Discovery, layouts: Sequence[str]) -> None:
         self.name = name
         self.layouts = {layout: ScriptedLayout(events) for layout in layouts}
         self._bus = bus
@@ -132,7 +132,7 @@ class ScriptedKvbm:
 
 async def kvbm(world: RouterFleet, name: str = "k", *, layouts: Sequence[str] = ("l",)) -> ScriptedKvbm:
     """Start a kvbm and wait until discovery has it."""
-    started = ScriptedKvbm(name, world.bus, MemoryEvents(world.broker), MemoryDiscovery(world.store), layouts)
+    started = ScriptedKvbm(name, world.bus, MemoryEventBus(world.broker), MemoryDiscovery(world.store), layouts)
     await started.start()
     await until(lambda: name in world.runtime.directory.instances)
     return started

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
-from shared.bus.zmq_events import ZmqEvents
+from shared.bus.zmq_events import ZmqEventBus
 from shared.config import NatsConfig, environment
-from shared.discovery.contract import Added
+from shared.discovery.contract import KeyAdded
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
@@ -65,7 +65,7 @@ async def overlap_once_it_is(bus: NatsBus, prompt: list[int], blocks: int) -> Se
 async def test_a_router_that_starts_late_or_restarts_learns_what_is_cached(nats_url: str, tmp_path: Path) -> None:
     bus = await connect(NatsConfig(url=nats_url), "test")
     discovery = FileDiscovery(tmp_path)
-    with ZmqEvents("127.0.0.1") as events:
+    with ZmqEventBus("127.0.0.1") as events:
         worker = ScriptedWorker("a1", bus, events, discovery)
         await worker.start()
         prompt = tokens_of("x", 30)
@@ -90,7 +90,7 @@ async def test_losing_nats_and_all_of_etcd_loses_no_known_block(
 ) -> None:
     bus = await connect(NatsConfig(url=own_nats.url), "test")
     discovery = EtcdDiscovery((own_etcd.endpoint,), 2.0)
-    with ZmqEvents("127.0.0.1") as events:
+    with ZmqEventBus("127.0.0.1") as events:
         worker = ScriptedWorker("a1", bus, events, discovery)
         await worker.start()
         prompt = tokens_of("x", 30)
@@ -107,7 +107,7 @@ async def test_losing_nats_and_all_of_etcd_loses_no_known_block(
             await asyncio.to_thread(own_etcd.wipe)
             async with asyncio.timeout(LIMIT_S):
                 async for change in discovery.watch(subjects.instance_key(NAMESPACE, "worker", "a1")):
-                    if isinstance(change, Added):
+                    if isinstance(change, KeyAdded):
                         break  # the worker is in the list again
             await overlap_once_it_is(bus, prompt, 30)
             assert process.returncode is None

@@ -144,7 +144,7 @@ async def test_an_answer_that_cannot_be_sent_reserves_nothing_anywhere(fault: st
     async with two() as (first, second):
         question = SELECT.encode(select(tokens_of("x", 5)))
         if fault == "lost":
-            own_bus(first).lose()
+            own_bus(first).disconnect()
         if fault == "too large":
             own_bus(first)._payload_limit_bytes = 1
         reply = "no subject" if fault == "no subject" else "inbox"
@@ -152,7 +152,7 @@ async def test_an_answer_that_cannot_be_sent_reserves_nothing_anywhere(fault: st
         loads = [world.router.models[MODEL].load for world in (first, second)]
         assert not loads[0].reservations()
         if fault == "lost":
-            own_bus(first).find()
+            own_bus(first).reconnect()
         own_bus(first)._payload_limit_bytes = 1 << 20
         assert first.metric("headrace_selects_total", outcome="selected") == 0
         await first.ask_raw(question, router=True)
@@ -177,11 +177,11 @@ async def test_a_select_repeated_to_another_router_gets_the_same_answer_and_ends
 
 async def test_reservations_made_while_nats_is_away_are_published_when_it_is_back() -> None:
     async with two() as (first, second):
-        own_bus(first).lose()
+        own_bus(first).disconnect()
         reserved = Reserved("r", 1, "f", "w0", 0, 5000, 300, router="0a")
         first.router._outbox.publish_load(MODEL, reserved)
         assert not await first.router._outbox.flush()
-        own_bus(first).find()
+        own_bus(first).reconnect()
         load = second.router.models[MODEL].load
         await until(lambda: load.load_of(("w0", 0)).queued_tokens == 5000)
 

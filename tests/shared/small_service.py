@@ -10,7 +10,7 @@ from msgspec import Struct
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 from shared.errors import ModelError
 from shared.metrics import counter
-from shared.runtime.lifecycle import Process, Runtime, run
+from shared.runtime.lifecycle import ProcessSettings, Runtime, run
 
 
 class SmallConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,8 +31,8 @@ async def serve(runtime: Runtime, config: SmallConfig) -> None:
             runtime.tasks.create_task(refuse())
         case "idle tasks":
             runtime.tasks.create_task(asyncio.Event().wait())
-    runtime.vitals.progress = 42
-    runtime.vitals.ready()
+    runtime.health.progress = 42
+    runtime.health.ready()
     while config.mode in ("stubborn", "uncancellable"):
         try:
             await asyncio.Event().wait()
@@ -55,7 +55,7 @@ def main() -> NoReturn:
     run(
         "worker",
         SmallConfig,
-        lambda config: Process.of(config, config.drain_limit_s),
+        lambda config: ProcessSettings.of(config, config.drain_limit_s),
         serve,
         check=check,
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from shared.blocks import BlockPool, Content, Evicted, PoolEvent, Stored
+from shared.blocks import BlockPool, Content, ContentEvicted, ContentStored, PoolEvent
 from shared.hashing import ContentKey, content_key, event_hash, pack_tokens, root_key
 
 ROOT = root_key("model")
@@ -40,7 +40,7 @@ def test_a_released_keyed_block_stays_findable_until_its_room_is_needed() -> Non
     assert content.key in pool
     assert pool.available == 2
     _, evicted = pool.allocate(2)
-    assert evicted == [Evicted(content)]
+    assert evicted == [ContentEvicted(content)]
     assert content.key not in pool
 
 
@@ -56,7 +56,7 @@ def test_the_last_block_of_a_chain_is_evicted_first() -> None:
     contents = chain(1, 2, 3)
     release(pool, fill(pool, contents))
     _, evicted = pool.allocate(3)
-    assert evicted == [Evicted(content) for content in reversed(contents)]
+    assert evicted == [ContentEvicted(content) for content in reversed(contents)]
 
 
 def test_a_block_used_again_outlives_one_that_was_not() -> None:
@@ -66,10 +66,10 @@ def test_a_block_used_again_outlives_one_that_was_not() -> None:
     release(pool, fill(pool, [second]))
     pool.release(pool.acquire(first.key))
     _, evicted = pool.allocate(1)
-    assert evicted == [Evicted(second)]
+    assert evicted == [ContentEvicted(second)]
 
 
-def test_the_same_content_stored_twice_is_kept_once_and_told_once() -> None:
+def test_the_same_content_stored_twice_is_kept_once_and_reported_once() -> None:
     pool = BlockPool(4)
     (content,) = chain(1)
     (first,) = fill(pool, [content])
@@ -174,7 +174,7 @@ def test_a_loading_block_is_found_only_when_its_copy_has_ended() -> None:
     (slot,), _ = pool.begin_load(1)
     assert pool.state(slot) == "loading"
     assert pool.longest_prefix([content.key]) == 0
-    assert pool.end_load(slot, content) == (slot, [Stored(content)])
+    assert pool.end_load(slot, content) == (slot, [ContentStored(content)])
     assert pool.longest_prefix([content.key]) == 1
 
 
@@ -192,7 +192,7 @@ def test_a_failed_copy_leaves_a_blank_block_to_be_computed() -> None:
     (content,) = chain(1)
     (slot,), _ = pool.begin_load(1)
     assert pool.end_load(slot, None) == (slot, [])
-    assert pool.store(slot, content) == (slot, [Stored(content)])
+    assert pool.store(slot, content) == (slot, [ContentStored(content)])
 
 
 def test_the_longest_prefix_ends_at_the_first_gap() -> None:
@@ -221,7 +221,7 @@ def test_the_newest_are_those_that_were_stored_last_in_that_order() -> None:
 def test_a_forgotten_block_cannot_be_found_and_its_slot_is_free_at_once_where_nothing_holds_it() -> None:
     pool, contents = BlockPool(4), chain(1, 2, 3)
     release(pool, fill(pool, contents))
-    assert pool.forget(contents[1].key) == [Evicted(contents[1])]
+    assert pool.forget(contents[1].key) == [ContentEvicted(contents[1])]
     pool.validate()
     assert pool.longest_prefix(content.key for content in contents) == 1
     assert pool.free == 2
@@ -273,18 +273,18 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(6)
-        self.told: dict[ContentKey, Content] = {}
+        self.reported: dict[ContentKey, Content] = {}
         self.copied = False
         self.orphans = False
 
-    def hear(self, events: list[Stored] | list[Evicted]) -> None:
+    def hear(self, events: list[ContentStored] | list[ContentEvicted]) -> None:
         for event in events:
             one: PoolEvent = event
-            if isinstance(one, Stored):
-                assert one.content.key not in self.told, "stored twice"
-                self.told[one.content.key] = one.content
+            if isinstance(one, ContentStored):
+                assert one.content.key not in self.reported, "stored twice"
+                self.reported[one.content.key] = one.content
             else:
-                del self.told[one.content.key]
+                del self.reported[one.content.key]
 
     @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def compute(self, tokens: list[int]) -> list[int]:
@@ -321,11 +321,11 @@ class PoolMachine(RuleBasedStateMachine):
         if slot is not None:
             self.pool.release_copies([slot])
 
-    @precondition(lambda self: self.told)
+    @precondition(lambda self: self.reported)
     @rule(pick=st.integers(0, 5))
     def forget(self, pick: int) -> None:
         self.orphans = True
-        self.hear(self.pool.forget(list(self.told)[pick % len(self.told)]))
+        self.hear(self.pool.forget(list(self.reported)[pick % len(self.reported)]))
 
     @precondition(lambda self: self.pool.available > 0)
     @rule(target=loads, token=st.integers(0, 1), stays=st.booleans())
@@ -348,25 +348,25 @@ class PoolMachine(RuleBasedStateMachine):
     def events_tell_exactly_what_can_be_found(self) -> None:
         self.pool.validate()
         snapshot = self.pool.snapshot()
-        assert {content.key for content in snapshot} == self.told.keys()
+        assert {content.key for content in snapshot} == self.reported.keys()
         newest = self.pool.newest(self.pool.capacity)
-        assert newest == list(self.told.values())
+        assert newest == list(self.reported.values())
         if not self.copied and not self.orphans:
             keys = [content.key for content in newest]
             assert all(content.parent in (None, *keys[:place]) for place, content in enumerate(newest))
         digest = 0
-        for key in self.told:
+        for key in self.reported:
             digest ^= event_hash(key)
         assert digest == self.pool.digest
         counts = self.pool.statistics()
         assert counts.free + counts.loading + counts.held + counts.cached == counts.capacity
-        assert counts.keyed == len(self.told)
+        assert counts.keyed == len(self.reported)
 
     @invariant()
     def a_kept_block_has_its_parent_unless_it_was_forgotten_or_copies_mixed_the_order(self) -> None:
         if not self.copied and not self.orphans:
-            for content in self.told.values():
-                assert content.parent is None or content.parent in self.told
+            for content in self.reported.values():
+                assert content.parent is None or content.parent in self.reported
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from shared.blocks import Content, Evicted, Stored
+from shared.blocks import Content, ContentEvicted, ContentStored
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
 from shared.kv_events import in_chunks, to_kv_events, to_snapshot
 from shared.messages import SNAPSHOT_CHUNK, BlockRemoved, BlockStored, SnapshotChunk
@@ -23,7 +23,7 @@ def contents(tokens: list[int], *, salt: str = "", lora: str = "") -> list[Conte
 
 def test_blocks_of_one_chain_share_an_event() -> None:
     chain = contents([1, 2, 3, 4, 5, 6])
-    (event,) = to_kv_events([Stored(content) for content in chain], 2)
+    (event,) = to_kv_events([ContentStored(content) for content in chain], 2)
     assert event == BlockStored(
         block_hashes=[event_hash(content.key) for content in chain],
         parent_block_hash=None,
@@ -35,14 +35,23 @@ def test_blocks_of_one_chain_share_an_event() -> None:
 
 def test_a_later_block_names_its_parent() -> None:
     chain = contents([1, 2, 3, 4])
-    (event,) = to_kv_events([Stored(chain[1])], 2)
+    (event,) = to_kv_events([ContentStored(chain[1])], 2)
     assert isinstance(event, BlockStored)
     assert event.parent_block_hash == event_hash(chain[0].key)
 
 
 def test_order_is_kept_and_neighbours_are_joined() -> None:
     one, other = contents([1, 2, 3, 4]), contents([5, 6])
-    events = to_kv_events([Evicted(one[1]), Evicted(one[0]), Stored(other[0]), Stored(one[0]), Evicted(other[0])], 2)
+    events = to_kv_events(
+        [
+            ContentEvicted(one[1]),
+            ContentEvicted(one[0]),
+            ContentStored(other[0]),
+            ContentStored(one[0]),
+            ContentEvicted(other[0]),
+        ],
+        2,
+    )
     assert events == [
         BlockRemoved(block_hashes=[event_hash(one[1].key), event_hash(one[0].key)], medium="GPU"),
         BlockStored([event_hash(other[0].key)], None, [5, 6], 2, medium="GPU"),
@@ -53,7 +62,7 @@ def test_order_is_kept_and_neighbours_are_joined() -> None:
 
 def test_a_salt_stands_at_the_first_block_of_a_chain_and_a_lora_in_its_field() -> None:
     chain = contents([1, 2, 3, 4], salt="tenant", lora="adapter")
-    (event,) = to_kv_events([Stored(content) for content in chain], 2)
+    (event,) = to_kv_events([ContentStored(content) for content in chain], 2)
     assert isinstance(event, BlockStored)
     assert event.extra_keys == [["tenant"], None]
     assert event.lora_name == "adapter"
@@ -88,7 +97,7 @@ def test_a_block_over_the_limit_is_a_chunk_of_its_own_and_nothing_is_one_chunk()
 
 def test_a_lower_tiers_events_name_it() -> None:
     one = Content(key=bytes(16), parent=None, tokens=pack_tokens([1, 2]))
-    stored, removed = to_kv_events([Stored(one), Evicted(one)], 2, "host")
+    stored, removed = to_kv_events([ContentStored(one), ContentEvicted(one)], 2, "host")
     assert (stored, removed) == (
         BlockStored([event_hash(one.key)], None, [1, 2], 2, medium="host_pinned"),
         BlockRemoved([event_hash(one.key)], medium="host_pinned"),

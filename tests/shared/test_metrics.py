@@ -13,12 +13,12 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from shared.metrics import (
     ROUND_TRIP_SECONDS,
     STEP_SECONDS,
-    counted,
     counter,
     distribution,
     gauge,
     histogram,
     process_registry,
+    scraped_counter,
 )
 
 
@@ -38,7 +38,7 @@ def test_every_series_carries_namespace_service_and_instance() -> None:
 def test_a_counter_kept_elsewhere_is_asked_at_each_scrape() -> None:
     registry = process_registry("default", "router", "0a")
     lost: list[str] = []
-    counted(registry, "headrace_lost_things", "Lost things", lambda: len(lost))
+    scraped_counter(registry, "headrace_lost_things", "Lost things", lambda: len(lost))
     labels = {"namespace": "default", "service": "router", "instance": "0a"}
     for count in range(3):
         assert registry.get_sample_value("headrace_lost_things_total", labels) == pytest.approx(count)
@@ -74,7 +74,7 @@ def test_a_distribution_shows_what_a_histogram_shows(batches: list[list[float]])
 def test_no_form_of_the_page_says_when_a_counter_was_made(form: Callable[[CollectorRegistry], bytes]) -> None:
     registry = process_registry("default", "router", "0a")
     counter(registry, "headrace_selects", "Questions", ["outcome"]).labels("selected").inc()
-    counted(registry, "headrace_lost_things", "Lost things", lambda: 3)
+    scraped_counter(registry, "headrace_lost_things", "Lost things", lambda: 3)
     histogram(registry, "headrace_select_seconds", "Time", ROUND_TRIP_SECONDS).observe(0.002)
     distribution(registry, "headrace_quick_seconds", "Time", STEP_SECONDS).observe(0.002)
     text = form(registry).decode()

@@ -1,4 +1,4 @@
-"""Files of a model's directory that are none, endless, too long or nested: each is named at once."""
+"""Files of a model's directory that are irregular, endless, too long or nested: the error names each at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names inside subjects and keys."""
+"""The names inside subjects and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A watch as a test sees it: all that was told, and waiting until it says what it should."""
+"""A watch for tests: all reported changes, and a wait for the expected ones."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from shared.discovery.contract import Added, Alive, Change, Discovery, LeftOut, Read, Removed, Synced
+from shared.discovery.contract import AskOwner, Change, Discovery, KeyAdded, KeyRemoved, LeftOut, Read, Synced
 
 LIMIT_S = 60.0
 
 
 class Watched:
-    """Changes told so far, and what they add up to."""
+    """The changes reported so far, and the entries that follow from them."""
 
     def __init__(self) -> None:
-        self.told: list[Change] = []
+        self.reported: list[Change] = []
         self.entries: dict[str, bytes] = {}
         self.synced = False
         self.left_out = 0
         self._changed = asyncio.Condition()
 
     async def follow(
-        self, discovery: Discovery, prefix: str, alive: Alive | None = None, read: Read | None = None
+        self, discovery: Discovery, prefix: str, ask_owner: AskOwner | None = None, read: Read | None = None
     ) -> None:
-        async for change in discovery.watch(prefix, alive=alive, read=read):
+        async for change in discovery.watch(prefix, ask_owner=ask_owner, read=read):
             async with self._changed:
                 self._take(change)
                 self._changed.notify_all()
 
     def _take(self, change: Change) -> None:
-        self.told.append(change)
+        self.reported.append(change)
         match change:
-            case Added():
-                assert self.entries.get(change.key) != change.value, "told twice"
+            case KeyAdded():
+                assert self.entries.get(change.key) != change.value, "reported twice"
                 self.entries[change.key] = change.value
-            case Removed():
+            case KeyRemoved():
                 del self.entries[change.key]
             case Synced():
                 assert not self.synced
@@ -51,17 +51,17 @@ class Watched:
         await self.until(lambda watched: watched.synced and watched.entries == expected)
 
     def removed(self, key: str) -> bool:
-        return Removed(key) in self.told
+        return KeyRemoved(key) in self.reported
 
 
 @asynccontextmanager
 async def watching(
-    discovery: Discovery, prefix: str, alive: Alive | None = None, read: Read | None = None
+    discovery: Discovery, prefix: str, ask_owner: AskOwner | None = None, read: Read | None = None
 ) -> AsyncIterator[Watched]:
     """Watch until the block ends."""
     watched = Watched()
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(watched.follow(discovery, prefix, alive, read))
+        task = tasks.create_task(watched.follow(discovery, prefix, ask_owner, read))
         await watched.until(lambda watched: watched.synced)
         yield watched
         task.cancel()

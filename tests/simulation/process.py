@@ -44,7 +44,7 @@ from services.worker.simulated.engine import SimulatedEngine
 from services.worker.simulated.model import SimulatedModel
 from services.worker.simulated.timing import Timing
 from shared import subjects
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventPublisher, MemoryEvents
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
@@ -138,7 +138,7 @@ class Process:
         if self.state in ("running", "frozen"):
             self.state = "dead"
             self._loop.freeze(self.instance)
-            self.bus.lose()
+            self.bus.disconnect()
             self._events.close()
             self._let_go()
             for registration in self._discovery.registrations:
@@ -356,7 +356,7 @@ def make_pool(directory: Path, slots: int) -> None:
     pool.close()
 
 
-class ShortMemory(MemoryEvents):
+class ShortMemory(MemoryEventBus):
     """Whose publishers keep fewer batches for replay than services ask for."""
 
     def __init__(self, broker: MemoryBroker, name: str, ring_batches: int) -> None:

@@ -68,7 +68,7 @@ class World:
         self._contexts = contexts
         self.weather = StormyWeather(loop, plan.seed, plan.skies, contexts, tell)
         self._broker = RememberingBroker(self.weather, Random(f"broker {plan.seed}"), plan.skies.torn)
-        self._store = MemoryStore(ttl_s=TTL_S, weather=self.weather)
+        self._store = MemoryStore(ttl_s=TTL_S, delivery=self.weather)
         self._quiet = asyncio.Event()
         self._quiet_s = 0.0
         """When it became quiet."""

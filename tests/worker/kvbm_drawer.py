@@ -26,7 +26,7 @@ from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
 from services.worker.messages import KvbmAsk
 from shared import kvbm_messages as wire
-from shared.blocks import Content, Stored
+from shared.blocks import Content, ContentStored
 from shared.hashing import ContentKey, pack_hashes
 
 ARENA_BYTES = 1 << 16
@@ -235,7 +235,7 @@ class Drawer:
 
     def _hear(self, events: list[TierEvent]) -> None:
         for tier, event in events:
-            if tier == "host" and isinstance(event, Stored):
+            if tier == "host" and isinstance(event, ContentStored):
                 self._check(event.content, self.tiers._host.resident.places[event.content.key])
 
     def _check(self, content: Content, slot: int) -> None:

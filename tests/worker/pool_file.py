@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shared.pool.format import Geometry
+from shared.pool.format import PoolGeometry
 
 
-def make_pool(path: Path, size_bytes: int) -> Geometry:
+def make_pool(path: Path, size_bytes: int) -> PoolGeometry:
     """Make a pool whose slots are all empty, and granted to no engine yet."""
-    geometry = Geometry.of(size_bytes)
+    geometry = PoolGeometry.of(size_bytes)
     path.touch(0o600)
     os.truncate(path, size_bytes)
     with path.open("r+b") as opened:

@@ -16,7 +16,7 @@ from services.worker.engine.supervisor import StartEngine
 from services.worker.service import Worker
 from shared import subjects
 from shared.bus.contract import Bus, Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.discovery.memory import MemoryStore
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import (
@@ -37,7 +37,7 @@ from shared.messages import (
     StepFrame,
 )
 from shared.runtime.lifecycle import Runtime
-from tests.twins import on_twins
+from tests.fake_runtime import fake_runtime
 
 NAMESPACE = "test"
 WORKER = "a1"
@@ -168,12 +168,12 @@ async def running_worker(
     """A worker that is served on leaving: stopped, drained, its engine ended."""
     broker, store = MemoryBroker(), MemoryStore()
     worker_bus = bus or MemoryBus(broker)
-    async with on_twins(NAMESPACE, "worker", WORKER, worker_bus, broker, store) as runtime:
+    async with fake_runtime(NAMESPACE, "worker", WORKER, worker_bus, broker, store) as runtime:
         peer = Peer(bus or MemoryBus(broker))
         await peer.open()
         runtime.directory.subscribe(peer.wake)
         worker = Worker(runtime, config, start_engine)
-        MemoryEvents(broker).subscribe(worker.event_source, peer.take_batch)
+        MemoryEventBus(broker).subscribe(worker.event_source, peer.take_batch)
         serving = runtime.tasks.create_task(worker.run())
         try:
             yield Shell(worker, runtime, broker, store, peer)

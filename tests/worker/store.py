@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from services.kvbm.config import KvbmConfig, PoolConfig
 from services.kvbm.service import kvbm
 from shared.bus.memory_bus import MemoryBus
-from tests.twins import on_twins
+from tests.fake_runtime import fake_runtime
 from tests.worker.shell import NAMESPACE, WORKER, Shell
 
 
 @asynccontextmanager
 async def store(shell: Shell, pool: str, instance: str, *, size_bytes: int = 8 << 20) -> AsyncIterator[None]:
     """Serves the directory `pool` until the block ends."""
-    async with on_twins(NAMESPACE, "kvbm", instance, MemoryBus(shell.broker), shell.broker, shell.store) as runtime:
+    async with fake_runtime(NAMESPACE, "kvbm", instance, MemoryBus(shell.broker), shell.broker, shell.store) as runtime:
         config = PoolConfig(directory=pool, size_bytes=size_bytes, prefault_threads=1)
         async with kvbm(runtime, KvbmConfig(namespace=NAMESPACE, pool=config)):
             yield

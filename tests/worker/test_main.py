@@ -11,9 +11,9 @@ from typing import assert_never
 from shared import subjects
 from shared.bus.contract import Bus
 from shared.bus.nats_bus import connect
-from shared.bus.zmq_events import ZmqEvents
+from shared.bus.zmq_events import ZmqEventBus
 from shared.config import NatsConfig
-from shared.discovery.contract import Added, Discovery, LeftOut, Removed, Synced
+from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, LeftOut, Synced
 from shared.discovery.file import FileDiscovery
 from shared.messages import EVENT_BATCH, INSTANCE, JSON_HEADER, Accepted, AllBlocksCleared, Instance
 from tests.worker.shell import EOS, LIMIT_S, NAMESPACE, Peer, request, write_model
@@ -50,11 +50,11 @@ async def follow(process: asyncio.subprocess.Process, discovery: Discovery, bus:
     instance: Instance | None = None
     async for change in discovery.watch(subjects.namespace_prefix(NAMESPACE)):
         match change:
-            case Added(key, value):
+            case KeyAdded(key, value):
                 keys.add(key)
                 if key.startswith(subjects.instances_prefix(NAMESPACE)):
                     instance = INSTANCE.decode(value, JSON_HEADER)
-            case Removed(key):
+            case KeyRemoved(key):
                 keys.remove(key)
             case Synced() | LeftOut():
                 pass
@@ -76,7 +76,7 @@ async def serve_one(bus: Bus, instance: Instance) -> None:
     assert await peer.ended("r") == "stop"
     assert peer.tokens("r") == [*PROMPT, EOS]
     assert instance.events is not None
-    with ZmqEvents() as events:
+    with ZmqEventBus() as events:
         subscription = events.subscribe(instance.events, peer.take_batch)
         batches = await subscription.replay(0, timeout_s=LIMIT_S)
         subscription.close()

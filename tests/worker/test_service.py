@@ -163,13 +163,13 @@ class TornBus(MemoryBus):
         payload: bytes,
         *,
         headers: Mapping[str, str] | None = None,
-        gone: Callable[[], None] | None = None,
+        no_responders: Callable[[], None] | None = None,
     ) -> None:
         if self.answers >= 0 and subject.startswith("_INBOX."):
             self.answers += 1
             if self.answers == 2:
                 raise BusDown("torn")
-        await super().publish(subject, payload, headers=headers, gone=gone)
+        await super().publish(subject, payload, headers=headers, no_responders=no_responders)
 
 
 async def test_a_snapshot_that_lost_a_chunk_is_given_no_end(config: WorkerConfig) -> None:
@@ -436,7 +436,7 @@ async def test_a_load_report_over_the_payload_limit_is_left_out_and_the_worker_l
 async def test_the_card_names_the_kvbm_and_so_does_the_shell(config: WorkerConfig, tmp_path: Path) -> None:
     pool = tmp_path / "pool"
     pool.mkdir(mode=0o700)
-    lock = HeldLock.take(pool / LOCK, "1 k1\n")
+    lock = HeldLock.acquire(pool / LOCK, "1 k1\n")
     entry = INSTANCE.encode(Instance(NAMESPACE, "kvbm", "k1", 1, "here", 1, 0.0, "0"), JSON_HEADER)
     engines = ScriptedEngines()
     config = msgspec.structs.replace(config, kvbm=KVConnectorConfig(pool=str(pool)))
@@ -458,7 +458,7 @@ async def test_the_card_names_the_kvbm_and_so_does_the_shell(config: WorkerConfi
         first.report(KvbmAsk(1, "store", b"x", LIMIT_S))
         await shell.peer.until(lambda: len(first.told) == 2)
         assert isinstance(first.told[1], KvbmReply)
-        assert "nobody listens" in first.told[1].failed
+        assert "no process listens" in first.told[1].failed
         first.kill()
         await shell.peer.until(lambda: linked() is None)
         await shell.peer.until(lambda: linked() == ("", ""))

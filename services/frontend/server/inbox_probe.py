@@ -64,7 +64,7 @@ class ClientInbox:
             return
         self._due = False
         self._asked_before_s, self._asked_s = self._asked_s, self._clock()
-        await self._bus.publish(self._subject, payload, headers=headers, gone=self._found_gone)
+        await self._bus.publish(self._subject, payload, headers=headers, no_responders=self._found_gone)
 
     async def probe(self) -> None:
         """Make the next message a probe; if none came since the last call, send a keepalive. Raises BusDown.

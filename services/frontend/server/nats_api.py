@@ -11,9 +11,9 @@ inbox_probe.py notices a client that vanishes; a stream probes its client with c
 without `stream` has nothing to probe with, so only its deadline ends it, unless it has the header Headrace-Probe: then
 empty messages may come before its answer. `limits.unasked` bounds the requests that cannot be probed.
 
-Requests come over a connection of their own (runtime.doors), and answers leave over the connection of the services:
-nats-server cuts off a connection that does not read what clients send, and token streams come over the second one.
-Requests that have come and wait here are bounded; at the bound a request gets 429 and is not read.
+Requests come over a connection of their own (runtime.client_bus), and answers leave over the connection of the
+services: nats-server cuts off a connection that does not read what clients send, and token streams come over the second
+one. Requests that have come and wait here are bounded; at the bound a request gets 429 and is not read.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class NatsApi:
         self._frontend = frontend
         self._metrics = metrics
         self._access = access
-        self._doors = runtime.bus if runtime.doors is None else runtime.doors
+        self._doors = runtime.bus if runtime.client_bus is None else runtime.client_bus
         self._publish = runtime.bus.publish
         # If the services use the default prefix, their inboxes cannot be distinguished from those of clients.
         self._service_prefixes = (f"{subjects.ROOT}.", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
@@ -131,7 +131,7 @@ class NatsApi:
             subject = subjects.client(self._runtime.namespace, operation)
             self._subscriptions.append(
                 await self._doors.subscribe(
-                    subject, receive, queue=QUEUE, pending_limit=WAITING_LIMIT, over=self._refuse
+                    subject, receive, queue=QUEUE, pending_limit=WAITING_LIMIT, overflowed=self._refuse
                 )
             )
 

@@ -19,7 +19,7 @@ from services.frontend.serving.response_store import ResponseStore, StoredRespon
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import NoResponders, RequestTimeout, Unavailable
-from shared.messages import KEPT_QUESTION, RECALLED, Forget, KeptQuestion, Recall, Recalled
+from shared.messages import RECALLED, RESPONSE_STORE_REQUEST, Forget, Recall, Recalled, ResponseStoreRequest
 from shared.runtime.lifecycle import Runtime
 
 PREFIX = "resp_"
@@ -60,7 +60,7 @@ class ResponseDirectory:
     async def start(self) -> None:
         """Answer other frontends, and remove old responses regularly."""
         runtime = self._runtime
-        await runtime.bus.subscribe(subjects.kept(runtime.namespace, runtime.instance), self._on_question)
+        await runtime.bus.subscribe(subjects.response_store(runtime.namespace, runtime.instance), self._on_question)
         runtime.tasks.create_task(self._expire(), name="forget old responses")
 
     def response_id(self, request: str) -> str:
@@ -81,14 +81,16 @@ class ResponseDirectory:
         """Remove a response; return whether it was stored. Raises Unavailable and RequestTimeout."""
         return await self._ask(key, Forget(key.id, key.account), deadline) is not None
 
-    async def _ask(self, key: ResponseKey, question: KeptQuestion, deadline: float) -> bytes | None:
+    async def _ask(self, key: ResponseKey, question: ResponseStoreRequest, deadline: float) -> bytes | None:
         frontend = key.frontend
         if not frontend:
             return None
         if frontend == self._runtime.instance:
             return self._answer(question)
-        subject = subjects.kept(self._runtime.namespace, frontend)
-        asking = self._runtime.bus.stream(subject, KEPT_QUESTION.encode(question), idle_timeout_s=PEER_TIMEOUT_S)
+        subject = subjects.response_store(self._runtime.namespace, frontend)
+        asking = self._runtime.bus.stream(
+            subject, RESPONSE_STORE_REQUEST.encode(question), idle_timeout_s=PEER_TIMEOUT_S
+        )
         pieces: list[bytes] = []
         try:
             async with asyncio.timeout_at(min(deadline, self._now() + PEER_LIMIT_S)), asking as messages:
@@ -106,7 +108,7 @@ class ResponseDirectory:
             raise Unavailable("the frontend that stores this response does not answer") from None
         return b"".join(pieces)
 
-    def _answer(self, question: KeptQuestion) -> bytes | None:
+    def _answer(self, question: ResponseStoreRequest) -> bytes | None:
         """Answer a question from the store of this frontend."""
         match question:
             case Recall():
@@ -120,7 +122,7 @@ class ResponseDirectory:
         return found
 
     async def _on_question(self, message: Message) -> None:
-        found = self._answer(KEPT_QUESTION.decode(message.payload))
+        found = self._answer(RESPONSE_STORE_REQUEST.decode(message.payload))
         pieces = [b""] if not found else [found[at : at + PIECE_BYTES] for at in range(0, len(found), PIECE_BYTES)]
         for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
             headers = {} if left else {LAST_HEADER: "true"}

@@ -28,7 +28,7 @@ from services.kvbm.pool.arenas import Arenas
 from services.kvbm.pool.memory_check import check_memory
 from services.kvbm.pool.owners import OwnerLocks
 from shared.errors import ConfigError
-from shared.pool.format import PAGE_BYTES, Geometry, PoolUnfit, usable
+from shared.pool.format import PAGE_BYTES, PoolGeometry, PoolUnfit, usable
 from shared.pool.lock import POOL, LockTaken, check_directory, hold_directory
 from shared.pool.map import ArenaMap, PoolMap
 
@@ -75,7 +75,7 @@ class HostPool:
                     )
                 if arenas < 1:
                     raise ConfigError(f"pool.arenas is {arenas}, and must be at least 1")
-                Geometry.of(size_bytes).arena(0, arenas, PAGE_BYTES)
+                PoolGeometry.of(size_bytes).arena(0, arenas, PAGE_BYTES)
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 check_directory(directory)
                 lock = hold_directory(directory, instance)
@@ -182,7 +182,7 @@ def _make(path: Path, size_bytes: int) -> None:
     descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(descriptor, size_bytes)
-        os.pwrite(descriptor, Geometry.of(size_bytes).header(), 0)
+        os.pwrite(descriptor, PoolGeometry.of(size_bytes).header(), 0)
         if os.major(os.fstat(descriptor).st_dev):
             _log.warning("%s lies on a disk, so all blocks in memory are written to it: use a tmpfs", path)
     finally:

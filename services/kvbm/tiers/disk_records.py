@@ -30,7 +30,7 @@ from msgspec import Struct
 from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import EvictionPolicy
 from services.kvbm.tiers.residency import Residency
-from shared.blocks import Content, Evicted, Stored
+from shared.blocks import Content, ContentEvicted, ContentStored
 from shared.hashing import ContentKey
 
 WriteOutcome = Literal["ok", "failed", "no space", "damaged"]
@@ -99,7 +99,7 @@ class DiskRecords:
 
     # --- host to disk
 
-    def start_write(self, content: Content) -> tuple[int, Evicted | None] | None:
+    def start_write(self, content: Content) -> tuple[int, ContentEvicted | None] | None:
         """Start writing a block that is not on disk. Return its record and the block that was evicted for it; None if
         there is no room."""
         assert self.on, "the disk is off"
@@ -107,7 +107,7 @@ class DiskRecords:
         assert content.key not in self.writing, f"{content.key.hex()} is being written"
         if self._refuses:
             return None
-        evicted: Evicted | None = None
+        evicted: ContentEvicted | None = None
         if not self._free:
             key = self.resident.victim()
             if key is None:
@@ -120,7 +120,7 @@ class DiskRecords:
         self.writing[content.key] = record
         return record, evicted
 
-    def write_done(self, record: int, outcome: WriteOutcome) -> Stored | None:
+    def write_done(self, record: int, outcome: WriteOutcome) -> ContentStored | None:
         """End a write. Return None if it failed, or if the disk failed since it started."""
         write = self._writes.pop(record)
         if write.condemned and not write.stray:
@@ -155,7 +155,7 @@ class DiskRecords:
         self._reading.add(record)
         return record
 
-    def read_done(self, record: int, key: ContentKey, *, lost: bool) -> Evicted | None:
+    def read_done(self, record: int, key: ContentKey, *, lost: bool) -> ContentEvicted | None:
         """End a read. `lost` says that the record does not have the block's bytes; it is freed."""
         self._reading.remove(record)
         if self.resident.places.get(key) == record:
@@ -170,7 +170,7 @@ class DiskRecords:
 
     # --- wrong blocks
 
-    def discard(self, key: ContentKey) -> tuple[int, Evicted] | None:
+    def discard(self, key: ContentKey) -> tuple[int, ContentEvicted] | None:
         """Discard the block: it cannot be found any more, and its record is to be erased, if it has one. If the block
         is being written, it is erased after that."""
         if key in self.writing:
@@ -193,7 +193,7 @@ class DiskRecords:
 
     # --- off and on
 
-    def turn_off(self) -> list[Evicted]:
+    def turn_off(self) -> list[ContentEvicted]:
         """Turn the tier off: nothing can be written or found. Turning it off again does nothing."""
         self.retry_space()
         self.on = False
@@ -203,14 +203,14 @@ class DiskRecords:
         self.writing.clear()
         return [self.resident.remove(key) for key in list(self.resident.places)]
 
-    def turn_on(self, found: Sequence[FoundBlock]) -> list[Stored]:
+    def turn_on(self, found: Sequence[FoundBlock]) -> list[ContentStored]:
         """Turn the tier on with the blocks found on disk, oldest first. Of two records with one key the newer
         counts."""
         assert not self.on, "the disk is there already"
         self.on = True
         busy = self._writes.keys() | self._reading | self._erasing
         newest = {one.content.key: one.record for one in found if one.record not in busy}
-        stored: list[Stored] = []
+        stored: list[ContentStored] = []
         for run in _runs([one for one in found if newest.get(one.content.key) == one.record]):
             stored += reversed([self.resident.add(one.content, one.record) for one in reversed(run)])
         used = busy.union(self.resident.places.values())

@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from services.kvbm.tiers.policies import EvictionPolicy
 from services.kvbm.tiers.residency import Residency
-from shared.blocks import Content, Evicted, Stored
+from shared.blocks import Content, ContentEvicted, ContentStored
 from shared.hashing import ContentKey
 
 SlotState = Literal["free", "writing", "loading", "ready", "leaving", "quarantined"]
@@ -110,9 +110,9 @@ class HostSlots:
 
     # --- room
 
-    def _take(self, state: SlotState, content: Content) -> tuple[int, Evicted | None] | None:
+    def _take(self, state: SlotState, content: Content) -> tuple[int, ContentEvicted | None] | None:
         """Take a free slot, or evict a block for one; None if no block may go."""
-        evicted: Evicted | None = None
+        evicted: ContentEvicted | None = None
         if not self._free:
             key = self.resident.victim()
             if key is None:
@@ -125,7 +125,7 @@ class HostSlots:
         self._content[slot] = content
         return slot, evicted
 
-    def evict_one(self) -> Evicted | None:
+    def evict_one(self) -> ContentEvicted | None:
         """Evict the policy's victim ahead of need; None if no block may go."""
         key = self.resident.victim()
         if key is None:
@@ -140,7 +140,7 @@ class HostSlots:
 
     # --- workers write
 
-    def grant(self, content: Content) -> tuple[int, Evicted | None] | None:
+    def grant(self, content: Content) -> tuple[int, ContentEvicted | None] | None:
         """Grant a slot for a block that is not known. Return it and the block that was evicted for it; None if there is
         no room."""
         assert not self.knows(content.key), f"{content.key.hex()} is known"
@@ -149,7 +149,7 @@ class HostSlots:
             self.writing[content.key] = taken[0]
         return taken
 
-    def publish(self, slot: int) -> Stored | None:
+    def publish(self, slot: int) -> ContentStored | None:
         """Publish a block that is written. None if it is condemned, or has come from disk meanwhile; the slot is free
         then."""
         condemned = slot in self._condemned
@@ -192,7 +192,7 @@ class HostSlots:
 
     # --- the disk's reads write
 
-    def load(self, content: Content) -> tuple[int, Evicted | None] | None:
+    def load(self, content: Content) -> tuple[int, ContentEvicted | None] | None:
         """Take a slot for a block that is to be read from disk; None if there is no room."""
         assert content.key not in self.resident, f"{content.key.hex()} is there"
         assert content.key not in self.loading, f"{content.key.hex()} is loading"
@@ -202,7 +202,7 @@ class HostSlots:
             self.abandoned += 1
         return taken
 
-    def loaded(self, slot: int, *, ok: bool) -> Stored | None:
+    def loaded(self, slot: int, *, ok: bool) -> ContentStored | None:
         """End a read. If it failed, all holds on the slot must have been released, and the slot is free."""
         content = self._content[slot]
         assert self._state[slot] == "loading", f"slot {slot} is {self._state[slot]}"
@@ -219,7 +219,7 @@ class HostSlots:
 
     # --- wrong blocks
 
-    def discard(self, slot: int) -> Evicted:
+    def discard(self, slot: int) -> ContentEvicted:
         """Discard the block of a ready slot: it cannot be found any more."""
         content = self._content[slot]
         assert self._state[slot] == "ready", f"slot {slot} is {self._state[slot]}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from services.kvbm.tiers.policies import EvictionPolicy
-from shared.blocks import Content, Evicted, Stored
+from shared.blocks import Content, ContentEvicted, ContentStored
 from shared.hashing import ContentKey, event_hash
 
 _UNFLUSHED_MOST = 4096
@@ -46,7 +46,7 @@ class Residency:
         """Return the content of a resident block."""
         return self._contents[key]
 
-    def add(self, content: Content, place: int) -> Stored:
+    def add(self, content: Content, place: int) -> ContentStored:
         """Add a block that is not resident: it can be found from now on."""
         key = content.key
         assert key not in self.places, f"{key.hex()} is added twice"
@@ -57,7 +57,7 @@ class Residency:
         self.digest ^= event_hash(key)
         self.flush_uses()
         self._policy.stored(key)
-        return Stored(content)
+        return ContentStored(content)
 
     def record_use(self, keys: Iterable[ContentKey]) -> None:
         """Record that these resident blocks were used; a prefix last block first."""
@@ -78,7 +78,7 @@ class Residency:
         self.flush_uses()
         self._policy.backed(key, below)
 
-    def remove(self, key: ContentKey) -> Evicted:
+    def remove(self, key: ContentKey) -> ContentEvicted:
         """Remove a resident block: it cannot be found any more."""
         self.flush_uses()
         content = self._contents.pop(key)
@@ -91,7 +91,7 @@ class Residency:
                 del self._children[content.parent]
         self.digest ^= event_hash(key)
         self._policy.gone(key)
-        return Evicted(content)
+        return ContentEvicted(content)
 
     def victim(self) -> ContentKey | None:
         """Return the block that the policy would evict; it stays until `remove`. None if no block may go."""

@@ -32,7 +32,7 @@ from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.frequency import AccessFrequency
 from services.kvbm.tiers.host_slots import HostSlots, SlotState
 from services.kvbm.tiers.policies import EvictionPolicy
-from shared.blocks import Content, Evicted
+from shared.blocks import Content, ContentEvicted
 from shared.hashing import ContentKey
 
 
@@ -318,7 +318,7 @@ class Tiers:
                 host.set_backed(key, key in on_disk)
         return events
 
-    def _left_host(self, evicted: Evicted, events: list[TierEvent]) -> None:
+    def _left_host(self, evicted: ContentEvicted, events: list[TierEvent]) -> None:
         self._spill_queue.pop(evicted.content.key, None)
         events.append(("host", evicted))
 

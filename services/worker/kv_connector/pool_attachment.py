@@ -36,7 +36,7 @@ class PoolAttachment:
                 # A new name each time: everything that the kvbm keeps for the old owner ends with the old lock.
                 lock = hold_owner(self._directory, f"{self._instance}-{os.urandom(4).hex()}")
                 if self._number is not None:
-                    lock.move(self._number)
+                    lock.move_to(self._number)
                 if self._lock is not None:
                     self._lock.close()
                 self._lock = lock

@@ -26,7 +26,7 @@ from typing import Literal
 from msgspec import Struct
 
 from services.worker.scheduler.sequence import Sequence
-from shared.blocks import BlockPool, Evicted, Stored
+from shared.blocks import BlockPool, ContentEvicted, ContentStored
 from shared.hashing import ContentKey
 
 _SLOWER = 1 / 4
@@ -179,7 +179,7 @@ class Onboarding:
         self._abandoned.clear()
         return abandoned
 
-    def begin_load(self, number: int, first: int, count: int, reserve: int) -> tuple[list[int], list[Evicted]]:
+    def begin_load(self, number: int, first: int, count: int, reserve: int) -> tuple[list[int], list[ContentEvicted]]:
         """Return at most `count` loading slots for blocks first … of the request, and the blocks that were evicted for
         them. `reserve` blocks stay available."""
         fetch = self._fetches[number]
@@ -194,14 +194,14 @@ class Onboarding:
         fetch.held += slots
         return slots, evicted
 
-    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool) -> list[Stored]:
+    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool) -> list[ContentStored]:
         """The copy into this slot has ended. Return the blocks that entered the cache."""
         fetch = self._fetches[number]
         assert fetch.slots[index] == slot, f"block {index} of {number} loads into slot {fetch.slots[index]}, not {slot}"
         assert fetch.landed <= index, f"block {index} of {number} was loaded before"
         assert index not in fetch.early, f"block {index} of {number} was loaded before"
         fetch.early[index] = good, disk
-        stored: list[Stored] = []
+        stored: list[ContentStored] = []
         while (ended := fetch.early.pop(fetch.landed, None)) is not None:
             stored += self._land(fetch, *ended)
         return stored
@@ -253,7 +253,7 @@ class Onboarding:
         fetch.held = self._pool.acquire_prefix(keys)
         return self._pool.available > reserve
 
-    def _land(self, fetch: SequenceFetch, good: bool, disk: bool) -> list[Stored]:
+    def _land(self, fetch: SequenceFetch, good: bool, disk: bool) -> list[ContentStored]:
         """Take up the next block of the chain."""
         index = fetch.first + fetch.landed
         content = fetch.sequence.content(index)

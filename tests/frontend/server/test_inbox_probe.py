@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_while_it_waits_is_noticed_before_its_answer(
     async with asking(broker) as one:
         waiting = asyncio.create_task(wait_for_ever(one, b"nothing"))
         assert await client.hears(2) == [b"nothing", b"nothing"]
-        client.bus.lose()
+        client.bus.disconnect()
         with pytest.raises(NoListener):
             await waiting
         assert one.noticed == 1
@@ -107,7 +107,7 @@ async def test_messages_of_an_answer_are_the_probes_and_nothing_else_is_sent() -
     async with asking(broker) as one:
         talking = asyncio.create_task(talk(one))
         await client.hears(100)
-        client.bus.lose()
+        client.bus.disconnect()
         with pytest.raises(NoListener):
             await talking
         assert {message.payload for message in client.heard} == {b"text"}

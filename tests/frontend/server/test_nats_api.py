@@ -194,7 +194,7 @@ async def test_requests_whose_clients_cannot_be_probed_have_a_bound_of_their_own
         clients = [await vanishing(w, body(stream=True)), await vanishing(w, body(), {PROBE_HEADER: "1"})]
         [first, _, *others] = await worker.generates.at_least(4)
         for client in clients:
-            client.lose()
+            client.disconnect()
         for generate in others:
             await worker.cancels.until(Cancel(generate.request, 1))
         await worker.send(first, 0, w.ids("done"), "length")
@@ -243,7 +243,7 @@ async def test_a_client_that_vanishes_before_the_first_token_cancels_too(
         worker.output = None
         client = await vanishing(w, body(stream=streams), headers)
         [generate] = await worker.generates.at_least(1)
-        client.lose()
+        client.disconnect()
         await w.router.told.until(Finished(generate.request, 1))
         await worker.cancels.until(Cancel(generate.request, 1))
         await worker.send(generate, 0, [], "cancelled")
@@ -257,7 +257,7 @@ async def test_a_client_that_vanishes_while_its_request_is_routed_leaves_no_stat
         w.router.answer = lambda _: None
         client = await vanishing(w, body(stream=True))
         [select] = await w.router.asked.at_least(1)
-        client.lose()
+        client.disconnect()
         await w.router.told.until(Finished(select.request, 1))
         assert w.workers[0].generates.all == []
 
@@ -292,7 +292,7 @@ async def test_a_plain_request_gets_its_answer_as_the_first_message(directory: P
         [plain] = await worker.generates.at_least(1)
         waiting = await vanishing(w, body(stream=True))
         [_, other] = await worker.generates.at_least(2)
-        waiting.lose()
+        waiting.disconnect()
         await w.router.told.until(Finished(other.request, 1))  # so long that one who may be asked has been
         await worker.send(plain, 0, w.ids("late"), "length")
         answer, headers = await asking

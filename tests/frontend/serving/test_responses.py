@@ -27,8 +27,8 @@ from shared.bus.contract import LAST_HEADER, Message
 from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
 from shared.messages import RECALLED, Recalled, TokenLogprob
+from tests.fake_runtime import fake_runtime
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
-from tests.twins import on_twins
 
 ASK: Any = {"model": MODEL, "input": "hello"}
 WEATHER: Any = {
@@ -76,7 +76,7 @@ async def another(w: World, instance: str = "f2", **config: Any) -> AsyncIterato
 
         async def hold() -> None:
             bus = MemoryBus(w.broker)
-            async with on_twins(NAMESPACE, "frontend", instance, bus, w.broker, w.store) as runtime:
+            async with fake_runtime(NAMESPACE, "frontend", instance, bus, w.broker, w.store) as runtime:
                 async with frontend(runtime, settings) as door:
                     opened.set_result(door.url)
                     await done.wait()
@@ -370,7 +370,7 @@ async def test_a_frontend_that_keeps_it_and_does_not_answer_is_503(
         async def silence(_message: Any) -> None:
             """Frozen."""
 
-        await MemoryBus(w.broker).subscribe(subjects.kept(NAMESPACE, "f2"), silence)
+        await MemoryBus(w.broker).subscribe(subjects.response_store(NAMESPACE, "f2"), silence)
         with pytest.raises(openai.InternalServerError) as away:
             await client.responses.create(**ASK, previous_response_id="resp_f2.x")
         assert away.value.status_code == 503
@@ -382,7 +382,7 @@ async def test_asking_another_frontend_takes_no_longer_than_the_request_may(dire
         async def silence(_message: Message) -> None:
             """Frozen."""
 
-        await MemoryBus(w.broker).subscribe(subjects.kept(NAMESPACE, "f2"), silence)
+        await MemoryBus(w.broker).subscribe(subjects.response_store(NAMESPACE, "f2"), silence)
         with pytest.raises(openai.InternalServerError) as late:
             await client.responses.create(**ASK, previous_response_id="resp_f2.x", extra_body={"deadline_s": 0.05})
         assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
@@ -401,7 +401,7 @@ async def test_a_conversation_that_another_version_wrote_is_an_error_in_openais_
             recalled = RECALLED.encode(Recalled(True, b'[{"role": "user", "content": "x", "mood": "new"}]'))
             await bus.publish(message.reply, recalled, headers={LAST_HEADER: "true"})
 
-        await bus.subscribe(subjects.kept(NAMESPACE, "f2"), newer)
+        await bus.subscribe(subjects.response_store(NAMESPACE, "f2"), newer)
         with pytest.raises(openai.InternalServerError) as wrong:
             await client.responses.create(**ASK, previous_response_id="resp_f2.x")
         assert "mood" in wrong.value.message

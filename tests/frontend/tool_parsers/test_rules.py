@@ -16,7 +16,7 @@ from services.frontend.tool_parsers.parser import ParsePlan
 from services.frontend.tool_parsers.pythonic import rules as pythonic_rules
 from tests.frontend.tool_parsers.following import TOKENS, fits, follows, walk
 from tests.frontend.tool_parsers.transcripts import NAMES, read
-from tests.schemas import SCHEMAS, holds, object_of
+from tests.json_schemas import SCHEMAS, holds, object_of
 
 FORMAT_NAMES: list[FormatName] = sorted(FORMATS)
 LIMITED = st.dictionaries(st.text("abcdefg_", min_size=1, max_size=6), SCHEMAS, max_size=3)

@@ -7,8 +7,8 @@ from operator import xor
 
 from services.kvbm.layout.event_log import BACKLOG_CHANGES, BATCH_BLOCKS, BATCHES_A_TURN, EventLog
 from services.kvbm.tiers.actions import TierEvent
-from shared.blocks import Content, Evicted, Stored
-from shared.bus.memory_bus import MemoryBroker, MemoryEvents
+from shared.blocks import Content, ContentEvicted, ContentStored
+from shared.bus.memory_bus import MemoryBroker, MemoryEventBus
 from shared.hashing import event_hash
 from shared.messages import EVENT_BATCH, BlockRemoved, BlockStored
 from tests.kvbm.chains import chain
@@ -21,7 +21,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.found: dict[str, set[int]] = {"host": set(), "disk": set()}
-        self._publisher = MemoryEvents(MemoryBroker()).open_publisher()
+        self._publisher = MemoryEventBus(MemoryBroker()).open_publisher()
         self.log = EventLog(self._publisher, 1, self._digests, lambda: 17.0)
 
     def _digests(self) -> tuple[int, int]:
@@ -50,13 +50,18 @@ def _blocks(event: object) -> int:
 
 def on_disk(blocks: int) -> list[TierEvent]:
     contents = (Content(n.to_bytes(16, "little"), None, n.to_bytes(4, "little")) for n in range(blocks))
-    return [("disk", Stored(content)) for content in contents]
+    return [("disk", ContentStored(content)) for content in contents]
 
 
 def test_changes_are_published_in_order_with_their_tiers_and_the_mark_follows() -> None:
     rig = Rig()
     one, two = chain(1, 2)
-    rig.add(("host", Stored(one)), ("host", Stored(two)), ("disk", Stored(one)), ("host", Evicted(one)))
+    rig.add(
+        ("host", ContentStored(one)),
+        ("host", ContentStored(two)),
+        ("disk", ContentStored(one)),
+        ("host", ContentEvicted(one)),
+    )
     assert rig.log.mark.sequence == -1
     assert not rig.log.flush()
     rig.log.validate()
@@ -88,5 +93,5 @@ def test_adding_changes_while_very_many_wait_publishes_as_many() -> None:
     rig.add(*on_disk(BACKLOG_CHANGES + 1))
     waiting = rig.log.waiting
     for content in chain(*range(20)):
-        rig.add(("host", Stored(content)))
+        rig.add(("host", ContentStored(content)))
         assert rig.log.waiting <= waiting

@@ -14,7 +14,7 @@ from services.kvbm.pool.arenas import NoArena
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.prefault import make_memory
 from shared.errors import ConfigError
-from shared.pool.format import Geometry, PoolUnfit
+from shared.pool.format import PoolGeometry, PoolUnfit
 from shared.pool.lock import hold_owner
 from shared.pool.map import PoolMap
 from tests.kvbm.processes import OWNER, ended, running
@@ -118,7 +118,7 @@ def test_an_engine_sees_through_its_old_mapping_what_the_next_kvbm_grants(tmp_pa
 
 
 def version_2() -> bytes:
-    header = bytearray(Geometry.of(SIZE_BYTES).header())
+    header = bytearray(PoolGeometry.of(SIZE_BYTES).header())
     header[8] = 2
     return bytes(header)
 
@@ -127,9 +127,9 @@ def version_2() -> bytes:
     ("header", "said"),
     [
         (version_2(), "a pool of version 2"),
-        (Geometry.of(2 * SIZE_BYTES).header(), "a pool of 2097152 bytes in a file of 1048576"),
-        (bytes(64), "no pool"),
-        (Geometry.of(SIZE_BYTES).header()[:16] + bytes(48), "a pool of 0 bytes"),
+        (PoolGeometry.of(2 * SIZE_BYTES).header(), "a pool of 2097152 bytes in a file of 1048576"),
+        (bytes(64), "not a pool"),
+        (PoolGeometry.of(SIZE_BYTES).header()[:16] + bytes(48), "a pool of 0 bytes"),
     ],
 )
 def test_an_unfit_file_gets_a_new_one_in_its_place_and_is_left_to_the_engines_that_map_it(
@@ -178,7 +178,9 @@ def test_where_there_is_no_room_for_a_new_file_while_engines_live_the_start_is_r
         lock = hold_owner(directory, "w-1")
         before = inode(directory)
         (directory / "pool").chmod(0o666)
-        with pytest.raises(ConfigError, match=r"open to nobody else; no room for a new one while .* live: w-1: a pool"):
+        with pytest.raises(
+            ConfigError, match=r"no other user can open; no room for a new one while .* live: w-1: a pool"
+        ):
             HostPool.open(directory, SIZE_BYTES)
         assert inode(directory) == before
         lock.close()
@@ -261,7 +263,7 @@ def test_a_directory_that_others_can_change_or_that_cannot_be_made_is_refused(tm
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    with pytest.raises(ConfigError, match="writable by nobody else"):
+    with pytest.raises(ConfigError, match="no other user may write to it"):
         HostPool.open(shared, SIZE_BYTES)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="Not a directory"):

@@ -26,7 +26,7 @@ from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.reuse import ReusePolicy
 from services.kvbm.tiers.tiers import Tiers
-from shared.blocks import Content, Stored
+from shared.blocks import Content, ContentStored
 from shared.hashing import ContentKey, event_hash
 from shared.messages import Tier
 from tests.kvbm.chains import chain, keys
@@ -108,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
     def hear(self, events: list[TierEvent]) -> None:
         for tier, event in events:
             told = self.told[tier]
-            if isinstance(event, Stored):
+            if isinstance(event, ContentStored):
                 assert event.content.key not in self.discarded, "a discarded block can be found"
                 assert event.content.key not in told, "stored twice"
                 told[event.content.key] = event.content

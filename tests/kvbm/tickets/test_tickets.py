@@ -9,7 +9,7 @@ from services.kvbm.tiers.actions import TierEvent, TierSizes
 from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
-from shared.blocks import Content, Evicted, Stored
+from shared.blocks import Content, ContentEvicted, ContentStored
 from tests.kvbm.chains import chain, keys
 
 BOUNDS = TicketLimits(store_time_s=10, fetch_time_s=20, tickets_per_owner=3, blocks_per_request=6, owner_share=1)
@@ -84,7 +84,7 @@ def test_a_discarded_block_is_found_in_no_tier_and_its_record_is_erased_before_i
     slots, events = store.tickets.discard("b", keys(contents[1:2]))
     store.tickets.validate()
     assert len(slots) == 1
-    assert events == [("host", Evicted(contents[1])), ("disk", Evicted(contents[1]))]
+    assert events == [("host", ContentEvicted(contents[1])), ("disk", ContentEvicted(contents[1]))]
     assert store.fetch(contents).ready == 1
     disk = store.tiers.statistics().disk
     assert (disk.free, disk.erasing) == (47, 1)
@@ -117,7 +117,7 @@ def test_a_block_that_is_discarded_while_it_is_written_is_not_published() -> Non
     store.tickets.validate()
     events = store.tickets.commit("a", granted.ticket, granted.slots, 1)
     store.tickets.validate()
-    assert events == [("host", Stored(contents[0]))]
+    assert events == [("host", ContentStored(contents[0]))]
     assert len(store.keep(contents)) == 1, "the next one that stores it is believed"
 
 
@@ -166,7 +166,7 @@ def test_what_one_owner_commits_another_can_fetch() -> None:
     granted = store.store("a", contents)
     assert store.fetch(contents).ticket == 0
     events = store.tickets.commit("a", granted.ticket, granted.slots, 1)
-    assert events == [("host", Stored(content)) for content in contents]
+    assert events == [("host", ContentStored(content)) for content in contents]
     fetched = store.fetch(contents)
     assert fetched.slots == granted.slots
     assert fetched.ready == 3
@@ -210,7 +210,7 @@ def test_a_full_host_tier_makes_room_and_reports_the_evicted_block() -> None:
     old, new = chain(1, 2), chain(3)
     store.keep(old)
     granted = store.store("a", new)
-    assert granted.events == [("host", Evicted(old[1]))]
+    assert granted.events == [("host", ContentEvicted(old[1]))]
 
 
 def test_no_block_goes_for_one_that_follows_it() -> None:
@@ -219,7 +219,7 @@ def test_no_block_goes_for_one_that_follows_it() -> None:
     store.keep(prefix[:1])
     store.keep(chain(7, 8))
     granted = store.store("a", prefix)
-    assert [event for _, event in granted.events] == [Evicted(chain(7, 8)[1])]
+    assert [event for _, event in granted.events] == [ContentEvicted(chain(7, 8)[1])]
 
 
 def test_what_has_no_room_is_declined() -> None:
@@ -263,7 +263,7 @@ def test_a_commit_of_slots_that_were_not_granted_changes_nothing() -> None:
     with pytest.raises(BadRequest, match="was not granted"):
         store.tickets.commit("a", granted.ticket, [*granted.slots, *other.slots], 1)
     store.tickets.validate()
-    assert store.tickets.commit("a", granted.ticket, granted.slots, 1) == [("host", Stored(contents[0]))]
+    assert store.tickets.commit("a", granted.ticket, granted.slots, 1) == [("host", ContentStored(contents[0]))]
 
 
 def test_a_ticket_is_its_owners_alone() -> None:
@@ -468,11 +468,11 @@ def test_a_fetched_block_stays_until_it_is_released() -> None:
     store, contents = plain(slots=2), chain(1, 2)
     store.keep(contents)
     fetched = store.fetch(contents[:1])
-    assert store.store("a", chain(5, 6)).events == [("host", Evicted(contents[1]))]
+    assert store.store("a", chain(5, 6)).events == [("host", ContentEvicted(contents[1]))]
     store.tickets.release("b", fetched.ticket)
     store.tickets.release("b", fetched.ticket)
     store.tickets.validate()
-    assert store.store("a", chain(7)).events == [("host", Evicted(contents[0]))]
+    assert store.store("a", chain(7)).events == [("host", ContentEvicted(contents[0]))]
 
 
 def test_a_fetch_ends_at_the_first_block_that_is_in_no_tier() -> None:
@@ -503,7 +503,7 @@ def test_what_is_in_memory_comes_first_and_what_is_on_disk_as_it_comes() -> None
     advanced, events = store.tickets.read_done(third, "ok", 5)
     store.tickets.validate()
     assert advanced == [], "the one before it is still missing"
-    assert events == [("host", Stored(contents[2]))]
+    assert events == [("host", ContentStored(contents[2]))]
 
     (news,), events = store.tickets.read_done(second, "ok", 6)
     store.tickets.validate()
@@ -533,10 +533,10 @@ def test_a_read_that_fails_makes_the_prefix_shorter(outcome: str) -> None:
     (news,), events = store.tickets.read_done(second, "lost" if outcome == "lost" else "failed", 1)
     store.tickets.validate()
     assert (news.first, news.slots, news.found) == (1, [], 1)
-    assert events == ([("disk", Evicted(contents[1]))] if outcome == "lost" else [])
+    assert events == ([("disk", ContentEvicted(contents[1]))] if outcome == "lost" else [])
     advanced, events = store.tickets.read_done(third, "ok", 1)
     store.tickets.validate()
-    assert (advanced, events) == ([], [("host", Stored(contents[2]))]), "nobody waits for it, and it is kept"
+    assert (advanced, events) == ([], [("host", ContentStored(contents[2]))]), "nobody waits for it, and it is kept"
 
 
 def test_a_fetch_whose_first_read_fails_has_ended() -> None:
@@ -557,7 +557,7 @@ def test_a_slot_that_the_disk_writes_to_outlives_the_fetch_that_wanted_it() -> N
     store.tickets.validate()
     assert store.store("a", chain(5)).declined == 1
     advanced, events = store.tickets.read_done(fetched.reads[0], "ok", 21)
-    assert (advanced, events) == ([], [("host", Stored(contents[0]))])
+    assert (advanced, events) == ([], [("host", ContentStored(contents[0]))])
     assert len(store.store("a", chain(5)).slots) == 1
 
 
@@ -574,7 +574,7 @@ def test_a_block_that_is_fetched_does_not_go_for_one_that_is_read_from_disk() ->
     store.keep(contents[1:])
     fetched = store.fetch(contents)
     assert len(fetched.slots) == 2
-    assert fetched.events == [("host", Evicted(chain(1000, 1001)[0]))]
+    assert fetched.events == [("host", ContentEvicted(chain(1000, 1001)[0]))]
 
 
 def test_a_worker_that_stores_what_comes_from_disk_meanwhile_succeeds_and_keeps_no_second_slot() -> None:
@@ -596,7 +596,7 @@ def test_a_worker_that_commits_what_is_still_coming_from_disk_succeeds_and_keeps
     store.tickets.validate()
     _, events = store.tickets.read_done(fetched.reads[0], "ok", 1)
     store.tickets.validate()
-    assert events == [("host", Stored(contents[0]))]
+    assert events == [("host", ContentStored(contents[0]))]
 
 
 def test_a_fetch_whose_time_began_again_ends_after_one_that_began_later() -> None:

@@ -6,7 +6,7 @@ from services.kvbm.tiers.actions import TierSizes
 from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
-from shared.blocks import Content, Evicted, Stored
+from shared.blocks import Content, ContentEvicted, ContentStored
 from shared.hashing import ContentKey, event_hash
 from tests.kvbm.chains import chain, keys
 
@@ -39,7 +39,7 @@ def keep(store: Tiers, contents: list[Content]) -> list[Content]:
     offered = store.offer(contents, len(contents))
     store.publish(offered.slots)
     store.validate([])
-    return [event.content for _, event in offered.events if isinstance(event, Evicted)]
+    return [event.content for _, event in offered.events if isinstance(event, ContentEvicted)]
 
 
 def spill(store: Tiers) -> list[Content]:
@@ -127,8 +127,8 @@ def test_a_block_stays_while_it_is_written_to_disk() -> None:
     (one,), events = store.take_spills(5)
     assert events == []
     assert store.offer(chain(2), 1).declined == 1
-    assert store.spill_done(one, "ok") == [("disk", Stored(contents[0]))]
-    assert store.offer(chain(2), 1).events == [("host", Evicted(contents[0]))]
+    assert store.spill_done(one, "ok") == [("disk", ContentStored(contents[0]))]
+    assert store.offer(chain(2), 1).events == [("host", ContentEvicted(contents[0]))]
 
 
 def test_a_spill_that_failed_publishes_nothing_and_is_tried_again_when_the_block_is_seen_again() -> None:
@@ -157,12 +157,12 @@ def test_a_full_disk_makes_room_but_not_of_what_is_read() -> None:
     found = store.fetch([first.key])
     (read,) = found.reads
     assert store.take_spills(5) == ([], []), "the only record is being read"
-    assert store.read_done(read, "ok") == [("host", Stored(first))]
+    assert store.read_done(read, "ok") == [("host", ContentStored(first))]
     store.release(found.slots)
     keep(store, [second])
     spills, events = store.take_spills(5)
     assert len(spills) == 1
-    assert events == [("disk", Evicted(first))]
+    assert events == [("disk", ContentEvicted(first))]
 
 
 def test_no_more_is_spilled_at_once_than_asked_for() -> None:
@@ -183,7 +183,7 @@ def test_a_disk_without_space_for_more_exchanges_what_it_has() -> None:
     assert (store.statistics().disk.withheld, store.statistics().disk.free) == (2, 0)
     keep(store, contents[2:])
     (instead,), events = store.take_spills(5)
-    assert events == [("disk", Evicted(contents[0]))]
+    assert events == [("disk", ContentEvicted(contents[0]))]
     store.spill_done(instead, "ok")
     store.retry_space()
     store.validate([])
@@ -210,7 +210,7 @@ def test_when_the_disk_goes_its_blocks_cannot_be_found() -> None:
     store, contents = tiers(disk_sightings=1), chain(1, 2)
     keep(store, contents)
     spill(store)
-    assert store.disk_failed() == [("disk", Evicted(content)) for content in contents]
+    assert store.disk_failed() == [("disk", ContentEvicted(content)) for content in contents]
     assert store.disk_failed() == []
     store.validate([])
     keep(store, chain(5, 6, 7, 8))
@@ -223,7 +223,7 @@ def test_when_the_disk_comes_back_its_blocks_are_found_and_the_host_tiers_go_to_
     keep(store, there)
     events = store.disk_ready([FoundBlock(3, found[0]), FoundBlock(0, found[1])])
     store.validate([])
-    assert events == [("disk", Stored(content)) for content in found]
+    assert events == [("disk", ContentStored(content)) for content in found]
     (one,), _ = store.take_spills(5)
     assert one.content == there[0]
     assert one.record not in (0, 3)
@@ -232,7 +232,7 @@ def test_when_the_disk_comes_back_its_blocks_are_found_and_the_host_tiers_go_to_
 
 def test_of_two_records_with_one_key_the_newer_counts_and_the_other_is_free() -> None:
     store, (content,) = tiers(on=False, records=2), chain(1)
-    assert store.disk_ready([FoundBlock(0, content), FoundBlock(1, content)]) == [("disk", Stored(content))]
+    assert store.disk_ready([FoundBlock(0, content), FoundBlock(1, content)]) == [("disk", ContentStored(content))]
     assert store.statistics().disk.free == 1
     assert store.fetch([content.key]).reads[0].record == 1
 
@@ -241,7 +241,7 @@ def test_what_was_found_on_disk_goes_children_first() -> None:
     store, found = tiers(on=False, records=2, disk_sightings=1), chain(1, 2)
     store.disk_ready([FoundBlock(0, found[0]), FoundBlock(1, found[1])])
     keep(store, chain(7))
-    assert store.take_spills(1)[1] == [("disk", Evicted(found[1]))]
+    assert store.take_spills(1)[1] == [("disk", ContentEvicted(found[1]))]
 
 
 def test_a_write_from_before_the_disk_went_publishes_nothing_and_its_record_waits_for_it() -> None:
@@ -265,7 +265,7 @@ def test_a_read_from_before_the_disk_went_still_brings_its_block() -> None:
     store.disk_failed()
     store.disk_ready([])
     store.validate(found.slots)
-    assert store.read_done(found.reads[0], "ok") == [("host", Stored(contents[0]))]
+    assert store.read_done(found.reads[0], "ok") == [("host", ContentStored(contents[0]))]
     store.validate(found.slots)
     assert store.statistics().disk.free == 1
 
@@ -345,7 +345,7 @@ def test_a_policy_hears_of_uses_after_the_answer_and_before_it_is_asked_for_a_vi
 def test_slots_are_freed_ahead_of_need() -> None:
     store, contents = tiers(slots=16), chain(*range(16))
     keep(store, contents)
-    assert store.prepare() == [("host", Evicted(content)) for content in (contents[15], contents[14])]
+    assert store.prepare() == [("host", ContentEvicted(content)) for content in (contents[15], contents[14])]
     store.validate([])
     assert store.prepare() == []
     assert keep(store, chain(100, 101)) == []

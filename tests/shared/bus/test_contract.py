@@ -1,4 +1,4 @@
-"""What both buses must do: the in-process twin and NATS. What only NATS can do wrong stands in test_nats_bus.py."""
+"""The contract of both buses: the in-process fake and NATS. test_nats_bus.py tests the faults that only NATS has."""
 
 from __future__ import annotations
 
@@ -154,13 +154,13 @@ async def test_many_requests_at_once_get_their_own_answers(open_bus: Open) -> No
     assert [answer.payload for answer in answers] == payloads
 
 
-async def test_a_request_to_nobody_fails_at_once(open_bus: Open) -> None:
+async def test_a_request_without_a_subscriber_fails_at_once(open_bus: Open) -> None:
     bus = await open_bus()
     with pytest.raises(NoResponders):
         await bus.request(subject(), b"", timeout_s=60.0)
 
 
-async def test_a_request_nobody_answers_times_out(open_bus: Open) -> None:
+async def test_a_request_that_is_not_answered_times_out(open_bus: Open) -> None:
     bus, where = await open_bus(), subject()
     await bus.subscribe(where, Inbox().receive)
     with pytest.raises(RequestTimeout):
@@ -195,7 +195,7 @@ async def test_what_is_not_a_pattern_is_refused(open_bus: Open, pattern: str) ->
         await bus.subscribe(pattern, Inbox().receive)
 
 
-async def test_a_slow_receiver_loses_what_is_over_its_bound_and_is_told(open_bus: Open) -> None:
+async def test_a_slow_receiver_loses_messages_over_its_limit_and_is_notified(open_bus: Open) -> None:
     bus, where = await open_bus(), subject()
     told: list[int] = []
     seen: list[bytes] = []
@@ -340,7 +340,7 @@ async def test_a_stream_ends_with_the_marked_message(open_bus: Open) -> None:
         assert [answer.payload async for answer in answers] == [b"0", b"1", b"2", b"end"]
 
 
-async def test_a_stream_from_nobody_fails_at_once(open_bus: Open) -> None:
+async def test_a_stream_without_a_subscriber_fails_at_once(open_bus: Open) -> None:
     bus = await open_bus()
     async with bus.stream(subject(), b"", idle_timeout_s=60.0) as answers:
         with pytest.raises(NoResponders):
@@ -356,7 +356,7 @@ async def test_a_stream_that_falls_silent_times_out(open_bus: Open) -> None:
             await anext(answers)
 
 
-async def test_a_stream_nobody_reads_ends_at_its_bound(open_bus: Open) -> None:
+async def test_a_stream_that_is_not_read_ends_at_its_limit(open_bus: Open) -> None:
     client, service, where, sent = await open_bus(), await open_bus(), subject(), asyncio.Event()
     end = Inbox()
     await client.subscribe(f"{where}.end", end.receive)
@@ -391,13 +391,13 @@ async def test_gone_is_called_when_the_inbox_is_gone_and_not_while_it_is_there(o
     await service.subscribe(where, receive)
     async with client.stream(where, b"", idle_timeout_s=DEADLINE_S) as answers:
         inbox = await asyncio.wait_for(inboxes.get(), DEADLINE_S)
-        await service.publish(inbox, b"1", gone=lambda: calls.append("early"))
+        await service.publish(inbox, b"1", no_responders=lambda: calls.append("early"))
         assert (await anext(answers)).payload == b"1"
         await service.publish(inbox, b"2")
         assert (await anext(answers)).payload == b"2"
     with pytest.raises(NoResponders):  # a round trip behind the end of the stream
         await client.request(subject(), b"", timeout_s=DEADLINE_S)
-    await service.publish(inbox, b"3", gone=tell_gone)
+    await service.publish(inbox, b"3", no_responders=tell_gone)
     await asyncio.wait_for(gone.wait(), DEADLINE_S)
     assert calls == ["late"]
 

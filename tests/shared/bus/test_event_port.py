@@ -1,4 +1,4 @@
-"""The port of KV events under strangers that speak ZMTP by hand, which libzmq's own sockets do not let one do."""
+"""The port of KV events under unknown peers, which speak ZMTP by hand, since libzmq's own sockets cannot misbehave."""
 
 from __future__ import annotations
 

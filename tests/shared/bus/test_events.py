@@ -1,4 +1,4 @@
-"""What both event streams must do: the in-process twin and ZMQ. What only ZMQ can do stands in test_zmq_events.py."""
+"""The contract of both event streams: the in-process fake and ZMQ. test_zmq_events.py tests what only ZMQ does."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus.contract import EventPublisher, Events, EventSubscription
-from shared.bus.memory_bus import MemoryBroker, MemoryEvents
-from shared.bus.zmq_events import ZmqEvents
+from shared.bus.contract import EventBus, EventPublisher, EventSubscription
+from shared.bus.memory_bus import MemoryBroker, MemoryEventBus
+from shared.bus.zmq_events import ZmqEventBus
 from shared.errors import RequestTimeout
 
 DEADLINE_S = 60.0
 
 
 @pytest.fixture(params=["memory", "zmq", "sockets", "sockets of long names"])
-def events(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Events]:
+def events(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EventBus]:
     directory = tmp_path / ("d" * (120 if "long" in request.param else 1))
     directory.mkdir()
     if request.param == "memory":
-        yield MemoryEvents(MemoryBroker())
+        yield MemoryEventBus(MemoryBroker())
     else:
-        with ZmqEvents(directory=str(directory) if "sockets" in request.param else "") as opened:
+        with ZmqEventBus(directory=str(directory) if "sockets" in request.param else "") as opened:
             yield opened
     assert not list(directory.iterdir()), "no socket is left"
 
@@ -63,7 +63,7 @@ async def joined(publisher: EventPublisher, batches: Batches, before: int = 0) -
 
 
 async def open_pair(
-    events: Events, *, topic: str = "", ring_batches: int = 10_000
+    events: EventBus, *, topic: str = "", ring_batches: int = 10_000
 ) -> tuple[EventPublisher, EventSubscription, Batches, int]:
     """A publisher and a subscription that hears it, and the first sequence that was not used up by joining."""
     publisher, batches = events.open_publisher(topic=topic, ring_batches=ring_batches), Batches()
@@ -76,7 +76,7 @@ async def open_pair(
 
 
 @pytest.mark.parametrize("topic", ["", "kv-events@tiny"])
-async def test_batches_come_in_order(events: Events, topic: str) -> None:
+async def test_batches_come_in_order(events: EventBus, topic: str) -> None:
     publisher, subscription, batches, first = await open_pair(events, topic=topic)
     for sequence in range(first, first + 1000):
         publisher.publish(sequence, str(sequence).encode())
@@ -86,7 +86,7 @@ async def test_batches_come_in_order(events: Events, topic: str) -> None:
     publisher.close()
 
 
-async def test_a_gap_in_the_sequences_is_seen(events: Events) -> None:
+async def test_a_gap_in_the_sequences_is_seen(events: EventBus) -> None:
     publisher, subscription, batches, first = await open_pair(events)
     for sequence in (first, first + 1, first + 5):
         publisher.publish(sequence, b"")
@@ -96,7 +96,7 @@ async def test_a_gap_in_the_sequences_is_seen(events: Events) -> None:
     publisher.close()
 
 
-async def test_a_replay_has_what_the_ring_holds(events: Events) -> None:
+async def test_a_replay_has_what_the_ring_holds(events: EventBus) -> None:
     publisher, subscription, _, first = await open_pair(events, topic="t", ring_batches=10)
     for sequence in range(first, first + 100):
         publisher.publish(sequence, str(sequence).encode())
@@ -109,7 +109,7 @@ async def test_a_replay_has_what_the_ring_holds(events: Events) -> None:
     publisher.close()
 
 
-async def test_replays_at_the_same_time_each_get_their_own(events: Events) -> None:
+async def test_replays_at_the_same_time_each_get_their_own(events: EventBus) -> None:
     publisher, subscription, _, first = await open_pair(events)
     for sequence in range(first, first + 50):
         publisher.publish(sequence, b"x")
@@ -120,7 +120,7 @@ async def test_replays_at_the_same_time_each_get_their_own(events: Events) -> No
     publisher.close()
 
 
-async def test_a_replay_of_a_closed_source_times_out(events: Events) -> None:
+async def test_a_replay_of_a_closed_source_times_out(events: EventBus) -> None:
     publisher, subscription, _, _ = await open_pair(events)
     publisher.close()
     with pytest.raises(RequestTimeout):
@@ -128,7 +128,7 @@ async def test_a_replay_of_a_closed_source_times_out(events: Events) -> None:
     subscription.close()
 
 
-async def test_a_closed_subscription_hears_nothing(events: Events) -> None:
+async def test_a_closed_subscription_hears_nothing(events: EventBus) -> None:
     publisher, subscription, batches, first = await open_pair(events)
     other = Batches()
     events.subscribe(publisher.source, other.receive)
@@ -145,8 +145,8 @@ async def test_a_closed_subscription_hears_nothing(events: Events) -> None:
 
 async def test_a_muted_source_loses_batches_that_a_replay_brings_back() -> None:
     broker = MemoryBroker()
-    publisher, batches = MemoryEvents(broker).open_publisher(), Batches()
-    subscription = MemoryEvents(broker).subscribe(publisher.source, batches.receive)
+    publisher, batches = MemoryEventBus(broker).open_publisher(), Batches()
+    subscription = MemoryEventBus(broker).subscribe(publisher.source, batches.receive)
     broker.mute(publisher.source)
     publisher.publish(0, b"lost")
     broker.unmute(publisher.source)

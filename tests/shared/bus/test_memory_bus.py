@@ -1,4 +1,4 @@
-"""What the in-process twin does beyond the contract: a weather decides how messages travel."""
+"""The in-process fake beyond the contract: a Delivery decides when messages arrive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from shared.bus.contract import Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.errors import NoResponders, RequestTimeout
 
 SOON_S = 0.05
@@ -30,7 +30,7 @@ class Held:
                 deliver()
 
 
-async def test_a_message_arrives_when_and_as_often_as_the_weather_says() -> None:
+async def test_a_message_arrives_when_and_as_often_as_its_delivery_says() -> None:
     held, seen = Held(), asyncio.Queue[bytes]()
     broker = MemoryBroker(held)
     sender, receiver = MemoryBus(broker, "a"), MemoryBus(broker, "b")
@@ -65,7 +65,7 @@ async def test_a_message_that_arrives_on_a_lost_connection_is_lost() -> None:
     await bus.drain()
 
 
-async def test_a_question_and_that_nobody_listens_travel_too() -> None:
+async def test_a_request_and_the_lack_of_responders_travel_too() -> None:
     held = Held()
     bus = MemoryBus(MemoryBroker(held), "a")
     asking = asyncio.create_task(bus.request("x", b"", timeout_s=10.0))
@@ -80,8 +80,8 @@ async def test_a_question_and_that_nobody_listens_travel_too() -> None:
 async def test_event_batches_and_replays_travel_too() -> None:
     held, seen = Held(), asyncio.Queue[tuple[int, bytes]]()
     broker = MemoryBroker(held)
-    publisher = MemoryEvents(broker, "w").open_publisher()
-    subscription = MemoryEvents(broker, "r").subscribe(publisher.source, lambda *batch: seen.put_nowait(batch))
+    publisher = MemoryEventBus(broker, "w").open_publisher()
+    subscription = MemoryEventBus(broker, "r").subscribe(publisher.source, lambda *batch: seen.put_nowait(batch))
     publisher.publish(0, b"0")
     assert [each[:3] for each in held.waiting] == [("w", "r", "events")]
     held.let_go()

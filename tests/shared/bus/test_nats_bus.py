@@ -428,16 +428,16 @@ async def test_the_longest_subject_with_an_answer_to_it_leaves_the_connection_st
     gone = asyncio.Event()
     async with connected(own_nats.url) as bus:
         subject = "a" * subjects.LIMIT_BYTES
-        await bus.publish(subject, bytes(1 << 16), headers={"Content-Type": "application/json"}, gone=gone.set)
+        await bus.publish(subject, bytes(1 << 16), headers={"Content-Type": "application/json"}, no_responders=gone.set)
         async with asyncio.timeout(DEADLINE_S):
             await gone.wait()
         with pytest.raises(ProtocolError):
             await bus.publish(subject + "a", b"")
 
 
-async def test_whoever_keeps_an_eye_on_the_bus_hears_when_it_is_closed(own_nats: NatsServer) -> None:
+async def test_a_task_that_waits_for_the_end_of_the_bus_returns_when_it_is_closed(own_nats: NatsServer) -> None:
     async with connected(own_nats.url) as bus:
-        kept = asyncio.create_task(bus.kept())
+        kept = asyncio.create_task(bus.wait_closed())
         await bus.publish("subject", b"")
         assert not kept.done()
     await kept

@@ -1,4 +1,4 @@
-"""Events and messages that go out together, wait while NATS is away, and are bounded."""
+"""Events and messages are sent together, wait while NATS is away, and are limited."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ async def test_load_events_go_out_in_order_as_one_message() -> None:
 
 async def test_while_nats_is_away_load_events_wait() -> None:
     box, heard, bus, _ = await opened()
-    bus.lose()
+    bus.disconnect()
     box.publish_load(MODEL, Finished("a", 1))
     assert not await box.flush()
-    bus.find()
+    bus.reconnect()
     assert await box.flush()
     await heard.all()
     assert heard.load == [LoadEvents(MODEL, [Finished("a", 1)])]
@@ -113,14 +113,14 @@ class CongestedBus(MemoryBus):
         payload: bytes,
         *,
         headers: Mapping[str, str] | None = None,
-        gone: Callable[[], None] | None = None,
+        no_responders: Callable[[], None] | None = None,
     ) -> None:
         await self.opened.wait()
-        await super().publish(subject, payload, headers=headers, gone=gone)
+        await super().publish(subject, payload, headers=headers, no_responders=no_responders)
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_what_is_told_while_two_flushes_wait_goes_out_once(lost: bool) -> None:
+async def test_events_that_come_while_two_flushes_wait_are_sent_once(lost: bool) -> None:
     broker = MemoryBroker()
     heard = Heard(broker)
     await heard.listen()
@@ -134,10 +134,10 @@ async def test_what_is_told_while_two_flushes_wait_goes_out_once(lost: bool) -> 
     await asyncio.sleep(0)
     box.publish_load(MODEL, Finished("c", 1))
     if lost:
-        bus.lose()
+        bus.disconnect()
     bus.opened.set()
     assert [await first, await second] == [not lost] * 2
-    bus.find()
+    bus.reconnect()
     assert await box.flush()
     await heard.all()
     told = [event.request for batch in heard.load for event in batch.events]

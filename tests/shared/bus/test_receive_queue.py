@@ -1,4 +1,4 @@
-"""The bounds of a subscription's queue, and its ends."""
+"""The limits of a subscription's queue, and the ways in which it ends."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ async def test_a_receiver_that_never_waits_lets_others_run() -> None:
     assert turns > 100
 
 
-async def test_a_flood_of_unreadable_messages_is_counted_and_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_flood_of_unreadable_messages_is_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def receive(message: Message) -> None:
         raise ProtocolError("not msgpack")
 
@@ -114,7 +116,7 @@ async def test_a_flood_of_unreadable_messages_is_counted_and_told_in_one_line(ca
         assert told == f"unreadable message on {subject}: subject.x: not msgpack (1 so far; logged every 60 s at most)"
 
 
-async def test_the_next_minute_unreadable_messages_are_told_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_after_the_interval_unreadable_messages_are_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     async def receive(message: Message) -> None:
         raise ProtocolError("not msgpack")
 
@@ -125,7 +127,9 @@ async def test_the_next_minute_unreadable_messages_are_told_again(caplog: pytest
     assert ["3 so far" in told for told in caplog.messages] == [False, False, True]
 
 
-async def test_an_answer_over_the_limit_is_a_failure_and_told_whole(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_answer_over_the_limit_is_a_failure_with_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def receive(message: Message) -> None:
         raise PayloadTooLarge(2, 1)
 

@@ -1,4 +1,4 @@
-"""The ring for replay and its bounds."""
+"""The replay buffer and its limits."""
 
 from __future__ import annotations
 

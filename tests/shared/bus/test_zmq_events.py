@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from shared.bus import zmtp
-from shared.bus.zmq_events import BATCH_LIMIT_BYTES, END, ZmqEvents, ZmqEventSubscription
+from shared.bus.zmq_events import BATCH_LIMIT_BYTES, END, ZmqEventBus, ZmqEventSubscription
 from shared.errors import ConfigError, ProtocolError
 from shared.messages import EventSource
 from tests.servers import free_port
@@ -21,8 +21,8 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture
-def events() -> Iterator[ZmqEvents]:
-    with ZmqEvents() as opened:
+def events() -> Iterator[ZmqEventBus]:
+    with ZmqEventBus() as opened:
         yield opened
 
 
@@ -51,7 +51,7 @@ async def stranger() -> AsyncIterator[Stranger]:
     opened.close()
 
 
-async def test_a_batch_is_three_frames(events: ZmqEvents, stranger: Stranger) -> None:
+async def test_a_batch_is_three_frames(events: ZmqEventBus, stranger: Stranger) -> None:
     publisher = events.open_publisher(topic="kv-events@tiny")
     subscriber = stranger.socket(zmq.SUB)
     subscriber.subscribe(b"")
@@ -68,7 +68,7 @@ async def test_a_batch_is_three_frames(events: ZmqEvents, stranger: Stranger) ->
     publisher.close()
 
 
-async def test_a_replay_is_one_answer_a_batch_and_an_end(events: ZmqEvents, stranger: Stranger) -> None:
+async def test_a_replay_is_one_answer_a_batch_and_an_end(events: ZmqEventBus, stranger: Stranger) -> None:
     publisher = events.open_publisher(topic="t")
     for sequence in range(3):
         publisher.publish(sequence, str(sequence).encode())
@@ -84,7 +84,7 @@ async def test_a_replay_is_one_answer_a_batch_and_an_end(events: ZmqEvents, stra
     publisher.close()
 
 
-async def test_a_long_replay_leaves_the_loop_to_others(events: ZmqEvents) -> None:
+async def test_a_long_replay_leaves_the_loop_to_others(events: ZmqEventBus) -> None:
     publisher = events.open_publisher()
     for sequence in range(2000):
         publisher.publish(sequence, b"payload")
@@ -100,7 +100,7 @@ async def test_a_long_replay_leaves_the_loop_to_others(events: ZmqEvents) -> Non
     publisher.close()
 
 
-async def test_a_replay_without_topics_is_read_as_sglang_sends_it(events: ZmqEvents, stranger: Stranger) -> None:
+async def test_a_replay_without_topics_is_read_as_sglang_sends_it(events: ZmqEventBus, stranger: Stranger) -> None:
     router = stranger.socket(zmq.ROUTER)
     port = free_port()
     await bind(router, f"tcp://127.0.0.1:{port}")
@@ -117,7 +117,7 @@ async def test_a_replay_without_topics_is_read_as_sglang_sends_it(events: ZmqEve
 
 
 async def test_malformed_questions_are_ignored_counted_and_logged_once(
-    events: ZmqEvents, stranger: Stranger, caplog: pytest.LogCaptureFixture
+    events: ZmqEventBus, stranger: Stranger, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = events.open_publisher()
     asker = stranger.socket(zmq.DEALER)
@@ -131,7 +131,7 @@ async def test_malformed_questions_are_ignored_counted_and_logged_once(
 
 
 async def test_a_question_of_more_than_a_kilobyte_ends_its_connection_before_it_is_read(
-    events: ZmqEvents, stranger: Stranger
+    events: ZmqEventBus, stranger: Stranger
 ) -> None:
     publisher = events.open_publisher()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(publisher.source.replay.rpartition(":")[2]))
@@ -148,7 +148,7 @@ async def test_a_question_of_more_than_a_kilobyte_ends_its_connection_before_it_
 
 
 async def test_a_batch_over_the_limit_is_not_sent_and_shows_as_a_gap(
-    events: ZmqEvents, caplog: pytest.LogCaptureFixture
+    events: ZmqEventBus, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher, batches = events.open_publisher(), Batches()
     subscription = events.subscribe(publisher.source, batches.receive)
@@ -159,12 +159,12 @@ async def test_a_batch_over_the_limit_is_not_sent_and_shows_as_a_gap(
     assert batches.sequences[-2:] == [1_000_000, 1_000_002]
     replayed = await subscription.replay(1_000_000, timeout_s=DEADLINE_S)
     assert [sequence for sequence, _ in replayed] == [1_000_000, 1_000_002]
-    assert f"{BATCH_LIMIT_BYTES} is the limit" in caplog.text
+    assert f"the limit is {BATCH_LIMIT_BYTES}" in caplog.text
     subscription.close()
     publisher.close()
 
 
-async def test_a_batch_over_the_limit_that_others_send_is_never_taken(events: ZmqEvents, stranger: Stranger) -> None:
+async def test_a_batch_over_the_limit_that_others_send_is_never_taken(events: ZmqEventBus, stranger: Stranger) -> None:
     subscription, batches, publisher = await bound(events, stranger)
     await publisher.send_multipart([b"", (7).to_bytes(8, "big"), bytes(BATCH_LIMIT_BYTES + 1)])
     async with asyncio.timeout(DEADLINE_S):
@@ -175,7 +175,7 @@ async def test_a_batch_over_the_limit_that_others_send_is_never_taken(events: Zm
     subscription.close()
 
 
-async def bound(events: ZmqEvents, stranger: Stranger) -> tuple[ZmqEventSubscription, Batches, zmq.asyncio.Socket]:
+async def bound(events: ZmqEventBus, stranger: Stranger) -> tuple[ZmqEventSubscription, Batches, zmq.asyncio.Socket]:
     """A subscription that binds, as vLLM's `tcp://host:port` publishers want it, and a publisher that connected."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     batches = Batches()
@@ -189,7 +189,7 @@ async def bound(events: ZmqEvents, stranger: Stranger) -> tuple[ZmqEventSubscrip
     return subscription, batches, publisher
 
 
-async def test_the_subscriber_may_be_the_side_that_binds(events: ZmqEvents, stranger: Stranger) -> None:
+async def test_the_subscriber_may_be_the_side_that_binds(events: ZmqEventBus, stranger: Stranger) -> None:
     subscription, batches, publisher = await bound(events, stranger)
     await publisher.send_multipart([b"", (7).to_bytes(8, "big"), b"payload"])
     await batches.wait(7)
@@ -198,7 +198,7 @@ async def test_the_subscriber_may_be_the_side_that_binds(events: ZmqEvents, stra
 
 
 async def test_malformed_batches_are_counted_logged_once_and_left_out(
-    events: ZmqEvents, stranger: Stranger, caplog: pytest.LogCaptureFixture
+    events: ZmqEventBus, stranger: Stranger, caplog: pytest.LogCaptureFixture
 ) -> None:
     subscription, batches, publisher = await bound(events, stranger)
     for frames in ([b"alone"], [b"", b"short", b"payload"], [b"", bytes(8), b"payload", b"more"], [b"", bytes(9), b""]):
@@ -211,8 +211,8 @@ async def test_malformed_batches_are_counted_logged_once_and_left_out(
     subscription.close()
 
 
-async def test_a_batch_that_ends_behind_its_sequence_is_counted_also_if_nothing_follows(
-    events: ZmqEvents, stranger: Stranger
+async def test_a_batch_that_ends_after_its_sequence_is_counted_also_if_nothing_follows(
+    events: ZmqEventBus, stranger: Stranger
 ) -> None:
     subscription, batches, publisher = await bound(events, stranger)
     await publisher.send_multipart([b"", (7).to_bytes(8, "big")])
@@ -225,7 +225,7 @@ async def test_a_batch_that_ends_behind_its_sequence_is_counted_also_if_nothing_
     subscription.close()
 
 
-async def test_a_receiver_that_raises_does_not_stop_the_stream(events: ZmqEvents, stranger: Stranger) -> None:
+async def test_a_receiver_that_raises_does_not_stop_the_stream(events: ZmqEventBus, stranger: Stranger) -> None:
     raised: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: raised.append(str(told.get("exception"))))
     endpoint = f"tcp://127.0.0.1:{free_port()}"
@@ -265,7 +265,7 @@ async def bind(publisher: zmq.asyncio.Socket, endpoint: str) -> None:
 
 
 async def test_a_subscription_finds_a_source_that_comes_back_at_its_address(
-    events: ZmqEvents, stranger: Stranger
+    events: ZmqEventBus, stranger: Stranger
 ) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     batches = Batches()
@@ -282,7 +282,7 @@ async def test_a_subscription_finds_a_source_that_comes_back_at_its_address(
 
 
 async def test_a_publisher_advertises_another_host_than_it_binds() -> None:
-    with ZmqEvents("0.0.0.0", "worker-1.example") as events:
+    with ZmqEventBus("0.0.0.0", "worker-1.example") as events:
         publisher = events.open_publisher()
         assert publisher.source.publish.startswith("tcp://worker-1.example:")
         assert publisher.source.replay.startswith("tcp://worker-1.example:")
@@ -290,12 +290,12 @@ async def test_a_publisher_advertises_another_host_than_it_binds() -> None:
 
 
 async def test_an_address_that_is_not_this_machines_is_a_config_error() -> None:
-    with ZmqEvents("192.0.2.1") as events, pytest.raises(ConfigError):
+    with ZmqEventBus("192.0.2.1") as events, pytest.raises(ConfigError):
         events.open_publisher()
 
 
 @pytest.mark.parametrize("nonsense", ["nonsense", "ipc:///no/such/" + "x" * 120, "ipc:///tmp/\0/" + "x" * 120])
-async def test_an_endpoint_that_is_none_is_a_protocol_error(events: ZmqEvents, nonsense: str) -> None:
+async def test_an_endpoint_that_is_none_is_a_protocol_error(events: ZmqEventBus, nonsense: str) -> None:
     with pytest.raises(ProtocolError):
         events.subscribe(EventSource(nonsense, ""), Batches().receive)
     subscription = events.subscribe(EventSource("tcp://127.0.0.1:9", nonsense), Batches().receive)

@@ -84,13 +84,13 @@ def test_entries_are_read_by_their_keys() -> None:
         (instance_key(instance("a1")), INSTANCE.encode(instance("b2"), JSON_HEADER), "belongs under"),
         (card_key(card("a1")), MODEL_CARD.encode(card("a1", model="other"), JSON_HEADER), "belongs under"),
         (card_key(card("a1")), MODEL_CARD.encode(card("a1")), "model card"),
-        (instance_key(instance("a b")), INSTANCE.encode(instance("a b"), JSON_HEADER), "no id"),
-        (card_key(card("a.>")), MODEL_CARD.encode(card("a.>"), JSON_HEADER), "no id"),
-        (card_key(card("a1", model="")), MODEL_CARD.encode(card("a1", model=""), JSON_HEADER), "no name"),
+        (instance_key(instance("a b")), INSTANCE.encode(instance("a b"), JSON_HEADER), "not an id"),
+        (card_key(card("a.>")), MODEL_CARD.encode(card("a.>"), JSON_HEADER), "not an id"),
+        (card_key(card("a1", model="")), MODEL_CARD.encode(card("a1", model=""), JSON_HEADER), "the name is empty"),
         (
             card_key(card("a1", model="水" * 200)),
             MODEL_CARD.encode(card("a1", model="水" * 200), JSON_HEADER),
-            "over 1024",
+            "longer than 1024",
         ),
         ("/headrace/test/else/x", b"{}", "neither"),
     ],
@@ -175,7 +175,7 @@ MODELS = st.sampled_from(["m", "n"])
 
 
 class Publishing(RuleBasedStateMachine):
-    """Instances and cards come, change and go; what is told must add up and never contradict itself."""
+    """Instances and cards come, change and go; the reported changes must add up and never contradict one another."""
 
     def __init__(self) -> None:
         super().__init__()

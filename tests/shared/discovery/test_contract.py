@@ -13,10 +13,10 @@ import pytest
 
 from shared.config import DiscoveryConfig
 from shared.discovery.backends import open_discovery
-from shared.discovery.contract import Added, Discovery, Registration, Removed, Synced
+from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, Registration, Synced
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.file import FileDiscovery
-from shared.discovery.intake import DEFAULT, Limits
+from shared.discovery.intake import DEFAULT, IntakeLimits
 from shared.discovery.memory import MemoryDiscovery, MemoryRegistration, MemoryStore
 from shared.errors import ConfigError, ProtocolError
 from tests.shared.watched import Watched, watching
@@ -25,13 +25,15 @@ from tests.shared.watched import Watched, watching
 class Backend:
     """One back end: endpoints at it, and a lease lost though its owner lives."""
 
-    def __init__(self, open_one: Callable[[Limits], Discovery], lose: Callable[[Registration, str], None]) -> None:
+    def __init__(
+        self, open_one: Callable[[IntakeLimits], Discovery], lose: Callable[[Registration, str], None]
+    ) -> None:
         self.prefix = f"/headrace/{secrets.token_hex(6)}/"
         self.lose = lose
         self._open_one = open_one
         self._opened: list[Discovery] = []
 
-    def open(self, limits: Limits = DEFAULT) -> Discovery:
+    def open(self, limits: IntakeLimits = DEFAULT) -> Discovery:
         self._opened.append(self._open_one(limits))
         return self._opened[-1]
 
@@ -89,18 +91,18 @@ async def test_a_watch_tells_what_is_there_then_synced_then_changes(backend: Bac
     discovery, prefix = backend.open(), backend.prefix
     first = await discovery.register(lambda epoch: {f"{prefix}a": b"1", f"{prefix}b": b"2"})
     async with watching(backend.open(), prefix) as watched:
-        assert watched.told == [Added(f"{prefix}a", b"1"), Added(f"{prefix}b", b"2"), Synced()]
+        assert watched.reported == [KeyAdded(f"{prefix}a", b"1"), KeyAdded(f"{prefix}b", b"2"), Synced()]
         second = await discovery.register(lambda epoch: {f"{prefix}c": b"3"})
         await watched.until_entries({f"{prefix}a": b"1", f"{prefix}b": b"2", f"{prefix}c": b"3"})
         await second.close()
         await watched.until_entries({f"{prefix}a": b"1", f"{prefix}b": b"2"})
-        assert watched.told[3:] == [Added(f"{prefix}c", b"3"), Removed(f"{prefix}c")]
+        assert watched.reported[3:] == [KeyAdded(f"{prefix}c", b"3"), KeyRemoved(f"{prefix}c")]
     await first.close()
 
 
 async def test_a_watch_of_nothing_is_synced_at_once(backend: Backend) -> None:
     async with watching(backend.open(), backend.prefix) as watched:
-        assert watched.told == [Synced()]
+        assert watched.reported == [Synced()]
 
 
 async def test_a_listing_shows_what_was_registered(backend: Backend) -> None:
@@ -184,7 +186,7 @@ async def test_a_watch_sees_nothing_outside_its_prefix(backend: Backend) -> None
     await inside.close()
 
 
-async def test_a_lost_lease_is_granted_anew_under_the_next_epoch(backend: Backend) -> None:
+async def test_a_lost_lease_is_granted_again_under_the_next_epoch(backend: Backend) -> None:
     discovery, prefix = backend.open(), backend.prefix
     registration = await discovery.register(lambda epoch: {f"{prefix}a": b"%d" % epoch, f"{prefix}b": b"card"})
     bystander = await discovery.register(lambda epoch: {f"{prefix}c": b"%d" % epoch})
@@ -223,7 +225,7 @@ def read_number(key: str, value: bytes) -> int:
 
 
 async def test_what_a_watcher_cannot_read_is_counted_and_takes_no_place(backend: Backend) -> None:
-    discovery, prefix = backend.open(Limits(entries=3, page=7)), backend.prefix
+    discovery, prefix = backend.open(IntakeLimits(entries=3, page=7)), backend.prefix
     junk = {f"{prefix}a{n:02d}": b"junk" for n in range(40)}
     flood = await discovery.register(lambda epoch: junk)
     numbers = {f"{prefix}b{n}": b"%d" % n for n in range(3)}
@@ -245,7 +247,7 @@ async def test_what_a_watcher_cannot_read_is_counted_and_takes_no_place(backend:
 
 
 async def test_beyond_the_limit_the_oldest_keys_are_taken_in_and_a_free_place_is_filled(backend: Backend) -> None:
-    discovery, prefix = backend.open(Limits(entries=3, page=2)), backend.prefix
+    discovery, prefix = backend.open(IntakeLimits(entries=3, page=2)), backend.prefix
     old = {f"{prefix}z{n}": b"%d" % n for n in range(3)}
     first = await discovery.register(lambda epoch: old)
     young = {f"{prefix}a{n}": b"%d" % n for n in range(10)}
@@ -267,7 +269,7 @@ async def test_beyond_the_limit_the_oldest_keys_are_taken_in_and_a_free_place_is
 async def test_a_value_over_the_limit_is_left_out_of_a_watch_and_of_a_listing(
     backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    discovery, prefix = backend.open(Limits(value_bytes=8)), backend.prefix
+    discovery, prefix = backend.open(IntakeLimits(value_bytes=8)), backend.prefix
     entries = {f"{prefix}a": b"12345678", f"{prefix}b": b"123456789", f"{prefix}c": b"123456789"}
     registration = await discovery.register(lambda epoch: entries)
     async with watching(discovery, prefix) as watched:

@@ -1,4 +1,4 @@
-"""shared/discovery/directory.py: the typed view of discovery, over the in-process twins."""
+"""shared/discovery/directory.py: the typed view of discovery, over the in-process fakes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class WatchedBus(MemoryBus):
 
 
 class World:
-    """A store, a bus, and a directory that follows, with all it told."""
+    """A store, a bus, and a directory that follows, with all the changes that it reported."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -98,12 +98,12 @@ class World:
         self.bus = WatchedBus(self.broker)
         self.registry = CollectorRegistry()
         self.directory = Directory(self.discovery, self.bus, NAMESPACE, registry=self.registry)
-        self.told: list[DirectoryChange] = []
+        self.reported: list[DirectoryChange] = []
         self._changed = asyncio.Event()
         self.directory.subscribe(self.hear)
 
     def hear(self, change: DirectoryChange) -> None:
-        self.told.append(change)
+        self.reported.append(change)
         self._changed.set()
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -138,32 +138,32 @@ async def world() -> AsyncIterator[World]:
         following.cancel()
 
 
-async def test_what_is_published_is_told_in_order_and_what_closes_is_gone(world: World) -> None:
+async def test_published_entries_are_reported_in_order_and_closed_ones_are_removed(world: World) -> None:
     registration = await world.discovery.register(lambda epoch: published(instance("a1"), card("a1")))
     await world.directory.synced()
-    await world.until(lambda: len(world.told) == 2)
-    assert world.told == [InstanceUp(instance("a1")), CardUp(card("a1"))]
+    await world.until(lambda: len(world.reported) == 2)
+    assert world.reported == [InstanceUp(instance("a1")), CardUp(card("a1"))]
     assert world.directory.instances == {"a1": instance("a1")}
     assert world.directory.cards == {("org/m", "a1"): card("a1")}
     await registration.close()
     await world.until(lambda: not world.directory.instances and not world.directory.cards)
-    assert InstanceDown(instance("a1")) in world.told
-    assert CardDown(card("a1")) in world.told
+    assert InstanceDown(instance("a1")) in world.reported
+    assert CardDown(card("a1")) in world.reported
 
 
 async def test_a_late_subscriber_hears_what_is_known_at_once(world: World) -> None:
     await world.discovery.register(lambda epoch: published(instance("a1"), card("a1"), card("b2", block_size=32)))
-    await world.until(lambda: len(world.told) == 3)
+    await world.until(lambda: len(world.reported) == 3)
     late: list[DirectoryChange] = []
     world.directory.subscribe(late.append)
-    assert late == world.told
+    assert late == world.reported
 
 
-async def test_an_instance_that_registered_anew_comes_up_with_its_next_epoch(world: World) -> None:
+async def test_an_instance_that_registers_again_comes_up_with_its_next_epoch(world: World) -> None:
     registration = await world.discovery.register(lambda epoch: published(instance("a1", epoch)))
     await world.until(lambda: "a1" in world.directory.instances)
     world.store.expire(registration)
-    await world.until(lambda: InstanceUp(instance("a1", 2)) in world.told)
+    await world.until(lambda: InstanceUp(instance("a1", 2)) in world.reported)
 
 
 async def test_a_value_that_does_not_parse_is_left_out_until_a_good_one_comes(
@@ -172,7 +172,7 @@ async def test_a_value_that_does_not_parse_is_left_out_until_a_good_one_comes(
     good = published(instance("a1"), card("a1"))
     entries = good | {subjects.instance_key(NAMESPACE, "worker", "b2"): b"{", "/headrace/test/x": b"1"}
     registration = await world.discovery.register(lambda epoch: entries)
-    await world.until(lambda: len(world.told) == 2)
+    await world.until(lambda: len(world.reported) == 2)
     assert world.directory.instances.keys() == {"a1"}
     assert world.count("headrace_directory_unreadable_values_total") == 2
     assert [record.levelname for record in caplog.records if "is left out" in record.message] == ["WARNING"]
@@ -203,19 +203,19 @@ async def test_a_good_value_that_is_replaced_by_a_bad_one_is_gone(world: World) 
     await world.until(lambda: "a1" in world.directory.instances)
     entries = dict.fromkeys(entries, b"nonsense")
     await registration.publish()
-    await world.until(lambda: world.told[-1] == InstanceDown(instance("a1")))
+    await world.until(lambda: world.reported[-1] == InstanceDown(instance("a1")))
 
 
 async def test_a_refused_card_is_logged_counted_and_visible_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await world.discovery.register(lambda epoch: published(instance("a1"), card("a1")))
-    await world.until(lambda: len(world.told) == 2)
+    await world.until(lambda: len(world.reported) == 2)
     await world.discovery.register(lambda epoch: published(instance("b2"), card("b2", block_size=32)))
     await world.until(lambda: bool(world.directory.refused))
     [reason] = world.directory.refused.values()
     assert reason == "block_size: the card has 32, a1 came first with 16"
-    assert world.told[-1] == CardRefused(card("b2", block_size=32), reason)
+    assert world.reported[-1] == CardRefused(card("b2", block_size=32), reason)
     assert world.count("headrace_directory_refused_cards_total", field="block_size") == 1
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert errors == [f"model org/m at b2 is refused: {reason}"]
@@ -234,13 +234,13 @@ async def test_after_a_wipe_an_instance_that_answers_stays_and_a_silent_one_goes
         await world.discovery.register(lambda epoch: published(dead, card("b2"))),
     ]
     pings = await world.answer_pings(living)
-    await world.until(lambda: len(world.told) == 4)
+    await world.until(lambda: len(world.reported) == 4)
     world.store.outage()
     for registration in registrations:
         world.store.kill(registration)  # none of them will publish again
     world.store.recover()
-    await world.until(lambda: len(world.told) == 6)
-    assert {type(change) for change in world.told[4:]} == {InstanceDown, CardDown}
+    await world.until(lambda: len(world.reported) == 6)
+    assert {type(change) for change in world.reported[4:]} == {InstanceDown, CardDown}
     assert world.directory.instances.keys() == {"a1"}
     assert world.directory.cards.keys() == {("org/m", "a1")}
     assert len(pings) >= 2
@@ -251,10 +251,10 @@ async def test_an_instance_whose_keys_are_deleted_under_it_stays_while_it_says_t
 ) -> None:
     registration = await world.discovery.register(lambda epoch: published(instance("a1", epoch), card("a1")))
     pings = await world.answer_pings(instance("a1"), publishes=True)
-    await world.until(lambda: len(world.told) == 2)
+    await world.until(lambda: len(world.reported) == 2)
     world.store.expire(registration)
-    await world.until(lambda: InstanceUp(instance("a1", 2)) in world.told)
-    assert [type(change) for change in world.told] == [InstanceUp, CardUp, InstanceUp]
+    await world.until(lambda: InstanceUp(instance("a1", 2)) in world.reported)
+    assert [type(change) for change in world.reported] == [InstanceUp, CardUp, InstanceUp]
     assert {PING.decode(ping.payload).key for ping in pings} == published(instance("a1"), card("a1")).keys()
 
 
@@ -264,15 +264,15 @@ async def test_an_instance_that_took_its_keys_away_or_says_nothing_of_them_goes_
 ) -> None:
     registration = await world.discovery.register(lambda epoch: published(instance("a1"), card("a1")))
     pings = await world.answer_pings(instance("a1"), publishes)
-    await world.until(lambda: len(world.told) == 2)
+    await world.until(lambda: len(world.reported) == 2)
     await registration.close()
     await world.until(lambda: not world.directory.instances and not world.directory.cards)
     assert len(pings) == 2
 
 
-async def test_while_the_bus_is_away_too_nobody_is_buried(world: World) -> None:
+async def test_while_the_bus_is_away_too_no_instance_is_removed(world: World) -> None:
     registration = await world.discovery.register(lambda epoch: published(instance("a1")))
-    await world.until(lambda: len(world.told) == 1)
+    await world.until(lambda: len(world.reported) == 1)
     world.store.outage()
     world.store.kill(registration)
     world.broker.disconnect(world.bus)
@@ -295,7 +295,7 @@ async def test_after_an_outage_an_instance_whose_answer_cannot_be_read_has_answe
         await peer.publish(message.reply, b"of a later version")
 
     await peer.subscribe(subjects.control(NAMESPACE, "worker", "a1"), receive)
-    await world.until(lambda: len(world.told) == 2)
+    await world.until(lambda: len(world.reported) == 2)
     world.store.outage()
     for registration in registrations:
         world.store.kill(registration)
@@ -307,7 +307,7 @@ async def test_after_an_outage_an_instance_whose_answer_cannot_be_read_has_answe
 async def test_after_an_outage_a_missing_key_that_names_no_instance_is_gone_and_the_rest_followed(world: World) -> None:
     strange = {"/headrace/test/a note": b"1", "/headrace/test/instances/worker/a b": b"2"}
     registration = await world.discovery.register(lambda epoch: strange | published(instance("a1")))
-    await world.until(lambda: len(world.told) == 1)
+    await world.until(lambda: len(world.reported) == 1)
     world.store.outage()
     world.store.kill(registration)
     world.store.recover()

@@ -1,4 +1,4 @@
-"""What only etcd can do to us: restart, freeze, come back empty, compact, stay away.
+"""The faults that only etcd has: it restarts, freezes, comes back empty, compacts, stays away.
 
 In all of it no instance is lost and none invented.
 """
@@ -16,7 +16,7 @@ import pytest
 from etcd3.events import DeleteEvent
 from prometheus_client import CollectorRegistry
 
-from shared.discovery.contract import Owner
+from shared.discovery.contract import OwnerAnswer
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.etcd_client import EtcdClient
 from shared.discovery.etcd_watch import EtcdWatch
@@ -32,14 +32,14 @@ DEAD = PREFIX + "dead"
 
 
 class Owners:
-    """Whom a watcher may ask, and which keys it asked for."""
+    """The owners that a watcher may ask, and the keys that it has asked about."""
 
     def __init__(self, alive: set[str]) -> None:
         self.alive = alive
         self.asked: list[str] = []
         self.asking = asyncio.Event()
 
-    async def __call__(self, key: str, value: bytes) -> Owner:
+    async def __call__(self, key: str, value: bytes) -> OwnerAnswer:
         self.asked.append(key)
         self.asking.set()
         return "publishes" if key in self.alive else "gone"
@@ -304,7 +304,7 @@ async def test_a_socket_whose_directory_is_not_there_is_an_outage_of_discovery(t
     "endpoint", ["unix:", "unix://", "localhost", "http://127.0.0.1:2379", ":2379", "127.0.0.1:etcd"]
 )
 async def test_an_endpoint_that_is_not_host_and_port_is_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="an etcd endpoint"):
+    with pytest.raises(ConfigError, match=r"discovery\.endpoints: "):
         EtcdDiscovery((endpoint,))
 
 

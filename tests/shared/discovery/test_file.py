@@ -1,4 +1,4 @@
-"""What only the file back end does: locks, sweeping, and files that anyone may delete."""
+"""What only the file back end does: locks, sweeping, and files that other programs may delete."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_directory_is_private(tmp_path: Path) -> None:
     FileDiscovery(tmp_path / "d")
     assert (tmp_path / "d").stat().st_mode & 0o777 == 0o700
     (tmp_path / "d").chmod(0o777)
-    with pytest.raises(ConfigError, match="writable by nobody else"):
+    with pytest.raises(ConfigError, match="no other user may write to it"):
         FileDiscovery(tmp_path / "d")
 
 

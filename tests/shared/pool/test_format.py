@@ -1,4 +1,4 @@
-"""The pool file's arithmetic, and headers that lie."""
+"""The arithmetic of the pool file, and invalid headers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.pool.format import (
     MOST_BYTES,
     PAGE_BYTES,
     Arena,
-    Geometry,
+    PoolGeometry,
     PoolUnfit,
     parse,
     usable,
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 @given(SIZES)
 def test_a_file_that_says_what_it_is_is_read(file_bytes: int) -> None:
-    geometry = Geometry.of(file_bytes)
+    geometry = PoolGeometry.of(file_bytes)
     assert parse(geometry.header() + bytes(100), file_bytes) == geometry
     assert geometry.generations_at + 8 * geometry.pages <= geometry.slots_at
     assert geometry.slots_at + PAGE_BYTES * geometry.pages == file_bytes
@@ -40,7 +40,7 @@ def test_a_file_that_says_what_it_is_is_read(file_bytes: int) -> None:
 def test_arenas_lie_in_the_file_and_share_neither_bytes_nor_generations(
     file_bytes: int, count: int, block_bytes: int
 ) -> None:
-    geometry = Geometry.of(file_bytes)
+    geometry = PoolGeometry.of(file_bytes)
     try:
         arenas = [geometry.arena(index, count, block_bytes) for index in range(count)]
     except PoolUnfit:
@@ -82,7 +82,7 @@ def test_a_header_with_other_numbers_is_refused(version: int, page: int, numbers
 
 @given(st.integers(0, HEADER_BYTES * 8 - 1))
 def test_every_bit_of_a_header_counts(bit: int) -> None:
-    header = bytearray(Geometry.of(MIB).header())
+    header = bytearray(PoolGeometry.of(MIB).header())
     header[bit // 8] ^= 1 << bit % 8
     with pytest.raises(PoolUnfit):
         parse(bytes(header), MIB)
@@ -91,16 +91,16 @@ def test_every_bit_of_a_header_counts(bit: int) -> None:
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        (b"", "0 bytes are no header"),
-        (bytes(HEADER_BYTES), "no pool"),
+        (b"", "the header has only 0 bytes"),
+        (bytes(HEADER_BYTES), "not a pool"),
         (
-            Geometry.of(MIB).header().replace(b"\x01\x00\x00\x00", b"\x02\x00\x00\x00", 1),
-            "version 2; this is version 1",
+            PoolGeometry.of(MIB).header().replace(b"\x01\x00\x00\x00", b"\x02\x00\x00\x00", 1),
+            "version 2; this program has version 1",
         ),
-        (Geometry.of(2 * MIB).header(), "a pool of 2097152 bytes in a file of 1048576"),
+        (PoolGeometry.of(2 * MIB).header(), "a pool of 2097152 bytes in a file of 1048576"),
     ],
 )
-def test_it_is_said_what_is_wrong_with_a_header(header: bytes, said: str) -> None:
+def test_an_error_says_what_is_wrong_with_a_header(header: bytes, said: str) -> None:
     with pytest.raises(PoolUnfit, match=said):
         parse(header, MIB)
 
@@ -108,7 +108,7 @@ def test_it_is_said_what_is_wrong_with_a_header(header: bytes, said: str) -> Non
 @pytest.mark.parametrize("file_bytes", [-ALIGN_BYTES, 0, ALIGN_BYTES, LEAST_BYTES + 1, MOST_BYTES + ALIGN_BYTES])
 def test_no_pool_has_such_a_size(file_bytes: int) -> None:
     with pytest.raises(PoolUnfit, match=f"{file_bytes} bytes"):
-        Geometry.of(file_bytes)
+        PoolGeometry.of(file_bytes)
 
 
 def test_a_size_is_rounded_down_to_what_a_pool_can_have() -> None:
@@ -121,10 +121,10 @@ FAR = st.integers(-(1 << 70), 1 << 70)
 
 
 @given(FAR, FAR, FAR, FAR)
-def test_an_arena_that_somebody_made_up_is_refused_or_lies_in_the_file(
+def test_an_arena_that_was_made_up_is_refused_or_lies_in_the_file(
     offset: int, slot_bytes: int, slots: int, generations: int
 ) -> None:
-    geometry = Geometry.of(MIB)
+    geometry = PoolGeometry.of(MIB)
     arena = Arena(offset, slot_bytes, slots, generations)
     with pytest.raises(PoolUnfit):
         geometry.check(arena)
@@ -149,7 +149,7 @@ def test_an_arena_that_somebody_made_up_is_refused_or_lies_in_the_file(
     ],
 )
 def test_an_arena_with_one_wrong_number_is_refused(change: dict[str, int]) -> None:
-    geometry = Geometry.of(MIB)
+    geometry = PoolGeometry.of(MIB)
     arena = geometry.arena(0, 1, 16 * PAGE_BYTES)
     assert arena.slots == 15
     with pytest.raises(PoolUnfit, match="does not lie in a pool of 1048576 bytes"):
@@ -157,7 +157,7 @@ def test_an_arena_with_one_wrong_number_is_refused(change: dict[str, int]) -> No
 
 
 def test_a_block_larger_than_an_arena_is_refused() -> None:
-    geometry = Geometry.of(MIB)
+    geometry = PoolGeometry.of(MIB)
     assert geometry.arena(0, 1, 15 * ALIGN_BYTES).slots == 1
     with pytest.raises(PoolUnfit, match="larger than an arena of 458752"):
         geometry.arena(1, 2, 8 * ALIGN_BYTES)

@@ -1,4 +1,4 @@
-"""Kernel locks: whom they speak for, and when they stop doing so. Real processes, frozen and killed."""
+"""Kernel locks: whose life they prove, and when they are released. Real processes are frozen and killed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def free(path: Path) -> bool:
 
 
 def test_a_lock_is_taken_once_and_names_its_holder(tmp_path: Path) -> None:
-    held = HeldLock.take(tmp_path / "lock", "17\n")
+    held = HeldLock.acquire(tmp_path / "lock", "17\n")
     with pytest.raises(LockTaken) as taken:
-        HeldLock.take(tmp_path / "lock", "18\n")
+        HeldLock.acquire(tmp_path / "lock", "18\n")
     assert taken.value.note == "17"
     held.close()
     held.close()
-    again = HeldLock.take(tmp_path / "lock", "9\n")
+    again = HeldLock.acquire(tmp_path / "lock", "9\n")
     assert (tmp_path / "lock").read_text() == "9\n"
     again.close()
 
@@ -45,9 +45,9 @@ def test_a_lock_is_taken_once_and_names_its_holder(tmp_path: Path) -> None:
 def test_a_lock_moves_to_another_descriptor_and_the_lock_that_was_there_is_let_go(directory: Path) -> None:
     number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     former, latter = hold_owner(directory, "a"), hold_owner(directory, "b")
-    former.move(number)
+    former.move_to(number)
     assert not free(former.path)
-    latter.move(number)
+    latter.move_to(number)
     assert os.path.samestat(os.fstat(number), latter.path.stat())
     assert not os.get_inheritable(number)
     assert free(former.path)
@@ -62,7 +62,7 @@ def test_a_lock_moves_to_another_descriptor_and_the_lock_that_was_there_is_let_g
 def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="lock"):
-        HeldLock.take(tmp_path / "lock", "")
+        HeldLock.acquire(tmp_path / "lock", "")
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -78,7 +78,7 @@ def test_workers_find_the_kvbm_that_holds_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "note", ["", "17\n", "17 \n", "17 b2", "17 b.2\n", "17 b2 c3\n", "17 " + "b" * 200 + "\n", "\xff\n"]
 )
-def test_a_note_that_is_none_names_nobody(tmp_path: Path, note: str) -> None:
+def test_an_invalid_note_names_no_kvbm(tmp_path: Path, note: str) -> None:
     (tmp_path / "lock").write_text(note)
     assert kvbm_of(tmp_path) == ""
 
@@ -126,11 +126,11 @@ def test_an_owner_needs_a_directory_that_only_its_user_can_change(directory: Pat
     with pytest.raises(PoolUnfit, match="No such file"):
         hold_owner(directory / "missing", "w-1")
     (directory / "owners").chmod(0o722)
-    with pytest.raises(PoolUnfit, match="writable by nobody else"):
+    with pytest.raises(PoolUnfit, match="no other user may write to it"):
         hold_owner(directory, "w-1")
     (directory / "owners").rmdir()
     (directory / "owners").touch(0o600)
-    with pytest.raises(PoolUnfit, match="is no directory"):
+    with pytest.raises(PoolUnfit, match="is not a directory"):
         hold_owner(directory, "w-1")
 
 

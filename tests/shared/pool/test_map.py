@@ -13,13 +13,13 @@ from subprocess import run
 
 import pytest
 
-from shared.pool.format import HEADER_BYTES, PAGE_BYTES, Arena, Geometry, PoolUnfit
+from shared.pool.format import HEADER_BYTES, PAGE_BYTES, Arena, PoolGeometry, PoolUnfit
 from shared.pool.map import ArenaMap, PoolMap, touch
 from tests.kvbm.processes import running
 from tests.kvbm.small_tmpfs import small_tmpfs
 
 SIZE_BYTES = 1 << 20
-GEOMETRY = Geometry.of(SIZE_BYTES)
+GEOMETRY = PoolGeometry.of(SIZE_BYTES)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_touching_what_the_file_system_has_no_room_for_is_an_error_and_no_signal
         file.touch(0o600)
         os.truncate(file, 4 * SIZE_BYTES)
         with file.open("r+b") as opened:
-            opened.write(Geometry.of(4 * SIZE_BYTES).header())
+            opened.write(PoolGeometry.of(4 * SIZE_BYTES).header())
         pool = PoolMap(file)
         slots = pool.arena(pool.geometry.arena(0, 1, 4096))
         with pytest.raises(OSError, match="Bad address"):
@@ -166,7 +166,7 @@ def test_it_is_seen_that_the_file_was_replaced(path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o602, 0o666])
 def test_a_file_that_others_may_open_is_refused(path: Path, mode: int) -> None:
     path.chmod(mode)
-    with pytest.raises(PoolUnfit, match="open to nobody else"):
+    with pytest.raises(PoolUnfit, match="no other user can open"):
         PoolMap(path)
 
 
@@ -254,7 +254,7 @@ def test_once_a_killed_engines_lock_is_free_it_writes_no_more(path: Path) -> Non
 FORKS = """
 import os, sys
 from pathlib import Path
-from shared.pool.format import Geometry
+from shared.pool.format import PoolGeometry
 from shared.pool.map import PoolMap
 pool = PoolMap(Path(sys.argv[1]))
 slots = pool.arena(pool.geometry.arena(0, 1, 4096))

@@ -164,7 +164,7 @@ async def test_its_metrics_page_shows_no_series_of_when_a_counter_was_made(tmp_p
         assert await child.ended() == 0
 
 
-async def test_garbage_at_its_control_subject_is_counted_and_told_in_one_line(tmp_path: Path, nats_url: str) -> None:
+async def test_garbage_at_its_control_subject_is_counted_and_logged_once(tmp_path: Path, nats_url: str) -> None:
     async with started(tmp_path, "--nats-url", nats_url, "--namespace", "noisy") as child:
         await ready(tmp_path)
         _, text = await get(tmp_path, "/metrics")

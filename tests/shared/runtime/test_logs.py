@@ -1,4 +1,4 @@
-"""One line a record."""
+"""Each log record is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process says of itself. Its paths are tested with the whole process, in test_lifecycle.py."""
+"""The health of a process. test_lifecycle.py tests its paths with the whole process."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, Gauge
 
 from shared.config import ObserveConfig
-from shared.runtime.observe import Health, add_routes, advertised, serving
+from shared.runtime.observe import ProcessHealth, add_routes, advertised, serving
 from tests.servers import free_port
 
 DEADLINE_S = 10.0
 
 
 def test_a_process_that_drains_is_never_ready_again() -> None:
-    vitals = Health()
-    assert vitals.reasons == ["starting"]
-    vitals.ready()
-    assert not vitals.reasons
-    vitals.unready("the engine starts again", "no blocks")
-    assert vitals.reasons == ["the engine starts again", "no blocks"]
-    vitals.drain()
-    vitals.ready()
-    assert vitals.reasons == ["draining"]
-    vitals.drain(lambda: "2 requests run")
-    assert vitals.reasons == ["2 requests run"]
+    health = ProcessHealth()
+    assert health.reasons == ["starting"]
+    health.ready()
+    assert not health.reasons
+    health.unready("the engine starts again", "no blocks")
+    assert health.reasons == ["the engine starts again", "no blocks"]
+    health.drain()
+    health.ready()
+    assert health.reasons == ["draining"]
+    health.drain(lambda: "2 requests run")
+    assert health.reasons == ["2 requests run"]
 
 
 def test_a_socket_at_any_address_is_advertised_by_the_machines_name() -> None:
@@ -37,13 +37,13 @@ def test_a_socket_at_any_address_is_advertised_by_the_machines_name() -> None:
 
 
 async def test_a_service_may_serve_the_paths_itself() -> None:
-    vitals, registry, app = Health(), CollectorRegistry(), web.Application()
+    health, registry, app = ProcessHealth(), CollectorRegistry(), web.Application()
     Gauge("headrace_answers", "The answer", registry=registry).set(42)
-    add_routes(app, vitals, registry)
+    add_routes(app, health, registry)
     async with TestServer(app) as server, ClientSession() as session:
         async with session.get(server.make_url("/health")) as answer:
             assert (answer.status, await answer.json()) == (503, {"ready": False, "reasons": ["starting"]})
-        vitals.ready()
+        health.ready()
         async with session.get(server.make_url("/health")) as answer:
             assert (answer.status, await answer.json()) == (200, {"ready": True, "reasons": []})
         async with session.get(server.make_url("/metrics")) as answer:
@@ -52,7 +52,7 @@ async def test_a_service_may_serve_the_paths_itself() -> None:
 
 async def test_a_body_that_no_path_reads_is_not_decompressed_either() -> None:
     """It would be in the event loop: a few MB stop it for seconds. One that is no gzip would end the connection."""
-    async with serving(ObserveConfig(port=free_port()), Health(), CollectorRegistry()) as url:
+    async with serving(ObserveConfig(port=free_port()), ProcessHealth(), CollectorRegistry()) as url:
         where = urlsplit(url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port)
         head = b"GET /live HTTP/1.1\r\nHost: x\r\n"

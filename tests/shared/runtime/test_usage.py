@@ -1,4 +1,4 @@
-"""shared/runtime/usage.py: `--help` has every setting of every service, and what its Struct says of it."""
+"""shared/runtime/usage.py: `--help` has every setting of every service, and the docstring of its field."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Small(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A mill."""
 
     river: str
-    """Whose water
-    turns it."""
+    """The river whose water
+    turns the wheels."""
     wheels: tuple[str, ...] = ("one", "two")
     turns: bool = True
     nats: NatsConfig = NatsConfig()
     names: dict[str, str] = field(default_factory=dict)
-    """Of millers."""
+    """The names of millers."""
 
 
 def test_a_setting_is_shown_with_its_default_and_its_comment() -> None:
     lines = usage("mill", Small).splitlines()
     assert lines[0].startswith("usage: mill ")
     at = lines.index("A mill.")
-    assert lines[at : lines.index("[nats] How to reach NATS.")] == [
+    assert lines[at : lines.index("[nats] The connection to NATS.")] == [
         "A mill.",
-        "  --river  needed",
-        "      Whose water turns it.",
+        "  --river  required",
+        "      The river whose water turns the wheels.",
         "  --wheels  one,two",
         "  --turns  true",
         "  --names NAME=VALUE,…",
-        "      Of millers.",
+        "      The names of millers.",
         "",
     ]
     assert "  --nats-url  nats://127.0.0.1:4222" in lines
@@ -68,7 +68,7 @@ def settings_of(schema: type[Struct]) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("service", ["frontend", "router", "worker", "kvbm"])
-def test_a_service_that_is_asked_shows_them_and_ends_well(service: str) -> None:
+def test_a_service_shows_its_settings_with_help_and_ends_with_status_0(service: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", f"services.{service}", "--help"], capture_output=True, text=True, check=False
     )

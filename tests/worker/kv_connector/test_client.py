@@ -16,7 +16,7 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
@@ -45,7 +45,7 @@ class ScriptedKvbm:
         self._subscriptions: list[Subscription] = []
 
     def hold(self) -> None:
-        self._lock = HeldLock.take(self._world.pool / LOCK, f"1 {self.instance}\n")
+        self._lock = HeldLock.acquire(self._world.pool / LOCK, f"1 {self.instance}\n")
 
     async def announce(self, namespace: str = NAMESPACE, service: ServiceName = "kvbm") -> None:
         entry = Instance(namespace, service, self.instance, 1, "here", 1, 0.0, "0")
@@ -106,7 +106,7 @@ class World:
             instance="w1",
             machine="here",
             bus=self.bus,
-            events=MemoryEvents(self.broker),
+            events=MemoryEventBus(self.broker),
             discovery=discovery,
             directory=self.directory,
             registry=self.registry,
@@ -256,8 +256,8 @@ def test_the_kvbm_is_named_to_every_engine_that_starts(tmp_path: Path) -> None:
     [
         ("missing", "No such file or directory"),
         ("empty", "no kvbm has run"),
-        ("open to others", "writable by nobody else"),
-        ("a file", "is no directory"),
+        ("open to others", "no other user may write to it"),
+        ("a file", "is not a directory"),
         ("another namespace", "serves another namespace"),
         ("another service", "serves another namespace"),
     ],

@@ -25,9 +25,9 @@ from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.parser import ParsePlan
 from services.worker.native.runner import NativeRunner
 from shared.messages import Sampling
-from tests import schemas
+from tests import json_schemas
 from tests.frontend.tool_parsers.transcripts import read
-from tests.schemas import holds
+from tests.json_schemas import holds
 from tests.worker.native.works import work
 
 SCHEMAS = int(os.environ.get("STRUCTURED_SCHEMAS", "20"))
@@ -84,7 +84,7 @@ def test_answers_of_a_real_model_match_random_schemas(smollm2: Path) -> None:
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
     )
-    @examples(st.lists(schemas.SCHEMAS, min_size=BATCH, max_size=BATCH))
+    @examples(st.lists(json_schemas.SCHEMAS, min_size=BATCH, max_size=BATCH))
     def all_of(asked_for: list[dict[str, Any]]) -> None:
         nonlocal asked
         samplings = []
@@ -121,13 +121,13 @@ def test_forced_calls_of_a_real_model_are_parsed_in_every_format_and_match_rando
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
     )
-    @examples(st.lists(schemas.SCHEMAS, min_size=2 * len(FORMATS), max_size=2 * len(FORMATS)))
+    @examples(st.lists(json_schemas.SCHEMAS, min_size=2 * len(FORMATS), max_size=2 * len(FORMATS)))
     def all_of(values: list[dict[str, Any]]) -> None:
         names: list[FormatName] = [*FORMATS, *FORMATS]
         asked = list(zip(names, values, strict=True))
         samplings = []
         for at, (name, schema) in enumerate(asked):
-            parameters = schemas.object_of({"value": schema}, 0)
+            parameters = json_schemas.object_of({"value": schema}, 0)
             tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
             chat = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "tool_choice": "required"}
             found = answer_grammar(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.blocks import Evicted, Stored
+from shared.blocks import ContentEvicted, ContentStored
 from tests.worker.manual_engine import Engine
 from tests.worker.manual_kvbm import Kvbm
 
@@ -43,7 +43,7 @@ def test_blocks_that_are_stored_and_evicted_are_drained_once_in_order() -> None:
     engine.submit("b", [4, 4, 4, 4, 4, 4, 4], max_tokens=1)
     outcome = engine.scheduler.advance(engine.runner.step(engine.scheduler.schedule(0.0)), 0.01)
     kinds = [type(event) for event in outcome.events]
-    assert kinds == [*[Evicted] * kinds.count(Evicted), *[Stored] * kinds.count(Stored)]
-    assert kinds.count(Evicted) == kinds.count(Stored) == 3
+    assert kinds == [*[ContentEvicted] * kinds.count(ContentEvicted), *[ContentStored] * kinds.count(ContentStored)]
+    assert kinds.count(ContentEvicted) == kinds.count(ContentStored) == 3
     assert not engine.scheduler.kv_cache.has_events
     assert engine.scheduler.kv_cache.drain_events() == []

@@ -13,14 +13,14 @@ import msgspec
 
 from services.worker.mover import Copied
 from services.worker.transfer.mover import TransferMover
-from shared.pool.format import Geometry
+from shared.pool.format import PoolGeometry
 from shared.pool.map import PoolMap
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, Device, opened
 
 LIMIT_S = 60.0
 SIZE_BYTES = 4 << 20
-GEOMETRY = Geometry.of(SIZE_BYTES)
+GEOMETRY = PoolGeometry.of(SIZE_BYTES)
 ARENA = GEOMETRY.arena(0, 1, BLOCK_BYTES)
 
 

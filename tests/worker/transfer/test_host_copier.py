@@ -11,14 +11,14 @@ from services.worker.mover import Copy
 from services.worker.transfer import host_copier
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import GROUP_BYTES, HostCopier
-from shared.pool.format import Geometry
+from shared.pool.format import PoolGeometry
 from shared.pool.map import ArenaMap, PoolMap
 from tests.kvbm.small_tmpfs import small_tmpfs
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, FRAGMENT_BYTES, HostDevice
 
 SIZE_BYTES = 4 << 20
-ARENA = Geometry.of(SIZE_BYTES).arena(0, 1, BLOCK_BYTES)
+ARENA = PoolGeometry.of(SIZE_BYTES).arena(0, 1, BLOCK_BYTES)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A service's Runtime on the in-process twins of NATS, ZMQ and etcd."""
+"""A service's Runtime on in-process fakes of NATS, ZMQ and etcd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from prometheus_client import CollectorRegistry
 
 from shared.bus.contract import Bus
-from shared.bus.memory_bus import MemoryBroker, MemoryEvents
+from shared.bus.memory_bus import MemoryBroker, MemoryEventBus
 from shared.discovery.directory import Directory
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.messages import ServiceName
@@ -17,10 +17,11 @@ from shared.runtime.lifecycle import Runtime
 
 
 @asynccontextmanager
-async def on_twins(
+async def fake_runtime(
     namespace: str, service: ServiceName, instance: str, bus: Bus, broker: MemoryBroker, store: MemoryStore
 ) -> AsyncIterator[Runtime]:
-    """Its directory is complete, and followed until the block ends; then all of `runtime.tasks` must end, too."""
+    """Yield a Runtime whose directory is complete and followed until the block ends. Then `runtime.tasks` must end
+    too."""
     discovery = MemoryDiscovery(store)
     directory = Directory(discovery, bus, namespace)
     try:
@@ -34,7 +35,7 @@ async def on_twins(
                     instance=instance,
                     machine="here",
                     bus=bus,
-                    events=MemoryEvents(broker),
+                    events=MemoryEventBus(broker),
                     discovery=discovery,
                     directory=directory,
                     registry=CollectorRegistry(),

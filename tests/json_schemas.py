@@ -1,4 +1,4 @@
-"""JSON Schemas that nobody thought of, and whether a value holds to one."""
+"""Random JSON Schemas, and a check of whether a value conforms to one."""
 
 from __future__ import annotations
 
