@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -12,8 +12,10 @@ from deploy.local.table import age, size, table
 from shared.discovery.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
 from shared.kvbm_messages import KvbmState
-from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState
+from shared.messages import Instance, LoadReport, ModelCard, Role, RouterState, SourceState
 
+CHOSEN_ROLE: Role = "aggregated"
+"""The only role that routers choose."""
 MACHINES_OWN = 0xEFFFFFFC
 """The number of the PID namespace that each Linux starts with; containers have others."""
 
@@ -115,7 +117,7 @@ def overview(
         ),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
-        notes=tuple(notes),
+        notes=(*notes, *_unchosen(catalogue)),
         routers=tuple(states),
         stores=tuple(stores),
     )
@@ -128,6 +130,13 @@ def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
     for key, entry in sorted(entries.items(), key=lambda item: started.get(item[1].instance, 0.0)):
         catalogue.set(key, entry)
     return catalogue
+
+
+def _unchosen(catalogue: Catalogue) -> Iterator[str]:
+    """Yield a note for each worker that no router chooses because of its role."""
+    for _, card in sorted(catalogue.cards.items()):
+        if card.role != CHOSEN_ROLE:
+            yield f"worker {card.instance} serves {card.model} in the role {card.role!r}, which no router chooses"
 
 
 def _instance_row(

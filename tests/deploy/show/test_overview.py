@@ -17,6 +17,7 @@ from shared.messages import (
     LoadReport,
     ModelCard,
     ModelState,
+    Role,
     RouterState,
     ServiceName,
     SourceState,
@@ -44,7 +45,9 @@ def instance(
     return subjects.instance_key("default", service, name), INSTANCE.encode(value, JSON_HEADER)
 
 
-def card(name: str, *, block_size: int = 16, digest: str = "d", device: str = "") -> tuple[str, bytes]:
+def card(
+    name: str, *, block_size: int = 16, digest: str = "d", device: str = "", role: Role = "aggregated"
+) -> tuple[str, bytes]:
     value = ModelCard(
         "m.x",
         name,
@@ -57,6 +60,7 @@ def card(name: str, *, block_size: int = 16, digest: str = "d", device: str = ""
         capacity_blocks=500,
         kv_layout=KvLayout("float32", 1, 1, 8, block_size),
         device=device,
+        role=role,
     )
     return subjects.model_key("default", "m.x", name), MODEL_CARD.encode(value, JSON_HEADER)
 
@@ -182,6 +186,13 @@ def test_block_stores_stand_behind_the_routers_and_in_the_json() -> None:
     lines = layout(view).splitlines()
     assert lines[-2:] == ["KVBM  POOL   MEMORY   RESERVED  HITS OVER", "k1    /pool  1.07 GB  100 %     5m"]
     assert msgspec.json.decode(msgspec.json.encode(view), type=Overview).stores == (store,)
+
+
+def test_a_worker_in_a_role_that_no_router_chooses_is_in_the_notes() -> None:
+    entries = (instance("worker", "w1"), card("w1"), instance("worker", "w2"), card("w2", role="decode"))
+    view = look(*entries, notes=("no NATS",))
+    assert view.notes == ("no NATS", "worker w2 serves m.x in the role 'decode', which no router chooses")
+    assert layout(view).splitlines()[-1] == f"note: {view.notes[-1]}"
 
 
 def test_nothing_alive_is_said_in_words() -> None:
