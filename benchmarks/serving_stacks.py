@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from benchmarks.report import ROOT
 from deploy.local.stack import servers, stack
-from deploy.local.stack.stack import Options, Place
+from deploy.local.stack.stack import StateDirectory, UpOptions
 
 NAME = "tiny"
 """The model's name in requests."""
@@ -123,7 +123,7 @@ def ours(
 
     `profile` is frontend, router or worker (the first one's shell); cProfile's table is printed at the end.
     """
-    options = Options(
+    options = UpOptions(
         model=str(model), model_name=NAME, port=servers.free_ports(1)[0], workers=WORKERS, engine="simulated"
     )
     settings = {
@@ -135,7 +135,7 @@ def ours(
 
 @contextmanager
 def launched(
-    options: Options,
+    options: UpOptions,
     directory: Path,
     settings: Mapping[str, Mapping[str, str]],
     *,
@@ -146,10 +146,10 @@ def launched(
 
     `settings` adds settings to each service, by the service's name and the names of their environment variables.
     """
-    place = Place(directory)
+    state_dir = StateDirectory(directory)
     ports = servers.free_ports(stack.ports_needed(options))
-    plan = stack.plan(options, place, ports, python=sys.executable, cores=os.cpu_count() or 1, password="benchmark")
-    for part in (place.run, place.logs):
+    plan = stack.plan(options, state_dir, ports, python=sys.executable, cores=os.cpu_count() or 1, password="benchmark")
+    for part in (state_dir.run, state_dir.logs):
         part.mkdir(parents=True, exist_ok=True)
     for file, text in plan.files.items():
         file.write_text(text, encoding="utf-8")
@@ -164,11 +164,11 @@ def launched(
             command = list(launch.arguments)
             if profile and name in (profile, f"{profile}-0"):
                 command[2:2] = ["-m", "cProfile", "-o", str(table)]
-            child = children.enter_context(_child(name, command, place, settings.get(service, {})))
+            child = children.enter_context(_child(name, command, state_dir, settings.get(service, {})))
             kinds[child.pid] = "shell" if service == "worker" else service
             started.append(child)
         for url in observed.values():
-            _wait_healthy(f"{url}/health", started, place.logs, start_limit_s)
+            _wait_healthy(f"{url}/health", started, state_dir.logs, start_limit_s)
         yield RunningStack(options.port, kinds, observed)
     if profile:
         pstats.Stats(str(table)).sort_stats("tottime").print_stats(40)
@@ -176,14 +176,14 @@ def launched(
 
 @contextmanager
 def _child(
-    name: str, command: list[str], place: Place, settings: Mapping[str, str]
+    name: str, command: list[str], state_dir: StateDirectory, settings: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program that is ended by SIGTERM, and dies with this process."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
     tethered = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *command]
-    with (place.logs / f"{name}.log").open("wb") as log:
+    with (state_dir.logs / f"{name}.log").open("wb") as log:
         child = subprocess.Popen(
-            tethered, cwd=place.run, env=servers.SETTINGS | clean | dict(settings), stdout=log, stderr=log
+            tethered, cwd=state_dir.run, env=servers.ENVIRONMENT | clean | dict(settings), stdout=log, stderr=log
         )
     try:
         yield child
@@ -226,7 +226,7 @@ def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[Runnin
     }
     asked = json.dumps({"ports": ports | {"SYS0": first}, "stack": wanted})
     command = [str(yardstick / "venv" / "bin" / "python"), "-c", _PEER, asked]
-    environment = os.environ | servers.SETTINGS
+    environment = os.environ | servers.ENVIRONMENT
     with subprocess.Popen(
         command,
         cwd=yardstick,

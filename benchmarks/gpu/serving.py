@@ -32,7 +32,7 @@ from benchmarks.gpu.model import add_model, model_in
 from benchmarks.report import ROOT
 from benchmarks.serving_stacks import RunningStack, launched
 from deploy.local.stack import servers
-from deploy.local.stack.stack import Gpus, Options, Store
+from deploy.local.stack.stack import BlockStoreOptions, Gpus, UpOptions
 from services.worker.config import Device
 
 NAME = "llama"
@@ -149,13 +149,13 @@ def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[GpuSe
         tempfile.TemporaryDirectory(prefix="gpu-serving-", dir=flags.memory) as pool,
         tempfile.TemporaryDirectory(prefix="gpu-serving-") as directory,
     ):
-        options = Options(
+        options = UpOptions(
             model=str(model),
             model_name=NAME,
             port=servers.free_ports(1)[0],
             workers=WORKERS,
             gpus=Gpus(1, MEMORY_SHARE) if flags.device == "cuda" else None,
-            store=Store(pool, flags.pool_bytes),
+            store=BlockStoreOptions(pool, flags.pool_bytes),
         )
         settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}}  # both workers are new
         with launched(options, Path(directory), settings, start_limit_s=START_LIMIT_S) as running:

@@ -24,7 +24,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Docker gives containers the proxies of its client's settings: none of them is to hear a password."""
 
 
-class Refused(Exception):
+class EtcdError(Exception):
     """etcd's own words."""
 
 
@@ -46,15 +46,15 @@ class Etcd:
         except urllib.error.HTTPError as refused:
             text = refused.read(10_000).decode(errors="replace")
             try:
-                raise Refused(str(json.loads(text)["error"])) from None
+                raise EtcdError(str(json.loads(text)["error"])) from None
             except (ValueError, KeyError, TypeError):
-                raise Refused(text or str(refused)) from None
+                raise EtcdError(text or str(refused)) from None
 
-    def unless_there(self, path: str, **body: object) -> bool:
+    def create(self, path: str, **body: object) -> bool:
         """Ask for something to be made; return False if it was there before."""
         try:
             self.ask(path, **body)
-        except Refused as refused:
+        except EtcdError as refused:
             if "already exist" in str(refused):
                 return False
             raise
@@ -64,30 +64,30 @@ class Etcd:
         """What is asked from now on is asked by this user. Raises Refused."""
         self._token = str(self.ask("authenticate", name=user, password=password)["token"])
 
-    def user(self, name: str, password: str, role: str) -> None:
+    def ensure_user(self, name: str, password: str, role: str) -> None:
         """With this password from now on, and this role."""
-        if not self.unless_there("user/add", name=name, password=password):
+        if not self.create("user/add", name=name, password=password):
             self.ask("user/changepw", name=name, password=password)
         self.ask("user/grant", user=name, role=role)
 
 
-def ensure(etcd: Etcd, root_password: str, services_password: str) -> str:
+def ensure_users(etcd: Etcd, root_password: str, services_password: str) -> str:
     """What was done. Raises Refused."""
     enabled = True
     try:
         etcd.login("services", services_password)
-    except Refused as refused:
+    except EtcdError as refused:
         enabled = "authentication is not enabled" not in str(refused)
     else:
         return "etcd has its users already"
     if enabled:
         etcd.login("root", root_password)
     else:
-        etcd.user("root", root_password, "root")
-    etcd.unless_there("role/add", name="headrace")
+        etcd.ensure_user("root", root_password, "root")
+    etcd.create("role/add", name="headrace")
     span = {"key": _encoded(PREFIX), "range_end": _encoded(PAST_PREFIX)}
     etcd.ask("role/grant", name="headrace", perm={"permType": "READWRITE", **span})
-    etcd.user("services", services_password, "headrace")
+    etcd.ensure_user("services", services_password, "headrace")
     if not enabled:
         etcd.ask("enable")
     return "etcd asks for its users from now on"
@@ -100,8 +100,8 @@ def _encoded(key: str) -> str:
 def main() -> int:
     """Says on stdout what was done, or what is wrong."""
     try:
-        print(ensure(Etcd(sys.argv[1]), os.environ["ETCD_ROOT_PASSWORD"], os.environ["SERVICES_PASSWORD"]))
-    except Refused as refused:
+        print(ensure_users(Etcd(sys.argv[1]), os.environ["ETCD_ROOT_PASSWORD"], os.environ["SERVICES_PASSWORD"]))
+    except EtcdError as refused:
         print(f"etcd: {refused}; if ETCD_ROOT_PASSWORD was changed: docker compose down, then remove etcd's volume")
         return 1
     except OSError as wrong:

@@ -12,7 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from deploy.local.stack.stack import Access, Gpus, Options, Place, ServiceName, Setting, Store, replicas
+from deploy.local.stack.stack import (
+    AccessFiles,
+    BlockStoreOptions,
+    Gpus,
+    ServiceName,
+    Setting,
+    StateDirectory,
+    UpOptions,
+    default_replicas,
+)
 from deploy.local.terminal import Terminal
 from deploy.local.usage import DEFAULT_MODEL, DEFAULT_URL, GPU_MEMORY_SHARE, parser
 from shared.config import environment
@@ -38,19 +47,19 @@ def main(words: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 failed, 2 wrong usage or configuration."""
     commands = parser()
     flags = commands.parse_args(words)
-    place = Place(flags.state.absolute())
+    state_dir = StateDirectory(flags.state.absolute())
     try:
         match flags.command:
             case "up":
-                return _up(flags, place)
+                return _up(flags, state_dir)
             case "status":
-                return _status(flags, place)
+                return _status(flags, state_dir)
             case "explain":
-                return _explain(flags, place)
+                return _explain(flags, state_dir)
             case "chat":
-                return _chat(flags, place)
+                return _chat(flags, state_dir)
             case "bench":
-                return _bench(flags, place, sys.argv[1:] if words is None else words)
+                return _bench(flags, state_dir, sys.argv[1:] if words is None else words)
             case "key":
                 return _key(flags)
             case "install-gpu":
@@ -76,15 +85,15 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _up(flags: argparse.Namespace, place: Place) -> int:
+def _up(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
     from deploy.local.stack import model, servers
-    from deploy.local.stack.block_store import block_store, wish
+    from deploy.local.stack.block_store import block_store, store_request
     from deploy.local.stack.check import check
-    from deploy.local.stack.up import alone, up
+    from deploy.local.stack.up import exclusive, up
 
     if not 1 <= flags.port <= 65535:
         raise ConfigError("--port is 1 to 65535")
-    usual = replicas(len(os.sched_getaffinity(0)))
+    usual = default_replicas(len(os.sched_getaffinity(0)))
     flags.frontends, flags.routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     for flag in ("workers", "frontends", "routers"):
         if not 1 <= getattr(flags, flag) <= 64:
@@ -92,20 +101,22 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
     if flags.simulated and flags.engine != "simulated":
         raise ConfigError("--simulated needs --engine simulated")
     simulated = _settings("--simulated", flags.simulated)
-    wanted = wish(flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device)
+    wanted = store_request(
+        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device
+    )
     gpus = _gpus(flags)
-    access, more = _access(flags), _more(flags.set)
+    access, overrides = _access(flags), _overrides(flags.set)
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
             raise ConfigError(f"{flag} {address}: nothing answers there")
     given = flags.model != DEFAULT_MODEL
     if given and not Path(flags.model).exists():
         raise ConfigError(f"--model {flags.model}: no such file or directory; no hub is asked, so fetch it first")
-    source = Path(flags.model).absolute() if given else place.models / model.FILE
+    source = Path(flags.model).absolute() if given else state_dir.models / model.FILE
     name = source.stem if source.suffix == ".gguf" else source.name
 
-    def options(store: Store | None) -> Options:
-        return Options(
+    def options(store: BlockStoreOptions | None) -> UpOptions:
+        return UpOptions(
             model=str(source),
             model_name=flags.model_name or (name if given else model.NAME),
             port=flags.port,
@@ -122,21 +133,25 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
             etcd=flags.etcd,
             access=access,
             log_level=flags.log_level,
-            more=more,
+            overrides=overrides,
         )
 
-    planned = Store(str(place.run), wanted.pool_bytes, wanted.disk, wanted.disk_bytes) if wanted.pool_bytes else None
+    planned = (
+        BlockStoreOptions(str(state_dir.run), wanted.pool_bytes, wanted.disk, wanted.disk_bytes)
+        if wanted.pool_bytes
+        else None
+    )
     terminal = Terminal()
     # Now: the model may take minutes.
-    check(options(planned), place, python=sys.executable, model=given, told=terminal.notice)
-    with alone(place, flags.port), block_store(wanted, terminal.notice) as store:
+    check(options(planned), state_dir, python=sys.executable, model=given, notice=terminal.notice)
+    with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
         if not given:
-            model.fetch_default(place.models, terminal.progress)
+            model.fetch_default(state_dir.models, terminal.progress)
             terminal.clear()
-        return up(options(store), place, terminal)
+        return up(options(store), state_dir, terminal)
 
 
-def _access(flags: argparse.Namespace) -> Access:
+def _access(flags: argparse.Namespace) -> AccessFiles:
     files: dict[str, str] = {}
     for name in ("keys", "tls_cert", "tls_key"):
         file = getattr(flags, name)
@@ -145,10 +160,10 @@ def _access(flags: argparse.Namespace) -> Access:
         files[name] = "" if file is None else str(file.absolute())
     if bool(flags.tls_cert) != bool(flags.tls_key):
         raise ConfigError("--tls-cert and --tls-key need each other")
-    return Access(**files)
+    return AccessFiles(**files)
 
 
-def _more(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
+def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
     """Each is SERVICE.SETTING=VALUE; the service knows which settings and values there are."""
     more: dict[ServiceName, list[Setting]] = {}
     for text in given:
@@ -179,7 +194,7 @@ def _gpus(flags: argparse.Namespace) -> Gpus | None:
     for key, instead in UPS_OWN.items():
         if key in settings:
             raise ConfigError(f"--cuda {key}: {instead}")
-    return Gpus(gpus.visible(), GPU_MEMORY_SHARE if share is None else share, settings)
+    return Gpus(gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings)
 
 
 def _install_gpu() -> int:
@@ -190,7 +205,7 @@ def _install_gpu() -> int:
     gpus.require_cupy()
     print("CuPy is installed")
     try:
-        print(f"{gpus.visible()} GPUs: ./headrace up --device cuda")
+        print(f"{gpus.count_visible()} GPUs: ./headrace up --device cuda")
     except ConfigError as wrong:
         print(f"nothing can use it yet: {wrong}")
     return 0
@@ -217,35 +232,35 @@ def _number(text: str) -> str | int | float:
     return text
 
 
-def _status(flags: argparse.Namespace, place: Place) -> int:
+def _status(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
     from deploy.local.show.status import show  # here, as it brings gRPC: `chat` need not wait for that
 
-    with _fleet(flags, place) as config:
+    with _fleet(flags, state_dir) as config:
         return show(config, as_json=flags.json)
 
 
-def _explain(flags: argparse.Namespace, place: Place) -> int:
+def _explain(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
     from deploy.local.show.explain import show
 
-    with _fleet(flags, place) as config:
+    with _fleet(flags, state_dir) as config:
         return show(config, flags.request, as_json=flags.json)
 
 
 @contextmanager
-def _fleet(flags: argparse.Namespace, place: Place) -> Iterator[FleetConfig]:
+def _fleet(flags: argparse.Namespace, state_dir: StateDirectory) -> Iterator[FleetConfig]:
     """Where the fleet is that the flags, or the `up` of this checkout, name."""
-    from deploy.local.show.fleet import settings
+    from deploy.local.show.fleet import fleet_config
 
-    running = _running(place)
+    running = _running(state_dir)
     if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
         raise ConfigError(
-            f"no `up` runs with --state {place.home}; `./headrace up` starts one, "
+            f"no `up` runs with --state {state_dir.home}; `./headrace up` starts one, "
             "and --etcd and --nats name servers that run without it"
         )
     if running and flags.nats in ("", running.get("nats")):
-        config = settings(namespace=flags.namespace, nats="", etcd=flags.etcd, file=place.fleet)
+        config = fleet_config(namespace=flags.namespace, nats="", etcd=flags.etcd, file=state_dir.fleet)
     else:  # another NATS does not hear the password of this one
-        config = settings(
+        config = fleet_config(
             namespace=flags.namespace,
             nats=flags.nats,
             etcd=flags.etcd or running.get("etcd", ""),
@@ -257,10 +272,10 @@ def _fleet(flags: argparse.Namespace, place: Place) -> Iterator[FleetConfig]:
         raise DiscoveryDown(f"{wrong}; does `./headrace up` run? (--state, or --nats and --etcd)") from None
 
 
-def _chat(flags: argparse.Namespace, place: Place) -> int:
+def _chat(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
     from deploy.local.chat import chat
 
-    url = flags.url or _running(place).get("url", DEFAULT_URL)
+    url = flags.url or _running(state_dir).get("url", DEFAULT_URL)
     chat(
         url.rstrip("/"),
         flags.question,
@@ -272,7 +287,7 @@ def _chat(flags: argparse.Namespace, place: Place) -> int:
     return 0
 
 
-def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int:
+def _bench(flags: argparse.Namespace, state_dir: StateDirectory, words: Sequence[str]) -> int:
     from deploy.local.bench import aiperf, plan, sweep
 
     at_least = {"words": 1, "output_tokens": 1, "shared_words": 0, "warmup": 0, "timeout_s": 0.001}
@@ -283,8 +298,8 @@ def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int
         raise ConfigError("--shared-words are some of --words")
     if not Path(flags.out).parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no directory {Path(flags.out).parent}")
-    options = sweep.Options(
-        url=(flags.url or _running(place).get("url", DEFAULT_URL)).rstrip("/"),
+    options = sweep.BenchOptions(
+        url=(flags.url or _running(state_dir).get("url", DEFAULT_URL)).rstrip("/"),
         points=plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
         command=" ".join(("headrace", *words)),
         model=flags.model,
@@ -326,10 +341,10 @@ def _text(file: Path) -> str:
         raise ConfigError(f"{file}: {getattr(wrong, 'strerror', None) or wrong}") from None
 
 
-def _running(place: Place) -> dict[str, Any]:
+def _running(state_dir: StateDirectory) -> dict[str, Any]:
     """What the `up` of this checkout has written down; empty where none runs."""
     try:
-        record = json.loads(place.record.read_text(encoding="utf-8"))
+        record = json.loads(state_dir.record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}

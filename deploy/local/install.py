@@ -39,7 +39,7 @@ class InstallError(Exception):
 
 def install(root: Path, lock_name: str) -> None:
     """Bring `root/.venv` to the lock file. Raises InstallError; then .venv is as it was before, or absent."""
-    with _alone(root / ".venv.lock") as lock:
+    with _exclusive(root / ".venv.lock") as lock:
         _tidy(root)
         if _in_place(root, lock_name):  # another start did it while we waited
             return
@@ -83,7 +83,7 @@ def _tidy(root: Path) -> None:
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[int]:
+def _exclusive(file: Path) -> Iterator[int]:
     """One installation at a time. The kernel drops the lock with its last holder, however that one died."""
     with file.open("w") as lock:
         try:

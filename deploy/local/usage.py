@@ -14,7 +14,7 @@ DEFAULT_MODEL = "default"
 GPU_MEMORY_SHARE = 0.9
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """One that takes no flag for a part of its name: a flag that is added later would change what the part means."""
 
     def __init__(self, **options: Any) -> None:
@@ -23,11 +23,11 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Of all commands."""
-    parser = Parser(prog="headrace", description="Serves language models from many workers as one.")
+    parser = CommandParser(prog="headrace", description="Serves language models from many workers as one.")
     parser.add_argument("--version", action="version", version=f"headrace {VERSION}")
     parser.set_defaults(state=DEFAULT_HOME)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    state = Parser(add_help=False)
+    state = CommandParser(add_help=False)
     state.add_argument(
         "--state", type=Path, default=DEFAULT_HOME, metavar="DIR", help="where `up` keeps its files (.headrace)"
     )
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
 
-    fleet = Parser(add_help=False)
+    fleet = CommandParser(add_help=False)
     fleet.add_argument("--json", action="store_true", help="one JSON object")
     fleet.add_argument("--nats", default="", metavar="URL", help="(those of `up`)")
     fleet.add_argument("--etcd", default="", metavar="HOST:PORT", help="(that of `up`)")

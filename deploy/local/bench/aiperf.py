@@ -6,11 +6,11 @@ import shutil
 import subprocess
 
 from deploy.local.bench.plan import Point
-from deploy.local.bench.sweep import Options
+from deploy.local.bench.sweep import BenchOptions
 from shared.errors import ConfigError
 
 
-def run(options: Options) -> int:
+def run(options: BenchOptions) -> int:
     """The exit status of the first run that failed, or 0. Each point's files are in a directory below `out`."""
     program = shutil.which("aiperf")
     if program is None:
@@ -30,7 +30,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def arguments(options: Options, point: Point) -> list[str]:
+def arguments(options: BenchOptions, point: Point) -> list[str]:
     """After the program's name. Lengths are tokens there, and words here."""
     load = ["--concurrency", f"{point.value:g}"] if point.loop == "closed" else ["--request-rate", f"{point.value:g}"]
     prefix = ["--shared-system-prompt-length", str(options.shared_words)] if options.shared_words else []

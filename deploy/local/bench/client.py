@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from deploy.local.bench.rows import Outcome, Result
-from deploy.local.bench.sse_events import Events
+from deploy.local.bench.sse_events import ChatStream
 from shared.errors import ProtocolError, Unavailable
 
 CONNECT_LIMIT_S = 10.0
@@ -34,15 +34,15 @@ class Client:
     async def ask(self, prompt: str) -> Result:
         """However it ends."""
         body = {**self._body, "messages": [{"role": "user", "content": prompt}]}
-        asking = _Asking()
+        asking = _Measurement()
         try:
             async with asyncio.timeout(self._timeout_s):
                 async with self._http.post(f"{self._url}/chat/completions", json=body) as response:
                     if response.status != 200:
                         return await asking.refused(response)
                     async for data in response.content.iter_any():
-                        asking.take(data)
-            return asking.over()
+                        asking.feed(data)
+            return asking.finish()
         except TimeoutError:
             return asking.result("timed out", f"no end within {self._timeout_s:g} s")
         except ProtocolError as wrong:
@@ -64,7 +64,7 @@ class Client:
             raise Unavailable(f"{self._url}/models does not list models: is it an OpenAI endpoint?") from None
 
 
-class _Asking:
+class _Measurement:
     """One request's clock and what came."""
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ class _Asking:
         self._first_s: float | None = None
         self._last_s = 0.0
         self._gaps_s: list[float] = []
-        self._events = Events()
+        self._events = ChatStream()
 
-    def take(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         """Raises ProtocolError."""
         now_s = self._clock() - self._sent_s
         texts = self._events.feed(data)
@@ -88,7 +88,7 @@ class _Asking:
         self._gaps_s.extend([0.0] * (texts - 1))  # they came together
         self._last_s = now_s
 
-    def over(self) -> Result:
+    def finish(self) -> Result:
         """The response has ended."""
         if self._events.error:
             return self.result("failed", self._events.error)

@@ -116,7 +116,7 @@ def spread(seconds: Sequence[float]) -> Spread:
     return Spread(p50, p90, p99, ordered[-1])
 
 
-def layout(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[Row]) -> str:
     """For a terminal; latencies in ms."""
     head = (
         "LOAD",

@@ -26,7 +26,7 @@ class _Choice(Struct):
     finish_reason: str | None = None
 
 
-class Usage(Struct):
+class StreamUsage(Struct):
     """As the server counts."""
 
     prompt_tokens: int = 0
@@ -39,20 +39,20 @@ class _Error(Struct):
 
 class _Chunk(Struct):
     choices: list[_Choice] = []
-    usage: Usage | None = None
+    usage: StreamUsage | None = None
     error: _Error | str | None = None
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
-class Events:
+class ChatStream:
     """One stream's."""
 
     def __init__(self) -> None:
         self.texts = 0
         """Events with text so far."""
-        self.usage: Usage | None = None
+        self.usage: StreamUsage | None = None
         self.finished = False
         """A finish reason came, or [DONE]."""
         self.error = ""

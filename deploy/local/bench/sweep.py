@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from deploy.local.bench.client import Client, client
 from deploy.local.bench.plan import Point, arrivals, prompts
-from deploy.local.bench.rows import Result, Row, layout, row_of
+from deploy.local.bench.rows import Result, Row, render, row_of
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 
@@ -28,7 +28,7 @@ REFUSED_WAIT_S = 0.5
 """Before a closed loop's slot asks again that was refused without Retry-After."""
 
 
-class Options(Struct, frozen=True):
+class BenchOptions(Struct, frozen=True):
     """What was asked for."""
 
     url: str
@@ -70,7 +70,7 @@ class Report(Struct, frozen=True):
     goals: list[str] = []
 
 
-def bench(options: Options, *, as_json: bool) -> int:
+def bench(options: BenchOptions, *, as_json: bool) -> int:
     """The exit status. Raises Unavailable where the endpoint cannot be measured at all."""
     sweep = _Sweep(options)
     interrupted = False
@@ -86,7 +86,7 @@ def bench(options: Options, *, as_json: bool) -> int:
     named = (options.command, options.url, sweep.model, when)
     report = Report("headrace bench", machine, *named, interrupted, sweep.rows)
     text = msgspec.json.format(msgspec.json.encode(report)).decode()
-    print(text if as_json else layout(sweep.rows))
+    print(text if as_json else render(sweep.rows))
     Path(f"{options.out}.json").write_text(text + "\n", encoding="utf-8")
     _draw(sweep.rows, options.out)
     if interrupted:
@@ -107,7 +107,7 @@ def _draw(rows: Sequence[Row], out: str) -> None:
 class _Sweep:
     """All points, one after the other; `rows` has what was measured so far."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: BenchOptions) -> None:
         self.rows: list[Row] = []
         self.model = options.model
         self._options = options

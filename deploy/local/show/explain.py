@@ -9,8 +9,8 @@ from functools import partial
 
 import msgspec
 
-from deploy.local.show.explain_tables import joined, layout, overview
-from deploy.local.show.fleet import FleetConfig, ask_each, bus_of, entries, instances_of
+from deploy.local.show.explain_tables import merge, render_candidates, render_list
+from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, instances_of
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages import EXPLANATIONS, Explanations
@@ -28,11 +28,11 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
     answers, notes = ([], []) if nameless else asyncio.run(_ask(config, request or ""))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    decisions = joined(answers, latest=request is None)
+    decisions = merge(answers, latest=request is None)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode({"decisions": decisions})).decode())
     elif decisions:
-        print(overview(decisions) if request is None else layout(decisions))
+        print(render_list(decisions) if request is None else render_candidates(decisions))
     elif request is None:
         print("nothing was routed yet")
     if request is not None and not decisions:
@@ -43,10 +43,10 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
 
 
 async def _ask(config: FleetConfig, request: str) -> tuple[list[Explanations], list[str]]:
-    routers = instances_of("router", config, await entries(config))
+    routers = instances_of("router", config, await discovery_entries(config))
     if not routers:
         raise Unavailable(f"no router is there, says {config.discovery_shown}")
-    async with bus_of(config, "headrace explain") as bus:
+    async with connect_bus(config, "headrace explain") as bus:
         subject = partial(subjects.explain, config.namespace)
         question = request.encode(errors="surrogateescape")
         answers, notes = await ask_each(bus, "router", routers, subject, question, EXPLANATIONS)

@@ -10,14 +10,14 @@ from shared.messages import Candidate, Explanation, Explanations
 LATEST = 20
 
 
-def joined(answers: Iterable[Explanations], *, latest: bool) -> list[Explanation]:
+def merge(answers: Iterable[Explanations], *, latest: bool) -> list[Explanation]:
     """All routers' decisions, oldest first; of one request, whose attempts may have been routed by different routers,
     or the `latest` of all requests."""
     found = sorted((one for answer in answers for one in answer.decisions), key=lambda one: -one.age_s)
     return found[-LATEST:] if latest else found
 
 
-def layout(decisions: Sequence[Explanation]) -> str:
+def render_candidates(decisions: Sequence[Explanation]) -> str:
     """Each decision with its candidates, for one request."""
     return "\n\n".join(map(_whole, decisions))
 
@@ -75,7 +75,7 @@ def _seconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def overview(decisions: Sequence[Explanation]) -> str:
+def render_list(decisions: Sequence[Explanation]) -> str:
     """A line for each decision, for the latest ones of all requests."""
     cells: list[tuple[str, ...]] = [
         ("AGO", "REQUEST", "ATTEMPT", "INSTANCE", "PROMPT", "PREDICTED", "FOUND", "FIRST TOKEN", "ENDED", "REASON")

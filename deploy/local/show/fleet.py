@@ -47,7 +47,7 @@ class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return f"etcd {','.join(discovery.endpoints)}" if etcd else f"files in {discovery.path}"
 
 
-def settings(*, namespace: str, nats: str, etcd: str, path: str = "", file: Path | None = None) -> FleetConfig:
+def fleet_config(*, namespace: str, nats: str, etcd: str, path: str = "", file: Path | None = None) -> FleetConfig:
     """Flags over environment over file; what is empty stays as it is. Raises ConfigError."""
     flags = [f"--namespace={namespace}"]
     if nats:
@@ -59,7 +59,7 @@ def settings(*, namespace: str, nats: str, etcd: str, path: str = "", file: Path
     return load(FleetConfig, file=file, flags=flags)
 
 
-async def entries(config: FleetConfig) -> dict[str, bytes]:
+async def discovery_entries(config: FleetConfig) -> dict[str, bytes]:
     """Discovery's keys and values. Raises DiscoveryDown."""
     discovery = open_discovery(config.discovery)
     try:
@@ -69,7 +69,7 @@ async def entries(config: FleetConfig) -> dict[str, bytes]:
 
 
 @asynccontextmanager
-async def bus_of(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
+async def connect_bus(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
     """The fleet's bus. Raises BusDown."""
     refused = asyncio.get_running_loop().create_future()
 

@@ -14,7 +14,7 @@ from shared.errors import ProtocolError
 from shared.kvbm_messages import KvbmState
 from shared.messages import Instance, LoadReport, ModelCard, Role, RouterState, SourceState
 
-CHOSEN_ROLE: Role = "aggregated"
+ROUTED_ROLE: Role = "aggregated"
 """The only role that routers choose."""
 MACHINES_OWN = 0xEFFFFFFC
 """The number of the PID namespace that each Linux starts with; containers have others."""
@@ -135,7 +135,7 @@ def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
 def _unchosen(catalogue: Catalogue) -> Iterator[str]:
     """Yield a note for each worker that no router chooses because of its role."""
     for _, card in sorted(catalogue.cards.items()):
-        if card.role != CHOSEN_ROLE:
+        if card.role != ROUTED_ROLE:
             yield f"worker {card.instance} serves {card.model} in the role {card.role!r}, which no router chooses"
 
 
@@ -170,7 +170,7 @@ def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, Loa
     )
 
 
-def layout(view: Overview) -> str:
+def render(view: Overview) -> str:
     """The tables that people read."""
     parts = [f"namespace {view.namespace}, NATS {view.nats}, {view.discovery}", ""]
     parts.append(_instances(view.instances) if view.instances else "nothing is alive here")

@@ -10,8 +10,8 @@ from functools import partial
 
 import msgspec
 
-from deploy.local.show.fleet import FleetConfig, ask_each, bus_of, entries, instances_of
-from deploy.local.show.overview import Overview, layout, overview
+from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, instances_of
+from deploy.local.show.overview import Overview, overview, render
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_bus import NatsBus
@@ -28,18 +28,18 @@ def show(config: FleetConfig, *, as_json: bool) -> int:
     """Print the overview. Raises DiscoveryDown. NATS's absence is a note in it."""
     logging.basicConfig(level=logging.CRITICAL)  # what a retry loop says of itself; the notes say it once
     view = asyncio.run(_look(config))
-    print(msgspec.json.format(msgspec.json.encode(view)).decode() if as_json else layout(view))
+    print(msgspec.json.format(msgspec.json.encode(view)).decode() if as_json else render(view))
     return 0
 
 
 async def _look(config: FleetConfig) -> Overview:
-    values = await entries(config)
+    values = await discovery_entries(config)
     reports: dict[str, LoadReport] = {}
     states: list[RouterState] = []
     stores: list[KvbmState] = []
     notes: list[str] = []
     try:
-        async with bus_of(config, "headrace status") as bus:
+        async with connect_bus(config, "headrace status") as bus:
             (states, silent), (stores, mute), _ = await asyncio.gather(
                 _routers(bus, config, values), _stores(bus, config, values), _listen(bus, config.namespace, reports)
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from deploy.local.stack.private_pool import MEMORY, private_pool
-from deploy.local.stack.stack import Store
+from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
 
 DEFAULTS = {"cpu": (16, 1 << 30), "cuda": (8, 32 << 30)}
@@ -20,41 +20,41 @@ DEFAULTS = {"cpu": (16, 1 << 30), "cuda": (8, 32 << 30)}
 not notice; beside GPUs, whose blocks are larger and soon many, enough to be of use."""
 DISK_BYTES = 10 << 30
 """Of `--kvbm-disk`, where nothing else is said."""
-BY_DEFAULT = ("native",)
+ENGINES_WITH_STORE = ("native",)
 """Engines that have one unasked. A simulated fleet is what its settings say."""
-WITHOUT = ("echo",)
+ENGINES_WITHOUT_BLOCKS = ("echo",)
 """Engines that compute no blocks."""
 _SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class Wish(Struct, frozen=True):
+class StoreRequest(Struct, frozen=True):
     """What the flags ask for."""
 
     pool_bytes: int
     """0: no block store."""
     disk: str
     disk_bytes: int
-    asked: bool
+    explicit: bool
     """Whether somebody named it, and wants to hear where it cannot be; else the others go on without."""
 
 
-def wish(size: str, disk: Path | None, disk_size: str, *, engine: str, device: str = "cpu") -> Wish:
+def store_request(size: str, disk: Path | None, disk_size: str, *, engine: str, device: str = "cpu") -> StoreRequest:
     """Of `--kvbm-bytes` (empty: not given), `--kvbm-disk` and `--kvbm-disk-bytes`. Raises ConfigError."""
     if disk_size and disk is None:
         raise ConfigError("--kvbm-disk-bytes needs a --kvbm-disk")
-    disk_bytes = parse(disk_size, "--kvbm-disk-bytes") if disk_size else DISK_BYTES
+    disk_bytes = parse_size(disk_size, "--kvbm-disk-bytes") if disk_size else DISK_BYTES
     if not size and disk is None:
-        return Wish(_default_bytes(device) if engine in BY_DEFAULT else 0, "", 0, asked=False)
-    pool_bytes = parse(size, "--kvbm-bytes") if size else _default_bytes(device)
+        return StoreRequest(_default_bytes(device) if engine in ENGINES_WITH_STORE else 0, "", 0, explicit=False)
+    pool_bytes = parse_size(size, "--kvbm-bytes") if size else _default_bytes(device)
     if pool_bytes == 0 and disk is not None:
         raise ConfigError("--kvbm-disk needs some --kvbm-bytes: blocks get there through memory")
-    if pool_bytes and engine in WITHOUT:
+    if pool_bytes and engine in ENGINES_WITHOUT_BLOCKS:
         raise ConfigError(f"--kvbm-bytes: engine {engine} has no blocks to store")
-    return Wish(pool_bytes, "" if disk is None else str(disk.absolute()), disk_bytes, asked=True)
+    return StoreRequest(pool_bytes, "" if disk is None else str(disk.absolute()), disk_bytes, explicit=True)
 
 
-def parse(size: str, flag: str) -> int:
+def parse_size(size: str, flag: str) -> int:
     """Bytes of `512M`: K, M, G and T are powers of 1024. Raises ConfigError, naming the flag."""
     match = _SIZE.fullmatch(size.strip().upper())
     if match is None:
@@ -63,7 +63,9 @@ def parse(size: str, flag: str) -> int:
 
 
 @contextmanager
-def block_store(wish: Wish, notice: Callable[[str], None], memory: Path = MEMORY) -> Iterator[Store | None]:
+def block_store(
+    wish: StoreRequest, notice: Callable[[str], None], memory: Path = MEMORY
+) -> Iterator[BlockStoreOptions | None]:
     """Its settings; None where it is not wanted, or, with a notice, where nobody asked for it and it cannot be. Raises
     ConfigError where somebody did, and where the disk's directory is none of this user's alone."""
     if wish.disk:
@@ -73,9 +75,9 @@ def block_store(wish: Wish, notice: Callable[[str], None], memory: Path = MEMORY
         try:
             if wish.pool_bytes:
                 pool = held.enter_context(private_pool(memory))
-                store = Store(str(pool), wish.pool_bytes, wish.disk, wish.disk_bytes, wish.asked)
+                store = BlockStoreOptions(str(pool), wish.pool_bytes, wish.disk, wish.disk_bytes, wish.explicit)
         except ConfigError as wrong:
-            if wish.asked:
+            if wish.explicit:
                 raise
             notice(f"without kvbm: {wrong}")
         yield store

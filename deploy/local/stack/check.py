@@ -14,24 +14,29 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import Launch, Options, Place, ServiceName, plan, ports_needed
+from deploy.local.stack.stack import Launch, ServiceName, StateDirectory, UpOptions, plan, ports_needed
 from shared.config import environment
 from shared.errors import ConfigError
 
 LIMIT_S = 600.0
 """For all of them, on a busy machine: the vocabulary of a large GGUF file takes a minute of one."""
-TOLD_AFTER_S = 2.0
+NOTICE_AFTER_S = 2.0
 """How long a check takes without a word."""
 BUILT_IN = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 """Policies that routers have; a test compares them."""
-FILES, SETTINGS = "--check", "--check-settings"
+CHECK_ALL, CHECK_SETTINGS = "--check", "--check-settings"
 
 
 def check(
-    options: Options, place: Place, *, python: str, model: bool, told: Callable[[str], None] = lambda _: None
+    options: UpOptions,
+    state_dir: StateDirectory,
+    *,
+    python: str,
+    model: bool,
+    notice: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Raises ConfigError with a service's own words. `model`: there is one to look at, and it need not be fetched.
-    `told` hears what takes long.
+    `notice` hears what takes long.
 
     What `up` has set itself needs no check, and costs no time.
     """
@@ -39,7 +44,7 @@ def check(
     if not asked:
         return
     ports = list(range(1, ports_needed(options) + 1))
-    stack = plan(options, place, ports, python=python, cores=1, password="none is needed")  # noqa: S106
+    stack = plan(options, state_dir, ports, python=python, cores=1, password="none is needed")  # noqa: S106
     with TemporaryDirectory(prefix="headrace-check-") as aside, ExitStack() as ended:
         for file, text in stack.files.items():
             (Path(aside) / file.name).write_text(text, encoding="utf-8")
@@ -47,27 +52,27 @@ def check(
         for launch in stack.launches:
             service = _service(launch)
             if service is not None and service not in dict(running) and service in asked:
-                program = ended.enter_context(_started(launch, place, aside, asked[service]))
+                program = ended.enter_context(_started(launch, state_dir, aside, asked[service]))
                 ended.callback(program.kill)
                 running.append((service, program))
         until_s = time.monotonic() + LIMIT_S
         for service, program in running:
             files = f"the model {options.model}" if model and service == "worker" else "its files"
-            said = _said(service, program, until_s, partial(told, f"{service}: it checks its settings and {files}"))
+            said = _said(service, program, until_s, partial(notice, f"{service}: it checks its settings and {files}"))
             if program.returncode:
                 wrong = _translated(service, said, aside)
                 raise ConfigError(wrong or f"{service}: its check ended with {program.returncode}")
 
 
-def _asked(options: Options, model: bool) -> Mapping[ServiceName, str]:
+def _asked(options: UpOptions, model: bool) -> Mapping[ServiceName, str]:
     """Service → the flag that it is asked with; those alone that someone has configured."""
-    asked: dict[ServiceName, str] = dict.fromkeys(options.more, FILES)
+    asked: dict[ServiceName, str] = dict.fromkeys(options.overrides, CHECK_ALL)
     if options.policy not in BUILT_IN:
-        asked["router"] = FILES
+        asked["router"] = CHECK_ALL
     if model:
-        asked["worker"] = FILES
+        asked["worker"] = CHECK_ALL
     elif "worker" in asked or options.simulated or (options.gpus is not None and options.gpus.settings):
-        asked["worker"] = SETTINGS
+        asked["worker"] = CHECK_SETTINGS
     return asked
 
 
@@ -76,8 +81,8 @@ def _service(launch: Launch) -> ServiceName | None:
     return next((name for name in get_args(ServiceName) if launch.program.name.partition("-")[0] == name), None)
 
 
-def _started(launch: Launch, place: Place, aside: str, flag: str) -> subprocess.Popen[str]:
-    arguments = [argument.replace(f"{place.run}/", f"{aside}/") for argument in launch.arguments]
+def _started(launch: Launch, state_dir: StateDirectory, aside: str, flag: str) -> subprocess.Popen[str]:
+    arguments = [argument.replace(f"{state_dir.run}/", f"{aside}/") for argument in launch.arguments]
     return subprocess.Popen(
         [*arguments, flag],
         stdin=subprocess.DEVNULL,
@@ -87,14 +92,14 @@ def _started(launch: Launch, place: Place, aside: str, flag: str) -> subprocess.
         errors="replace",
         cwd=aside,
         # What it writes for a moment goes with the directory, even where it is killed.
-        env=servers.SETTINGS | environment() | {"TMPDIR": aside},
+        env=servers.ENVIRONMENT | environment() | {"TMPDIR": aside},
     )
 
 
 def _said(service: ServiceName, program: subprocess.Popen[str], until_s: float, long: Callable[[], None]) -> str:
     """What it has said when it has ended. `long` is called where that takes a while. Raises ConfigError."""
     with suppress(subprocess.TimeoutExpired):
-        return program.communicate(timeout=min(TOLD_AFTER_S, max(0.0, until_s - time.monotonic())))[1]
+        return program.communicate(timeout=min(NOTICE_AFTER_S, max(0.0, until_s - time.monotonic())))[1]
     long()
     try:
         return program.communicate(timeout=max(0.0, until_s - time.monotonic()))[1]

@@ -13,13 +13,13 @@ from shared.config import environment
 from shared.errors import ConfigError
 
 DRIVER = "libcuda.so.1"
-LEAST_CUDA = 13000
+MIN_CUDA = 13000
 """As the driver says it: 13.0, of release 580."""
 LIMIT_S = 60.0
 """Without a persistence daemon a driver may take seconds for each GPU."""
 
 
-def visible() -> int:
+def count_visible() -> int:
     """At least 1. Raises ConfigError, saying what was looked for."""
     try:
         asked = subprocess.run(
@@ -48,7 +48,7 @@ def require_cupy() -> None:
         )
 
 
-def count(driver: Any) -> int:
+def count_of_driver(driver: Any) -> int:
     """Of the GPUs that a loaded `libcuda` shows. Raises ConfigError."""
     number, version = ctypes.c_int(), ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number))
@@ -60,7 +60,7 @@ def count(driver: Any) -> int:
     if number.value == 0:
         raise ConfigError(f"the NVIDIA driver shows no GPU{_chosen()}")
     driver.cuDriverGetVersion(ctypes.byref(version))
-    if version.value < LEAST_CUDA:
+    if version.value < MIN_CUDA:
         raise ConfigError(f"the NVIDIA driver is one for CUDA {_spell(version.value)}; 13.0 is needed, release 580")
     return number.value
 
@@ -82,7 +82,7 @@ def main() -> int:
         print(f"there is no NVIDIA driver here ({wrong})", file=sys.stderr)
         return 1
     try:
-        print(count(driver))
+        print(count_of_driver(driver))
     except ConfigError as wrong:
         print(wrong, file=sys.stderr)
         return 1

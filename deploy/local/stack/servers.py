@@ -21,7 +21,7 @@ FIRST_PORT, LAST_PORT = 20_000, 32_767
 """Above lie the ports that the kernel gives to outgoing connections; one of them could take a server's."""
 
 
-SETTINGS = {"GOMAXPROCS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+ENVIRONMENT = {"GOMAXPROCS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 """Environment of all that `up` starts, where it is not set already. One thread for each of the servers, which are Go's:
 they never need a whole core here, and threads that wake one another cost them a quarter of their time. gRPC's care for
 forks is for programs that use it after one; ours do not."""
@@ -94,7 +94,7 @@ def nats_settings(port: int) -> str:
     return f'listen: 127.0.0.1:{port}\nmax_payload: 5MB\nmax_pending: 512MB\nping_interval: "10s"\nping_max: 2\n'
 
 
-def nats_access(password: str) -> str:
+def nats_authorization(password: str) -> str:
     """Compose's users, for nats-server's file; the password is that of `services`. A connection without a name is a
     client's: it may ask frontends and hear answers, so its own password need not be a secret."""
     text = COMPOSE_NATS.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ SERVICE_DRAIN_S = 40.0
 SERVER_DRAIN_S = 5.0
 
 
-class Store(Struct, frozen=True):
+class BlockStoreOptions(Struct, frozen=True):
     """The block store that the workers share."""
 
     pool: str
@@ -44,7 +44,7 @@ class Gpus(Struct, frozen=True):
     """Others of a worker's table `cuda`."""
 
 
-class Access(Struct, frozen=True):
+class AccessFiles(Struct, frozen=True):
     """Who may ask, and how the way there is protected. Files, absolute; empty: none."""
 
     keys: str = ""
@@ -57,7 +57,7 @@ Setting = tuple[str, str]
 """A service's flag, and its value."""
 
 
-class Options(Struct, frozen=True):
+class UpOptions(Struct, frozen=True):
     """What `up` was asked for."""
 
     model: str
@@ -75,22 +75,22 @@ class Options(Struct, frozen=True):
     """Settings of the simulated engine."""
     gpus: Gpus | None = None
     """None: the CPU computes."""
-    store: Store | None = None
+    store: BlockStoreOptions | None = None
     nats: str = ""
     """URL of a NATS that runs already; empty: start one."""
     etcd: str = ""
     """host:port of an etcd that runs already; empty: start one."""
     namespace: str = "default"
-    access: Access = Access()
+    access: AccessFiles = AccessFiles()
     log_level: str = "info"
-    more: Mapping[ServiceName, Sequence[Setting]] = {}
+    overrides: Mapping[ServiceName, Sequence[Setting]] = {}
     """Settings of services, over those that follow from the others here."""
 
 
 DEFAULT_HOME = Path(__file__).resolve().parents[3] / ".headrace"
 
 
-class Place(Struct, frozen=True):
+class StateDirectory(Struct, frozen=True):
     """Where an `up` keeps its state: `.headrace` in the checkout, unless told otherwise."""
 
     home: Path
@@ -140,28 +140,30 @@ class Stack(Struct, frozen=True):
     nats: str
     etcd: str
     """Empty with the file back end."""
-    access: Access = Access()
+    access: AccessFiles = AccessFiles()
 
 
-def replicas(cores: int) -> int:
+def default_replicas(cores: int) -> int:
     """How many frontends and routers there are where nobody says. Of two, one may fail; but where the engines have no
     core to themselves, a second one takes from them."""
     return 2 if cores > 2 else 1
 
 
-def ports_needed(options: Options) -> int:
+def ports_needed(options: UpOptions) -> int:
     """How many free ports `plan` takes: NATS, and one to observe each service."""
     return 1 + options.frontends + options.routers + options.workers + (options.store is not None)
 
 
-def plan(options: Options, place: Place, ports: list[int], *, python: str, cores: int, password: str) -> Stack:
+def plan(
+    options: UpOptions, state_dir: StateDirectory, ports: list[int], *, python: str, cores: int, password: str
+) -> Stack:
     """The programs and their files. `ports` are `ports_needed` free ones; the workers share the `cores`. Whoever knows
     the `password` may do on a NATS that is started what services do; etcd has a socket in the run directory, which is
     this user's alone. Programs start in that directory."""
     assert len(ports) == ports_needed(options)
     nats_port, *observed = ports
     nats = options.nats or f"nats://127.0.0.1:{nats_port}"
-    etcd = "" if options.discovery == "file" else options.etcd or f"unix:{place.run / servers.ETCD_SOCKET}"
+    etcd = "" if options.discovery == "file" else options.etcd or f"unix:{state_dir.run / servers.ETCD_SOCKET}"
     launches: list[Launch] = []
     files: dict[Path, str] = {}
 
@@ -169,11 +171,11 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
         name: str, module: ServiceName, stage: int, settings: Settings, *, needed: bool = True, late: bool = False
     ) -> None:
         port = observed.pop()
-        file = place.run / f"{name}.toml"
+        file = state_dir.run / f"{name}.toml"
         files[file] = toml(
-            {**settings, "observe": {"port": port, "events": str(place.run), "log_level": options.log_level}}
+            {**settings, "observe": {"port": port, "events": str(state_dir.run), "log_level": options.log_level}}
         )
-        flags = [f"{flag}={value}" for flag, value in options.more.get(module, ())]
+        flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
         program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
         launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}"))
@@ -186,25 +188,25 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
             "discovery": {
                 "backend": options.discovery,
                 "endpoints": [etcd] if etcd else [],
-                "path": str(place.run / "discovery"),
+                "path": str(state_dir.run / "discovery"),
             },
         }
 
     wiring = common()
-    files[place.fleet] = toml(
-        {"nats": wiring["nats"], "discovery": wiring["discovery"], "observe": {"events": str(place.run)}}
+    files[state_dir.fleet] = toml(
+        {"nats": wiring["nats"], "discovery": wiring["discovery"], "observe": {"events": str(state_dir.run)}}
     )
     if not options.nats:
-        files[place.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_access(password)
+        files[state_dir.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_authorization(password)
         launches.append(
             Launch(
                 Program("nats", 3, SERVER_DRAIN_S),
-                (str(servers.nats_server()), "-c", str(place.run / "nats.conf")),
+                (str(servers.nats_server()), "-c", str(state_dir.run / "nats.conf")),
             )
         )
     if etcd and not options.etcd:
         client, peer = f"unix://{servers.ETCD_SOCKET}", f"unix://{servers.PEER_SOCKET}"
-        arguments = servers.etcd_arguments(client, peer, place.run / "etcd")
+        arguments = servers.etcd_arguments(client, peer, state_dir.run / "etcd")
         launches.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *arguments)))
     access = options.access
     http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
@@ -223,7 +225,7 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
         settings = common() | {
             "model": options.model,
             "model_name": options.model_name,
-            "cache": str(place.models),
+            "cache": str(state_dir.models),
             "engine": options.engine,
             "threads": max(1, cores // options.workers),
             "simulated": options.simulated,
@@ -243,7 +245,7 @@ def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 
-def _tiers(store: Store) -> dict[str, Mapping[str, Value]]:
+def _tiers(store: BlockStoreOptions) -> dict[str, Mapping[str, Value]]:
     tiers: dict[str, Mapping[str, Value]] = {"pool": {"directory": store.pool, "size_bytes": store.pool_bytes}}
     if store.disk:
         tiers["disk"] = {"directory": store.disk, "limit_bytes": store.disk_bytes}

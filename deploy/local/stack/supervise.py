@@ -105,7 +105,7 @@ class Restarting(Struct, frozen=True):
     delay_s: float
 
 
-class Hopeless(Struct, frozen=True):
+class Misconfigured(Struct, frozen=True):
     """Tell, with the last lines of its log: it cannot work as it is configured."""
 
     name: str
@@ -113,14 +113,14 @@ class Hopeless(Struct, frozen=True):
     """Whether all is stopped for that."""
 
 
-class Finished(Struct, frozen=True):
+class AllEnded(Struct, frozen=True):
     """Every program has ended; nothing follows."""
 
     status: int
     """0, or 1 where a program that was needed was hopeless."""
 
 
-Action = Start | Terminate | Kill | Restarting | Hopeless | Finished
+Action = Start | Terminate | Kill | Restarting | Misconfigured | AllEnded
 
 # --- the machine
 
@@ -225,7 +225,7 @@ class Supervisor:
         if status == CONFIG_STATUS and self._hopeless(child):
             if child.program.needed:
                 self._status, self._stopping = 1, True
-            return [Hopeless(name, child.program.needed)]
+            return [Misconfigured(name, child.program.needed)]
         if now_s - child.started_s >= STEADY_S:
             child.delay_s = FIRST_DELAY_S
         delay_s = child.delay_s
@@ -256,7 +256,7 @@ class Supervisor:
         if not alive:
             if not self._finished:
                 self._finished = True
-                actions.append(Finished(self._status))
+                actions.append(AllEnded(self._status))
             return actions
         stage = min(child.program.stage for child in alive)
         for child in alive:

@@ -19,15 +19,15 @@ from typing import assert_never
 
 from deploy.local import probe
 from deploy.local.stack import servers
-from deploy.local.stack.stack import DEFAULT_HOME, Launch, Options, Place, Stack, plan, ports_needed
+from deploy.local.stack.stack import DEFAULT_HOME, Launch, Stack, StateDirectory, UpOptions, plan, ports_needed
 from deploy.local.stack.supervise import (
     CONFIG_STATUS,
+    AllEnded,
     Begin,
     Event,
     Exited,
-    Finished,
-    Hopeless,
     Kill,
+    Misconfigured,
     Restarting,
     Serving,
     Start,
@@ -43,37 +43,37 @@ from shared.errors import ConfigError
 PROBE_EVERY_S = 0.1
 LOG_LIMIT_BYTES = 64 << 20
 LOG_CHECK_S = 60.0
-DRAIN_TOLD_S = 3.0
+DRAIN_REPORT_S = 3.0
 LINES_SHOWN = 10
 """Of the log of a program that cannot work."""
 
 
-def up(options: Options, place: Place, terminal: Terminal) -> int:
+def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal) -> int:
     """Run until stopped: 0 after a drain, 1 if a program could not work. To be called under `alone`."""
     stack = plan(
         options,
-        place,
+        state_dir,
         servers.free_ports(ports_needed(options)),
         python=sys.executable,
         cores=len(os.sched_getaffinity(0)),
         password=secrets.token_hex(32),
     )
-    _prepare(stack, place)
+    _prepare(stack, state_dir)
     try:
-        return asyncio.run(Shell(stack, place, terminal).run())
+        return asyncio.run(Shell(stack, state_dir, terminal).run())
     finally:
-        place.record.unlink(missing_ok=True)
+        state_dir.record.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def alone(place: Place, port: int) -> Iterator[None]:
+def exclusive(state_dir: StateDirectory, port: int) -> Iterator[None]:
     """One `up` a state directory and port. Raises ConfigError where another runs, the port is taken or the directory
     cannot be written. The lock goes with the process, however it ends."""
     try:
-        place.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (place.home / "up.lock").open("a+")
+        state_dir.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (state_dir.home / "up.lock").open("a+")
     except OSError as wrong:
-        raise ConfigError(f"state directory {place.home}: {wrong.strerror}") from None
+        raise ConfigError(f"state directory {state_dir.home}: {wrong.strerror}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,13 +90,13 @@ def alone(place: Place, port: int) -> Iterator[None]:
         yield
 
 
-def _prepare(stack: Stack, place: Place) -> None:
+def _prepare(stack: Stack, state_dir: StateDirectory) -> None:
     """Fresh directories. Nothing in them is worth keeping: every key of the former run hung on a lease of a process
     that is dead now."""
-    shutil.rmtree(place.run, ignore_errors=True)
-    place.run.mkdir(mode=0o700, parents=True)
-    place.logs.mkdir(mode=0o700, exist_ok=True)
-    for log in place.logs.glob("*.log*"):
+    shutil.rmtree(state_dir.run, ignore_errors=True)
+    state_dir.run.mkdir(mode=0o700, parents=True)
+    state_dir.logs.mkdir(mode=0o700, exist_ok=True)
+    for log in state_dir.logs.glob("*.log*"):
         log.unlink()
     for file, text in stack.files.items():
         file.touch(mode=0o600)
@@ -106,9 +106,9 @@ def _prepare(stack: Stack, place: Place) -> None:
 class Shell:
     """The children of one `up`, and the loop that feeds the supervisor."""
 
-    def __init__(self, stack: Stack, place: Place, terminal: Terminal) -> None:
+    def __init__(self, stack: Stack, state_dir: StateDirectory, terminal: Terminal) -> None:
         self._stack = stack
-        self._place = place
+        self._state_dir = state_dir
         self._terminal = terminal
         self._launches = {launch.program.name: launch for launch in stack.launches}
         self._supervisor = Supervisor([launch.program for launch in stack.launches])
@@ -116,8 +116,8 @@ class Shell:
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._reason = ""
         """Why all is stopped, where a program cannot work as configured; the first one's."""
-        # The files in place.run say it all.
-        self._environment = servers.SETTINGS | environment()
+        # The files in state_dir.run say it all.
+        self._environment = servers.ENVIRONMENT | environment()
 
     async def run(self) -> int:
         """Until every child has ended; returns the status of `up`."""
@@ -126,7 +126,7 @@ class Shell:
             loop.add_signal_handler(number, self.stop)
         try:
             async with asyncio.TaskGroup() as tasks:
-                works = (self._announce(), self._bound_logs(), self._tell_drains())
+                works = (self._announce(), self._bound_logs(), self._report_drains())
                 beside = [tasks.create_task(work) for work in works]
                 status = await self._supervise(tasks)
                 for task in beside:
@@ -160,14 +160,14 @@ class Shell:
                         said = "" if status <= 0 else ": " + "".join(_tail(self._log(name), 1))
                         wrong = "; it cannot work as configured, the others go on" if status == CONFIG_STATUS else ""
                         self._terminal.notice(f"{name} ended ({_spell(status)}){wrong}, again in {delay_s} s{said}")
-                    case Hopeless(name, needed):
+                    case Misconfigured(name, needed):
                         if needed:
                             lines = _tail(self._log(name), LINES_SHOWN)
                             self._terminal.notice("\n  ".join([f"error: {name} cannot work as configured:", *lines]))
                             self._reason = self._reason or f"error: {name}: {''.join(lines[-1:])}"
                         else:
                             self._terminal.notice(f"without {name}: " + "".join(_tail(self._log(name), 1)))
-                    case Finished(status):
+                    case AllEnded(status):
                         if self._reason:  # said above, and out of sight since
                             self._terminal.notice(self._reason)
                         return status
@@ -193,7 +193,7 @@ class Shell:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=self._place.run,
+                cwd=self._state_dir.run,
                 env=self._environment,
                 process_group=0,
             )
@@ -254,7 +254,7 @@ class Shell:
         url = self._stack.url
         message = {"role": "user", "content": "What is the capital of France?"}
         question = json.dumps({"model": self._stack.model, "messages": [message], "temperature": 0})
-        state = "" if self._place.home == DEFAULT_HOME else f" --state {shlex.quote(str(self._place.home))}"
+        state = "" if self._state_dir.home == DEFAULT_HOME else f" --state {shlex.quote(str(self._state_dir.home))}"
         access = self._stack.access
         by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
         certificate = shlex.quote(access.tls_cert)
@@ -265,18 +265,18 @@ class Shell:
 ask it:  {trust}./headrace chat{state}{by_file} "What is the capital of France?"
    or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
 see it:  ./headrace status{state}
-logs:    {self._place.logs}
+logs:    {self._state_dir.logs}
 end it:  Ctrl-C
 """,
             file=sys.stderr,
             flush=True,
         )
 
-    async def _tell_drains(self) -> None:
+    async def _report_drains(self) -> None:
         """What programs that drain wait for, once they say it, and seldom what has changed."""
         told: dict[str, str] = {}
         while True:
-            await asyncio.sleep(DRAIN_TOLD_S)
+            await asyncio.sleep(DRAIN_REPORT_S)
             for name, launch in self._launches.items():
                 if launch.observe and self._supervisor.state(name) == "stopping":
                     _, reason = await _health(launch)
@@ -288,13 +288,13 @@ end it:  Ctrl-C
         """Logs are written by the children themselves, appending; at the bound the older part is kept as one file."""
         while True:
             await asyncio.sleep(LOG_CHECK_S)
-            for log in self._place.logs.glob("*.log"):
+            for log in self._state_dir.logs.glob("*.log"):
                 if log.stat().st_size > LOG_LIMIT_BYTES:
                     shutil.copyfile(log, log.with_suffix(".log.1"))
                     os.truncate(log, 0)
 
     def _log(self, name: str) -> Path:
-        return self._place.logs / f"{name}.log"
+        return self._state_dir.logs / f"{name}.log"
 
     def _record(self) -> None:
         """Who runs where, for `status`, `chat` and people; replaced as a whole."""
@@ -303,15 +303,15 @@ end it:  Ctrl-C
             "url": f"{self._stack.url}/v1",
             "nats": self._stack.nats,
             "etcd": self._stack.etcd,
-            "discovery": str(self._place.run / "discovery") if not self._stack.etcd else "",
+            "discovery": str(self._state_dir.run / "discovery") if not self._stack.etcd else "",
             "programs": {
                 name: {"pid": process.pid, "observe": self._launches[name].observe, "log": str(self._log(name))}
                 for name, process in self._processes.items()
             },
         }
-        fresh = self._place.record.with_suffix(".new")
+        fresh = self._state_dir.record.with_suffix(".new")
         fresh.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        fresh.rename(self._place.record)
+        fresh.rename(self._state_dir.record)
 
 
 async def _health(launch: Launch) -> tuple[bool, str]:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.local.bench.plan import Point
-from deploy.local.bench.rows import Result, Spread, layout, row_of, spread
+from deploy.local.bench.rows import Result, Spread, render, row_of, spread
 
 POINT = Point("closed", 4, 3)
 DONE = Result(
@@ -29,7 +29,7 @@ def test_tokens_are_the_servers_count_and_latencies_those_of_requests_that_were_
 def test_where_the_server_does_not_count_an_event_is_a_token_and_the_table_says_so() -> None:
     row = row_of(POINT, [Result("done", first_s=0.1, last_s=0.3, ended_s=0.4, gaps_s=(0.2,), events=2)], 1.0, 0.9)
     assert (row.tokens_by, row.tokens_per_s, row.prompt_tokens) == ("events", 2.0, None)
-    text = layout([row])
+    text = render([row])
     for note in ("an event counts as a token", "took 90% of a core", "not complete"):
         assert note in text
 
@@ -37,7 +37,7 @@ def test_where_the_server_does_not_count_an_event_is_a_token_and_the_table_says_
 def test_a_load_of_which_nothing_came_back_has_a_row_too() -> None:
     row = row_of(POINT, [Result("refused", "429: busy")] * 3, 1.0, 0.0)
     assert row.first_token_s == Spread()
-    head, line, note = layout([row]).splitlines()
+    head, line, note = render([row]).splitlines()
     assert head.split()[:3] == ["LOAD", "DONE", "FAILED"]
     assert line.split()[:5] == ["concurrency", "4", "0", "3", "-"]
     assert note == "concurrency 4: 3 refused (429: busy)"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.bench.sse_events import LINE_LIMIT_BYTES, Events
+from deploy.local.bench.sse_events import LINE_LIMIT_BYTES, ChatStream
 from shared.errors import ProtocolError
 
 
@@ -32,7 +32,7 @@ STREAM = (
 
 @given(cuts=st.lists(st.integers(0, len(STREAM)), max_size=20))
 def test_wherever_the_bytes_are_cut_the_events_are_the_same(cuts: list[int]) -> None:
-    events = Events()
+    events = ChatStream()
     edges = [0, *sorted(cuts), len(STREAM)]
     texts = sum(events.feed(STREAM[start:end]) for start, end in pairwise(edges))
     assert texts == events.texts == 2
@@ -46,17 +46,17 @@ def test_wherever_the_bytes_are_cut_the_events_are_the_same(cuts: list[int]) -> 
 )
 def test_what_is_no_stream_of_chunks_is_refused(bad: bytes) -> None:
     with pytest.raises(ProtocolError):
-        Events().feed(bad)
+        ChatStream().feed(bad)
 
 
 def test_a_line_without_end_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        Events().feed(b"data: " + b"x" * LINE_LIMIT_BYTES)
+        ChatStream().feed(b"data: " + b"x" * LINE_LIMIT_BYTES)
 
 
 @pytest.mark.parametrize("error", [{"message": "it broke", "code": 500}, "it broke"])
 def test_an_error_in_the_stream_is_told(error: object) -> None:
-    events = Events()
+    events = ChatStream()
     events.feed(event(error=error))
     assert events.error == "it broke"
     assert not events.finished

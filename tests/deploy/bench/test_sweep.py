@@ -20,7 +20,7 @@ from aiohttp import web
 
 from deploy.local.bench import aiperf
 from deploy.local.bench.plan import Point
-from deploy.local.bench.sweep import Options
+from deploy.local.bench.sweep import BenchOptions
 from deploy.local.cli import main
 from tests.servers import free_port
 
@@ -256,7 +256,7 @@ async def test_what_was_measured_before_an_interruption_is_told(tmp_path: Path) 
 
 
 def test_the_sweep_is_put_to_aiperf_in_its_own_words(tmp_path: Path) -> None:
-    options = Options(
+    options = BenchOptions(
         url="http://127.0.0.1:8000/v1",
         points=[],
         command="",

@@ -125,8 +125,8 @@ def running(
 def test_a_request_is_explained_by_all_routers_that_took_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with running(tmp_path, KNOWN) as place:
-        assert cli.main(["explain", "chatcmpl-abc", *place]) == 0
+    with running(tmp_path, KNOWN) as servers:
+        assert cli.main(["explain", "chatcmpl-abc", *servers]) == 0
         said = capsys.readouterr()
         heads = [line for line in said.out.splitlines() if line.startswith(("request", "model"))]
         assert heads == [
@@ -136,13 +136,13 @@ def test_a_request_is_explained_by_all_routers_that_took_part(
             "model m, chosen by router r2: most cached",
         ]
         assert not said.err
-        assert cli.main(["explain", "abc", "--json", *place]) == 0
+        assert cli.main(["explain", "abc", "--json", *servers]) == 0
         told = json.loads(capsys.readouterr().out)
         assert [(each["router"], each["candidates"][0]["overlap"]) for each in told["decisions"]] == [
             ("r1", [3, 0, 0]),
             ("r2", [3, 0, 0]),
         ]
-        assert cli.main(["explain", *place]) == 0
+        assert cli.main(["explain", *servers]) == 0
         assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
             ["AGO", "REQUEST"],
             ["9s", "abc"],
@@ -154,8 +154,8 @@ def test_a_request_is_explained_by_all_routers_that_took_part(
 def test_an_unknown_request_is_told_in_one_line_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with running(tmp_path, KNOWN) as place:
-        assert cli.main(["explain", "never", *place]) == 1
+    with running(tmp_path, KNOWN) as servers:
+        assert cli.main(["explain", "never", *servers]) == 1
         said = capsys.readouterr()
         assert said.err == "error: no router remembers never: it was not routed here, or long ago\n"
         assert not said.out
@@ -168,8 +168,8 @@ def test_an_unknown_request_is_told_in_one_line_with_status_1(
 def test_a_name_that_is_none_is_a_request_that_nobody_remembers(
     name: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with running(tmp_path, KNOWN) as place:
-        assert cli.main(["explain", name, *place]) == 1
+    with running(tmp_path, KNOWN) as servers:
+        assert cli.main(["explain", name, *servers]) == 1
         said = capsys.readouterr()
         assert said.err == f"error: no router remembers {shown}: it was not routed here, or long ago\n"
         assert not said.out
@@ -178,12 +178,12 @@ def test_a_name_that_is_none_is_a_request_that_nobody_remembers(
 def test_a_router_that_does_not_answer_is_a_note_and_status_shows_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with running(tmp_path, KNOWN, silent="r2") as place:
-        assert cli.main(["explain", "abc", *place]) == 0
+    with running(tmp_path, KNOWN, silent="r2") as servers:
+        assert cli.main(["explain", "abc", *servers]) == 0
         said = capsys.readouterr()
         assert "attempt 1" in said.out
         assert said.err.startswith("note: router r2: ")
-        assert cli.main(["status", *place]) == 0
+        assert cli.main(["status", *servers]) == 0
         shown = capsys.readouterr().out.splitlines()
         assert "r1      kv      2         30            4 kB        1 live" in shown
         assert shown[-1].startswith("note: router r2: ")
@@ -201,8 +201,8 @@ def test_without_routers_the_error_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     only = {"r1": routers["r1"]} if routers else {}
-    with running(tmp_path, only, silent=silent) as place:
-        assert cli.main(["explain", "abc", *place]) == 1
+    with running(tmp_path, only, silent=silent) as servers:
+        assert cli.main(["explain", "abc", *servers]) == 1
         assert capsys.readouterr().err.startswith(said or "error: no router answers: router r1: ")
 
 
@@ -210,6 +210,6 @@ def test_without_nats_the_error_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "CONNECT_LIMIT_S", 0.2)
-    with running(tmp_path, KNOWN, nats=False) as place:
-        assert cli.main(["explain", "abc", *place]) == 1
+    with running(tmp_path, KNOWN, nats=False) as servers:
+        assert cli.main(["explain", "abc", *servers]) == 1
         assert capsys.readouterr().err == "error: NATS does not answer within 0.2 s at nats://127.0.0.1:1\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from deploy.local.show.explain_tables import LATEST, joined, layout, overview
+from deploy.local.show.explain_tables import LATEST, merge, render_candidates, render_list
 from shared.messages import Candidate, Explanation, Explanations, Overlap
 
 CHOICE = Explanation(
@@ -27,7 +27,7 @@ CHOICE = Explanation(
 
 def test_a_choice_stands_with_its_candidates_and_what_came_of_it() -> None:
     told = msgspec.structs.replace(CHOICE, actual_cached_tokens=384, first_token_s=0.131, ended_s=12.7)
-    assert layout([told]).splitlines() == [
+    assert render_candidates([told]).splitlines() == [
         "request abc, attempt 1, 1m ago",
         "model m, chosen by router r1: most cached",
         "",
@@ -42,20 +42,20 @@ def test_a_choice_stands_with_its_candidates_and_what_came_of_it() -> None:
 
 
 def test_what_is_not_known_yet_is_said_in_words() -> None:
-    assert layout([CHOICE]).splitlines()[-3:] == [
+    assert render_candidates([CHOICE]).splitlines()[-3:] == [
         "cached tokens      400 predicted, not told yet of 410",
         "first token after  125 ms predicted, not told yet",
         "ended              not yet",
     ]
     continued = msgspec.structs.replace(CHOICE, candidates=CHOICE.candidates[1:], actual_cached_tokens=0)
-    assert "first token after  an earlier attempt brought it" in layout([continued])
+    assert "first token after  an earlier attempt brought it" in render_candidates([continued])
 
 
 def test_the_attempts_of_a_request_come_from_all_routers_in_order() -> None:
     second = msgspec.structs.replace(CHOICE, attempt=2, router="r2", age_s=70.0)
-    found = joined([Explanations("r2", [second]), Explanations("r3", []), Explanations("r1", [CHOICE])], latest=False)
+    found = merge([Explanations("r2", [second]), Explanations("r3", []), Explanations("r1", [CHOICE])], latest=False)
     assert found == [CHOICE, second]
-    assert [line for line in layout(found).splitlines() if line.startswith("request")] == [
+    assert [line for line in render_candidates(found).splitlines() if line.startswith("request")] == [
         "request abc, attempt 1, 1m ago",
         "request abc, attempt 2, 1m ago",
     ]
@@ -63,10 +63,10 @@ def test_the_attempts_of_a_request_come_from_all_routers_in_order() -> None:
 
 def test_the_latest_choices_are_a_line_each_and_bounded() -> None:
     many = [msgspec.structs.replace(CHOICE, request=f"q{number}", age_s=100.0 - number) for number in range(30)]
-    found = joined([Explanations("r1", many[::2]), Explanations("r2", many[1::2])], latest=True)
+    found = merge([Explanations("r1", many[::2]), Explanations("r2", many[1::2])], latest=True)
     assert [each.request for each in found] == [f"q{number}" for number in range(30 - LATEST, 30)]
     last = msgspec.structs.replace(found[-1], actual_cached_tokens=384, first_token_s=0.131, ended_s=2.0)
-    assert overview([found[-2], last]).splitlines() == [
+    assert render_list([found[-2], last]).splitlines() == [
         "AGO  REQUEST  ATTEMPT  INSTANCE  PROMPT  PREDICTED  FOUND  FIRST TOKEN  ENDED    REASON",
         "1m   q28      1        w2        410     400                                     most cached",
         "1m   q29      1        w2        410     400        384    131 ms       2000 ms  most cached",

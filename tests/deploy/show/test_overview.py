@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from deploy.local.show.overview import MACHINES_OWN, Overview, layout, overview
+from deploy.local.show.overview import MACHINES_OWN, Overview, overview, render
 from shared import subjects
 from shared.hashing import self_test
 from shared.kvbm_messages import KvbmState
@@ -107,7 +107,7 @@ def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
     (model,) = view.models
     assert (model.model, model.instances) == ("m.x", ("w1", "w2"))
     assert (model.total_blocks, model.held_blocks, model.cached_blocks) == (1000, 80, 120)
-    assert layout(view).splitlines() == [
+    assert render(view).splitlines() == [
         "namespace default, NATS nats://127.0.0.1:4222, etcd 127.0.0.1:2379",
         "",
         "SERVICE   INSTANCE  EPOCH  PID   MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
@@ -132,13 +132,13 @@ def test_no_pid_is_shown_of_a_process_in_a_container_of_its_own() -> None:
         ("router", True),
         ("worker", False),
     ]
-    lines = layout(view).splitlines()
+    lines = render(view).splitlines()
     assert [line.split()[3] for line in lines[3:6]] == ["4242", "4242", "-"]
     assert "PID -: it runs in a container of its own, of which MACHINE is the name" in lines
 
 
 def test_a_worker_that_was_not_heard_has_question_marks() -> None:
-    text = layout(look(instance("worker", "w1"), card("w1")))
+    text = render(look(instance("worker", "w1"), card("w1")))
     assert "?        ?        ?     ?       ?" in text
     assert "\n?: no load report was heard; a process that died is listed until its lease ends, some 10 s\n" in text
 
@@ -146,14 +146,14 @@ def test_a_worker_that_was_not_heard_has_question_marks() -> None:
 def test_the_card_of_the_later_instance_is_the_refused_one() -> None:
     view = look(instance("worker", "a", NOW - 1), instance("worker", "b", NOW - 9), card("a", digest="x"), card("b"))
     assert [(row.model, row.instance) for row in view.refused] == [("m.x", "a")]
-    assert "refused: m.x at a: tokenizer_digest: " in layout(view)
+    assert "refused: m.x at a: tokenizer_digest: " in render(view)
 
 
 def test_what_cannot_be_read_is_named_and_harms_nothing_else() -> None:
     key = subjects.instance_key("default", "worker", "bad")
     view = look((key, b"not json"), instance("router", "r1"), notes=("no NATS",))
     assert [row.instance for row in view.instances] == ["r1"]
-    text = layout(view)
+    text = render(view)
     assert f"unreadable: {key}: " in text
     assert "note: no NATS" in text
 
@@ -168,7 +168,7 @@ def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> Non
             SourceState("w3", "live", partial=True, exact=False),
         ],
     )
-    assert layout(look(instance("router", "r1"), states=(state,))).splitlines()[-3:] == [
+    assert render(look(instance("router", "r1"), states=(state,))).splitlines()[-3:] == [
         "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX SIZE  EVENT SOURCES",
         "r1      kv      4         1200          100 kB      2 live, 1 refused, 1 partial, 1 not exact, 1 silent",
         "events of w2 at router r1: refused: blocks of 8 tokens",
@@ -177,13 +177,13 @@ def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> Non
 
 def test_a_policy_that_does_not_choose_is_not_shown_as_if_it_did() -> None:
     state = RouterState("r1", "mine:Sleeps", [], [], policy_trouble="off: kv chooses")
-    assert "r1      mine:Sleeps (off: kv chooses)  0" in layout(look(instance("router", "r1"), states=(state,)))
+    assert "r1      mine:Sleeps (off: kv chooses)  0" in render(look(instance("router", "r1"), states=(state,)))
 
 
 def test_block_stores_stand_behind_the_routers_and_in_the_json() -> None:
     store = KvbmState("k1", "/pool", 1 << 30, 1.0, 300.0, [])
     view = look(instance("kvbm", "k1"), stores=(store,))
-    lines = layout(view).splitlines()
+    lines = render(view).splitlines()
     assert lines[-2:] == ["KVBM  POOL   MEMORY   RESERVED  HITS OVER", "k1    /pool  1.07 GB  100 %     5m"]
     assert msgspec.json.decode(msgspec.json.encode(view), type=Overview).stores == (store,)
 
@@ -192,11 +192,11 @@ def test_a_worker_in_a_role_that_no_router_chooses_is_in_the_notes() -> None:
     entries = (instance("worker", "w1"), card("w1"), instance("worker", "w2"), card("w2", role="decode"))
     view = look(*entries, notes=("no NATS",))
     assert view.notes == ("no NATS", "worker w2 serves m.x in the role 'decode', which no router chooses")
-    assert layout(view).splitlines()[-1] == f"note: {view.notes[-1]}"
+    assert render(view).splitlines()[-1] == f"note: {view.notes[-1]}"
 
 
 def test_nothing_alive_is_said_in_words() -> None:
-    assert "nothing is alive here" in layout(look())
+    assert "nothing is alive here" in render(look())
 
 
 def test_the_json_form_reads_back() -> None:

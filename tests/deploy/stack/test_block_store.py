@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.stack.block_store import Wish, block_store, parse, wish
-from deploy.local.stack.stack import Store
+from deploy.local.stack.block_store import StoreRequest, block_store, parse_size, store_request
+from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
 
 
@@ -15,52 +15,52 @@ from shared.errors import ConfigError
     ("size", "size_bytes"), [("0", 0), ("7", 7), ("2K", 2048), ("512m", 512 << 20), (" 2G", 2 << 30), ("1T", 1 << 40)]
 )
 def test_sizes_are_counted_in_powers_of_1024(size: str, size_bytes: int) -> None:
-    assert parse(size, "--kvbm-bytes") == size_bytes
+    assert parse_size(size, "--kvbm-bytes") == size_bytes
 
 
 @pytest.mark.parametrize("size", ["", "-1", "1.5G", "1GB", "G", "1e9", "9" * 16])
 def test_what_is_no_size_is_refused_by_the_flags_name(size: str) -> None:
     with pytest.raises(ConfigError, match=f"--kvbm-disk-bytes {size}: not a size"):
-        parse(size, "--kvbm-disk-bytes")
+        parse_size(size, "--kvbm-disk-bytes")
 
 
 def test_unasked_it_is_modest_and_the_others_can_do_without_it() -> None:
-    default = wish("", None, "", engine="native")
+    default = store_request("", None, "", engine="native")
     assert 0 < default.pool_bytes <= 1 << 30
-    assert not default.asked
+    assert not default.explicit
 
 
 def test_beside_gpus_it_is_larger() -> None:
-    on_cpu, on_gpus = (wish("", None, "", engine="native", device=device) for device in ("cpu", "cuda"))
+    on_cpu, on_gpus = (store_request("", None, "", engine="native", device=device) for device in ("cpu", "cuda"))
     assert on_cpu.pool_bytes < on_gpus.pool_bytes <= 32 << 30
-    assert not on_gpus.asked
-    assert wish("1G", None, "", engine="native", device="cuda").pool_bytes == 1 << 30
+    assert not on_gpus.explicit
+    assert store_request("1G", None, "", engine="native", device="cuda").pool_bytes == 1 << 30
 
 
 def test_a_size_or_a_disk_is_asking() -> None:
-    assert wish("64M", None, "", engine="simulated") == Wish(64 << 20, "", 10 << 30, asked=True)
-    with_disk = wish("", Path("/blocks"), "1G", engine="native")
-    assert (with_disk.disk, with_disk.disk_bytes, with_disk.asked) == ("/blocks", 1 << 30, True)
+    assert store_request("64M", None, "", engine="simulated") == StoreRequest(64 << 20, "", 10 << 30, explicit=True)
+    with_disk = store_request("", Path("/blocks"), "1G", engine="native")
+    assert (with_disk.disk, with_disk.disk_bytes, with_disk.explicit) == ("/blocks", 1 << 30, True)
 
 
 def test_zero_is_none_and_only_real_blocks_have_one_unasked() -> None:
-    assert wish("0", None, "", engine="native").pool_bytes == 0
-    assert wish("", None, "", engine="simulated").pool_bytes == 0
-    assert wish("", None, "", engine="echo").pool_bytes == 0
-    assert wish("0", None, "", engine="echo").pool_bytes == 0
+    assert store_request("0", None, "", engine="native").pool_bytes == 0
+    assert store_request("", None, "", engine="simulated").pool_bytes == 0
+    assert store_request("", None, "", engine="echo").pool_bytes == 0
+    assert store_request("0", None, "", engine="echo").pool_bytes == 0
 
 
 def test_a_size_of_a_disk_that_nobody_named_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a --kvbm-disk"):
-        wish("1G", None, "10G", engine="native")
+        store_request("1G", None, "10G", engine="native")
 
 
 def test_its_directory_is_there_as_long_as_it_runs(tmp_path: Path) -> None:
     disk = tmp_path / "blocks"
-    with block_store(Wish(1 << 20, str(disk), 1 << 30, asked=True), pytest.fail, tmp_path) as store:
+    with block_store(StoreRequest(1 << 20, str(disk), 1 << 30, explicit=True), pytest.fail, tmp_path) as store:
         assert store is not None
         assert Path(store.pool).is_dir()
-        assert store == Store(store.pool, 1 << 20, str(disk), 1 << 30, needed=True)
+        assert store == BlockStoreOptions(store.pool, 1 << 20, str(disk), 1 << 30, needed=True)
     assert not Path(store.pool).exists()
     assert disk.stat().st_mode & 0o777 == 0o700
 
@@ -74,7 +74,7 @@ def test_a_disk_whose_directory_cannot_be_used_is_told_at_the_start(tmp_path: Pa
         (tmp_path / "file", "is no directory"),
         (shared, "mode 0700"),
     ):
-        wanted = Wish(1 << 20, str(disk), 1 << 30, asked=True)
+        wanted = StoreRequest(1 << 20, str(disk), 1 << 30, explicit=True)
         with (
             pytest.raises(ConfigError, match=f"--kvbm-disk {disk}.*{reason}"),
             block_store(wanted, pytest.fail, tmp_path),
@@ -83,21 +83,21 @@ def test_a_disk_whose_directory_cannot_be_used_is_told_at_the_start(tmp_path: Pa
 
 
 def test_none_is_made_where_none_is_wanted(tmp_path: Path) -> None:
-    with block_store(Wish(0, "", 0, asked=False), pytest.fail, tmp_path) as store:
+    with block_store(StoreRequest(0, "", 0, explicit=False), pytest.fail, tmp_path) as store:
         assert store is None
         assert list(tmp_path.iterdir()) == []
 
 
 def test_on_a_machine_without_memory_it_is_left_out_with_a_notice(tmp_path: Path) -> None:
     notices: list[str] = []
-    with block_store(Wish(1 << 20, "", 0, asked=False), notices.append, tmp_path / "none") as store:
+    with block_store(StoreRequest(1 << 20, "", 0, explicit=False), notices.append, tmp_path / "none") as store:
         assert store is None
     (said,) = notices
     assert said.startswith("without kvbm: no memory for a block store: ")
 
 
 def test_on_a_machine_without_memory_who_asked_for_it_is_told(tmp_path: Path) -> None:
-    wanted = Wish(1 << 20, "", 0, asked=True)
+    wanted = StoreRequest(1 << 20, "", 0, explicit=True)
     with (
         pytest.raises(ConfigError, match="no memory for a block store"),
         block_store(wanted, pytest.fail, tmp_path / "none"),

@@ -9,24 +9,24 @@ import msgspec
 import pytest
 
 from deploy.local.stack.check import BUILT_IN, check
-from deploy.local.stack.stack import Options, Place, Store
+from deploy.local.stack.stack import BlockStoreOptions, StateDirectory, UpOptions
 from services.router.selection import policy
 from shared.errors import ConfigError
 from tests.tiny_model import write_tiny_model
 
 
-def checked(tmp_path: Path, options: Options, *, model: bool = False) -> None:
-    check(options, Place(tmp_path / "state"), python=sys.executable, model=model)
+def checked(tmp_path: Path, options: UpOptions, *, model: bool = False) -> None:
+    check(options, StateDirectory(tmp_path / "state"), python=sys.executable, model=model)
     assert not (tmp_path / "state").exists()
 
 
-def refused(tmp_path: Path, options: Options, *, model: bool = False) -> str:
+def refused(tmp_path: Path, options: UpOptions, *, model: bool = False) -> str:
     with pytest.raises(ConfigError) as wrong:
         checked(tmp_path, options, model=model)
     return str(wrong.value)
 
 
-DEFAULT = Options(model="/to/be/fetched", model_name="m")
+DEFAULT = UpOptions(model="/to/be/fetched", model_name="m")
 
 
 def test_every_built_in_policy_is_known_without_asking() -> None:
@@ -34,7 +34,7 @@ def test_every_built_in_policy_is_known_without_asking() -> None:
 
 
 def test_what_up_has_set_itself_is_not_asked_about(tmp_path: Path) -> None:
-    check(DEFAULT, Place(tmp_path), python="/no/such/python", model=False)
+    check(DEFAULT, StateDirectory(tmp_path), python="/no/such/python", model=False)
 
 
 def test_a_policys_module_is_loaded_as_routers_do(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_setting_that_a_service_would_not_start_with_is_named_as_it_was_typed(
     tmp_path: Path, service: str, setting: str, said: str
 ) -> None:
     options = msgspec.structs.replace(
-        DEFAULT, more={service: [(f"--{setting}", "many")]}, store=Store(str(tmp_path), 1 << 20)
+        DEFAULT, overrides={service: [(f"--{setting}", "many")]}, store=BlockStoreOptions(str(tmp_path), 1 << 20)
     )
     assert refused(tmp_path, options).startswith(said)
 
@@ -94,14 +94,14 @@ def test_settings_of_the_simulated_engine_are_checked_too(tmp_path: Path) -> Non
 
 def test_settings_that_will_do_are_checked_with_the_model(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
-    options = Options(model=str(model), model_name="m", more={"worker": [("--max_running", "8")]})
+    options = UpOptions(model=str(model), model_name="m", overrides={"worker": [("--max_running", "8")]})
     checked(tmp_path, options, model=True)
 
 
 def test_a_model_that_a_worker_would_not_start_with_is_refused_in_its_words(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     (model / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    said = refused(tmp_path, Options(model=str(model), model_name="m"), model=True)
+    said = refused(tmp_path, UpOptions(model=str(model), model_name="m"), model=True)
     assert said.startswith(f"{model}/config.json: architecture GPT2LMHeadModel is not supported; ")
 
 
@@ -115,14 +115,14 @@ def test_a_check_that_takes_long_is_shown_meanwhile(tmp_path: Path) -> None:
         shown.append(line)
         (tmp_path / "shown").touch()
 
-    check(DEFAULT, Place(tmp_path / "state"), python=str(python), model=True, told=show)
+    check(DEFAULT, StateDirectory(tmp_path / "state"), python=str(python), model=True, notice=show)
     assert shown == ["worker: it checks its settings and the model /to/be/fetched"]
 
 
 def test_a_service_that_cannot_even_be_asked_is_named(tmp_path: Path) -> None:
     options = msgspec.structs.replace(DEFAULT, policy="mine:Policy")
     with pytest.raises(ConfigError, match="router: its check ended with 1"):
-        check(options, Place(tmp_path), python="/bin/false", model=False)
+        check(options, StateDirectory(tmp_path), python="/bin/false", model=False)
 
 
 SERVICES = """#!/bin/sh
@@ -140,6 +140,6 @@ def test_once_one_service_refuses_the_others_have_ended_and_nothing_that_they_wr
     python.chmod(0o755)
     options = msgspec.structs.replace(DEFAULT, policy="mine:Policy")
     with pytest.raises(ConfigError, match="refused"):
-        check(options, Place(tmp_path / "state"), python=str(python), model=True)
+        check(options, StateDirectory(tmp_path / "state"), python=str(python), model=True)
     assert not Path((tmp_path / "worker").read_text().strip()).exists(), "where the worker had its files"
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists(), "the worker itself"

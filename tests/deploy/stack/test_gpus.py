@@ -44,28 +44,28 @@ def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_counts_what_the_driver_shows() -> None:
-    assert gpus.count(Driver(3)) == 3
-    assert gpus.count(Driver(1, version=13050)) == 1
+    assert gpus.count_of_driver(Driver(3)) == 3
+    assert gpus.count_of_driver(Driver(1, version=13050)) == 1
 
 
 def test_no_gpu_is_told_with_the_drivers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"shows no GPU: no CUDA-capable device is detected \(status 100\)$"):
-        gpus.count(Driver(0, status=100))
+        gpus.count_of_driver(Driver(0, status=100))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(ConfigError, match=r"\(status 100\); CUDA_VISIBLE_DEVICES is '7'$"):
-        gpus.count(Driver(0, status=100))
+        gpus.count_of_driver(Driver(0, status=100))
     with pytest.raises(ConfigError, match=r"shows no GPU; CUDA_VISIBLE_DEVICES is '7'$"):
-        gpus.count(Driver(0))
+        gpus.count_of_driver(Driver(0))
 
 
 def test_a_status_that_the_driver_has_no_words_for_is_told_by_its_number() -> None:
     with pytest.raises(ConfigError, match=r"it says no more \(status 999\)"):
-        gpus.count(Driver(1, status=999))
+        gpus.count_of_driver(Driver(1, status=999))
 
 
 def test_a_driver_that_is_too_old_is_named_with_what_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"is one for CUDA 12\.8; 13\.0 is needed, release 580"):
-        gpus.count(Driver(1, version=12080))
+        gpus.count_of_driver(Driver(1, version=12080))
 
 
 def has_a_driver() -> bool:
@@ -79,7 +79,7 @@ def has_a_driver() -> bool:
 @pytest.mark.skipif(has_a_driver(), reason="this machine has an NVIDIA driver")
 def test_without_a_driver_it_says_what_was_looked_for() -> None:
     with pytest.raises(ConfigError, match=r"--device cuda: there is no NVIDIA driver here \(libcuda\.so\.1: "):
-        gpus.visible()
+        gpus.count_visible()
 
 
 def test_without_cupy_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

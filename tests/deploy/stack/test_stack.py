@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from deploy.local.show.fleet import FleetConfig
 from deploy.local.stack.stack import (
-    Access,
+    AccessFiles,
+    BlockStoreOptions,
     Gpus,
-    Options,
-    Place,
     ServiceName,
     Setting,
     Stack,
-    Store,
+    StateDirectory,
+    UpOptions,
     Value,
+    default_replicas,
     plan,
     ports_needed,
-    replicas,
     toml,
 )
 from services.frontend.config import FrontendConfig
@@ -34,13 +34,13 @@ from services.worker.config import EngineName, WorkerConfig
 from shared.config import NatsConfig, load
 
 PASSWORD = "0123secret"
-PLACE = Place(Path("/home/some one/headrace"))
-OPTIONS = Options(model="/models/tiny", model_name="tiny", port=8123, workers=3, policy="random")
+STATE_DIR = StateDirectory(Path("/home/some one/headrace"))
+OPTIONS = UpOptions(model="/models/tiny", model_name="tiny", port=8123, workers=3, policy="random")
 
 
-def planned(options: Options, cores: int = 8) -> Stack:
+def planned(options: UpOptions, cores: int = 8) -> Stack:
     ports = list(range(21_000, 21_000 + ports_needed(options)))
-    return plan(options, PLACE, ports, python="/venv/python", cores=cores, password=PASSWORD)
+    return plan(options, STATE_DIR, ports, python="/venv/python", cores=cores, password=PASSWORD)
 
 
 def names(stack: Stack) -> list[str]:
@@ -49,7 +49,7 @@ def names(stack: Stack) -> list[str]:
 
 def settings(stack: Stack, name: str, tmp_path: Path) -> Path:
     file = tmp_path / f"{name}.toml"
-    file.write_text(stack.files[PLACE.run / f"{name}.toml"], encoding="utf-8")
+    file.write_text(stack.files[STATE_DIR.run / f"{name}.toml"], encoding="utf-8")
     return file
 
 
@@ -71,7 +71,7 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
 
 
 def test_keys_and_certificates_are_all_frontends_and_the_url_says_so(tmp_path: Path) -> None:
-    access = Access(keys="/keys.toml", tls_cert="/tls.pem", tls_key="/tls.key")
+    access = AccessFiles(keys="/keys.toml", tls_cert="/tls.pem", tls_key="/tls.key")
     stack = planned(msgspec.structs.replace(OPTIONS, frontends=2, access=access))
     for name in ("frontend-0", "frontend-1"):
         frontend = load(FrontendConfig, file=settings(stack, name, tmp_path), environ={})
@@ -82,8 +82,8 @@ def test_keys_and_certificates_are_all_frontends_and_the_url_says_so(tmp_path: P
 
 
 def test_a_setting_that_is_given_by_name_wins_in_all_of_that_service(tmp_path: Path) -> None:
-    more: dict[ServiceName, list[Setting]] = {"worker": [("--threads", "7"), ("--max-running", "8")]}
-    stack = planned(msgspec.structs.replace(OPTIONS, more=more))
+    overrides: dict[ServiceName, list[Setting]] = {"worker": [("--threads", "7"), ("--max-running", "8")]}
+    stack = planned(msgspec.structs.replace(OPTIONS, overrides=overrides))
     for launch in stack.launches[4:]:
         flags = launch.arguments[launch.arguments.index("--config") + 2 :]
         worker = load(WorkerConfig, file=settings(stack, launch.program.name, tmp_path), environ={}, flags=flags)
@@ -139,7 +139,7 @@ def test_workers_on_gpus_get_their_other_settings(tmp_path: Path) -> None:
 
 
 def test_the_block_store_and_the_workers_share_a_pool(tmp_path: Path) -> None:
-    store = Store("/dev/shm/headrace-0-x", 1 << 30, "/blocks", 5 << 30)
+    store = BlockStoreOptions("/dev/shm/headrace-0-x", 1 << 30, "/blocks", 5 << 30)
     stack = planned(msgspec.structs.replace(OPTIONS, store=store))
     assert names(stack)[2:] == ["frontend", "router", "kvbm", "worker-0", "worker-1", "worker-2"]
     kvbm = load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={})
@@ -153,7 +153,7 @@ def test_the_block_store_and_the_workers_share_a_pool(tmp_path: Path) -> None:
 
 
 def test_a_block_store_may_have_no_disk_and_there_may_be_none(tmp_path: Path) -> None:
-    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30, needed=False)))
+    stack = planned(msgspec.structs.replace(OPTIONS, store=BlockStoreOptions("/pool", 1 << 30, needed=False)))
     assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).disk == DiskConfig()
     assert [launch.program.name for launch in stack.launches if not launch.program.needed] == ["kvbm"]
     assert [launch.program.name for launch in stack.launches if launch.program.late] == ["kvbm"]
@@ -164,8 +164,8 @@ def test_a_block_store_may_have_no_disk_and_there_may_be_none(tmp_path: Path) ->
 
 
 def test_all_services_log_at_the_level_that_was_asked_for_and_one_may_differ(tmp_path: Path) -> None:
-    more: dict[ServiceName, list[Setting]] = {"router": [("--observe-log-level", "error")]}
-    stack = planned(msgspec.structs.replace(OPTIONS, log_level="debug", more=more))
+    overrides: dict[ServiceName, list[Setting]] = {"router": [("--observe-log-level", "error")]}
+    stack = planned(msgspec.structs.replace(OPTIONS, log_level="debug", overrides=overrides))
     worker = load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={})
     assert worker.observe.log_level == "debug"
     (launch,) = (launch for launch in stack.launches if launch.program.name == "router")
@@ -175,7 +175,7 @@ def test_all_services_log_at_the_level_that_was_asked_for_and_one_may_differ(tmp
 
 @pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (3, 2), (128, 2)])
 def test_there_are_two_frontends_and_routers_where_there_are_more_than_two_cores(cores: int, count: int) -> None:
-    assert replicas(cores) == count
+    assert default_replicas(cores) == count
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3)])
@@ -206,7 +206,7 @@ def test_with_files_no_etcd_runs(tmp_path: Path) -> None:
     stack = planned(msgspec.structs.replace(OPTIONS, discovery="file"))
     assert "etcd" not in names(stack)
     discovery = load(RouterConfig, file=settings(stack, "router", tmp_path), environ={}).discovery
-    assert (discovery.backend, discovery.path) == ("file", str(PLACE.run / "discovery"))
+    assert (discovery.backend, discovery.path) == ("file", str(STATE_DIR.run / "discovery"))
 
 
 def test_servers_that_run_already_are_not_started(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_servers_that_run_already_are_not_started(tmp_path: Path) -> None:
 
 
 def test_services_and_what_joins_them_know_the_password_of_nats_and_no_argument_has_it(tmp_path: Path) -> None:
-    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30)))
+    stack = planned(msgspec.structs.replace(OPTIONS, store=BlockStoreOptions("/pool", 1 << 30)))
     nats = NatsConfig(url=stack.nats, user="services", password=PASSWORD, inbox="_INBOX_services")
     assert load(FleetConfig, file=settings(stack, "fleet", tmp_path), environ={}).nats == nats
     assert load(FrontendConfig, file=settings(stack, "frontend", tmp_path), environ={}).nats == nats
@@ -230,12 +230,12 @@ def test_services_and_what_joins_them_know_the_password_of_nats_and_no_argument_
 
 
 def test_kv_events_are_published_at_sockets_in_the_run_directory_also_by_what_joins(tmp_path: Path) -> None:
-    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30)))
+    stack = planned(msgspec.structs.replace(OPTIONS, store=BlockStoreOptions("/pool", 1 << 30)))
     for name in ("worker-0", "fleet"):
         assert load(
             WorkerConfig, file=settings(stack, name, tmp_path), environ={"HEADRACE_MODEL": "m"}
-        ).observe.events == str(PLACE.run)
-    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).observe.events == str(PLACE.run)
+        ).observe.events == str(STATE_DIR.run)
+    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).observe.events == str(STATE_DIR.run)
 
 
 def test_etcd_listens_at_sockets_in_the_run_directory_alone() -> None:
@@ -243,7 +243,7 @@ def test_etcd_listens_at_sockets_in_the_run_directory_alone() -> None:
     (etcd,) = (launch for launch in stack.launches if launch.program.name == "etcd")
     listening = [argument.partition("=")[2] for argument in etcd.arguments if argument.startswith("--listen-")]
     assert listening == ["unix://etcd:0", "unix://peer:0"]
-    assert stack.etcd == f"unix:{PLACE.run}/etcd:0"
+    assert stack.etcd == f"unix:{STATE_DIR.run}/etcd:0"
 
 
 VALUES: st.SearchStrategy[Value] = st.one_of(

@@ -11,11 +11,11 @@ from deploy.local.stack.supervise import (
     LATE_S,
     STEADY_S,
     Action,
+    AllEnded,
     Begin,
     Exited,
-    Finished,
-    Hopeless,
     Kill,
+    Misconfigured,
     Program,
     Restarting,
     Serving,
@@ -68,7 +68,7 @@ def test_a_late_program_is_not_started_any_more_once_all_is_stopped() -> None:
     assert supervisor.on(Stop(), 101.5) == [Terminate("nats")]
     assert supervisor.on(Tick(), 103.0) == []
     assert supervisor.on(Serving(), 103.0) == []
-    assert supervisor.on(Exited("nats", 0), 103.0) == [Finished(0)]
+    assert supervisor.on(Exited("nats", 0), 103.0) == [AllEnded(0)]
 
 
 def test_a_crashed_program_starts_again_after_its_back_off() -> None:
@@ -104,24 +104,24 @@ def test_a_program_that_ends_without_being_asked_starts_again_even_with_status_0
 
 def test_a_wrong_configuration_is_not_tried_again_and_ends_the_whole_with_status_1() -> None:
     supervisor = begun()
-    assert supervisor.on(Exited("worker-0", 2), 1.0) == [Hopeless("worker-0", needed=True), Terminate("frontend")]
+    assert supervisor.on(Exited("worker-0", 2), 1.0) == [Misconfigured("worker-0", needed=True), Terminate("frontend")]
     assert supervisor.on(Exited("frontend", 0), 1.0) == [Terminate("worker-1")]
     assert supervisor.on(Exited("worker-1", 2), 1.0) == [Terminate("router"), Terminate("kvbm")]
     assert supervisor.on(Exited("router", 0), 1.0) == []
     assert supervisor.on(Exited("kvbm", 0), 1.0) == [Terminate("nats")]
-    assert supervisor.on(Exited("nats", 0), 1.0) == [Finished(1)]
+    assert supervisor.on(Exited("nats", 0), 1.0) == [AllEnded(1)]
 
 
 def test_what_the_others_can_do_without_is_not_tried_again_either_and_ends_nothing_else() -> None:
     supervisor = begun()
-    assert supervisor.on(Exited("kvbm", 2), 1.0) == [Hopeless("kvbm", needed=False)]
+    assert supervisor.on(Exited("kvbm", 2), 1.0) == [Misconfigured("kvbm", needed=False)]
     supervisor.validate()
     assert supervisor.state("kvbm") == "ended"
     assert supervisor.on(Tick(), 1000.0) == []
     assert supervisor.on(Stop(), 1000.0) == [Terminate("frontend")]
     for name in ("frontend", "worker-0", "worker-1", "router"):
         supervisor.on(Exited(name, 0), 1000.0)
-    assert supervisor.on(Exited("nats", 0), 1000.0) == [Finished(0)]
+    assert supervisor.on(Exited("nats", 0), 1000.0) == [AllEnded(0)]
 
 
 def test_a_wrong_configuration_after_all_has_served_ends_nothing_else_and_is_tried_again() -> None:
@@ -146,7 +146,7 @@ def test_a_late_program_that_the_others_can_do_without_is_not_tried_again_where_
     supervisor.on(Begin(), 100.0)
     supervisor.on(Serving(), 101.0)
     supervisor.on(Tick(), 101.0 + LATE_S)
-    assert supervisor.on(Exited("later", 2), 103.0) == [Hopeless("later", needed=False)]
+    assert supervisor.on(Exited("later", 2), 103.0) == [Misconfigured("later", needed=False)]
 
 
 def test_stages_drain_one_after_another() -> None:
@@ -157,7 +157,7 @@ def test_stages_drain_one_after_another() -> None:
     assert supervisor.on(Exited("worker-0", 0), 1.0) == [Terminate("router"), Terminate("kvbm")]
     assert supervisor.on(Exited("router", 0), 1.0) == []
     assert supervisor.on(Exited("kvbm", 0), 1.0) == [Terminate("nats")]
-    assert supervisor.on(Exited("nats", 0), 1.0) == [Finished(0)]
+    assert supervisor.on(Exited("nats", 0), 1.0) == [AllEnded(0)]
 
 
 def test_a_program_that_does_not_drain_in_time_is_killed() -> None:
@@ -205,9 +205,9 @@ class Supervision(RuleBasedStateMachine):
                     assert name in self.alive
                 case Restarting(_, _, delay_s):
                     assert 0 < delay_s <= LAST_DELAY_S
-                case Hopeless(name, _):
+                case Misconfigured(name, _):
                     assert name not in self.alive
-                case Finished(status):
+                case AllEnded(status):
                     self.finished.append(status)
         self.supervisor.validate()
 

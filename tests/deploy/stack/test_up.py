@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import Access, Launch, Place, Stack
+from deploy.local.stack.stack import AccessFiles, Launch, Stack, StateDirectory
 from deploy.local.stack.supervise import Program
-from deploy.local.stack.up import Shell, alone
+from deploy.local.stack.up import Shell, exclusive
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
 
@@ -31,11 +31,11 @@ def launch(name: str, script: str, *, stage: int = 0, limit_s: float = 10.0, obs
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    place = Place(tmp_path)
-    place.run.mkdir(parents=True)
-    place.logs.mkdir()
-    return place
+def state_dir(tmp_path: Path) -> StateDirectory:
+    state_dir = StateDirectory(tmp_path)
+    state_dir.run.mkdir(parents=True)
+    state_dir.logs.mkdir()
+    return state_dir
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -55,16 +55,16 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_the_stages_drain_in_order(place: Place) -> None:
-    order = place.home / "order"
-    began = place.home / "began"
+async def test_the_stages_drain_in_order(state_dir: StateDirectory) -> None:
+    order = state_dir.home / "order"
+    began = state_dir.home / "began"
 
     def script(name: str) -> str:
         return f"trap 'echo {name} >>{order}; exit 0' TERM; echo {name} >>{began}; {STAYS}"
 
     stages = {"nats": 3, "worker": 1, "router": 2, "frontend": 0}
     launches = tuple(launch(name, script(name), stage=stage) for name, stage in stages.items())
-    shell = Shell(Stack(launches, {}, "", "", "", ""), place, Terminal())
+    shell = Shell(Stack(launches, {}, "", "", "", ""), state_dir, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: len(written(began)) == 4)
     shell.stop()
@@ -73,11 +73,11 @@ async def test_the_stages_drain_in_order(place: Place) -> None:
 
 
 async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    began = place.home / "began"
+    began = state_dir.home / "began"
     script = f"echo x >>{began}; [ $(wc -l <{began}) -gt 1 ] || {{ echo 'no luck' >&2; exit 1; }}; {STAYS}"
-    shell = Shell(Stack((launch("router", script),), {}, "", "", "", ""), place, Terminal())
+    shell = Shell(Stack((launch("router", script),), {}, "", "", "", ""), state_dir, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: len(written(began)) == 2)
     shell.stop()
@@ -86,27 +86,27 @@ async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
 
 
 async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = "echo 'info: loading' >&2; echo 'model.safetensors: torn' >&2; exit 2"
     launches = (launch("worker-0", script), launch("router", STAYS, stage=2))
-    assert await Shell(Stack(launches, {}, "", "", "", ""), place, Terminal()).run() == 1
+    assert await Shell(Stack(launches, {}, "", "", "", ""), state_dir, Terminal()).run() == 1
     said = capsys.readouterr().err
     assert "error: worker-0 cannot work as configured:\n  info: loading\n  model.safetensors: torn\n" in said
     assert said.endswith("\n  router: draining\nerror: worker-0: model.safetensors: torn\n")
 
 
 async def test_what_is_not_needed_may_have_a_wrong_configuration(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (port,) = servers.free_ports(1)
     url = f"http://127.0.0.1:{port}"
     serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
     no_room = "echo 'a pool of 1.0 GiB has no room' >&2; exit 2"
     kvbm = Launch(Program("kvbm", 2, 10.0, needed=False), ("/bin/sh", "-c", no_room), "http://127.0.0.1:1")
-    (place.run / "health").write_text("well")
+    (state_dir.run / "health").write_text("well")
     launches = (kvbm, launch("frontend", serve, observe=url))
-    shell = Shell(Stack(launches, {}, url, "tiny", "", ""), place, Terminal())
+    shell = Shell(Stack(launches, {}, url, "tiny", "", ""), state_dir, Terminal())
     running = asyncio.create_task(shell.run())
     said = ["", ""]
 
@@ -136,12 +136,12 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 
 
 async def test_what_a_program_that_drains_waits_for_is_said_once(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (port,) = servers.free_ports(1)
     arguments = (sys.executable, "-c", SLOW_TO_DRAIN, str(port))
     slow = Launch(Program("frontend", 0, 1000.0), arguments, f"http://127.0.0.1:{port}")
-    shell = Shell(Stack((slow,), {}, "", "", "", ""), place, Terminal())
+    shell = Shell(Stack((slow,), {}, "", "", "", ""), state_dir, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: not servers.is_free(port))
     shell.stop()
@@ -158,10 +158,10 @@ async def test_what_a_program_that_drains_waits_for_is_said_once(
     assert said.partition("draining\n")[2].count("up to 20 s") == 1
 
 
-async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
-    began = place.home / "began"
+async def test_a_second_stop_kills_what_does_not_drain(state_dir: StateDirectory) -> None:
+    began = state_dir.home / "began"
     stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=1000.0)
-    shell = Shell(Stack((stubborn,), {}, "", "", "", ""), place, Terminal())
+    shell = Shell(Stack((stubborn,), {}, "", "", "", ""), state_dir, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: bool(written(began)))
     shell.stop()
@@ -170,24 +170,26 @@ async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
     assert not alive(int(written(began)[0]))
 
 
-async def test_a_program_that_does_not_drain_in_time_is_killed(place: Place) -> None:
-    began = place.home / "began"
+async def test_a_program_that_does_not_drain_in_time_is_killed(state_dir: StateDirectory) -> None:
+    began = state_dir.home / "began"
     stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=0.1)
-    shell = Shell(Stack((stubborn,), {}, "", "", "", ""), place, Terminal())
+    shell = Shell(Stack((stubborn,), {}, "", "", "", ""), state_dir, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: bool(written(began)))
     shell.stop()
     assert await running == 0
 
 
-async def test_ready_is_said_once_the_frontend_is_healthy(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_ready_is_said_once_the_frontend_is_healthy(
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     (port,) = servers.free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"  # in place.run: /health is a file there
-    shell = Shell(Stack((launch("frontend", serve, observe=url),), {}, url, "tiny", "", ""), place, Terminal())
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"  # in state_dir.run: /health is a file there
+    shell = Shell(Stack((launch("frontend", serve, observe=url),), {}, url, "tiny", "", ""), state_dir, Terminal())
     running = asyncio.create_task(shell.run())
-    await until(place.record.exists)
-    (place.run / "health").write_text("well")
+    await until(state_dir.record.exists)
+    (state_dir.run / "health").write_text("well")
     said = ""
 
     def is_ready() -> bool:
@@ -202,16 +204,16 @@ async def test_ready_is_said_once_the_frontend_is_healthy(place: Place, capsys: 
 
 
 async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (port,) = servers.free_ports(1)
     url = f"http://127.0.0.1:{port}"
     serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
-    access = Access(tls_cert="/its own/tls.pem", tls_key="/its own/tls.key")
+    access = AccessFiles(tls_cert="/its own/tls.pem", tls_key="/its own/tls.key")
     stack = Stack((launch("frontend", serve, observe=url),), {}, "https://127.0.0.1:8000", "tiny", "", "", access)
-    shell = Shell(stack, place, Terminal())
+    shell = Shell(stack, state_dir, Terminal())
     running = asyncio.create_task(shell.run())
-    (place.run / "health").write_text("well")
+    (state_dir.run / "health").write_text("well")
     said = ""
 
     def is_complete() -> bool:
@@ -229,22 +231,22 @@ async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from deploy.local.stack.stack import Launch, Place, Stack
+from deploy.local.stack.stack import Launch, StateDirectory, Stack
 from deploy.local.stack.supervise import Program
 from deploy.local.terminal import Terminal
 from deploy.local.stack.up import Shell
 script = "trap '' TERM HUP INT; echo $$ >>began; while :; do sleep 0.02; done"
 launches = tuple(Launch(Program(name, 0, 9.0), ("/bin/sh", "-c", script)) for name in "ab")
-asyncio.run(Shell(Stack(launches, {}, "", "", "", ""), Place(Path(sys.argv[1])), Terminal()).run())
+asyncio.run(Shell(Stack(launches, {}, "", "", "", ""), StateDirectory(Path(sys.argv[1])), Terminal()).run())
 """
 
 
-def test_no_child_outlives_an_up_that_was_killed(place: Place) -> None:
-    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(place.home)], cwd=ROOT)
+def test_no_child_outlives_an_up_that_was_killed(state_dir: StateDirectory) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(state_dir.home)], cwd=ROOT)
     deadline = time.monotonic() + LIMIT_S
-    while len(written(place.run / "began")) < 2:
+    while len(written(state_dir.run / "began")) < 2:
         assert time.monotonic() < deadline
-    children = [int(pid) for pid in written(place.run / "began")]
+    children = [int(pid) for pid in written(state_dir.run / "began")]
     assert all(alive(pid) for pid in children)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
@@ -259,24 +261,24 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with (
             pytest.raises(ConfigError, match=rf"port {port} is taken; choose another with --port"),
-            alone(Place(tmp_path), port),
+            exclusive(StateDirectory(tmp_path), port),
         ):
             pass
 
 
 def test_a_second_up_with_the_same_state_names_the_first(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+    state_dir = StateDirectory(tmp_path)
     holds = "import fcntl, sys\nlock = open(sys.argv[1], 'a+')\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
     holds += (
         "lock.write('pid 42, http://127.0.0.1:8000/v1')\nlock.flush()\nprint('held', flush=True)\nsys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", holds, str(place.home / "up.lock")]
+    command = [sys.executable, "-c", holds, str(state_dir.home / "up.lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"held\n"
         with (
             pytest.raises(ConfigError, match=r"another `up` runs here: pid 42, http://127.0.0.1:8000/v1"),
-            alone(place, servers.free_ports(1)[0]),
+            exclusive(state_dir, servers.free_ports(1)[0]),
         ):
             pass
         assert first.stdin is not None
@@ -287,7 +289,7 @@ def test_a_state_directory_that_cannot_be_made_is_said_in_one_line(tmp_path: Pat
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match=r"state directory .*file/state: Not a directory"),
-        alone(Place(tmp_path / "file" / "state"), servers.free_ports(1)[0]),
+        exclusive(StateDirectory(tmp_path / "file" / "state"), servers.free_ports(1)[0]),
     ):
         pass
 
