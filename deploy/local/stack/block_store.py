@@ -1,4 +1,4 @@
-"""The block store of one `up`: how large its flags want it, and its place in memory for as long as `up` runs."""
+"""The block store of one `up`: its size, from the flags, and its directory in memory while `up` runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
 
 DEFAULTS = {"cpu": (16, 1 << 30), "cuda": (8, 32 << 30)}
-"""By default it takes one part in so many of the machine's memory, and so much at most: modest, so that a laptop does
-not notice; beside GPUs, whose blocks are larger and soon many, enough to be of use."""
+"""Device → (divisor of the machine's memory, limit in bytes) of the default size. Without GPUs the default is modest,
+so that a laptop does not notice it. With GPUs, whose blocks are larger and more, it is large enough to be useful."""
 DISK_BYTES = 10 << 30
-"""Of `--kvbm-disk`, where nothing else is said."""
+"""Default of `--kvbm-disk-bytes`."""
 ENGINES_WITH_STORE = ("native",)
-"""Engines that have one unasked. A simulated fleet is what its settings say."""
+"""Engines that have a block store by default."""
 ENGINES_WITHOUT_BLOCKS = ("echo",)
 """Engines that compute no blocks."""
 _SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
@@ -29,18 +29,19 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class StoreRequest(Struct, frozen=True):
-    """What the flags ask for."""
+    """The block store that the flags ask for."""
 
     pool_bytes: int
-    """0: no block store."""
+    """Size in memory; 0: no block store."""
     disk: str
     disk_bytes: int
     explicit: bool
-    """Whether somebody named it, and wants to hear where it cannot be; else the others go on without."""
+    """True if a flag asked for it: then `up` fails if it cannot start, instead of going on without it."""
 
 
 def store_request(size: str, disk: Path | None, disk_size: str, *, engine: str, device: str = "cpu") -> StoreRequest:
-    """Of `--kvbm-bytes` (empty: not given), `--kvbm-disk` and `--kvbm-disk-bytes`. Raises ConfigError."""
+    """Return the request in `--kvbm-bytes`, `--kvbm-disk` and `--kvbm-disk-bytes` (empty or None: not given). Raises
+    ConfigError."""
     if disk_size and disk is None:
         raise ConfigError("--kvbm-disk-bytes needs a --kvbm-disk")
     disk_bytes = parse_size(disk_size, "--kvbm-disk-bytes") if disk_size else DISK_BYTES
@@ -55,7 +56,8 @@ def store_request(size: str, disk: Path | None, disk_size: str, *, engine: str, 
 
 
 def parse_size(size: str, flag: str) -> int:
-    """Bytes of `512M`: K, M, G and T are powers of 1024. Raises ConfigError, naming the flag."""
+    """Return the bytes of a size such as 512M; K, M, G and T are powers of 1024. Raises ConfigError that names the
+    flag."""
     match = _SIZE.fullmatch(size.strip().upper())
     if match is None:
         raise ConfigError(f"{flag} {size}: not a size, such as 512M or 2G")
@@ -64,28 +66,33 @@ def parse_size(size: str, flag: str) -> int:
 
 @contextmanager
 def block_store(
-    wish: StoreRequest, notice: Callable[[str], None], memory: Path = MEMORY
+    request: StoreRequest, notice: Callable[[str], None], memory: Path = MEMORY
 ) -> Iterator[BlockStoreOptions | None]:
-    """Its settings; None where it is not wanted, or, with a notice, where nobody asked for it and it cannot be. Raises
-    ConfigError where somebody did, and where the disk's directory is none of this user's alone."""
-    if wish.disk:
-        _check_disk(Path(wish.disk))
+    """Yield the settings of the block store, whose directory exists until the block ends; None without one.
+
+    If there is no memory for it, a block store that a flag asked for raises ConfigError; a default one is left out with
+    a notice. Raises ConfigError too if the disk's directory cannot be used.
+    """
+    if request.disk:
+        _check_disk(Path(request.disk))
     store = None
     with ExitStack() as held:
         try:
-            if wish.pool_bytes:
+            if request.pool_bytes:
                 pool = held.enter_context(private_pool(memory))
-                store = BlockStoreOptions(str(pool), wish.pool_bytes, wish.disk, wish.disk_bytes, wish.explicit)
+                store = BlockStoreOptions(
+                    str(pool), request.pool_bytes, request.disk, request.disk_bytes, request.explicit
+                )
         except ConfigError as wrong:
-            if wish.explicit:
+            if request.explicit:
                 raise
             notice(f"without kvbm: {wrong}")
         yield store
 
 
 def _check_disk(directory: Path) -> None:
-    """Tells at the start, and to who typed it, what would else be a tier that is off. Like kvbm, makes it where it is
-    missing, and none above it."""
+    """Create the directory if it is missing, but not its parents, as kvbm does. Raises ConfigError if it cannot be
+    used: later, kvbm would only turn its disk tier off."""
     try:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700)
@@ -93,9 +100,9 @@ def _check_disk(directory: Path) -> None:
     except OSError as wrong:
         raise ConfigError(f"--kvbm-disk {directory}: {wrong.strerror}") from None
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"--kvbm-disk {directory} is no directory")
+        raise ConfigError(f"--kvbm-disk {directory} is not a directory")
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(f"--kvbm-disk {directory} must be this user's alone (mode 0700), or not be there yet")
+        raise ConfigError(f"--kvbm-disk {directory} must be this user's alone (mode 0700), or not exist yet")
 
 
 def _default_bytes(device: str) -> int:

@@ -1,5 +1,7 @@
-"""Whether the services of an `up` would start as they are configured: each is asked itself, with `--check`, before
-anything is fetched or started. Deployment imports no service, and a policy may be a module of the user's."""
+"""Checks that the services of an `up` would start as they are configured, before anything is fetched or started.
+
+Each service checks its own settings, with `--check`: deployment imports no service, and a policy may be a module of the
+user."""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from shared.config import environment
 from shared.errors import ConfigError
 
 LIMIT_S = 600.0
-"""For all of them, on a busy machine: the vocabulary of a large GGUF file takes a minute of one."""
+"""Limit of all checks together. On a busy machine, the vocabulary of a large GGUF file takes a minute."""
 NOTICE_AFTER_S = 2.0
-"""How long a check takes without a word."""
+"""A check that takes longer than this is shown."""
 BUILT_IN = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
-"""Policies that routers have; a test compares them."""
+"""Policies of the router, which need no check; a test compares the two lists."""
 CHECK_ALL, CHECK_SETTINGS = "--check", "--check-settings"
 
 
@@ -35,10 +37,10 @@ def check(
     model: bool,
     notice: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Raises ConfigError with a service's own words. `model`: there is one to look at, and it need not be fetched.
-    `notice` hears what takes long.
+    """Run the check of each service that the user has configured. Raises ConfigError with the service's own message.
 
-    What `up` has set itself needs no check, and costs no time.
+    `model` says that the model is on this machine and is checked too. `notice` is called for a check that takes long.
+    A service whose settings all come from `up` itself is not checked, which saves time.
     """
     asked = _asked(options, model)
     if not asked:
@@ -58,14 +60,14 @@ def check(
         until_s = time.monotonic() + LIMIT_S
         for service, program in running:
             files = f"the model {options.model}" if model and service == "worker" else "its files"
-            said = _said(service, program, until_s, partial(notice, f"{service}: it checks its settings and {files}"))
+            said = _said(service, program, until_s, partial(notice, f"{service}: checking its settings and {files}"))
             if program.returncode:
                 wrong = _translated(service, said, aside)
-                raise ConfigError(wrong or f"{service}: its check ended with {program.returncode}")
+                raise ConfigError(wrong or f"{service}: its check ended with status {program.returncode}")
 
 
 def _asked(options: UpOptions, model: bool) -> Mapping[ServiceName, str]:
-    """Service → the flag that it is asked with; those alone that someone has configured."""
+    """Map each service that the user has configured to the flag of its check."""
     asked: dict[ServiceName, str] = dict.fromkeys(options.overrides, CHECK_ALL)
     if options.policy not in BUILT_IN:
         asked["router"] = CHECK_ALL
@@ -77,7 +79,7 @@ def _asked(options: UpOptions, model: bool) -> Mapping[ServiceName, str]:
 
 
 def _service(launch: Launch) -> ServiceName | None:
-    """None: a server, which is not ours."""
+    """Return the service of a launch; None for NATS and etcd."""
     return next((name for name in get_args(ServiceName) if launch.program.name.partition("-")[0] == name), None)
 
 
@@ -91,24 +93,25 @@ def _started(launch: Launch, state_dir: StateDirectory, aside: str, flag: str) -
         text=True,
         errors="replace",
         cwd=aside,
-        # What it writes for a moment goes with the directory, even where it is killed.
+        # Its temporary files go with the directory, even if it is killed.
         env=servers.ENVIRONMENT | environment() | {"TMPDIR": aside},
     )
 
 
 def _said(service: ServiceName, program: subprocess.Popen[str], until_s: float, long: Callable[[], None]) -> str:
-    """What it has said when it has ended. `long` is called where that takes a while. Raises ConfigError."""
+    """Wait for the program and return its stderr. Call `long` if that takes a while. Raises ConfigError at the
+    limit."""
     with suppress(subprocess.TimeoutExpired):
         return program.communicate(timeout=min(NOTICE_AFTER_S, max(0.0, until_s - time.monotonic())))[1]
     long()
     try:
         return program.communicate(timeout=max(0.0, until_s - time.monotonic()))[1]
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{service}: its settings were not checked in {LIMIT_S:g} s") from None
+        raise ConfigError(f"{service}: its check did not end within {LIMIT_S:g} s") from None
 
 
 def _translated(service: ServiceName, said: str, aside: str) -> str:
-    """The last line of a service, in the words that `up` has for its settings."""
+    """Return the last line of a service's output, with its flags as `--set` names them."""
     line = said.strip().rpartition("\n")[2].removeprefix(f"headrace-{service}: ")
     line = re.sub(re.escape(aside) + r"/\S+\.toml: ", f"{service}: ", line)
     if line.startswith("--"):

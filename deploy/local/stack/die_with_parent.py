@@ -4,7 +4,7 @@
 
 The kernel's parent-death signal is set for this process and stays over execv, so it holds for any program (nats-server
 and etcd included) and leaves no process in between. Linux has it; elsewhere a killed `up` leaves its children behind.
-It is a script of its own, not a preexec function: that would run Python between fork and exec.
+It is a script, not a preexec function, because that would run Python between fork and exec.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""From <linux/prctl.h>."""
+"""The constant of <linux/prctl.h>."""
 
 
 def main() -> int:
-    """Does not return, unless the parent is already gone or there is no such program."""
+    """Replace this process by the program. Returns only if the parent has died already or the program cannot start."""
     parent, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux" and ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         print("prctl(PR_SET_PDEATHSIG) failed", file=sys.stderr)

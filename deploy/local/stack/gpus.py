@@ -1,5 +1,7 @@
-"""How many GPUs the workers of one `up` would see. Asks NVIDIA's driver itself, which needs neither CuPy nor CUDA's
-programs, and heeds CUDA_VISIBLE_DEVICES; in a process of its own, as whoever has asked keeps the devices open."""
+"""Counts the GPUs that the workers of one `up` would see.
+
+It asks NVIDIA's driver, which needs neither CuPy nor CUDA's programs and follows CUDA_VISIBLE_DEVICES. It asks in a
+process of its own, because a process that has asked the driver keeps the devices open."""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from shared.errors import ConfigError
 
 DRIVER = "libcuda.so.1"
 MIN_CUDA = 13000
-"""As the driver says it: 13.0, of release 580."""
+"""Version in the driver's notation: CUDA 13.0, which driver release 580 has."""
 LIMIT_S = 60.0
-"""Without a persistence daemon a driver may take seconds for each GPU."""
+"""Limit of the question. Without a persistence daemon the driver may take seconds for each GPU."""
 
 
 def count_visible() -> int:
-    """At least 1. Raises ConfigError, saying what was looked for."""
+    """Return the number of visible GPUs, at least 1. Raises ConfigError if there is none, or no CuPy."""
     try:
         asked = subprocess.run(
             [sys.executable, "-P", "-m", "deploy.local.stack.gpus"],
@@ -31,7 +33,7 @@ def count_visible() -> int:
             timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"--device cuda: the NVIDIA driver has not answered in {LIMIT_S:g} s") from None
+        raise ConfigError(f"--device cuda: the NVIDIA driver did not answer within {LIMIT_S:g} s") from None
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines() or [f"asking the NVIDIA driver ended with status {asked.returncode}"]
         raise ConfigError(f"--device cuda: {said[-1]}")
@@ -40,7 +42,7 @@ def count_visible() -> int:
 
 
 def require_cupy() -> None:
-    """Raises ConfigError where it is not installed."""
+    """Raise ConfigError if CuPy is not installed."""
     if importlib.util.find_spec("cupy") is None:
         raise ConfigError(
             "--device cuda needs CuPy, which is not installed: ./headrace install-gpu (0.6 GB),"
@@ -49,19 +51,20 @@ def require_cupy() -> None:
 
 
 def count_of_driver(driver: Any) -> int:
-    """Of the GPUs that a loaded `libcuda` shows. Raises ConfigError."""
+    """Return how many GPUs a loaded `libcuda` shows. Raises ConfigError if none, or if the driver is too old."""
     number, version = ctypes.c_int(), ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number))
     if status:
         spelled = ctypes.c_char_p()
         driver.cuGetErrorString(status, ctypes.byref(spelled))
-        said = (spelled.value or b"it says no more").decode(errors="replace")
+        said = (spelled.value or b"no further message").decode(errors="replace")
         raise ConfigError(f"the NVIDIA driver shows no GPU: {said} (status {status}){_chosen()}")
     if number.value == 0:
         raise ConfigError(f"the NVIDIA driver shows no GPU{_chosen()}")
     driver.cuDriverGetVersion(ctypes.byref(version))
     if version.value < MIN_CUDA:
-        raise ConfigError(f"the NVIDIA driver is one for CUDA {_spell(version.value)}; 13.0 is needed, release 580")
+        found = f"the NVIDIA driver supports CUDA {_spell(version.value)}"
+        raise ConfigError(f"{found}; CUDA 13.0 is needed: driver release 580")
     return number.value
 
 
@@ -75,7 +78,7 @@ def _spell(version: int) -> str:
 
 
 def main() -> int:
-    """Their number on stdout, or why there is none on stderr and status 1."""
+    """Print the number of GPUs to stdout; or the reason why there is none to stderr, with status 1."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError as wrong:

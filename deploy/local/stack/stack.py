@@ -1,4 +1,5 @@
-"""What `up` runs: the programs, their settings as TOML, their order. Pure: options and free ports in, launches out."""
+"""Plans what `up` runs: the programs, their settings as TOML and their order. Pure: options and free ports in, launches
+out."""
 
 from __future__ import annotations
 
@@ -14,38 +15,40 @@ from deploy.local.stack.supervise import Program
 
 Value = str | int | float | bool | list[str]
 Settings = Mapping[str, "Value | Mapping[str, Value]"]
-"""A TOML file: keys and one level of tables."""
+"""The content of a TOML file: keys and one level of tables."""
 
 SERVICE_DRAIN_S = 40.0
-"""Over the services' own limits: first they drain, then they end themselves by force."""
+"""Seconds from SIGTERM to SIGKILL for a service. Above the services' own limits: a service drains, then ends by
+itself."""
 SERVER_DRAIN_S = 5.0
+"""Seconds from SIGTERM to SIGKILL for NATS and etcd."""
 
 
 class BlockStoreOptions(Struct, frozen=True):
-    """The block store that the workers share."""
+    """Settings of the block store (kvbm) that the workers share."""
 
     pool: str
-    """A directory in memory, absolute."""
+    """Absolute path of a directory in memory."""
     pool_bytes: int
     disk: str = ""
-    """A directory, absolute; empty: no disk tier."""
+    """Absolute path of a directory; empty: no disk tier."""
     disk_bytes: int = 0
     needed: bool = True
-    """Whether all is stopped where there is no room for it."""
+    """True if `up` stops when the block store cannot start."""
 
 
 class Gpus(Struct, frozen=True):
-    """What the workers compute on, in turn: worker i on GPU i modulo `count`."""
+    """The GPUs of the workers: worker i computes on GPU i modulo `count`."""
 
     count: int
     memory_share: float
-    """Of each GPU's memory, for all of its workers together."""
+    """Share of each GPU's memory for all of its workers together, above 0 and at most 1."""
     settings: Mapping[str, Value] = {}
-    """Others of a worker's table `cuda`."""
+    """Further settings of a worker's table `cuda`."""
 
 
 class AccessFiles(Struct, frozen=True):
-    """Who may ask, and how the way there is protected. Files, absolute; empty: none."""
+    """Absolute paths of the frontends' API keys, TLS certificate and TLS key; empty: none."""
 
     keys: str = ""
     tls_cert: str = ""
@@ -54,18 +57,18 @@ class AccessFiles(Struct, frozen=True):
 
 ServiceName = Literal["frontend", "router", "worker", "kvbm"]
 Setting = tuple[str, str]
-"""A service's flag, and its value."""
+"""A flag of a service and its value."""
 
 
 class UpOptions(Struct, frozen=True):
-    """What `up` was asked for."""
+    """Options of `up`, checked."""
 
     model: str
-    """A directory or GGUF file, absolute."""
+    """Absolute path of a directory or GGUF file."""
     model_name: str
     port: int = 8000
     frontends: int = 1
-    """More than one share the port."""
+    """Number of frontends; several share the port."""
     routers: int = 1
     workers: int = 2
     policy: str = "kv"
@@ -74,7 +77,7 @@ class UpOptions(Struct, frozen=True):
     simulated: Mapping[str, Value] = {}
     """Settings of the simulated engine."""
     gpus: Gpus | None = None
-    """None: the CPU computes."""
+    """None: workers compute on the CPU."""
     store: BlockStoreOptions | None = None
     nats: str = ""
     """URL of a NATS that runs already; empty: start one."""
@@ -84,20 +87,20 @@ class UpOptions(Struct, frozen=True):
     access: AccessFiles = AccessFiles()
     log_level: str = "info"
     overrides: Mapping[ServiceName, Sequence[Setting]] = {}
-    """Settings of services, over those that follow from the others here."""
+    """Settings of services that take precedence over those that `plan` derives."""
 
 
 DEFAULT_HOME = Path(__file__).resolve().parents[3] / ".headrace"
 
 
 class StateDirectory(Struct, frozen=True):
-    """Where an `up` keeps its state: `.headrace` in the checkout, unless told otherwise."""
+    """The directory where `up` keeps its state (`--state`): `.headrace` in the checkout by default."""
 
     home: Path
 
     @property
     def run(self) -> Path:
-        """Written anew by each `up`."""
+        """The directory that each `up` empties at its start and writes again."""
         return self.home / "run"
 
     @property
@@ -110,56 +113,58 @@ class StateDirectory(Struct, frozen=True):
 
     @property
     def record(self) -> Path:
-        """What runs now, for `status`, `chat` and people."""
+        """The file that says what runs now, for `status`, `chat` and people."""
         return self.run / "up.json"
 
     @property
     def fleet(self) -> Path:
-        """For whatever joins what runs now: where it finds the others, with the password of NATS."""
+        """The settings with which a further process joins this fleet, the password of NATS included."""
         return self.run / "fleet.toml"
 
 
 class Launch(Struct, frozen=True):
-    """One program: how it is started and supervised."""
+    """One program of a stack, with its command line."""
 
     program: Program
     arguments: tuple[str, ...]
     observe: str = ""
-    """Base URL of its /live, /health and /metrics; empty: it has none."""
+    """Base URL of its /live, /health and /metrics; empty for servers that have none."""
 
 
 class Stack(Struct, frozen=True):
-    """All of one `up`."""
+    """Everything that one `up` runs."""
 
     launches: tuple[Launch, ...]
     files: dict[Path, str]
-    """To be written before anything starts."""
+    """Text of each file to write before the programs start."""
     url: str
     model: str
-    """What clients call it."""
+    """The model's name for clients."""
     nats: str
     etcd: str
-    """Empty with the file back end."""
+    """Address of etcd; empty if discovery uses files."""
     access: AccessFiles = AccessFiles()
 
 
 def default_replicas(cores: int) -> int:
-    """How many frontends and routers there are where nobody says. Of two, one may fail; but where the engines have no
-    core to themselves, a second one takes from them."""
+    """Return the default number of frontends and of routers. With two, one may fail; on two cores or fewer, a second
+    one would take time from the engines."""
     return 2 if cores > 2 else 1
 
 
 def ports_needed(options: UpOptions) -> int:
-    """How many free ports `plan` takes: NATS, and one to observe each service."""
+    """Return how many free ports `plan` needs: one for NATS and one to observe each service."""
     return 1 + options.frontends + options.routers + options.workers + (options.store is not None)
 
 
 def plan(
     options: UpOptions, state_dir: StateDirectory, ports: list[int], *, python: str, cores: int, password: str
 ) -> Stack:
-    """The programs and their files. `ports` are `ports_needed` free ones; the workers share the `cores`. Whoever knows
-    the `password` may do on a NATS that is started what services do; etcd has a socket in the run directory, which is
-    this user's alone. Programs start in that directory."""
+    """Return the programs and their files. `ports` are `ports_needed` free ports; the workers share the `cores`.
+
+    The NATS server that is started gives a client with `password` the rights of a service. etcd listens on a socket in
+    the run directory, which only this user can enter. Programs start in that directory.
+    """
     assert len(ports) == ports_needed(options)
     nats_port, *observed = ports
     nats = options.nats or f"nats://127.0.0.1:{nats_port}"
@@ -218,8 +223,8 @@ def plan(
         service(name, "router", 2, common() | {"policy": options.policy})
     store = options.store
     if store is not None:
-        # Beside the others its start makes the first token a tenth later, on two cores; but who asked for it is told
-        # before anything serves where it cannot be.
+        # On two cores, starting it with the others delays the first token by a tenth. So the default block store starts
+        # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         service("kvbm", "kvbm", 2, common() | _tiers(store), needed=store.needed, late=not store.needed)
     for index in range(options.workers):
         settings = common() | {
@@ -239,7 +244,7 @@ def plan(
 
 
 def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
-    """Workers of one GPU have equal parts of its memory."""
+    """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory."""
     gpu = worker % gpus.count
     sharing = len(range(gpu, workers, gpus.count))
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
@@ -257,7 +262,8 @@ def _names(service: str, count: int) -> list[str]:
 
 
 def toml(settings: Settings) -> str:
-    """TOML text; JSON's strings, numbers, booleans and arrays of strings are TOML too, but for the character DEL."""
+    """Return `settings` as TOML. JSON's strings, numbers, booleans and arrays of strings are TOML too, except for the
+    character DEL."""
     plain = [f"{key} = {_value(value)}" for key, value in settings.items() if not isinstance(value, Mapping)]
     for name, table in settings.items():
         if isinstance(table, Mapping):

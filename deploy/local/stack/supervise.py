@@ -1,18 +1,18 @@
-"""What `up` decides about the programs it has started: restart, back-off, the order of the drain. Pure.
+"""Decides what `up` does with the programs it has started: restart, back-off, order of the drain. Pure.
 
-    waiting ──Tick, due──▶ running ──Exited──▶ waiting           0.5 s, doubling to 10 s; afresh after a steady run
-       │                     │   └──Exited with status 2──▶ ended, its configuration is wrong; all is stopped then,
-       │                     │                              unless the others can do without it. Only before all has
-       │                     │                              served once: later it waits, as after any other end
+    waiting ──Tick, due──▶ running ──Exited──▶ waiting           after 0.5 s, doubling to 10 s; reset by a steady run
+       │                     │   └──Exited with status 2──▶ ended: its configuration is wrong. If the others need
+       │                     │                              it, all programs are stopped. This holds only before all
+       │                     │                              have served once; later it waits, as after any other end
        │                    Stop, its stage's turn
        │                     ▼
        │                  stopping ──Tick, limit passed──▶ killed
        │                     └───────────Exited──▶ ended ◀──Exited──┘
        └──Stop──▶ ended                              running ──second Stop──▶ killed
 
-Programs begin as running, late ones as waiting: they are due 1 s after the others serve.
-Stages drain from the lowest number up, each only when the one before has ended: the frontend first, so that what it has
-taken is answered, the servers that all the others need last.
+Programs begin as running; late ones begin as waiting and are due 1 s after the others serve.
+Stages drain in the order of their numbers, each when the one before has ended. The frontends are first, so that
+accepted requests are answered; NATS and etcd, which all others need, are last.
 """
 
 from __future__ import annotations
@@ -27,36 +27,39 @@ from msgspec import Struct
 CONFIG_STATUS = 2
 """The exit status of a service whose settings or model cannot work, however often it is started."""
 FIRST_DELAY_S = 0.5
+"""The first delay of the back-off."""
 LAST_DELAY_S = 10.0
+"""The longest delay of the back-off."""
 LATE_S = 1.0
-"""A late program starts so long after the others serve: the first answer is under way then."""
+"""Delay between the moment when the others serve and the start of a late program: the first answer is under way by
+then."""
 STEADY_S = 30.0
-"""A program that ran this long and then ended starts its back-off afresh."""
+"""A run of this length resets the back-off of its program."""
 
 
 class Program(Struct, frozen=True):
-    """One child."""
+    """A program that `up` supervises."""
 
     name: str
     stage: int
-    """When it is drained: lowest first."""
+    """Stage of the drain; the lowest is drained first."""
     drain_limit_s: float
-    """From SIGTERM to SIGKILL."""
+    """Time from SIGTERM to SIGKILL."""
     needed: bool = True
-    """Whether all is stopped where it cannot work as configured."""
+    """True if all programs are stopped when this one cannot work as configured."""
     late: bool = False
-    """Whether it leaves the machine to the others until they serve."""
+    """True if it starts only after the others serve, so that it does not slow their start."""
 
 
 # --- events
 
 
 class Begin(Struct, frozen=True):
-    """Start everything but what is late."""
+    """`up` begins: start all programs except the late ones."""
 
 
 class Serving(Struct, frozen=True):
-    """What clients wait for is there."""
+    """The frontends are ready to serve."""
 
 
 class Exited(Struct, frozen=True):
@@ -67,7 +70,7 @@ class Exited(Struct, frozen=True):
 
 
 class Stop(Struct, frozen=True):
-    """Someone asked to stop; a second time: at once."""
+    """The user asked to stop; the second time: to stop at once."""
 
 
 class Tick(Struct, frozen=True):
@@ -86,7 +89,7 @@ class Start(Struct, frozen=True):
 
 
 class Terminate(Struct, frozen=True):
-    """Send SIGTERM."""
+    """Send SIGTERM to the program."""
 
     name: str
 
@@ -98,7 +101,7 @@ class Kill(Struct, frozen=True):
 
 
 class Restarting(Struct, frozen=True):
-    """Tell: it ended by itself and will be started again; status 2: the others go on without it until then."""
+    """Report that the program ended by itself and will start again. If the status is 2, the others go on without it."""
 
     name: str
     status: int
@@ -106,18 +109,18 @@ class Restarting(Struct, frozen=True):
 
 
 class Misconfigured(Struct, frozen=True):
-    """Tell, with the last lines of its log: it cannot work as it is configured."""
+    """Report, with the last lines of its log, that the program cannot work as configured."""
 
     name: str
     needed: bool
-    """Whether all is stopped for that."""
+    """True if all programs are stopped because of it."""
 
 
 class AllEnded(Struct, frozen=True):
-    """Every program has ended; nothing follows."""
+    """Report that every program has ended; no action follows."""
 
     status: int
-    """0, or 1 where a program that was needed was hopeless."""
+    """Exit status of `up`: 1 if a needed program could not work as configured, else 0."""
 
 
 Action = Start | Terminate | Kill | Restarting | Misconfigured | AllEnded
@@ -132,15 +135,16 @@ class _Child:
     program: Program
     state: State = "waiting"
     due_s: float = inf
-    """waiting: when to start (inf: when all serves); stopping: when to kill; else meaningless."""
+    """Time to start if waiting (inf: when the others serve), time to kill if stopping; else without meaning."""
     started_s: float = 0.0
     delay_s: float = FIRST_DELAY_S
-    """The next back-off."""
+    """The next delay of the back-off."""
     starts: int = 0
 
 
 class Supervisor:
-    """All children of one `up`. Feed it events with the time; do what it returns, in order."""
+    """The state machine of all programs of one `up`. It takes events with their time; the caller does the returned
+    actions in order."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._children = {program.name: _Child(program) for program in programs}
@@ -152,7 +156,7 @@ class Supervisor:
         assert len(self._children) == len(programs), "programs have distinct names"
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """The one place where states change."""
+        """Apply an event and return the actions to do. States change only here."""
         actions: list[Action] = []
         match event:
             case Begin():
@@ -182,7 +186,7 @@ class Supervisor:
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next Tick is wanted; None: only other events matter."""
+        """Time of the next Tick that has an effect; None: wait for other events only."""
         due_s = min(
             (each.due_s for each in self._children.values() if each.state in ("waiting", "stopping")), default=inf
         )
@@ -190,22 +194,22 @@ class Supervisor:
 
     @property
     def stopping(self) -> bool:
-        """Whether nothing will be started any more."""
+        """True once no program will be started again."""
         return self._stopping
 
     def state(self, name: str) -> State:
-        """Where one child is."""
+        """Return the state of a program."""
         return self._children[name].state
 
     def validate(self) -> None:
-        """Raise AssertionError if an invariant does not hold."""
+        """Assert every invariant."""
         states = {child.state for child in self._children.values()}
         assert not self._finished or states <= {"ended"}
         if not self._stopping:
             for child in self._children.values():
                 assert child.state in ("waiting", "running") or (child.state == "ended" and not child.program.needed)
             return
-        assert "waiting" not in states, "nothing waits for a start while stopping"
+        assert "waiting" not in states, "no program waits for a start while stopping"
         drained = {child.program.stage for child in self._children.values() if child.state in ("stopping",)}
         assert len(drained) <= 1, f"two stages drain at once: {drained}"
         for child in self._children.values():
@@ -222,7 +226,7 @@ class Supervisor:
         child.state = "ended"
         if not wanted:
             return []
-        if status == CONFIG_STATUS and self._hopeless(child):
+        if status == CONFIG_STATUS and self._misconfigured(child):
             if child.program.needed:
                 self._status, self._stopping = 1, True
             return [Misconfigured(name, child.program.needed)]
@@ -233,9 +237,12 @@ class Supervisor:
         child.delay_s = min(2 * delay_s, LAST_DELAY_S)
         return [Restarting(name, status, delay_s)]
 
-    def _hopeless(self, child: _Child) -> bool:
-        """Whether it is given up as its configuration is wrong. What has served once was well configured: what keeps a
-        program from starting again may go away, and what serves goes on. What is not needed has one chance."""
+    def _misconfigured(self, child: _Child) -> bool:
+        """Return whether a program that ended with status 2 is given up.
+
+        Once all have served, the configuration was right: the reason may go away, and the other programs go on. A
+        program that is not needed is given up after its first start.
+        """
         return not self._served or (not child.program.needed and child.starts == 1)
 
     def _due(self, child: _Child, now_s: float) -> list[Action]:
@@ -247,7 +254,7 @@ class Supervisor:
         return []
 
     def _drain(self, now_s: float) -> list[Action]:
-        """Ask the lowest stage that still lives to end; Finished when none is left."""
+        """Terminate the lowest stage that has not ended; report the end when no program is left."""
         actions: list[Action] = []
         for child in self._children.values():
             if child.state == "waiting":

@@ -1,4 +1,5 @@
-"""`headrace up`: starts the servers and services, keeps them running, drains them. Does what supervise.py decides."""
+"""`headrace up`: starts the servers and services, keeps them running, drains them. supervise.py decides; this module
+acts."""
 
 from __future__ import annotations
 
@@ -42,14 +43,15 @@ from shared.errors import ConfigError
 
 PROBE_EVERY_S = 0.1
 LOG_LIMIT_BYTES = 64 << 20
+"""Size at which a log's content moves to a second file."""
 LOG_CHECK_S = 60.0
 DRAIN_REPORT_S = 3.0
 LINES_SHOWN = 10
-"""Of the log of a program that cannot work."""
+"""Lines shown of the log of a program that cannot work."""
 
 
 def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal) -> int:
-    """Run until stopped: 0 after a drain, 1 if a program could not work. To be called under `alone`."""
+    """Run until stopped. Return 0 after a drain, 1 if a program could not work. Call it within `exclusive`."""
     stack = plan(
         options,
         state_dir,
@@ -67,8 +69,10 @@ def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal) -> int
 
 @contextlib.contextmanager
 def exclusive(state_dir: StateDirectory, port: int) -> Iterator[None]:
-    """One `up` a state directory and port. Raises ConfigError where another runs, the port is taken or the directory
-    cannot be written. The lock goes with the process, however it ends."""
+    """Lock the state directory and check the port. The lock ends with the process, however that ends.
+
+    Raises ConfigError if another `up` runs there, the port is taken or the directory cannot be written.
+    """
     try:
         state_dir.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (state_dir.home / "up.lock").open("a+")
@@ -91,8 +95,8 @@ def exclusive(state_dir: StateDirectory, port: int) -> Iterator[None]:
 
 
 def _prepare(stack: Stack, state_dir: StateDirectory) -> None:
-    """Fresh directories. Nothing in them is worth keeping: every key of the former run hung on a lease of a process
-    that is dead now."""
+    """Empty the run directory and the logs, and write the files. Nothing of the former run is needed: its keys in etcd
+    had leases of processes that are dead now."""
     shutil.rmtree(state_dir.run, ignore_errors=True)
     state_dir.run.mkdir(mode=0o700, parents=True)
     state_dir.logs.mkdir(mode=0o700, exist_ok=True)
@@ -104,7 +108,7 @@ def _prepare(stack: Stack, state_dir: StateDirectory) -> None:
 
 
 class Shell:
-    """The children of one `up`, and the loop that feeds the supervisor."""
+    """Starts and stops the programs of one `up`, as its supervisor decides."""
 
     def __init__(self, stack: Stack, state_dir: StateDirectory, terminal: Terminal) -> None:
         self._stack = stack
@@ -112,24 +116,24 @@ class Shell:
         self._terminal = terminal
         self._launches = {launch.program.name: launch for launch in stack.launches}
         self._supervisor = Supervisor([launch.program for launch in stack.launches])
-        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: one exit a child, and signals
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one exit for each child, and signals
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._reason = ""
-        """Why all is stopped, where a program cannot work as configured; the first one's."""
-        # The files in state_dir.run say it all.
+        """Why all programs are stopped: the error of the first one that cannot work as configured."""
+        # Only this: the settings of the services are in the files in state_dir.run.
         self._environment = servers.ENVIRONMENT | environment()
 
     async def run(self) -> int:
-        """Until every child has ended; returns the status of `up`."""
+        """Run until every child has ended; return the exit status of `up`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
         try:
             async with asyncio.TaskGroup() as tasks:
-                works = (self._announce(), self._bound_logs(), self._report_drains())
-                beside = [tasks.create_task(work) for work in works]
+                loops = (self._announce(), self._bound_logs(), self._report_drains())
+                background = [tasks.create_task(loop) for loop in loops]
                 status = await self._supervise(tasks)
-                for task in beside:
+                for task in background:
                     task.cancel()
         finally:
             for process in self._processes.values():  # only if this shell itself has failed
@@ -137,9 +141,9 @@ class Shell:
         return status
 
     def stop(self) -> None:
-        """Drain; a second time: end at once."""
+        """Drain all programs; the second call kills them."""
         if not self._supervisor.stopping:
-            self._terminal.notice("stopping: what runs is finished first; once more ends it at once")
+            self._terminal.notice("stopping: running requests finish first; press Ctrl-C again to end at once")
         self._events.put_nowait(Stop())
 
     async def _supervise(self, tasks: asyncio.TaskGroup) -> int:
@@ -156,10 +160,11 @@ class Shell:
                         self._terminal.notice(f"  {name}: killed")
                         self._signal(name, signal.SIGKILL)
                     case Restarting(name, status, delay_s):
-                        # A killed program has not said why.
+                        # A program that was killed has not logged why.
                         said = "" if status <= 0 else ": " + "".join(_tail(self._log(name), 1))
                         wrong = "; it cannot work as configured, the others go on" if status == CONFIG_STATUS else ""
-                        self._terminal.notice(f"{name} ended ({_spell(status)}){wrong}, again in {delay_s} s{said}")
+                        ended = f"{name} ended ({_spell(status)}){wrong}"
+                        self._terminal.notice(f"{ended}; it starts again in {delay_s} s{said}")
                     case Misconfigured(name, needed):
                         if needed:
                             lines = _tail(self._log(name), LINES_SHOWN)
@@ -168,7 +173,7 @@ class Shell:
                         else:
                             self._terminal.notice(f"without {name}: " + "".join(_tail(self._log(name), 1)))
                     case AllEnded(status):
-                        if self._reason:  # said above, and out of sight since
+                        if self._reason:  # shown before, but scrolled away since
                             self._terminal.notice(self._reason)
                         return status
                     case _:
@@ -184,7 +189,8 @@ class Shell:
             return Tick()
 
     async def _start(self, name: str, tasks: asyncio.TaskGroup) -> None:
-        """Its own process group, so that a terminal's Ctrl-C reaches `up` alone and the drain keeps its order."""
+        """Start a program in a process group of its own, so that Ctrl-C reaches only `up` and the drain keeps its
+        order."""
         tether = str(Path(__file__).with_name("die_with_parent.py"))
         arguments = (sys.executable, "-I", "-S", tether, str(os.getpid()), *self._launches[name].arguments)
         with self._log(name).open("ab") as log:
@@ -217,7 +223,7 @@ class Shell:
                 process.send_signal(number)
 
     async def _announce(self) -> None:
-        """Show the load's progress until the frontends would serve a request; then say so, once."""
+        """Show why services are not ready yet; print once that the frontends are ready."""
         reasons: dict[str, str] = {}
         ready: set[str] = set()
         observed = [launch for launch in self._launches.values() if launch.observe]
@@ -227,7 +233,7 @@ class Shell:
                 name = launch.program.name
                 if name in ready:
                     continue
-                if self._supervisor.state(name) == "ended":  # hopeless, and not needed
+                if self._supervisor.state(name) == "ended":  # misconfigured, and not needed
                     ready.add(name)
                     continue
                 healthy, reason = await _health(launch)
@@ -242,7 +248,7 @@ class Shell:
             await asyncio.sleep(PROBE_EVERY_S)
 
     def _say_reason(self, name: str, reason: str) -> None:
-        """Why a service is not ready yet; a share of something long is drawn as progress."""
+        """Show why a service is not ready yet; a reason that ends in a percentage is drawn as progress."""
         what, _, share = reason.removesuffix(" %").rpartition(": ")
         if what and share.isdecimal():
             self._terminal.progress(f"  {name}: {what}", int(share) / 100)
@@ -262,30 +268,30 @@ class Shell:
         print(f"ready {url}/v1", flush=True)
         print(
             f"""
-ask it:  {trust}./headrace chat{state}{by_file} "What is the capital of France?"
+ask:     {trust}./headrace chat{state}{by_file} "What is the capital of France?"
    or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
-see it:  ./headrace status{state}
+status:  ./headrace status{state}
 logs:    {self._state_dir.logs}
-end it:  Ctrl-C
+stop:    Ctrl-C
 """,
             file=sys.stderr,
             flush=True,
         )
 
     async def _report_drains(self) -> None:
-        """What programs that drain wait for, once they say it, and seldom what has changed."""
-        told: dict[str, str] = {}
+        """Show what the programs that drain wait for, when that has changed."""
+        shown: dict[str, str] = {}
         while True:
             await asyncio.sleep(DRAIN_REPORT_S)
             for name, launch in self._launches.items():
                 if launch.observe and self._supervisor.state(name) == "stopping":
                     _, reason = await _health(launch)
-                    if reason not in ("", "draining", told.get(name)):
-                        told[name] = reason
+                    if reason not in ("", "draining", shown.get(name)):
+                        shown[name] = reason
                         self._terminal.notice(f"  {name}: {reason}")
 
     async def _bound_logs(self) -> None:
-        """Logs are written by the children themselves, appending; at the bound the older part is kept as one file."""
+        """Bound the logs, which the children append to: at the limit, move the content to one older file."""
         while True:
             await asyncio.sleep(LOG_CHECK_S)
             for log in self._state_dir.logs.glob("*.log"):
@@ -297,7 +303,7 @@ end it:  Ctrl-C
         return self._state_dir.logs / f"{name}.log"
 
     def _record(self) -> None:
-        """Who runs where, for `status`, `chat` and people; replaced as a whole."""
+        """Write what runs, for `status`, `chat` and people. The file is replaced atomically."""
         record = {
             "pid": os.getpid(),
             "url": f"{self._stack.url}/v1",
@@ -315,11 +321,11 @@ end it:  Ctrl-C
 
 
 async def _health(launch: Launch) -> tuple[bool, str]:
-    """(ready, why not)."""
+    """Return (ready, the reason if it is not)."""
     try:
         status, body = await probe.get(f"{launch.observe}/health", timeout_s=2.0)
     except OSError:
-        return False, ""  # not listening yet; its exit, if it comes to that, is told elsewhere
+        return False, ""  # not listening yet; if it exits, the supervisor reports that
     if status == 200:
         return True, ""
     try:
@@ -330,7 +336,7 @@ async def _health(launch: Launch) -> tuple[bool, str]:
 
 
 def _kill_group(group: int) -> None:
-    """A service and what it has started."""
+    """Kill a service and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
@@ -340,7 +346,7 @@ def _spell(status: int) -> str:
 
 
 def _tail(log: Path, lines: int) -> list[str]:
-    """The last lines of a log, of its last 64 KiB."""
+    """Return the last lines of a log, at most 64 KiB."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - (64 << 10)))
         return file.read().decode(errors="replace").rstrip().splitlines()[-lines:]

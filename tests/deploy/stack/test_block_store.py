@@ -71,7 +71,7 @@ def test_a_disk_whose_directory_cannot_be_used_is_told_at_the_start(tmp_path: Pa
     (tmp_path / "file").touch()
     for disk, reason in (
         (tmp_path / "none" / "blocks", "No such file or directory"),
-        (tmp_path / "file", "is no directory"),
+        (tmp_path / "file", "is not a directory"),
         (shared, "mode 0700"),
     ):
         wanted = StoreRequest(1 << 20, str(disk), 1 << 30, explicit=True)

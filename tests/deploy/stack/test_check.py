@@ -116,12 +116,12 @@ def test_a_check_that_takes_long_is_shown_meanwhile(tmp_path: Path) -> None:
         (tmp_path / "shown").touch()
 
     check(DEFAULT, StateDirectory(tmp_path / "state"), python=str(python), model=True, notice=show)
-    assert shown == ["worker: it checks its settings and the model /to/be/fetched"]
+    assert shown == ["worker: checking its settings and the model /to/be/fetched"]
 
 
 def test_a_service_that_cannot_even_be_asked_is_named(tmp_path: Path) -> None:
     options = msgspec.structs.replace(DEFAULT, policy="mine:Policy")
-    with pytest.raises(ConfigError, match="router: its check ended with 1"):
+    with pytest.raises(ConfigError, match="router: its check ended with status 1"):
         check(options, StateDirectory(tmp_path), python="/bin/false", model=False)
 
 

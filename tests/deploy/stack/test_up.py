@@ -82,7 +82,7 @@ async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
     await until(lambda: len(written(began)) == 2)
     shell.stop()
     assert await running == 0
-    assert "router ended (status 1), again in 0.5 s: no luck" in capsys.readouterr().err
+    assert "router ended (status 1); it starts again in 0.5 s: no luck" in capsys.readouterr().err
 
 
 async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
@@ -219,12 +219,12 @@ async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(
     def is_complete() -> bool:
         nonlocal said
         said += capsys.readouterr().err
-        return "end it:" in said
+        return "stop:    " in said
 
     await until(is_complete)
     shell.stop()
     await running
-    assert "ask it:  SSL_CERT_FILE='/its own/tls.pem' ./headrace chat" in said
+    assert "ask:     SSL_CERT_FILE='/its own/tls.pem' ./headrace chat" in said
     assert "   or:   curl --cacert '/its own/tls.pem' https://127.0.0.1:8000/v1/chat/completions" in said
 
 
