@@ -1,10 +1,10 @@
-"""Gives etcd its users and makes it ask for them: `etcd_users.py URL`.
+"""Creates the users of etcd and enables authentication: `etcd_users.py URL`.
 
-root      may do everything, with ETCD_ROOT_PASSWORD
-services  may read and write what begins with PREFIX, with SERVICES_PASSWORD
+root      may do everything; its password is ETCD_ROOT_PASSWORD
+services  may read and write keys that begin with PREFIX; its password is SERVICES_PASSWORD
 
-Each step may be done already, so it can run again after any of them; where `services` can log in, it does nothing. It
-runs with `-I -S` over etcd's JSON gateway, as etcd's image has no shell and ours no etcdctl.
+Every step may have been done before, so the script can be repeated after a failure. If `services` can log in, it does
+nothing. It runs with `-I -S` over etcd's JSON gateway, as etcd's image has no shell and ours no etcdctl.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import urllib.request
 
 PREFIX = "/headrace/"
 PAST_PREFIX = "/headrace0"
-"""The first key that does not begin so."""
+"""The first key after all keys that begin with PREFIX."""
 TIMEOUT_S = 10.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Docker gives containers the proxies of its client's settings: none of them is to hear a password."""
+"""An opener without proxies. Docker gives containers the proxies of its client; they must not get a password."""
 
 
 class EtcdError(Exception):
-    """etcd's own words."""
+    """A request that etcd refused, with its message."""
 
 
 class Etcd:
-    """At one URL; with a token once it asks for one."""
+    """A client of etcd's authentication API, with a token after `login`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._token = ""
 
     def ask(self, path: str, **body: object) -> dict[str, object]:
-        """Raises Refused, and OSError where etcd does not answer."""
+        """Send a request and return the answer. Raises EtcdError, and OSError if etcd does not answer."""
         headers = {"Authorization": self._token} if self._token else {}
         request = urllib.request.Request(f"{self._url}/v3/auth/{path}", json.dumps(body).encode(), headers)  # noqa: S310 etcd's
         try:
@@ -51,7 +51,7 @@ class Etcd:
                 raise EtcdError(text or str(refused)) from None
 
     def create(self, path: str, **body: object) -> bool:
-        """Ask for something to be made; return False if it was there before."""
+        """Create a user or role. Return False if it existed before. Raises EtcdError."""
         try:
             self.ask(path, **body)
         except EtcdError as refused:
@@ -61,18 +61,18 @@ class Etcd:
         return True
 
     def login(self, user: str, password: str) -> None:
-        """What is asked from now on is asked by this user. Raises Refused."""
+        """Send later requests as this user. Raises EtcdError."""
         self._token = str(self.ask("authenticate", name=user, password=password)["token"])
 
     def ensure_user(self, name: str, password: str, role: str) -> None:
-        """With this password from now on, and this role."""
+        """Create the user or change its password, and grant it the role."""
         if not self.create("user/add", name=name, password=password):
             self.ask("user/changepw", name=name, password=password)
         self.ask("user/grant", user=name, role=role)
 
 
 def ensure_users(etcd: Etcd, root_password: str, services_password: str) -> str:
-    """What was done. Raises Refused."""
+    """Create users and role and enable authentication. Return a sentence that says what was done. Raises EtcdError."""
     enabled = True
     try:
         etcd.login("services", services_password)
@@ -90,7 +90,7 @@ def ensure_users(etcd: Etcd, root_password: str, services_password: str) -> str:
     etcd.ensure_user("services", services_password, "headrace")
     if not enabled:
         etcd.ask("enable")
-    return "etcd asks for its users from now on"
+    return "etcd has its users and requires authentication now"
 
 
 def _encoded(key: str) -> str:
@@ -98,7 +98,7 @@ def _encoded(key: str) -> str:
 
 
 def main() -> int:
-    """Says on stdout what was done, or what is wrong."""
+    """Print to stdout what was done or what is wrong; return the exit status."""
     try:
         print(ensure_users(Etcd(sys.argv[1]), os.environ["ETCD_ROOT_PASSWORD"], os.environ["SERVICES_PASSWORD"]))
     except EtcdError as refused:

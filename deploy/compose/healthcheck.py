@@ -1,6 +1,7 @@
-"""A container's health check: `healthcheck.py URL`, or `healthcheck.py FILE` where FILE holds the URL.
+"""The health check of a container: `healthcheck.py URL`, or `healthcheck.py FILE` where FILE holds the URL.
 
-Exit status 0 if /health there answers 200. A script of its own, run with `-I -S`, as it starts every few seconds.
+Exits with status 0 if /health there answers 200. It is a small script, run with `-I -S`, because it starts every few
+seconds.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import urllib.request
 from pathlib import Path
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Docker gives containers the proxies of its client's settings, and none of them reaches this one."""
+"""An opener without proxies. Docker gives containers the proxies of its client, which cannot reach this container."""
 
 
 def main() -> int:
-    """Says why on stdout; `docker inspect` shows it."""
+    """Print the answer to stdout, where `docker inspect` shows it; return the exit status."""
     try:
         where = sys.argv[1]
         url = where if where.startswith("http://") else Path(where).read_text(encoding="utf-8").strip()

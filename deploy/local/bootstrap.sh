@@ -1,5 +1,5 @@
-# Sourced by `headrace` and `check`: makes sure that $root/.venv is what a lock file says.
-# The common case, nothing to do, costs one `cmp`; the rest is deploy/local/install.py.
+# Sourced by `headrace` and `check`: makes sure that $root/.venv matches a lock file.
+# If it does, this costs one `cmp`; else deploy/local/install.py installs it.
 
 # usage: bootstrap LOCKFILE
 bootstrap() {
@@ -10,7 +10,7 @@ bootstrap() {
     "$python" -I "$root/deploy/local/install.py" "$root" "$1" || exit $?
 }
 
-# Prints the first Python that is new enough; $PYTHON, where it is set, is the only one tried.
+# Prints the first Python that is new enough. If $PYTHON is set, no other is tried.
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
         set -- "$PYTHON"
@@ -23,6 +23,6 @@ find_python() {
             return 0
         fi
     done
-    echo "error: Headrace needs Python 3.11 or newer; tried: $* (PYTHON=/path/to/python names another)" >&2
+    echo "error: Headrace needs Python 3.11 or newer; tried: $* (choose another with PYTHON=/path/to/python)" >&2
     return 1
 }

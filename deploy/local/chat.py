@@ -1,4 +1,4 @@
-"""`headrace chat "…"`: one question to the local frontend, the answer streamed to the terminal."""
+"""`headrace chat "…"`: sends one question to the frontend and streams the answer to the terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shared.errors import HeadraceError
 
 CONNECT_LIMIT_S = 10.0
 SILENCE_LIMIT_S = 600.0
-"""The longest wait for the next piece: a long prompt on a slow machine says nothing for a while."""
+"""The longest wait for the next piece of the answer: a long prompt takes a while on a slow machine."""
 LINE_LIMIT_BYTES = 1 << 20
-KEY_HINT = "--api-key-file FILE names a file with the key alone, or OPENAI_API_KEY in the environment is the key"
+KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
 
 
 class ChatError(HeadraceError):
@@ -35,7 +35,7 @@ def chat(
     temperature: float = 0.0,
     api_key: str = "",
 ) -> None:
-    """Print the answer to stdout as it comes and the usage to stderr. `url` ends with /v1. Raises ChatError."""
+    """Print the answer to stdout as it arrives, and the usage to stderr. `url` ends with /v1. Raises ChatError."""
     body = {
         "model": model or _only_model(url, api_key),
         "messages": [{"role": "user", "content": question}],
@@ -64,7 +64,7 @@ def chat(
 
 
 def _only_model(url: str, api_key: str) -> str:
-    """The first model served."""
+    """Return the name of the first model served."""
     with _open(url, api_key, "GET", "/models") as answer:
         models = json.load(answer).get("data", [])
     if not models:
@@ -100,15 +100,15 @@ def _open(url: str, api_key: str, method: str, path: str, body: bytes | None = N
 
 
 def _trust_hint() -> str:
-    """A file that is not there is no error of OpenSSL's: it then trusts no certificate."""
+    """Say how to trust a certificate. OpenSSL reports no error if the file is missing: it then trusts none."""
     named = os.environ.get("SSL_CERT_FILE", "")
     if named and not Path(named).is_file():
-        return f"SSL_CERT_FILE names {named}, and there is no such file"
-    return "SSL_CERT_FILE names a file with the certificates to trust"
+        return f"SSL_CERT_FILE is {named}, which does not exist"
+    return "set SSL_CERT_FILE to a file with the certificates to trust"
 
 
 def _message(text: bytes) -> str:
-    """The message of OpenAI's error object."""
+    """Return the message of an OpenAI error object, or an empty string."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -116,7 +116,7 @@ def _message(text: bytes) -> str:
 
 
 def _events(answer: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON chunks of an SSE stream, up to [DONE]."""
+    """Yield the JSON chunks of an SSE stream up to [DONE]. Raises ChatError if the stream ends before."""
     while line := answer.readline(LINE_LIMIT_BYTES):
         if not line.startswith(b"data: "):
             continue

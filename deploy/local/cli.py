@@ -1,4 +1,4 @@
-"""The `headrace` command: checks what was typed and does it."""
+"""The `headrace` command: checks the arguments and runs the command."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ if TYPE_CHECKING:
     from deploy.local.show.fleet import FleetConfig
 
 BENCH_LIMIT = 1_000_000
+"""Upper limit of the numbers that `bench` takes."""
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
-"""Settings of a worker's table `cuda` that `up` makes itself."""
+"""Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
     r"|worker-cuda-(gpu|memory-share)"
 )
-"""What makes one of all processes, and what `up` has to know itself."""
+"""Settings that `--set` refuses: those that connect the processes, and those that `up` must know itself."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit status: 0 fine, 1 failed, 2 wrong usage or configuration."""
+    """Run a command and return its exit status: 0 success, 1 failure, 2 wrong usage or configuration."""
     commands = parser()
     flags = commands.parse_args(words)
     state_dir = StateDirectory(flags.state.absolute())
@@ -108,10 +109,10 @@ def _up(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
     access, overrides = _access(flags), _overrides(flags.set)
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
-            raise ConfigError(f"{flag} {address}: nothing answers there")
+            raise ConfigError(f"{flag} {address}: no server answers there")
     given = flags.model != DEFAULT_MODEL
     if given and not Path(flags.model).exists():
-        raise ConfigError(f"--model {flags.model}: no such file or directory; no hub is asked, so fetch it first")
+        raise ConfigError(f"--model {flags.model}: no such file or directory; Headrace asks no hub: fetch it first")
     source = Path(flags.model).absolute() if given else state_dir.models / model.FILE
     name = source.stem if source.suffix == ".gguf" else source.name
 
@@ -142,7 +143,7 @@ def _up(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
         else None
     )
     terminal = Terminal()
-    # Now: the model may take minutes.
+    # First, because fetching the model may take minutes.
     check(options(planned), state_dir, python=sys.executable, model=given, notice=terminal.notice)
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
         if not given:
@@ -159,12 +160,12 @@ def _access(flags: argparse.Namespace) -> AccessFiles:
             raise ConfigError(f"--{name.replace('_', '-')} {file}: no such file")
         files[name] = "" if file is None else str(file.absolute())
     if bool(flags.tls_cert) != bool(flags.tls_key):
-        raise ConfigError("--tls-cert and --tls-key need each other")
+        raise ConfigError("--tls-cert and --tls-key must be given together")
     return AccessFiles(**files)
 
 
 def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
-    """Each is SERVICE.SETTING=VALUE; the service knows which settings and values there are."""
+    """Parse the values of `--set`, SERVICE.SETTING=VALUE. The services check the settings and values."""
     more: dict[ServiceName, list[Setting]] = {}
     for text in given:
         path, equals, value = text.partition("=")
@@ -187,9 +188,9 @@ def _gpus(flags: argparse.Namespace) -> Gpus | None:
             raise ConfigError(f"{'--cuda' if flags.cuda else '--gpu-memory-share'} needs --device cuda")
         return None
     if flags.engine != "native":
-        raise ConfigError(f"--device cuda: engine {flags.engine} computes nothing")
+        raise ConfigError(f"--device cuda: engine {flags.engine} computes nothing; use --engine native")
     if share is not None and not 0 < share <= 1:
-        raise ConfigError("--gpu-memory-share is above 0, and 1 at most")
+        raise ConfigError("--gpu-memory-share must be above 0 and at most 1")
     settings = _settings("--cuda", flags.cuda)
     for key, instead in UPS_OWN.items():
         if key in settings:
@@ -198,8 +199,8 @@ def _gpus(flags: argparse.Namespace) -> Gpus | None:
 
 
 def _install_gpu() -> int:
-    """`./headrace` has installed them by now, and an installation of another kind has its own way. That is all that was
-    asked for: an image is built where there is no GPU, and a driver may come later."""
+    """Check that CuPy is installed: `./headrace` has installed it before this runs. A missing GPU is no error, because
+    images are built without one and the driver may be installed later."""
     from deploy.local.stack import gpus
 
     gpus.require_cupy()
@@ -207,12 +208,12 @@ def _install_gpu() -> int:
     try:
         print(f"{gpus.count_visible()} GPUs: ./headrace up --device cuda")
     except ConfigError as wrong:
-        print(f"nothing can use it yet: {wrong}")
+        print(f"no GPU can be used yet: {wrong}")
     return 0
 
 
 def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:
-    """Each is KEY=VALUE; the worker knows which keys and values there are."""
+    """Parse settings of the form KEY=VALUE. The worker checks the keys and values."""
     settings: dict[str, str | int | float] = {}
     for text in given:
         key, equals, value = text.partition("=")
@@ -223,7 +224,7 @@ def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:
 
 
 def _number(text: str) -> str | int | float:
-    """The text itself where it is none."""
+    """Return the number that the text is, or the text itself."""
     for number in (int, float):
         try:
             return number(text)
@@ -233,7 +234,7 @@ def _number(text: str) -> str | int | float:
 
 
 def _status(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
-    from deploy.local.show.status import show  # here, as it brings gRPC: `chat` need not wait for that
+    from deploy.local.show.status import show  # imported here because it loads gRPC, which `chat` does not need
 
     with _fleet(flags, state_dir) as config:
         return show(config, as_json=flags.json)
@@ -248,18 +249,18 @@ def _explain(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
 
 @contextmanager
 def _fleet(flags: argparse.Namespace, state_dir: StateDirectory) -> Iterator[FleetConfig]:
-    """Where the fleet is that the flags, or the `up` of this checkout, name."""
+    """Yield the addresses of the fleet: those in the flags, else those of the `up` that runs here."""
     from deploy.local.show.fleet import fleet_config
 
     running = _running(state_dir)
     if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
         raise ConfigError(
-            f"no `up` runs with --state {state_dir.home}; `./headrace up` starts one, "
-            "and --etcd and --nats name servers that run without it"
+            f"no `up` runs with --state {state_dir.home}; start one with `./headrace up`, "
+            "or name the servers of another fleet with --etcd and --nats"
         )
     if running and flags.nats in ("", running.get("nats")):
         config = fleet_config(namespace=flags.namespace, nats="", etcd=flags.etcd, file=state_dir.fleet)
-    else:  # another NATS does not hear the password of this one
+    else:  # do not send the password of this NATS to another one
         config = fleet_config(
             namespace=flags.namespace,
             nats=flags.nats,
@@ -295,9 +296,9 @@ def _bench(flags: argparse.Namespace, state_dir: StateDirectory, words: Sequence
         if not least <= getattr(flags, name) <= BENCH_LIMIT:
             raise ConfigError(f"--{name.replace('_', '-')} is {least} to {BENCH_LIMIT}")
     if flags.shared_words > flags.words:
-        raise ConfigError("--shared-words are some of --words")
+        raise ConfigError("--shared-words must not exceed --words")
     if not Path(flags.out).parent.is_dir():
-        raise ConfigError(f"--out {flags.out}: there is no directory {Path(flags.out).parent}")
+        raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
     options = sweep.BenchOptions(
         url=(flags.url or _running(state_dir).get("url", DEFAULT_URL)).rstrip("/"),
         points=plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
@@ -326,11 +327,13 @@ def _key(flags: argparse.Namespace) -> int:
 
 
 def _api_key(flags: argparse.Namespace) -> str:
-    """Empty: none. From a file or, as all of OpenAI's clients take it, the environment: flags show in `ps`."""
+    """Return the API key from a file or, as for all OpenAI clients, from the environment; empty: none. No flag takes
+    the key itself, because `ps` would show it."""
     given = flags.api_key_file is not None
     key = (_text(flags.api_key_file) if given else os.environ.get("OPENAI_API_KEY", "")).strip()
     if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{f'--api-key-file {flags.api_key_file}' if given else 'OPENAI_API_KEY'}: not a key alone")
+        source = f"--api-key-file {flags.api_key_file}" if given else "OPENAI_API_KEY"
+        raise ConfigError(f"{source}: must contain only a key")
     return key
 
 
@@ -342,7 +345,7 @@ def _text(file: Path) -> str:
 
 
 def _running(state_dir: StateDirectory) -> dict[str, Any]:
-    """What the `up` of this checkout has written down; empty where none runs."""
+    """Return the record of the `up` that runs with this state directory; empty if none runs."""
     try:
         record = json.loads(state_dir.record.read_text(encoding="utf-8"))
     except (OSError, ValueError):

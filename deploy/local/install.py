@@ -1,13 +1,13 @@
-"""Makes `.venv` from a lock file. `headrace` and `check` run it, with the system's Python and nothing but its library.
+"""Makes `.venv` from a lock file. `headrace` and `check` run it with the system's Python and its standard library.
 
     .venv/headrace/NAME.lock   a copy of the lock file that .venv was installed from; written last, so that it is there
-                               exactly if the installation is whole (bootstrap.sh compares them)
+                               only if the installation is complete (bootstrap.sh compares them)
     .venv.old                  the former .venv while a new one is built; put back if that fails
-    .venv.lock                 held (flock) by whoever installs, pip included, until the last of them is dead
+    .venv.lock                 held (flock) by the processes that install, pip included, until the last has ended
 
 requirements-dev.lock and requirements-gpu.lock hold all of requirements.lock and more, so they are installed on top
-where the first is in place; otherwise .venv is built anew. The project itself is not installed: a `.pth` file,
-relative, names the checkout. That needs no build tools and no network, and a checkout that is moved stays whole.
+if the latter is installed; otherwise .venv is built again. The project itself is not installed: a `.pth` file names the
+checkout by a relative path. That needs no build tools and no network, and the checkout can be moved.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ RUNTIME = "requirements.lock"
 DEVELOPMENT = "requirements-dev.lock"
 GPU = "requirements-gpu.lock"
 PROVIDES = {RUNTIME: (RUNTIME,), DEVELOPMENT: (RUNTIME, DEVELOPMENT), GPU: (RUNTIME, GPU)}
-"""Lock file → the lock files that are in place once it is installed."""
+"""Lock file → the lock files that are satisfied once it is installed."""
 LINES_SHOWN = 15
-"""Of pip's output, when it fails."""
+"""Last lines of pip's output that are shown if it fails."""
 
 
 class InstallError(Exception):
-    """The installation failed; the message says what and shows the last lines of the program that failed."""
+    """The installation failed; the message names the step and shows the last lines of its program."""
 
 
 def install(root: Path, lock_name: str) -> None:
-    """Bring `root/.venv` to the lock file. Raises InstallError; then .venv is as it was before, or absent."""
+    """Install the lock file into `root/.venv`. Raises InstallError; then .venv is as it was before, or absent."""
     with _exclusive(root / ".venv.lock") as lock:
         _tidy(root)
-        if _in_place(root, lock_name):  # another start did it while we waited
+        if _in_place(root, lock_name):  # another process did it while this one waited
             return
         if lock_name != RUNTIME and _in_place(root, RUNTIME):
             _pip_install(root, lock_name, lock)
@@ -53,9 +53,9 @@ def install(root: Path, lock_name: str) -> None:
 
 
 def _outer_python() -> str:
-    """The interpreter that runs this, or the one that its virtual environment was made from: a .venv that is activated
-    cannot make the one that takes its place."""
-    return str(getattr(sys, "_base_executable", sys.executable))  # as the library's venv finds it
+    """Return the interpreter that runs this or, in a virtual environment, the one that it was made from: an activated
+    .venv cannot make its own replacement."""
+    return str(getattr(sys, "_base_executable", sys.executable))  # as the module venv finds it
 
 
 def _stamp(root: Path, lock_name: str) -> Path:
@@ -69,11 +69,11 @@ def _in_place(root: Path, lock_name: str) -> bool:
 
 
 def _tidy(root: Path) -> None:
-    """Undo what an installation that was killed has left."""
+    """Remove or put back what an installation that was killed has left."""
     here, old = root / ".venv", root / ".venv.old"
     whole = any(_in_place(root, name) for name in PROVIDES)
     if here.exists() and not whole and not (here / "headrace").exists():
-        raise InstallError(f"{here} was not made by this program; move it away first")
+        raise InstallError(f"{here} was not made by ./headrace; move it away first")
     if old.exists():
         if whole:
             shutil.rmtree(old)
@@ -84,18 +84,18 @@ def _tidy(root: Path) -> None:
 
 @contextmanager
 def _exclusive(file: Path) -> Iterator[int]:
-    """One installation at a time. The kernel drops the lock with its last holder, however that one died."""
+    """Hold the lock of the installation. The kernel releases it when its last holder has ended, however it ended."""
     with file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say("waiting for another start that installs into .venv\n")
+            _say("waiting for another process that installs into .venv\n")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock.fileno()
 
 
 def _build(root: Path, lock_name: str, lock: int) -> None:
-    """A new .venv; on any failure, a signal included, the old one is back in its place."""
+    """Build a new .venv. On any failure, a signal included, the old one is put back."""
     here, old = root / ".venv", root / ".venv.old"
     if here.exists():
         here.rename(old)
@@ -114,7 +114,7 @@ def _build(root: Path, lock_name: str, lock: int) -> None:
 
 
 def _name_checkout(root: Path) -> None:
-    """Python joins a relative line of a .pth file to the directory that the file is in."""
+    """Write the .pth file: Python resolves its relative line from the directory of the file."""
     packages = next((root / ".venv" / "lib").glob("python*/site-packages"))
     up = "/".join(".." for _ in packages.relative_to(root).parts)
     (packages / "headrace.pth").write_text(up + "\n", encoding="utf-8")
@@ -128,7 +128,8 @@ def _pip_install(root: Path, lock_name: str, lock: int) -> None:
 
 
 def _run(command: list[str], what: str, lock: int, *, total: int) -> None:
-    """Run to the end, with the packages counted on the terminal. Raises InstallError with the last lines."""
+    """Run the program to its end and show how many packages it has collected. Raises InstallError with its last
+    lines."""
     program = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -155,12 +156,12 @@ def _run(command: list[str], what: str, lock: int, *, total: int) -> None:
             program.terminate()
         status = program.wait()
     if status != 0:
-        shown = "\n  ".join(lines) or "(it said nothing)"
-        raise InstallError(f"{what} failed with status {status}; its last words:\n  {shown}")
+        shown = "\n  ".join(lines) or "(no output)"
+        raise InstallError(f"{what} failed with status {status}; its last lines:\n  {shown}")
 
 
 def _show_progress(text: str, *, last: bool) -> None:
-    """One line that changes on a terminal; where there is none, only the last state, as a line."""
+    """Show the progress: on a terminal in one line that changes, else only the last state."""
     if sys.stderr.isatty():
         _say(f"\r\033[K{text}" + ("\n" if last else ""))
     elif last:
@@ -177,7 +178,7 @@ def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def main() -> int:
-    """`install.py ROOT LOCK`: 0, or 1 with what failed on stderr."""
+    """Run `install.py ROOT LOCK`. Return 0, or 1 with the error on stderr."""
     signal.signal(signal.SIGTERM, _terminated)
     signal.signal(signal.SIGHUP, _terminated)
     try:
@@ -186,7 +187,7 @@ def main() -> int:
         _say(f"\nerror: {wrong}\n")
         return 1
     except KeyboardInterrupt:
-        _say("\ninterrupted; nothing half made is left\n")
+        _say("\ninterrupted; the next start installs again\n")
         return 130
     return 0
 

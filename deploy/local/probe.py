@@ -1,14 +1,15 @@
-"""Asks a process on this machine how it is: one HTTP GET, without a client library that would cost start-up time."""
+"""Sends one HTTP GET to a process on this machine, without a client library, which would cost start-up time."""
 
 from __future__ import annotations
 
 import asyncio
 
 LIMIT_BYTES = 1 << 20
+"""Limit of the answer that is read."""
 
 
 async def get(url: str, *, timeout_s: float) -> tuple[int, bytes]:
-    """(status, body). Raises OSError if nobody answers in time, or answers something else than HTTP."""
+    """Return (status, body). Raises OSError without an answer in time, or if the answer is not HTTP."""
     host, _, rest = url.removeprefix("http://").partition(":")
     port, _, path = rest.partition("/")
     try:

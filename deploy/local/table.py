@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(cells: Sequence[Sequence[str]]) -> str:
-    """Rows of the same length, the head first, as left-aligned columns."""
+    """Return rows of the same length, the head first, as left-aligned columns."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
@@ -14,7 +14,7 @@ def table(cells: Sequence[Sequence[str]]) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago, in the largest unit of which there is one."""
+    """Return a duration in the largest unit of which it has at least one."""
     if seconds < 60:
         return f"{seconds:.0f}s"
     if seconds < 3600:
@@ -25,9 +25,9 @@ def age(seconds: float) -> str:
 
 
 def size(size_bytes: float) -> str:
-    """In the largest unit of which there is one."""
+    """Return a size in the largest unit of which it has at least one."""
     for unit in ("B", "kB", "MB"):
-        if size_bytes < 999.5:  # what rounds to 1000 is one of the next unit
+        if size_bytes < 999.5:  # a number that rounds to 1000 takes the next unit
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.3g} GB" if size_bytes < 999.5 else f"{size_bytes:.0f} GB"

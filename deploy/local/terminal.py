@@ -6,31 +6,32 @@ import sys
 
 
 class Terminal:
-    """Notices, and below them one progress line that is drawn over (on a terminal) or told in steps of 10 % (else)."""
+    """Writes notices, and below them the progress: on a terminal one line that is redrawn, else lines in steps of 10
+    %."""
 
     def __init__(self) -> None:
         self._draws = sys.stderr.isatty()
         self._drawn = False
-        self._told: dict[str, int] = {}
+        self._shown_steps: dict[str, int] = {}
 
     def notice(self, text: str) -> None:
-        """One line that stays."""
+        """Write a line that stays."""
         self._write(f"{text}\n")
         self._drawn = False
 
     def progress(self, what: str, share: float) -> None:
-        """How far something is, 0 … 1."""
+        """Show which share of a task is done, 0 … 1."""
         if self._draws:
             self._write(f"{what}: {share:4.0%}")
             self._drawn = True
             return
         step = int(share * 10)
-        if self._told.get(what) != step:
-            self._told[what] = step
+        if self._shown_steps.get(what) != step:
+            self._shown_steps[what] = step
             self._write(f"{what}: {step * 10} %\n")
 
     def clear(self) -> None:
-        """Take the progress line away."""
+        """Remove the progress line."""
         if self._drawn:
             self._write("")
             self._drawn = False

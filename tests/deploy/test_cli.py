@@ -1,4 +1,4 @@
-"""deploy/local/cli.py and usage.py: wrong usage is told in one line, with status 2, before anything starts."""
+"""deploy/local/cli.py and usage.py: wrong usage is reported in one line, with status 2, before anything starts."""
 
 from __future__ import annotations
 
@@ -38,15 +38,21 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--engine", "simulated", "--simulated", "speed", "--nats", ""], "error: --simulated speed: not KEY="),
         (["up", "--cuda", "graphs=false"], "error: --cuda needs --device cuda"),
         (["up", "--gpu-memory-share", "0.5"], "error: --gpu-memory-share needs --device cuda"),
-        (["up", "--device", "cuda", "--gpu-memory-share", "0"], "error: --gpu-memory-share is above 0, and 1 at most"),
-        (["up", "--device", "cuda", "--gpu-memory-share", "nan"], "error: --gpu-memory-share is above 0, and 1 at "),
+        (
+            ["up", "--device", "cuda", "--gpu-memory-share", "0"],
+            "error: --gpu-memory-share must be above 0 and at most 1",
+        ),
+        (
+            ["up", "--device", "cuda", "--gpu-memory-share", "nan"],
+            "error: --gpu-memory-share must be above 0 and at most 1",
+        ),
         (["up", "--device", "cuda", "--cuda", "graphs"], "error: --cuda graphs: not KEY=VALUE"),
         (["up", "--device", "cuda", "--cuda", "gpu=1"], "error: --cuda gpu: CUDA_VISIBLE_DEVICES chooses"),
         (["up", "--device", "cuda", "--cuda", "memory_share=1"], "error: --cuda memory_share: --gpu-memory-share "),
         (["up", "--device", "cuda", "--engine", "echo"], "error: --device cuda: engine echo computes nothing"),
-        (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: nothing answers there"),
+        (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: no server answers there"),
         (["up", "--keys", "/no/such"], "error: --keys /no/such: no such file"),
-        (["up", "--tls-cert", "/etc/hostname"], "error: --tls-cert and --tls-key need each other"),
+        (["up", "--tls-cert", "/etc/hostname"], "error: --tls-cert and --tls-key must be given together"),
         (["up", "--set", "limits.requests=1"], "error: --set limits.requests=1: not SERVICE.SETTING=VALUE; services "),
         (["up", "--set", "worker.threads"], "error: --set worker.threads: not SERVICE.SETTING=VALUE"),
         (["up", "--set", "worker.nats.url=x"], "error: --set worker.nats.url: `up` sets that itself"),
@@ -76,7 +82,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["explain", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
     ],
 )
-def test_wrong_settings_are_told_in_one_line(
+def test_wrong_settings_are_reported_in_one_line(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(words) in (1, 2)
@@ -136,7 +142,7 @@ def test_install_gpu_has_done_its_work_where_the_driver_is_still_to_come(
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["install-gpu"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("CuPy is installed\nnothing can use it yet: --device cuda: there is no NVIDIA driver here")
+    assert shown.startswith("CuPy is installed\nno GPU can be used yet: --device cuda: there is no NVIDIA driver here")
 
 
 @pytest.mark.parametrize("engine", get_args(EngineName))
@@ -147,7 +153,7 @@ def test_every_engine_can_be_asked_for(engine: str, capsys: pytest.CaptureFixtur
 
 def test_a_key_comes_from_a_file_with_nothing_else_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "key"
-    for content, said in (("hr-a\nhr-b", "not a key alone"), (None, "No such file")):
+    for content, said in (("hr-a\nhr-b", "must contain only a key"), (None, "No such file")):
         file.unlink(missing_ok=True)
         if content is not None:
             file.write_text(content)
@@ -187,5 +193,5 @@ def test_status_reads_what_the_running_up_has_written(tmp_path: Path, capsys: py
     assert cli.main(["status"]) == 0
     said = capsys.readouterr().out
     assert f"namespace default, NATS nats://127.0.0.1:1, files in {directory}\n" in said
-    assert "nothing is alive here" in said
-    assert "note: NATS does not answer" in said
+    assert "no process is alive in this namespace" in said
+    assert "note: NATS did not answer" in said

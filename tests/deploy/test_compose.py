@@ -136,7 +136,7 @@ def pool_options(overlay: dict[str, Any] | None = None) -> dict[str, str]:
     return {name: value for name, _, value in (each.partition("=") for each in options["o"].split(","))}
 
 
-def test_the_block_store_and_the_workers_share_a_pool_as_one_user_and_nobody_else_has_it() -> None:
+def test_only_the_block_store_and_the_workers_share_a_pool_as_one_user() -> None:
     kvbm = load(KvbmConfig, file=HERE / "kvbm.toml", environ=texts(BASE["kvbm"]["environment"]))
     worker = load(WorkerConfig, file=HERE / "worker.toml", environ={})
     assert worker.kvbm.pool == kvbm.pool.directory
@@ -148,7 +148,7 @@ def test_the_block_store_and_the_workers_share_a_pool_as_one_user_and_nobody_els
     assert (options["uid"], options["gid"], options["mode"]) == ("10001", "10001", "0700")
 
 
-def test_the_tmpfs_has_room_for_the_pool_and_the_locks_beside_it() -> None:
+def test_the_tmpfs_has_room_for_the_pool_and_its_locks() -> None:
     size = pool_options()["size"]
     assert size.endswith("m")
     spare_bytes = (int(size[:-1]) << 20) - int(BASE["kvbm"]["environment"]["HEADRACE_POOL_SIZE_BYTES"])
@@ -306,7 +306,7 @@ def test_a_gpus_image_has_the_packages_that_the_lock_for_gpus_names() -> None:
     assert GPU["worker"]["image"] != BASE["worker"]["image"]
 
 
-def test_the_pool_beside_gpus_has_room_and_lies_in_memory() -> None:
+def test_the_pool_with_gpus_has_room_and_lies_in_memory() -> None:
     overlay = read("compose.gpu.yaml")["volumes"]["pool"]["driver_opts"]
     options = pool_options(overlay)
     assert options | {"size": ""} == pool_options() | {"size": ""}

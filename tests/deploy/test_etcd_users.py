@@ -42,7 +42,7 @@ async def discovery(etcd: EtcdServer, user: str = "services", password: str = "1
 
 
 async def test_services_publish_and_read_and_a_stranger_does_neither(own_etcd: EtcdServer) -> None:
-    assert run(own_etcd) == (0, "etcd asks for its users from now on\n")
+    assert run(own_etcd) == (0, "etcd has its users and requires authentication now\n")
     async with discovery(own_etcd) as services:
         registration = await services.register(lambda _epoch: {f"{PREFIX}instances/worker/a1": b"{}"})
         await registration.publish()
@@ -60,7 +60,7 @@ async def test_services_publish_and_read_and_a_stranger_does_neither(own_etcd: E
 async def test_it_changes_nothing_the_second_time_and_mends_what_was_done_by_half(own_etcd: EtcdServer) -> None:
     run(own_etcd)
     assert run(own_etcd) == (0, "etcd has its users already\n")
-    assert run(own_etcd, SERVICES_PASSWORD="another") == (0, "etcd asks for its users from now on\n")
+    assert run(own_etcd, SERVICES_PASSWORD="another") == (0, "etcd has its users and requires authentication now\n")
     async with discovery(own_etcd, password="another") as services:
         assert not await services.list(PREFIX)
 

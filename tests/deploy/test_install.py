@@ -234,11 +234,11 @@ def test_what_a_killed_install_left_is_cleared_away(checkout: Checkout) -> None:
     assert not (checkout.root / ".venv" / "half").exists()
 
 
-def test_somebody_elses_venv_is_left_alone(checkout: Checkout) -> None:
+def test_a_foreign_venv_is_left_alone(checkout: Checkout) -> None:
     (checkout.root / ".venv" / "mine").mkdir(parents=True)
     refused = checkout.start("up")
     assert refused.returncode == 1
-    assert "was not made by this program" in refused.stderr
+    assert "was not made by ./headrace" in refused.stderr
     assert (checkout.root / ".venv" / "mine").exists()
 
 

@@ -14,7 +14,7 @@ def test_columns_are_as_wide_as_their_widest_cell_and_lines_end_at_their_last_wo
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.2, "0s"), (59.4, "59s"), (60, "1m"), (7199, "1h"), (86400 * 3 + 1, "3d")]
 )
-def test_an_age_is_told_in_its_largest_unit(seconds: float, said: str) -> None:
+def test_an_age_has_its_largest_unit(seconds: float, said: str) -> None:
     assert age(seconds) == said
 
 
@@ -22,5 +22,5 @@ def test_an_age_is_told_in_its_largest_unit(seconds: float, said: str) -> None:
     ("size_bytes", "said"),
     [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (45_600_000, "45.6 MB"), (999_700, "1 MB"), (3e12, "3000 GB")],
 )
-def test_a_size_is_told_in_its_largest_unit(size_bytes: float, said: str) -> None:
+def test_a_size_has_its_largest_unit(size_bytes: float, said: str) -> None:
     assert size(size_bytes) == said

@@ -1,4 +1,4 @@
-"""`headrace bench --driver aiperf`: the same sweep by NVIDIA's load generator, where it is installed."""
+"""`headrace bench --driver aiperf`: runs the same sweep with NVIDIA's load generator, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from shared.errors import ConfigError
 
 
 def run(options: BenchOptions) -> int:
-    """The exit status of the first run that failed, or 0. Each point's files are in a directory below `out`."""
+    """Run all points. Return the exit status of the first run that failed, or 0. Each point's files are in a directory
+    below `out`. Raises ConfigError."""
     program = shutil.which("aiperf")
     if program is None:
         raise ConfigError(
-            "--driver aiperf: no such program on the path; `pip install aiperf` in an environment of its own"
+            "--driver aiperf: no such program in PATH; run `pip install aiperf` in an environment of its own"
         )
     if not options.model or not options.tokenizer:
-        raise ConfigError("--driver aiperf needs --model, and --tokenizer with a directory or a hub's name")
+        raise ConfigError("--driver aiperf needs --model, and --tokenizer with a directory or a name on the hub")
     if options.given:
-        raise ConfigError("--driver aiperf makes its own prompts: no --prompts")
+        raise ConfigError("--driver aiperf makes its own prompts; remove --prompts")
     if options.api_key:
-        raise ConfigError("--driver aiperf takes a key as a flag only, which shows in `ps`: no --api-key-file")
+        raise ConfigError("--driver aiperf takes a key only as a flag, which `ps` shows; give no API key")
     for point in options.points:
         status = subprocess.run([program, *arguments(options, point)], check=False).returncode
         if status:
@@ -31,7 +32,7 @@ def run(options: BenchOptions) -> int:
 
 
 def arguments(options: BenchOptions, point: Point) -> list[str]:
-    """After the program's name. Lengths are tokens there, and words here."""
+    """Return aiperf's arguments for a point. Lengths that are words here are tokens there."""
     load = ["--concurrency", f"{point.value:g}"] if point.loop == "closed" else ["--request-rate", f"{point.value:g}"]
     prefix = ["--shared-system-prompt-length", str(options.shared_words)] if options.shared_words else []
     warmup = ["--warmup-request-count", str(options.warmup)] if options.warmup else []

@@ -1,4 +1,4 @@
-"""One measured request: chat completions, streamed."""
+"""Sends streamed chat completions and measures each request."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shared.errors import ProtocolError, Unavailable
 
 CONNECT_LIMIT_S = 10.0
 RETRY_LIMIT_S = 30.0
-"""What a server may ask to be left alone for."""
+"""Limit of a Retry-After that is obeyed."""
 REFUSED = (429, 503)
 ERROR_LIMIT_BYTES = 1 << 16
 
 
 class Client:
-    """Talks to one endpoint."""
+    """A client of one endpoint."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], timeout_s: float) -> None:
         self._http = http
@@ -32,7 +32,7 @@ class Client:
         self._timeout_s = timeout_s
 
     async def ask(self, prompt: str) -> Result:
-        """However it ends."""
+        """Send a request and return its measured result, however it ends."""
         body = {**self._body, "messages": [{"role": "user", "content": prompt}]}
         asking = _Measurement()
         try:
@@ -44,7 +44,7 @@ class Client:
                         asking.feed(data)
             return asking.finish()
         except TimeoutError:
-            return asking.result("timed out", f"no end within {self._timeout_s:g} s")
+            return asking.result("timed out", f"the answer did not end within {self._timeout_s:g} s")
         except ProtocolError as wrong:
             return asking.result("unreadable", str(wrong))
         except aiohttp.ClientConnectorError as wrong:
@@ -53,7 +53,7 @@ class Client:
             return asking.result("ended early", f"{type(wrong).__name__}: {wrong}")
 
     async def models(self) -> list[str]:
-        """Those that are served. Raises Unavailable."""
+        """Return the models that the endpoint serves. Raises Unavailable."""
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S), self._http.get(f"{self._url}/models") as response:
                 answer = await response.json(content_type=None)
@@ -65,10 +65,10 @@ class Client:
 
 
 class _Measurement:
-    """One request's clock and what came."""
+    """The clock of one request and what has arrived of its answer."""
 
     def __init__(self) -> None:
-        self._clock = time.perf_counter  # the loop's has milliseconds, and stands still within a turn
+        self._clock = time.perf_counter  # the event loop's clock has a coarser resolution
         self._sent_s = self._clock()
         self._first_s: float | None = None
         self._last_s = 0.0
@@ -76,7 +76,7 @@ class _Measurement:
         self._events = ChatStream()
 
     def feed(self, data: bytes) -> None:
-        """Raises ProtocolError."""
+        """Count the events in received bytes. Raises ProtocolError."""
         now_s = self._clock() - self._sent_s
         texts = self._events.feed(data)
         if not texts:
@@ -85,17 +85,17 @@ class _Measurement:
             self._first_s = now_s
         else:
             self._gaps_s.append(now_s - self._last_s)
-        self._gaps_s.extend([0.0] * (texts - 1))  # they came together
+        self._gaps_s.extend([0.0] * (texts - 1))  # these events came together
         self._last_s = now_s
 
     def finish(self) -> Result:
-        """The response has ended."""
+        """Return the result of a response that has ended."""
         if self._events.error:
             return self.result("failed", self._events.error)
         return self.result("done") if self._events.finished else self.result("ended early", "no finish reason")
 
     async def refused(self, response: aiohttp.ClientResponse) -> Result:
-        """An HTTP status is the answer."""
+        """Return the result of a response whose HTTP status is not 200."""
         outcome: Outcome = "refused" if response.status in REFUSED else "failed"
         text = await response.content.read(ERROR_LIMIT_BYTES)
         retry_after_s = _seconds(response.headers.get("Retry-After", ""))
@@ -119,7 +119,7 @@ class _Measurement:
 
 @asynccontextmanager
 async def client(url: str, body: Mapping[str, Any], *, timeout_s: float, api_key: str) -> AsyncIterator[Client]:
-    """As many connections as there are requests in flight, kept for the next ones."""
+    """Yield a client. It opens a connection for each request in flight and keeps it for later requests."""
     connector = aiohttp.TCPConnector(limit=0)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S)
@@ -128,12 +128,12 @@ async def client(url: str, body: Mapping[str, Any], *, timeout_s: float, api_key
 
 
 def _seconds(retry_after: str) -> float:
-    """A date instead of seconds is not honoured."""
+    """Return the seconds of a Retry-After header; 0 for a date."""
     return min(float(retry_after), RETRY_LIMIT_S) if retry_after.isdecimal() else 0.0
 
 
 def _message(text: bytes) -> str:
-    """Of OpenAI's error object, or the text itself."""
+    """Return the message of an OpenAI error object, or the text itself."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):

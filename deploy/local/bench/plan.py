@@ -1,4 +1,4 @@
-"""What `headrace bench` asks, and when: points of a sweep, prompts, arrivals. Pure."""
+"""Plans what `headrace bench` sends and when: points of a sweep, prompts, arrival times. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from msgspec import Struct
 from shared.errors import ConfigError
 
 LEAST_REQUESTS = 32
+"""Fewest requests of a point whose number is not given."""
 A_SLOT = 4
-"""Requests of a closed loop's slot, one after the other, where their number is not given."""
+"""Requests for each slot of a closed loop whose number of requests is not given."""
 OPEN_S = 20.0
-"""How long an open loop sends, where the number of its requests is not given."""
+"""Seconds that an open loop sends if its number of requests is not given."""
 POINTS_LIMIT, CONCURRENCY_LIMIT, REQUESTS_LIMIT = 64, 65_536, 10_000_000
 
 _TEXT = """
@@ -30,8 +31,8 @@ class Point(Struct, frozen=True):
 
     loop: Literal["closed", "open"]
     value: float
-    """Closed: requests in flight, each slot sending its next one when the last has ended. Open: requests a second, sent
-    at random times (Poisson) whatever has become of those before."""
+    """Closed: number of requests in flight; each slot sends its next request when its last has ended. Open: requests
+    per second, sent at random times (Poisson), however many are still in flight."""
     requests: int
 
     @property
@@ -40,9 +41,10 @@ class Point(Struct, frozen=True):
 
 
 def points(concurrency: str, rate: str, requests: int) -> list[Point]:
-    """From the flags; `requests` of 0 are as many as the load needs. Raises ConfigError."""
+    """Return the points that the flags ask for. If `requests` is 0, each load gets a suitable number. Raises
+    ConfigError."""
     if bool(concurrency) == bool(rate):
-        raise ConfigError("one of --concurrency and --rate")
+        raise ConfigError("give either --concurrency or --rate")
     if not 0 <= requests <= REQUESTS_LIMIT:
         raise ConfigError(f"--requests is 0 to {REQUESTS_LIMIT}")
     if concurrency:
@@ -52,7 +54,7 @@ def points(concurrency: str, rate: str, requests: int) -> list[Point]:
         rates = [_number("--rate", text, least=0.001, whole=False) for text in rate.split(",")]
         found = [Point("open", one, requests or max(LEAST_REQUESTS, int(OPEN_S * one))) for one in rates]
     if len(found) > POINTS_LIMIT:
-        raise ConfigError(f"at most {POINTS_LIMIT} points")
+        raise ConfigError(f"a sweep has at most {POINTS_LIMIT} points")
     return found
 
 
@@ -63,12 +65,14 @@ def _number(flag: str, text: str, *, least: float, whole: bool) -> float:
         number = -1.0
     if not least <= number <= CONCURRENCY_LIMIT or (whole and number != int(number)):
         kind = "whole numbers" if whole else "numbers"
-        raise ConfigError(f"{flag}: {text!r}: {kind} from {least:g} to {CONCURRENCY_LIMIT}, with commas between")
+        raise ConfigError(
+            f"{flag}: {text!r}: must be {kind} from {least:g} to {CONCURRENCY_LIMIT}, separated by commas"
+        )
     return number
 
 
 def arrivals(rate: float, requests: int, seed: int) -> list[float]:
-    """When each request of an open loop is sent, in seconds from the start: a Poisson process."""
+    """Return when an open loop sends each request, in seconds from the start: a Poisson process."""
     draw, at_s = Random(f"arrivals {seed}"), 0.0  # noqa: S311 - a load, no secret
     times: list[float] = []
     for _ in range(requests):
@@ -78,7 +82,8 @@ def arrivals(rate: float, requests: int, seed: int) -> list[float]:
 
 
 def prompts(words: int, shared_words: int, given: Sequence[str], seed: int) -> Iterator[str]:
-    """Without end: those `given`, in turn; or made-up ones of `words`, alike in the first `shared_words` alone."""
+    """Yield prompts without end: those `given` in turn, or generated ones of `words` words that share the first
+    `shared_words`."""
     if given:
         for number in count():
             yield given[number % len(given)]
@@ -89,8 +94,8 @@ def prompts(words: int, shared_words: int, given: Sequence[str], seed: int) -> I
 
 
 def lines(text: str, name: str) -> list[str]:
-    """A file's prompts, one a line. Raises ConfigError where there is none."""
+    """Return the prompts of a file, one per line. Raises ConfigError if there is none."""
     found = [line for line in text.splitlines() if line.strip()]
     if not found:
-        raise ConfigError(f"{name}: no prompt in it")
+        raise ConfigError(f"{name}: contains no prompt")
     return found

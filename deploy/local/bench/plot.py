@@ -1,4 +1,4 @@
-"""The curves of a sweep, as a PNG. The only module of the command that needs matplotlib."""
+"""Draws the curves of a sweep as a PNG. This is the only module of the command that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LATENCIES: Mapping[str, _Curves] = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Over the sweep's load."""
+    """Draw latencies and throughput over the load into a PNG file."""
     figure, axes = pyplot.subplots(1, len(_LATENCIES), figsize=(4.4 * len(_LATENCIES), 3.6))
     for axis, (title, curves) in zip(axes, _LATENCIES.items(), strict=True):
         for name, value in curves.items():

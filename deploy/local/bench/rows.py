@@ -1,4 +1,4 @@
-"""What `headrace bench` makes of what it saw: a row for each load. Pure."""
+"""Sums up the results of `headrace bench`: one row for each load. Pure."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from deploy.local.bench.plan import Point
 from deploy.local.table import table
 
 Outcome = Literal["done", "ended early", "refused", "failed", "timed out", "unreadable", "unreachable"]
-"""Refused: 429 or 503. Ended early: the stream broke off before its finish reason."""
+"""The end of a request. Refused: status 429 or 503. Ended early: the stream ended before its finish reason."""
 
 
 class Result(Struct, frozen=True):
-    """One request. Times are seconds from its sending."""
+    """The result of one request. Times are seconds since it was sent."""
 
     outcome: Outcome
     reason: str = ""
     first_s: float | None = None
-    """Until the first event with text."""
+    """Time of the first event with text."""
     last_s: float = 0.0
-    """Until the last one."""
+    """Time of the last event with text."""
     ended_s: float = 0.0
     gaps_s: tuple[float, ...] = ()
-    """Between events with text."""
+    """Times between events with text."""
     events: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    """As the server counted; None: it did not tell."""
+    """The server's count; None: it sent no usage."""
     retry_after_s: float = 0.0
 
 
 class Spread(Struct, frozen=True):
-    """Percentiles in seconds; None: there was nothing."""
+    """Percentiles in seconds; None: no values."""
 
     p50: float | None = None
     p90: float | None = None
@@ -45,41 +45,41 @@ class Spread(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """One load, measured."""
+    """The measurement of one load."""
 
     load: str
     value: float
     requests: int
-    """That ended, however they did."""
+    """Number of requests that ended, with any outcome."""
     outcomes: Mapping[str, int]
     reasons: Mapping[str, int]
-    """Of all but the done."""
+    """Reason → number of requests that were not done because of it; the most frequent ones."""
     seconds: float
-    """From the first sending to the last end."""
+    """Time from the first request to the last end."""
     first_token_s: Spread
     inter_token_s: Spread
-    """Between events with text. Where several tokens come in one, they are fewer and longer than between tokens."""
+    """Times between events with text. If events have several tokens, these are fewer and longer than between tokens."""
     time_per_token_s: Spread
-    """Of each request, from its first token to its last, by the tokens behind the first."""
+    """Time from the first to the last token of each request, divided by the number of tokens after the first."""
     whole_s: Spread
     requests_per_s: float
     tokens_per_s: float
     tokens_by: Literal["usage", "events"]
-    """Who counted: the server, or (where it told nothing of a request) this driver, one token an event."""
+    """Source of the token counts: the server's usage or, if a request had none, the events, one token each."""
     prompt_tokens: float | None
-    """In the mean."""
+    """Mean number of prompt tokens."""
     driver_cpu: float
-    """Share of one core that the driver itself took: near 1, it is measured and not the server."""
+    """Share of one core that the driver used. Near 1, the numbers measure the driver and not the server."""
     complete: bool
-    """All that was to be sent was, and has ended."""
+    """True if all planned requests were sent and have ended."""
 
 
 def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: float) -> Row:
-    """Latencies are those of requests that were done; tokens are all that came."""
+    """Return the row of a point. Latencies count only requests that were done; tokens count all that arrived."""
     done = [result for result in results if result.outcome == "done"]
     counted = [result.completion_tokens for result in results]
     tokens = sum(result.events if count is None else count for result, count in zip(results, counted, strict=True))
-    told = all(result.completion_tokens is not None for result in done)
+    reported = all(result.completion_tokens is not None for result in done)
     prompts = [result.prompt_tokens for result in done if result.prompt_tokens is not None]
     lasting_s = max(seconds, 1e-9)
     return Row(
@@ -95,7 +95,7 @@ def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: 
         whole_s=spread([result.ended_s for result in done]),
         requests_per_s=len(done) / lasting_s,
         tokens_per_s=tokens / lasting_s,
-        tokens_by="usage" if told else "events",
+        tokens_by="usage" if reported else "events",
         prompt_tokens=sum(prompts) / len(prompts) if prompts else None,
         driver_cpu=driver_cpu,
         complete=len(results) == point.requests,
@@ -108,7 +108,7 @@ def _time_per_token_s(result: Result) -> float | None:
 
 
 def spread(seconds: Sequence[float]) -> Spread:
-    """Nearest-rank percentiles."""
+    """Return nearest-rank percentiles."""
     ordered = sorted(seconds)
     if not ordered:
         return Spread()
@@ -117,7 +117,7 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """For a terminal; latencies in ms."""
+    """Return the rows as a table with latencies in ms, and notes."""
     head = (
         "LOAD",
         "DONE",
@@ -142,18 +142,20 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _notes(row: Row) -> list[str]:
-    """What a reader of the row must know."""
+    """Return warnings about a row."""
     load = f"{row.load} {row.value:g}"
     failed = {name: number for name, number in row.outcomes.items() if name != "done"}
     notes: list[str] = []
     if failed:
         reason = next(iter(row.reasons), "")
-        told = ", ".join(f"{number} {name}" for name, number in failed.items())
-        notes.append(f"{load}: {told}" + (f" ({reason})" if reason else ""))
+        counts = ", ".join(f"{number} {name}" for name, number in failed.items())
+        notes.append(f"{load}: {counts}" + (f" ({reason})" if reason else ""))
     if row.tokens_by == "events":
-        notes.append(f"{load}: the server does not tell its usage; an event counts as a token")
+        notes.append(f"{load}: the server sent no usage; each event counts as one token")
     if row.driver_cpu > 0.8:
-        notes.append(f"{load}: this driver took {row.driver_cpu:.0%} of a core: it, not the server, may be the limit")
+        notes.append(
+            f"{load}: this driver used {row.driver_cpu:.0%} of a core: it may be the limit instead of the server"
+        )
     if not row.complete:
         notes.append(f"{load}: not complete")
     return notes

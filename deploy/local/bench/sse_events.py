@@ -1,8 +1,8 @@
-"""An OpenAI stream's bytes as events. Pure.
+"""Parses the bytes of an OpenAI stream. Pure.
 
     bytes ─▶ lines ─▶ `data: {…}` ─▶ text, usage, finish reason, error ─▶ [DONE]
 
-Raises ProtocolError on what is no such stream: a line of no SSE field, or data that is no JSON object.
+Raises ProtocolError for a line that is not an SSE field and for data that is not a JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Choice(Struct):
 
 
 class StreamUsage(Struct):
-    """As the server counts."""
+    """Token counts of the server."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -47,23 +47,23 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 class ChatStream:
-    """One stream's."""
+    """The parser of one stream, with what it has found so far."""
 
     def __init__(self) -> None:
         self.texts = 0
-        """Events with text so far."""
+        """Number of events with text so far."""
         self.usage: StreamUsage | None = None
         self.finished = False
-        """A finish reason came, or [DONE]."""
+        """True once a finish reason or [DONE] has arrived."""
         self.error = ""
         self._rest = b""
 
     def feed(self, data: bytes) -> int:
-        """How many events with text were completed."""
+        """Parse further bytes; return how many events with text they complete. Raises ProtocolError."""
         before = self.texts
         *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LINE_LIMIT_BYTES:
-            raise ProtocolError("a line of the stream has no end")
+            raise ProtocolError(f"a line of the stream is longer than {LINE_LIMIT_BYTES} bytes")
         for line in whole:
             self._line(line.rstrip(b"\r"))
         return self.texts - before
@@ -81,7 +81,7 @@ class ChatStream:
         try:
             chunk = _CHUNK.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-            raise ProtocolError(f"not a chunk: {wrong}") from None
+            raise ProtocolError(f"not a chat completion chunk: {wrong}") from None
         if chunk.error is not None:
             self.error = chunk.error if isinstance(chunk.error, str) else chunk.error.message
         self.usage = chunk.usage or self.usage

@@ -1,7 +1,7 @@
-"""`headrace bench`: a sweep of loads against an OpenAI endpoint; a table, PREFIX.json and PREFIX.png.
+"""`headrace bench`: runs a sweep of loads against an OpenAI endpoint; writes a table, PREFIX.json and PREFIX.png.
 
-Each point of the sweep warms up, unmeasured, then sends: in a closed loop (--concurrency) or an open one (--rate). What
-has been measured when the user interrupts is written too.
+Each point of the sweep sends unmeasured requests to warm up, then measured ones: in a closed loop (--concurrency) or an
+open one (--rate). If the user interrupts, what has been measured so far is written.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 
 REFUSED_WAIT_S = 0.5
-"""Before a closed loop's slot asks again that was refused without Retry-After."""
+"""Wait of a closed loop's slot after a refusal without Retry-After."""
 
 
 class BenchOptions(Struct, frozen=True):
-    """What was asked for."""
+    """Options of `bench`, checked."""
 
     url: str
-    """Ends with /v1."""
+    """URL of the endpoint; it ends with /v1."""
     points: list[Point]
     command: str
     model: str = ""
-    """Empty: the first one served."""
+    """Name of the model; empty: the first one served."""
     words: int = 512
     shared_words: int = 0
     output_tokens: int = 128
     given: Sequence[str] = ()
-    """Prompts, instead of made-up ones."""
+    """Prompts to send instead of generated ones."""
     warmup: int = 2
-    """Requests before each point."""
+    """Number of unmeasured requests before each point."""
     timeout_s: float = 120.0
-    """Of each request."""
+    """Time limit of each request."""
     seed: int = 0
     api_key: str = ""
     out: str = "bench"
-    """Prefix of the files."""
+    """Path of the written files without their suffix."""
     tokenizer: str = ""
-    """For aiperf."""
+    """Tokenizer for aiperf: a directory or a name on the hub."""
     may_stop: bool = False
-    """Answers may end before `output_tokens`, and no field is sent that is not OpenAI's."""
+    """True if answers may end before `output_tokens`: then only OpenAI's own fields are sent."""
 
 
 class Report(Struct, frozen=True):
-    """What the JSON says."""
+    """The content of the JSON file."""
 
     benchmark: str
     machine: str
@@ -71,7 +71,7 @@ class Report(Struct, frozen=True):
 
 
 def bench(options: BenchOptions, *, as_json: bool) -> int:
-    """The exit status. Raises Unavailable where the endpoint cannot be measured at all."""
+    """Run the sweep and return the exit status. Raises Unavailable if the endpoint cannot be measured at all."""
     sweep = _Sweep(options)
     interrupted = False
     try:
@@ -96,16 +96,16 @@ def bench(options: BenchOptions, *, as_json: bool) -> int:
 
 def _draw(rows: Sequence[Row], out: str) -> None:
     try:
-        from deploy.local.bench import plot  # here, as matplotlib need not be installed
+        from deploy.local.bench import plot  # imported here because matplotlib is optional
     except ImportError:
-        print(f"{out}.json is written; `pip install matplotlib` draws it, too", file=sys.stderr)
+        print(f"{out}.json is written; to draw it as well, run `pip install matplotlib`", file=sys.stderr)
         return
     plot.draw(rows, Path(f"{out}.png"))
     print(f"{out}.json and {out}.png are written", file=sys.stderr)
 
 
 class _Sweep:
-    """All points, one after the other; `rows` has what was measured so far."""
+    """Runs all points one after the other; `rows` has what was measured so far."""
 
     def __init__(self, options: BenchOptions) -> None:
         self.rows: list[Row] = []
@@ -137,7 +137,7 @@ class _Sweep:
                 self._terminal.clear()
 
     async def _warm_up(self, one: Client, point: Point) -> None:
-        """Raises Unavailable where not one of the first point's is answered."""
+        """Send the unmeasured requests. Raises Unavailable if none is answered before the first point."""
         answers = await asyncio.gather(*(one.ask(next(self._prompts)) for _ in range(self._options.warmup)))
         if answers and not self.rows and not any(answer.outcome == "done" for answer in answers):
             raise Unavailable(f"{point.name}: no request of the warm-up was answered: {answers[0].reason}")

@@ -1,1 +1,1 @@
-"""`headrace status` and `headrace explain`: what a running fleet says of itself, as tables."""
+"""`headrace status` and `headrace explain`: show the state of a running fleet as tables."""

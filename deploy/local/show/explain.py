@@ -19,12 +19,15 @@ BLANK = ' \t\r\n"'
 
 
 def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
-    """Print why `request` went where it went, or the latest choices where it is None; 1 if no router knows it.
+    """Print the routing decisions of `request`, or the latest of all requests if it is None. Return 1 if no router
+    knows it.
 
-    Raises Unavailable where discovery, NATS or every router is away.
+    Raises Unavailable if discovery, NATS or every router cannot be reached.
     """
-    logging.basicConfig(level=logging.CRITICAL)  # what a retry loop says of itself
-    nameless = request is not None and not request.strip(BLANK)  # routers would tell the latest
+    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops
+    nameless = request is not None and not request.strip(
+        BLANK
+    )  # for an empty name, routers return the latest decisions
     answers, notes = ([], []) if nameless else asyncio.run(_ask(config, request or ""))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
@@ -34,10 +37,10 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
     elif decisions:
         print(render_list(decisions) if request is None else render_candidates(decisions))
     elif request is None:
-        print("nothing was routed yet")
+        print("no request was routed yet")
     if request is not None and not decisions:
         name = request if request.isprintable() and not nameless else ascii(request)
-        print(f"error: no router remembers {name}: it was not routed here, or long ago", file=sys.stderr)
+        print(f"error: no router remembers {name}: it was not routed by them, or too long ago", file=sys.stderr)
         return 1
     return 0
 
@@ -45,7 +48,7 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
 async def _ask(config: FleetConfig, request: str) -> tuple[list[Explanations], list[str]]:
     routers = instances_of("router", config, await discovery_entries(config))
     if not routers:
-        raise Unavailable(f"no router is there, says {config.discovery_shown}")
+        raise Unavailable(f"no router is registered in {config.discovery_shown}")
     async with connect_bus(config, "headrace explain") as bus:
         subject = partial(subjects.explain, config.namespace)
         question = request.encode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""What `headrace explain` shows: the routers' explanations, joined and laid out. Pure."""
+"""Merges the routers' explanations and renders them for `headrace explain`. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from deploy.local.table import age, table
 from shared.messages import Candidate, Explanation, Explanations
 
 LATEST = 20
+"""Number of decisions in the list of the latest ones."""
 
 
 def merge(answers: Iterable[Explanations], *, latest: bool) -> list[Explanation]:
-    """All routers' decisions, oldest first; of one request, whose attempts may have been routed by different routers,
-    or the `latest` of all requests."""
+    """Return the decisions of all routers, oldest first: those of one request, whose attempts several routers may have
+    routed, or only the `latest` of all requests."""
     found = sorted((one for answer in answers for one in answer.decisions), key=lambda one: -one.age_s)
     return found[-LATEST:] if latest else found
 
 
 def render_candidates(decisions: Sequence[Explanation]) -> str:
-    """Each decision with its candidates, for one request."""
-    return "\n\n".join(map(_whole, decisions))
+    """Return the decisions of one request, each with a table of its candidates."""
+    return "\n\n".join(map(_decision, decisions))
 
 
-def _whole(one: Explanation) -> str:
+def _decision(one: Explanation) -> str:
     cells: list[tuple[str, ...]] = [
         ("", "INSTANCE", "RANK", "DEVICE", "HOST", "DISK", "HELD", "QUEUED", "PREDICTED", "SCORE", "REASON")
     ]
@@ -42,7 +43,7 @@ def _whole(one: Explanation) -> str:
 
 
 def _candidate(row: Candidate, *, chosen: bool) -> tuple[str, ...]:
-    """Overlap and held in blocks, queued in tokens."""
+    """Return a row of the table; overlap and held are in blocks, queued in tokens."""
     overlap = (row.overlap.device, row.overlap.host, row.overlap.disk)
     numbers = (row.rank, *overlap, row.active_blocks, row.queued_tokens)
     predicted = _seconds(row.predicted_s) if row.predicted_s is not None else "?"
@@ -51,7 +52,7 @@ def _candidate(row: Candidate, *, chosen: bool) -> tuple[str, ...]:
 
 
 def _cached(one: Explanation) -> str:
-    actual = "not told yet" if one.actual_cached_tokens is None else f"{one.actual_cached_tokens} found"
+    actual = "not reported yet" if one.actual_cached_tokens is None else f"{one.actual_cached_tokens} found"
     return f"{one.predicted_cached_tokens} predicted, {actual}"
 
 
@@ -61,12 +62,12 @@ def _first_token(one: Explanation) -> str:
     if one.first_token_s is not None:
         return f"{said}{_seconds(one.first_token_s)} as the client saw it"
     if one.actual_cached_tokens is not None:
-        return f"{said}an earlier attempt brought it"
-    return f"{said}not told yet"
+        return f"{said}sent by an earlier attempt"
+    return f"{said}not reported yet"
 
 
 def _predicted_s(one: Explanation) -> float | None:
-    """Of the chosen one; None: not known."""
+    """Return the predicted time of the chosen candidate; None: unknown."""
     rows = (row.predicted_s for row in one.candidates if (row.instance, row.rank) == (one.instance, one.rank))
     return next(rows, None)
 
@@ -76,7 +77,7 @@ def _seconds(seconds: float) -> str:
 
 
 def render_list(decisions: Sequence[Explanation]) -> str:
-    """A line for each decision, for the latest ones of all requests."""
+    """Return the latest decisions of all requests, one line each."""
     cells: list[tuple[str, ...]] = [
         ("AGO", "REQUEST", "ATTEMPT", "INSTANCE", "PROMPT", "PREDICTED", "FOUND", "FIRST TOKEN", "ENDED", "REASON")
     ]

@@ -1,4 +1,4 @@
-"""What the commands that look at a running fleet have in common: where it is, who is there, and asking all."""
+"""Shared by the commands that query a running fleet: its address, its instances, and requests to each instance."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ T = TypeVar("T", bound=Struct)
 
 
 class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What to ask; users and passwords come from the environment, HEADRACE_NATS_PASSWORD for instance."""
+    """Addresses of a fleet. Users and passwords come from the environment, for instance HEADRACE_NATS_PASSWORD."""
 
     namespace: str = "default"
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     observe: ObserveConfig = ObserveConfig()
-    """For services that join by the same file."""
+    """Unused here; the same file also configures services that join the fleet."""
 
     @property
     def nats_shown(self) -> str:
-        """Without a password."""
+        """The URL of NATS without a password."""
         parts = urlsplit(self.nats.url)
         return f"{parts.scheme}://{parts.hostname}:{parts.port or 4222}"
 
     @property
     def discovery_shown(self) -> str:
+        """The back end of discovery and its address."""
         discovery = self.discovery
         etcd = discovery.backend == "etcd"
         return f"etcd {','.join(discovery.endpoints)}" if etcd else f"files in {discovery.path}"
 
 
 def fleet_config(*, namespace: str, nats: str, etcd: str, path: str = "", file: Path | None = None) -> FleetConfig:
-    """Flags over environment over file; what is empty stays as it is. Raises ConfigError."""
+    """Return the settings: flags take precedence over the environment, that over the file. Empty arguments are not set.
+    Raises ConfigError."""
     flags = [f"--namespace={namespace}"]
     if nats:
         flags.append(f"--nats-url={nats}")
@@ -60,7 +62,7 @@ def fleet_config(*, namespace: str, nats: str, etcd: str, path: str = "", file: 
 
 
 async def discovery_entries(config: FleetConfig) -> dict[str, bytes]:
-    """Discovery's keys and values. Raises DiscoveryDown."""
+    """Return discovery's keys and values. Raises DiscoveryDown."""
     discovery = open_discovery(config.discovery)
     try:
         return dict(await discovery.list(subjects.namespace_prefix(config.namespace)))
@@ -70,18 +72,18 @@ async def discovery_entries(config: FleetConfig) -> dict[str, bytes]:
 
 @asynccontextmanager
 async def connect_bus(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
-    """The fleet's bus. Raises BusDown."""
+    """Yield a connection to the fleet's bus. Raises BusDown."""
     refused = asyncio.get_running_loop().create_future()
 
-    def hear(why: str) -> None:
+    def on_state(why: str) -> None:
         if why and not refused.done():
             refused.set_result(why)
 
-    connecting = asyncio.ensure_future(connect(config.nats, name, hear))
+    connecting = asyncio.ensure_future(connect(config.nats, name, on_state))
     try:
         await asyncio.wait((connecting, refused), timeout=CONNECT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
-            late = f"NATS does not answer within {CONNECT_LIMIT_S:g} s at {config.nats_shown}"
+            late = f"NATS did not answer within {CONNECT_LIMIT_S:g} s at {config.nats_shown}"
             raise BusDown(refused.result() if refused.done() else late)
     finally:
         connecting.cancel()
@@ -94,7 +96,7 @@ async def connect_bus(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
 
 
 def instances_of(service: ServiceName, config: FleetConfig, values: dict[str, bytes]) -> list[str]:
-    """The ids of all of one service; what cannot be read is passed over, `status` shows it."""
+    """Return the ids of all instances of a service. Unreadable entries are skipped; `status` shows them."""
     found: list[str] = []
     for key, value in values.items():
         try:
@@ -114,7 +116,7 @@ async def ask_each(
     payload: bytes,
     codec: Codec[T],
 ) -> tuple[list[T], list[str]]:
-    """The answers of those that answer in time, and a note for each one that does not."""
+    """Send a request to each instance. Return the answers, and a note for each instance that did not answer in time."""
 
     async def ask(instance: str) -> T | str:
         try:

@@ -1,4 +1,4 @@
-"""The machines' block stores as people read them in `headrace status`: a row for each pool, one for each tier. Pure.
+"""Renders the machines' block stores for `headrace status`: one row for each pool, one for each tier. Pure.
 
 KVBM  POOL                    MEMORY   RESERVED  HITS OVER
 k1    /dev/shm/headrace-0-…   1.07 GB  100 %     5m
@@ -20,7 +20,7 @@ _TIERS = ("KVBM", "LAYOUT", "MODEL", "DTYPE", "ENGINES", "TICKETS", "TIER", "STA
 
 
 def block_stores(states: Sequence[KvbmState]) -> list[str]:
-    """Two tables, and a line for each tier that has something to say."""
+    """Return two tables, and a line for each tier that gives a reason for its state."""
     pools: list[tuple[str, ...]] = [_POOLS]
     for state in states:
         memory = (size(state.pool_bytes), f"{int(100 * state.reserved)} %")

@@ -1,4 +1,4 @@
-"""What `headrace status` shows: discovery's entries and what processes say of themselves, joined and laid out. Pure."""
+"""Joins discovery's entries with the reports of the processes and renders them for `headrace status`. Pure."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from shared.messages import Instance, LoadReport, ModelCard, Role, RouterState, 
 ROUTED_ROLE: Role = "aggregated"
 """The only role that routers choose."""
 MACHINES_OWN = 0xEFFFFFFC
-"""The number of the PID namespace that each Linux starts with; containers have others."""
+"""The number of the first PID namespace of every Linux; containers have other numbers."""
 
 
 class InstanceRow(Struct, frozen=True):
-    """One process."""
+    """One running process."""
 
     service: str
     instance: str
     epoch: int
     pid: int
     pid_usable: bool
-    """Whether `pid` can be killed: it is one of the machine's, or of the container where `status` runs."""
+    """True if `pid` is valid where `status` runs: a PID of the machine or of the same container."""
     machine: str
     age_s: float
     version: str
     http: str
     device: str = ""
-    """Of a worker that computes: cpu, cuda:0, …"""
+    """The device on which a worker computes, such as cpu or cuda:0."""
     load: LoadReport | None = None
-    """A worker's last report; None for others, and for a worker that has not been heard."""
+    """The last report of a worker; None for other services, and without a report."""
 
 
 class ModelRow(Struct, frozen=True):
-    """One model, over all instances that serve it."""
+    """One model, with the sums of all instances that serve it."""
 
     model: str
     instances: tuple[str, ...]
@@ -52,7 +52,7 @@ class ModelRow(Struct, frozen=True):
 
 
 class RefusedRow(Struct, frozen=True):
-    """A card that is not served."""
+    """A model card that the services refuse."""
 
     model: str
     instance: str
@@ -60,23 +60,23 @@ class RefusedRow(Struct, frozen=True):
 
 
 class Overview(Struct, frozen=True):
-    """All of one namespace."""
+    """The state of one namespace."""
 
     namespace: str
     nats: str
     discovery: str
-    """The back end, and where it is."""
+    """The back end and its address."""
     instances: tuple[InstanceRow, ...]
     models: tuple[ModelRow, ...]
     refused: tuple[RefusedRow, ...]
     unreadable: tuple[str, ...]
-    """Keys whose value is not what it should be, and why."""
+    """Keys whose value cannot be read, with the reason."""
     notes: tuple[str, ...]
-    """What could not be found out."""
+    """Remarks, for instance which processes did not answer and which workers no router chooses."""
     routers: tuple[RouterState, ...] = ()
-    """Those that answered."""
+    """State of the routers that answered."""
     stores: tuple[KvbmState, ...] = ()
-    """Of the machines' block stores, those that answered."""
+    """State of the block stores that answered."""
 
 
 def overview(
@@ -91,8 +91,11 @@ def overview(
     now: float,
     pid_namespace: int = 0,
 ) -> Overview:
-    """`values` are discovery's keys, `reports` the last of each worker, `states` and `stores` what routers and
-    block stores say of themselves, `now` seconds since 1970, `pid_namespace` that of the reader."""
+    """Return the overview of a namespace.
+
+    `values` are discovery's keys and values, `reports` the last report of each worker, `states` and `stores` the
+    answers of routers and block stores, `now` seconds since 1970, `pid_namespace` that of this process.
+    """
     entries: dict[str, Entry] = {}
     unreadable: list[str] = []
     for key, value in sorted(values.items()):
@@ -124,7 +127,7 @@ def overview(
 
 
 def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
-    """Verdicts as the services have them, if cards came in the order in which their instances started."""
+    """Return the catalogue that the services have, if cards arrived in the order in which their instances started."""
     started = {each.instance: each.started for each in entries.values() if isinstance(each, Instance)}
     catalogue = Catalogue()
     for key, entry in sorted(entries.items(), key=lambda item: started.get(item[1].instance, 0.0)):
@@ -171,13 +174,13 @@ def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, Loa
 
 
 def render(view: Overview) -> str:
-    """The tables that people read."""
+    """Return the overview as tables for people."""
     parts = [f"namespace {view.namespace}, NATS {view.nats}, {view.discovery}", ""]
-    parts.append(_instances(view.instances) if view.instances else "nothing is alive here")
+    parts.append(_instances(view.instances) if view.instances else "no process is alive in this namespace")
     if not all(row.pid_usable for row in view.instances):
-        parts.append("PID -: it runs in a container of its own, of which MACHINE is the name")
+        parts.append("PID -: the process runs in a container; MACHINE is the name of that container")
     if any(row.service == "worker" and row.load is None for row in view.instances):
-        parts.append("?: no load report was heard; a process that died is listed until its lease ends, some 10 s")
+        parts.append("?: no load report arrived; a process that died is listed until its lease ends, about 10 s")
     if view.models:
         parts += ["", _models(view.models)]
     if view.routers:
@@ -227,7 +230,7 @@ def _routers(rows: Sequence[RouterState]) -> str:
 
 
 def _sources(sources: Sequence[SourceState]) -> str:
-    """How many are in each state, and what is wrong with some of them."""
+    """Return how many sources are in each state, and how many have which defect."""
     words = [source.state for source in sources]
     words += ["partial" for source in sources if source.partial]
     words += ["not exact" for source in sources if not source.exact]

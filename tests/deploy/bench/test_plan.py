@@ -36,7 +36,7 @@ def test_a_sweep_of_rates_sends_for_a_while() -> None:
         ("1" + ",1" * 64, "", 0),
     ],
 )
-def test_loads_that_nobody_can_mean_are_refused(concurrency: str, rate: str, requests: int) -> None:
+def test_loads_that_make_no_sense_are_refused(concurrency: str, rate: str, requests: int) -> None:
     with pytest.raises(ConfigError):
         points(concurrency, rate, requests)
 
@@ -63,5 +63,5 @@ def test_made_up_prompts_have_their_length_and_share_their_opening_alone(words: 
 def test_given_prompts_come_in_turn_without_end() -> None:
     given = lines("one\n\n two\n", "file")
     assert list(islice(prompts(512, 0, given, 0), 3)) == ["one", " two", "one"]
-    with pytest.raises(ConfigError, match="file: no prompt"):
+    with pytest.raises(ConfigError, match="file: contains no prompt"):
         lines("\n \n", "file")

@@ -30,7 +30,7 @@ def test_where_the_server_does_not_count_an_event_is_a_token_and_the_table_says_
     row = row_of(POINT, [Result("done", first_s=0.1, last_s=0.3, ended_s=0.4, gaps_s=(0.2,), events=2)], 1.0, 0.9)
     assert (row.tokens_by, row.tokens_per_s, row.prompt_tokens) == ("events", 2.0, None)
     text = render([row])
-    for note in ("an event counts as a token", "took 90% of a core", "not complete"):
+    for note in ("each event counts as one token", "used 90% of a core", "not complete"):
         assert note in text
 
 

@@ -55,7 +55,7 @@ def test_a_line_without_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [{"message": "it broke", "code": 500}, "it broke"])
-def test_an_error_in_the_stream_is_told(error: object) -> None:
+def test_an_error_in_the_stream_is_reported(error: object) -> None:
     events = ChatStream()
     events.feed(event(error=error))
     assert events.error == "it broke"

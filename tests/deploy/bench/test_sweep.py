@@ -173,7 +173,7 @@ async def test_an_open_loop_sends_at_its_rate_whatever_comes_back(tmp_path: Path
         ("fails", "failed", "it broke"),
         ("garbage", "unreadable", "not server-sent events"),
         ("missing", "failed", "404: no such model"),
-        ("silent", "timed out", "no end within 0.2 s"),
+        ("silent", "timed out", "the answer did not end within 0.2 s"),
     ],
 )
 async def test_what_goes_wrong_is_counted_by_what_it_was(tmp_path: Path, kind: str, outcome: str, reason: str) -> None:
@@ -187,7 +187,7 @@ async def test_what_goes_wrong_is_counted_by_what_it_was(tmp_path: Path, kind: s
     assert row["complete"]
 
 
-async def test_a_refusal_is_counted_and_its_slot_waits_as_long_as_it_was_told_to(tmp_path: Path) -> None:
+async def test_a_refusal_is_counted_and_its_slot_waits_for_retry_after(tmp_path: Path) -> None:
     async with serving() as server:
         flags = ("--model", "busy", "--concurrency", "1", "--requests", "3", "--warmup", "0")
         _, report = await bench(server, tmp_path, *flags)
@@ -203,7 +203,12 @@ async def test_an_endpoint_that_cannot_be_measured_is_one_line(
     async with serving() as server:
         asked = {
             ("--model", "missing"): "no request of the warm-up was answered: 404: no such model",
-            ("--model", "silent", "--timeout-s", "0.2"): "no request of the warm-up was answered: no end within 0.2 s",
+            (
+                "--model",
+                "silent",
+                "--timeout-s",
+                "0.2",
+            ): "no request of the warm-up was answered: the answer did not end within 0.2 s",
         }
         for flags, said in asked.items():
             assert await bench(server, tmp_path, "--concurrency", "1", *flags) == (1, {})
@@ -228,11 +233,11 @@ async def test_an_endpoint_that_cannot_be_measured_is_one_line(
         ("--out", "/nowhere/bench"),
     ],
 )
-def test_flags_that_nobody_can_mean_are_wrong_usage(flags: tuple[str, ...]) -> None:
+def test_flags_that_make_no_sense_are_wrong_usage(flags: tuple[str, ...]) -> None:
     assert main(["bench", "--url", "http://127.0.0.1:1/v1", *flags]) == 2
 
 
-async def test_what_was_measured_before_an_interruption_is_told(tmp_path: Path) -> None:
+async def test_what_was_measured_before_an_interruption_is_reported(tmp_path: Path) -> None:
     async with serving() as server:
         command = [sys.executable, "-m", "deploy.local.cli", "bench", "--url", server.url, "--model", "hangs"]
         flags = ["--concurrency", "2", "--requests", "9", "--warmup", "0", "--out", str(tmp_path / "bench")]

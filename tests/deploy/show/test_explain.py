@@ -151,13 +151,13 @@ def test_a_request_is_explained_by_all_routers_that_took_part(
         ]
 
 
-def test_an_unknown_request_is_told_in_one_line_with_status_1(
+def test_an_unknown_request_is_reported_in_one_line_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(tmp_path, KNOWN) as servers:
         assert cli.main(["explain", "never", *servers]) == 1
         said = capsys.readouterr()
-        assert said.err == "error: no router remembers never: it was not routed here, or long ago\n"
+        assert said.err == "error: no router remembers never: it was not routed by them, or too long ago\n"
         assert not said.out
 
 
@@ -165,13 +165,13 @@ def test_an_unknown_request_is_told_in_one_line_with_status_1(
     ("name", "shown"),
     [(" ", "' '"), ("", "''"), ('"\n"', "'\"\\n\"'"), ("\udcff\udcfe", r"'\udcff\udcfe'"), ("chatcmpl-",) * 2],
 )
-def test_a_name_that_is_none_is_a_request_that_nobody_remembers(
+def test_a_blank_name_is_an_unknown_request(
     name: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(tmp_path, KNOWN) as servers:
         assert cli.main(["explain", name, *servers]) == 1
         said = capsys.readouterr()
-        assert said.err == f"error: no router remembers {shown}: it was not routed here, or long ago\n"
+        assert said.err == f"error: no router remembers {shown}: it was not routed by them, or too long ago\n"
         assert not said.out
 
 
@@ -191,7 +191,7 @@ def test_a_router_that_does_not_answer_is_a_note_and_status_shows_the_others(
 
 @pytest.mark.parametrize(
     ("routers", "silent", "said"),
-    [({}, "", "error: no router is there, says files in "), (KNOWN, "r1", "")],
+    [({}, "", "error: no router is registered in files in "), (KNOWN, "r1", "")],
 )
 def test_without_routers_the_error_says_so(
     routers: Mapping[str, list[Explanation]],
@@ -212,4 +212,4 @@ def test_without_nats_the_error_says_so(
     monkeypatch.setattr(fleet, "CONNECT_LIMIT_S", 0.2)
     with running(tmp_path, KNOWN, nats=False) as servers:
         assert cli.main(["explain", "abc", *servers]) == 1
-        assert capsys.readouterr().err == "error: NATS does not answer within 0.2 s at nats://127.0.0.1:1\n"
+        assert capsys.readouterr().err == "error: NATS did not answer within 0.2 s at nats://127.0.0.1:1\n"

@@ -43,12 +43,12 @@ def test_a_choice_stands_with_its_candidates_and_what_came_of_it() -> None:
 
 def test_what_is_not_known_yet_is_said_in_words() -> None:
     assert render_candidates([CHOICE]).splitlines()[-3:] == [
-        "cached tokens      400 predicted, not told yet of 410",
-        "first token after  125 ms predicted, not told yet",
+        "cached tokens      400 predicted, not reported yet of 410",
+        "first token after  125 ms predicted, not reported yet",
         "ended              not yet",
     ]
     continued = msgspec.structs.replace(CHOICE, candidates=CHOICE.candidates[1:], actual_cached_tokens=0)
-    assert "first token after  an earlier attempt brought it" in render_candidates([continued])
+    assert "first token after  sent by an earlier attempt" in render_candidates([continued])
 
 
 def test_the_attempts_of_a_request_come_from_all_routers_in_order() -> None:

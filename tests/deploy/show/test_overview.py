@@ -134,13 +134,13 @@ def test_no_pid_is_shown_of_a_process_in_a_container_of_its_own() -> None:
     ]
     lines = render(view).splitlines()
     assert [line.split()[3] for line in lines[3:6]] == ["4242", "4242", "-"]
-    assert "PID -: it runs in a container of its own, of which MACHINE is the name" in lines
+    assert "PID -: the process runs in a container; MACHINE is the name of that container" in lines
 
 
 def test_a_worker_that_was_not_heard_has_question_marks() -> None:
     text = render(look(instance("worker", "w1"), card("w1")))
     assert "?        ?        ?     ?       ?" in text
-    assert "\n?: no load report was heard; a process that died is listed until its lease ends, some 10 s\n" in text
+    assert "\n?: no load report arrived; a process that died is listed until its lease ends, about 10 s\n" in text
 
 
 def test_the_card_of_the_later_instance_is_the_refused_one() -> None:
@@ -180,7 +180,7 @@ def test_a_policy_that_does_not_choose_is_not_shown_as_if_it_did() -> None:
     assert "r1      mine:Sleeps (off: kv chooses)  0" in render(look(instance("router", "r1"), states=(state,)))
 
 
-def test_block_stores_stand_behind_the_routers_and_in_the_json() -> None:
+def test_block_stores_are_shown_after_the_routers_and_in_the_json() -> None:
     store = KvbmState("k1", "/pool", 1 << 30, 1.0, 300.0, [])
     view = look(instance("kvbm", "k1"), stores=(store,))
     lines = render(view).splitlines()
@@ -196,7 +196,7 @@ def test_a_worker_in_a_role_that_no_router_chooses_is_in_the_notes() -> None:
 
 
 def test_nothing_alive_is_said_in_words() -> None:
-    assert "nothing is alive here" in render(look())
+    assert "no process is alive in this namespace" in render(look())
 
 
 def test_the_json_form_reads_back() -> None:

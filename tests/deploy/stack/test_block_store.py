@@ -24,20 +24,20 @@ def test_what_is_no_size_is_refused_by_the_flags_name(size: str) -> None:
         parse_size(size, "--kvbm-disk-bytes")
 
 
-def test_unasked_it_is_modest_and_the_others_can_do_without_it() -> None:
+def test_the_default_is_modest_and_not_required() -> None:
     default = store_request("", None, "", engine="native")
     assert 0 < default.pool_bytes <= 1 << 30
     assert not default.explicit
 
 
-def test_beside_gpus_it_is_larger() -> None:
+def test_with_gpus_the_default_is_larger() -> None:
     on_cpu, on_gpus = (store_request("", None, "", engine="native", device=device) for device in ("cpu", "cuda"))
     assert on_cpu.pool_bytes < on_gpus.pool_bytes <= 32 << 30
     assert not on_gpus.explicit
     assert store_request("1G", None, "", engine="native", device="cuda").pool_bytes == 1 << 30
 
 
-def test_a_size_or_a_disk_is_asking() -> None:
+def test_a_size_or_a_disk_is_an_explicit_request() -> None:
     assert store_request("64M", None, "", engine="simulated") == StoreRequest(64 << 20, "", 10 << 30, explicit=True)
     with_disk = store_request("", Path("/blocks"), "1G", engine="native")
     assert (with_disk.disk, with_disk.disk_bytes, with_disk.explicit) == ("/blocks", 1 << 30, True)
@@ -50,7 +50,7 @@ def test_zero_is_none_and_only_real_blocks_have_one_unasked() -> None:
     assert store_request("0", None, "", engine="echo").pool_bytes == 0
 
 
-def test_a_size_of_a_disk_that_nobody_named_is_refused() -> None:
+def test_the_size_of_a_disk_that_is_not_given_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a --kvbm-disk"):
         store_request("1G", None, "10G", engine="native")
 
@@ -65,7 +65,7 @@ def test_its_directory_is_there_as_long_as_it_runs(tmp_path: Path) -> None:
     assert disk.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_disk_whose_directory_cannot_be_used_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_disk_whose_directory_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     (tmp_path / "file").touch()
@@ -96,7 +96,7 @@ def test_on_a_machine_without_memory_it_is_left_out_with_a_notice(tmp_path: Path
     assert said.startswith("without kvbm: no memory for a block store: ")
 
 
-def test_on_a_machine_without_memory_who_asked_for_it_is_told(tmp_path: Path) -> None:
+def test_on_a_machine_without_memory_a_requested_store_is_an_error(tmp_path: Path) -> None:
     wanted = StoreRequest(1 << 20, "", 0, explicit=True)
     with (
         pytest.raises(ConfigError, match="no memory for a block store"),

