@@ -1,7 +1,7 @@
 """Measures all goals on a GPU and prints one table.
 
     copies    scattered blocks between the GPU and a pool, against plain copies of pinned memory
-    beside    a decode step while blocks are copied at the same time
+    `beside`  a decode step while blocks are copied at the same time
     memory    allocations: what one costs, and how many a decode step makes
     decode    decode and prefill of an 8B Llama shape, against the memory's rate and the tensor cores'
     first     the first token of a prompt whose blocks are in kvbm's memory

@@ -1,6 +1,6 @@
 """How much longer does a decode step take while blocks are copied at full speed?
 
-    python -m benchmarks.gpu.beside [--memory TMPFS] [--quick] [--json]
+    `python -m benchmarks.gpu.beside` [--memory TMPFS] [--quick] [--json]
 
 A batch of 32 of an 8B Llama shape decodes at 2,048 positions, by graphs, which reads memory nearly all of the time;
 the runner's own mover saves blocks of other pages to a pool, loads others from it, or both. Between steps the engine's

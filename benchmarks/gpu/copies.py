@@ -7,14 +7,14 @@ calibration chose (or --path), in batches of 8, 64 and 512.
 
     in a row    all batches are requested from the mover at once, so that the link never waits for a request
     copied      one batch at a time by the copier itself, from handing it over to its end
-    told        one batch at a time by the mover, from the request to its report: with the trips from thread to thread
+    `told`      one batch at a time by the mover, from the request to its report: with the trips from thread to thread
 
 The last two are medians. `both` is loads and saves at once. Yardsticks of the same run and pool are one plain
 cudaMemcpyAsync of 1 GiB each way, two at once, and two rows of bare copies of 2 MiB from places as scattered as the
 blocks.
 
 What could mislead: all of the pool is touched and pinned before anything is timed, which takes 0.6 s a GiB once.
-Nothing computes during the copies (benchmarks.gpu.beside measures that). The goals are for blocks of 2 MiB, in one
+Nothing computes during the copies (`benchmarks.gpu.beside` measures that). The goals are for blocks of 2 MiB, in one
 piece or in up to 512 fragments; smaller blocks are shown without goals. CPU time is that of all the process's threads,
 so it includes Python's share of a copy's cost.
 """
