@@ -168,7 +168,7 @@ async def test_a_balancer_needs_no_key_and_learns_nothing_but_whether_all_is_wel
             assert response.status == 404, "they are at [observe]: they tell of other keys"
 
 
-async def test_ten_thousand_wrong_keys_leave_no_state(
+async def test_thousands_of_wrong_keys_leave_no_state(
     directory: Path, keys: KeysFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -193,15 +193,15 @@ async def test_ten_thousand_wrong_keys_leave_no_state(
             await wrong(range(100))
             gc.collect()
             before, _ = tracemalloc.get_traced_memory()
-            await asyncio.gather(*(wrong(range(at, 9_000, 8)) for at in range(8)))
-            await wrong_by_nats(range(1_000))
+            await asyncio.gather(*(wrong(range(at, 3_000, 8)) for at in range(8)))
+            await wrong_by_nats(range(500))
             gc.collect()
             after, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert after - before < 300_000, "30 bytes each would be as much"
+        assert after - before < 105_000, "30 bytes each would be as much"
         assert len(list(w.registry.collect())) == series
-        assert w.metric("headrace_unauthorized_requests_total", reason="unknown") == 10_300
+        assert w.metric("headrace_unauthorized_requests_total", reason="unknown") == 3_800
         assert w.metric("headrace_inflight_requests") == 0
         w.say("fine")
         async with http.post("/v1/completions", json=BODY, headers=bearer(ALICE)) as response:
