@@ -71,22 +71,26 @@ class Prefault:
         self.done_bytes = 0
         starts = iter(range(0, self._size_bytes, CHUNK_BYTES))
 
+        problem = ""
+
         async def work(executor: ThreadPoolExecutor) -> None:
+            nonlocal problem
             for start in starts:
                 length = min(CHUNK_BYTES, self._size_bytes - start)
-                await loop.run_in_executor(executor, make_memory, self._descriptor, start, length)
+                try:
+                    await loop.run_in_executor(executor, make_memory, self._descriptor, start, length)
+                except OSError as wrong:  # the others end after their chunk; an exception would cancel their waits
+                    problem = wrong.strerror or repr(wrong)
+                    return
                 self.done_bytes += length
+                if problem:
+                    return
 
-        problem = ""
-        try:
-            with ThreadPoolExecutor(self._threads, "prefault", _lower_priority) as executor:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(self._threads):
-                        group.create_task(work(executor))
-        except* OSError as failures:
-            [wrong, *_] = [failure for failure in failures.exceptions if isinstance(failure, OSError)]
-            problem = wrong.strerror or str(wrong)
-        self.complete = not problem
+        with ThreadPoolExecutor(self._threads, "prefault", _lower_priority) as executor:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._threads):
+                    group.create_task(work(executor))
+        self.complete = self.done_bytes == self._size_bytes
         return problem
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -84,6 +85,54 @@ async def test_cancelled_it_waits_for_the_chunk_it_is_at_and_makes_no_other(
         await running
     assert made == [0]
     assert not prefault.complete
+
+
+async def test_after_a_failure_the_loop_turns_while_another_chunk_ends_and_a_cancellation_counts(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, going_on = threading.Event(), threading.Event()
+
+    def first_fails(_descriptor: int, start: int, _length: int) -> None:
+        if start == 0:
+            assert begun.wait(60)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        begun.set()
+        assert going_on.wait(60)
+
+    monkeypatch.setattr(module, "make_memory", first_fails)
+    prefault = Prefault(pool, 2)
+    running = asyncio.create_task(prefault.run())
+    assert await asyncio.to_thread(begun.wait, 60)
+    for _ in range(100):  # the failure arrives, and the loop is free while the second chunk is being made
+        await asyncio.sleep(0)
+    running.cancel()
+    going_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not prefault.complete
+
+
+async def test_chunks_that_end_after_a_failure_are_counted(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_AFTER_S", 60)
+    begun, failed = threading.Event(), threading.Event()
+
+    def first_fails(_descriptor: int, start: int, _length: int) -> None:
+        if start == 0:
+            assert begun.wait(60)
+            failed.set()
+            raise OSError(errno.ENOSPC, "")
+        begun.set()
+        assert failed.wait(60)
+
+    monkeypatch.setattr(module, "make_memory", first_fails)
+    prefault = Prefault(pool, 2)
+    running = asyncio.create_task(prefault.run())
+    await until(lambda: bool(prefault.problem))
+    assert prefault.done_bytes >= module.CHUNK_BYTES
+    assert not prefault.complete
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_where_there_is_no_memory_it_says_why_and_goes_on_once_there_is(
