@@ -300,7 +300,7 @@ def _stalls(pairs: int) -> Iterator[Row]:
     for payload in payloads:
         _apply(chains, payload)
     apart = tracemalloc.take_snapshot().filter_traces(
-        [tracemalloc.Filter(False, "*router/index.py"), tracemalloc.Filter(False, "*router/runs.py")]
+        [tracemalloc.Filter(False, "*router/index/index.py"), tracemalloc.Filter(False, "*router/index/runs.py")]
     )
     held = sum(trace.size for trace in apart.statistics("filename"))
     tracemalloc.stop()

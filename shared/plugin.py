@@ -1,4 +1,4 @@
-"""Plug-ins: code that an operator names in the config as `module:attribute`. Pure.
+"""Plug-ins: code that an operator names in the config as `module:attribute`.
 
 A plug-in is foreign code. Whatever it raises becomes a ConfigError while it is loaded, and a text that can be sent
 afterwards.

@@ -50,4 +50,4 @@ class RateLimitedLog:
         self._keys[key] = so_far, now_s
         if len(self._keys) > KEYS_LIMIT:
             del self._keys[next(iter(self._keys))]
-        _log.log(level, "%s: %s (%d so far; logged every %g s at most)", key, problem, so_far, self._interval_s)
+        _log.log(level, "%s: %s (seen %d times; logged every %g s at most)", key, problem, so_far, self._interval_s)

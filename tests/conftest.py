@@ -4,6 +4,7 @@ a test's own for faults.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
 
+# Tests start programs while gRPC's threads run. Its handlers of fork have kept such a child from its exec once.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")  # no test fails because the machine is slow or busy
 

@@ -31,7 +31,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    """Port number; 0 picks a free port. Its address is published in etcd."""
+    """Port number; 0 picks a free port. Discovery shows its address."""
     reuse_port: bool = False
     """Whether other frontends on this machine may listen on the same port; the kernel spreads connections over them."""
     connections: Positive = 10_000
@@ -74,7 +74,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     body_bytes: Natural = 512 << 20
     """Largest number of bytes of request bodies held at the same time, partial bodies included."""
     tokenising_bytes: Natural = 32 << 20
-    """Largest number of bytes of bodies that wait to be tokenised; the default takes a core about 8 seconds."""
+    """Largest number of bytes of bodies that wait to be tokenised; at one microsecond
+    a token, the default takes a core about 8 seconds."""
     tokens: Natural = 64 << 20
     """Largest number of tokens of all running requests, prompts and longest outputs together; the default is `requests`
     times 16,384. It limits this process's memory; `wait_s` and the workers' queues limit the fleet's load."""
@@ -100,8 +101,9 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stall_s: SomeSeconds = 30.0
     """Seconds without a token after which an attempt that had tokens continues on another worker."""
     attempts: Positive = 3
-    """Largest number of attempts in a row without a token, and of attempts in all that end with their engine or worker,
-    one more allowed. Four times as many may lose their whole worker before their first token."""
+    """Number of fruitless attempts in a row after which a request fails. It also fails when one more attempt than this,
+    counted in all, ends with its engine or worker. Attempts whose whole worker is lost before a token are counted
+    apart: four times as many are allowed."""
     rescue_s: Seconds = 20.0
     """Seconds for which a request that lost an attempt asks again while no worker can be chosen, or NATS is away."""
     select_timeout_s: SomeSeconds = 0.25

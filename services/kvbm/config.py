@@ -64,7 +64,7 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     disk_sightings: Positive = 2
     """How often a block must have been seen before it goes to disk."""
     fill_disk: bool = True
-    """Whether a block goes to disk at its first sighting too, while the disk has room that was never used."""
+    """Whether any block goes to disk while the disk has a free record, however often the block was seen."""
     held_share: Share = 0.5
     """The share of the slots that readers may hold at once. Nothing more is read from disk while held slots and
     abandoned reads reach it."""

@@ -28,7 +28,8 @@ class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     speculation_s: Seconds = 5.0
     """Seconds for which a routed prompt's blocks count as cached without an event that confirms it; 0 disables this."""
     history_s: Seconds = 120.0
-    """Seconds for which a routed prompt's blocks count as cached, from their last use on, where no events come."""
+    """Seconds for which a routed prompt's blocks count as cached, from their last use on, at workers that send no
+    KV events."""
     speculation_limit_bytes: Natural = 64 << 20
     """Bytes of speculation for one model, once for `speculation_s` and once for `history_s`; 8 bytes per block and 600
     per prompt. At the limit the oldest are dropped early."""

@@ -349,7 +349,7 @@ class Router:
         self._metrics.show_sources([feed.status() for feed in self.feeds.values()])
         dropped = sum(each.statistics().dropped for each in self._all_subscriptions())
         if dropped > self._dropped:
-            self._limited_log.warn("messages", f"they came faster than they were read; {dropped} are lost so far")
+            self._limited_log.warn("messages came faster than they were read", f"{dropped} are lost")
         self._dropped = dropped
         self._metrics.dropped.set(dropped)
 

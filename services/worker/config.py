@@ -27,7 +27,7 @@ class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Seconds of each step for reading the weights. Each token adds `row_s` to them."""
     row_s: Seconds = 5.1e-6
     """Seconds of each step for each token computed in it, next to `weights_s`. Where the step's tokens times `token_s`
-    is more than both, that counts instead."""
+    is more than their sum, that counts instead."""
     token_s: Seconds = 24.4e-6
     """Seconds of a token's arithmetic without attention."""
     pair_s: Seconds = 1.31e-9

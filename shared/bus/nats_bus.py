@@ -376,6 +376,6 @@ class NatsBus:
             self._refused(refused)
         waiting = f"waiting for NATS at {without_password(self._config.url)}"
         if refused:
-            self._outages.error(waiting, refused)
+            self._outages.error("no connection to NATS, tried again", refused)
         else:
             self._outages.warn(waiting, wrong)

@@ -32,8 +32,8 @@ async def test_a_key_is_logged_again_in_the_next_interval_with_all_that_were_cou
     now_s = INTERVAL_S
     limited_log.warn("events", "torn again")
     assert [record.getMessage() for record in caplog.records] == [
-        "events: torn (3 so far; logged every 60 s at most)",
-        "events: torn again (5 so far; logged every 60 s at most)",
+        "events: torn (seen 3 times; logged every 60 s at most)",
+        "events: torn again (seen 5 times; logged every 60 s at most)",
     ]
 
 

@@ -22,7 +22,6 @@ from shared.rate_limited_log import RateLimitedLog
 
 POLL_S = 2.0
 """Seconds between two looks at the files."""
-_STALE = "the former contents stay in use"
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +72,10 @@ class FileReloader(Generic[T]):
                 await self.load()
             except ConfigError as wrong:
                 self._stale.set(1)
-                self._limited_log.error(_STALE, wrong)
+                problem = str(wrong).removeprefix(f"{self._what}: ")
+                self._limited_log.error(self._what, f"{problem}; the former contents stay in use")
             else:
-                if self._limited_log.reset(_STALE) or self._seen is not seen:  # or they are as before the fault
+                if self._limited_log.reset(self._what) or self._seen is not seen:  # or they are as before the fault
                     _log.info("%s: reloaded, the new contents are in use", self._what)
 
     def _read_if_changed(self) -> tuple[list[bytes], T] | None:

@@ -114,7 +114,7 @@ class ModelRegistry:
         return entry.model, model_limits(entry.chosen)
 
     def _only(self) -> str:
-        names = [name for name, entry in self._entries.items() if entry.cards] or list(self._entries)
+        names = [name for name, entry in self._entries.items() if entry.chosen] or list(self._entries)
         if not names:
             raise Unavailable("no worker is there yet")
         if len(names) > 1:

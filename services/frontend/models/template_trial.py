@@ -74,7 +74,7 @@ def _verdict(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
     except OSError as wrong:  # no memory, or no files left
         raise ModelError(f"no process to try the chat template in: {wrong.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise ModelError(f"the chat template was not tried within {WALL_LIMIT_S:g} s") from None
+        raise ModelError(f"the trial of the chat template did not end within {WALL_LIMIT_S:g} s") from None
     if ended.returncode in (-signal.SIGPROF, -signal.SIGSEGV):  # too long, or too deep for Python's compiler
         return _TOO_MUCH
     if ended.returncode:

@@ -99,7 +99,7 @@ class Watchdog:
             resent = RESENT.decode(reply.payload)
         except (Unavailable, ProtocolError) as why:
             self._metrics.resends.labels("unanswered").inc()
-            _log.warning("worker %s does not send frames again: %s", ask.instance, why)
+            _log.warning("worker %s did not resend the missing frames: %s", ask.instance, why)
             return
         self._metrics.resends.labels("resent" if resent.first <= ask.first else "too_old").inc()
         self._frames.resend_answered(ask, resent, streaming)

@@ -33,7 +33,7 @@ _tier = itemgetter(0)
 
 
 class EventMark(Struct, frozen=True):
-    """How far the events of a layout are."""
+    """The position of a layout's event stream."""
 
     sequence: int = -1
     """The sequence of the last batch; -1 before the first."""

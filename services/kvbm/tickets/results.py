@@ -17,7 +17,8 @@ class TicketLimits(Struct, frozen=True, forbid_unknown_fields=True):
     fetch_time_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     """Seconds that an engine may read after a Fetch; they start again when more of the prefix has come from disk."""
     tickets_per_owner: Annotated[int, Meta(ge=1)] = 256
-    """The number of tickets that one engine may have open, including expired ones that wait for it."""
+    """The number of tickets that one engine may have open, including expired ones
+    that wait for the engine's answer."""
     blocks_per_request: Annotated[int, Meta(ge=1)] = 4096
     """The number of blocks that one Store, Fetch or Discard may have."""
     owner_share: Annotated[float, Meta(gt=0, le=1)] = 0.25

@@ -351,7 +351,7 @@ class Tickets:
         if not self._has_ticket(owner, ticket):
             return None
         if ticket in self._fetches:
-            raise BadRequest(f"ticket {ticket} is a fetch's: release it")
+            raise BadRequest(f"ticket {ticket} belongs to a fetch: release it instead")
         return self._stores.get(ticket) or self._expired[ticket]
 
     def _end_store(self, ticket: int) -> _Store:

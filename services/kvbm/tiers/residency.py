@@ -1,11 +1,11 @@
 """Residency: which blocks are in one tier and where, and which one is evicted when room is needed. Pure.
 
-    key ──▶ place (a slot or a record) and content          add ─▶ Stored      remove ─▶ Evicted
+    key ──▶ place (a slot or a record) and content          add ─▶ ContentStored      remove ─▶ ContentEvicted
      └────▶ the eviction policy, which names a victim among the blocks that may leave
 
-A key is resident exactly from its `Stored` to its `Evicted`, so the residency, its digest and what routers have heard
-are the same. The caller chooses the order in which the policy hears of blocks: a prefix last block first. The policy
-hears of uses later, before any other call, so that no reply to a fetch waits for it.
+A key is resident exactly from its `ContentStored` to its `ContentEvicted`, so the residency, its digest and what
+routers have heard are the same. The caller chooses the order in which the policy hears of blocks: a prefix last block
+first. The policy hears of uses later, before any other call, so that no reply to a fetch waits for it.
 """
 
 from __future__ import annotations

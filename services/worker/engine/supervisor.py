@@ -201,7 +201,8 @@ class EngineSupervisor:
             await asyncio.sleep(self._config.stall_s / 2)
             waits = self.facts is not None and self._busy()
             if waits and waited_at == self._reports:
-                _log.error("the engine has made no step in %g s while requests wait: killed", self._config.stall_s / 2)
+                quiet_s = self._config.stall_s / 2
+                _log.error("the engine reported nothing for %g s while requests wait: it is killed", quiet_s)
                 engine.kill()
                 return
             waited_at = self._reports if waits else None

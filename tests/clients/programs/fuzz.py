@@ -92,7 +92,7 @@ def map_case(_context: Any, case: Any) -> Any:
 
 
 def mend(body: dict[str, Any]) -> None:
-    """So that the rules that openapi_operations.py has in words hold, as a rule."""
+    """So that the rules that openapi/operations.py has in words hold, as a rule."""
     for message in body.get("messages") or ():
         if message["role"] == "tool" and not message.get("tool_call_id"):
             message["role"] = "user"

@@ -127,7 +127,8 @@ async def test_a_file_that_cannot_be_read_keeps_the_former_value_in_use_and_is_l
         await numbers.used.at_least(2)
         await until(numbers, stale=False)
     [error] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    assert error.startswith("the former contents stay in use: numbers: ")
+    assert error.startswith("numbers: ")
+    assert "; the former contents stay in use (" in error
 
 
 async def test_a_file_that_is_again_what_it_was_is_logged_too(

@@ -102,6 +102,6 @@ def test_a_process_that_cannot_say_anything_is_no_verdict(monkeypatch: pytest.Mo
             try_template(REAL, {})
     with monkeypatch.context() as waiting:
         waiting.setattr(template_trial, "WALL_LIMIT_S", 0.0)
-        with pytest.raises(ModelError, match="was not tried within 0 s"):
+        with pytest.raises(ModelError, match="did not end within 0 s"):
             try_template(REAL, {})
     try_template(REAL, {})

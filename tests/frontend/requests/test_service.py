@@ -90,7 +90,7 @@ async def test_frames_that_come_faster_than_they_are_read_are_counted_and_logged
             await peer.publish(subjects.stream(NAMESPACE, "f1"), b"")
         assert w.metric("headrace_dropped_frames_total") == 300
     assert [record.message for record in caplog.records if "faster than they are read" in record.message] == [
-        "step frames come faster than they are read: frames are lost (1 so far; logged every 60 s at most)"
+        "step frames come faster than they are read: frames are lost (seen 1 times; logged every 60 s at most)"
     ]
 
 

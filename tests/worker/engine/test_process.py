@@ -1,4 +1,4 @@
-"""worker/engine/process.py: what an engine's process is started with; the rest is in test_engine_process.py."""
+"""worker/engine/process.py: what an engine's process is started with; the rest is in test_engine_main.py."""
 
 from __future__ import annotations
 
