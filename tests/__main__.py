@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
 DURATIONS = HERE / "durations.json"
-LONG_S = 30.0
+LONG_S = 60.0
 """Seconds: a file that takes longer runs alone; bunches of shorter ones take about as long."""
 UNKNOWN_S = 0.5
 """Seconds that a file is taken to need when no duration of it is known."""

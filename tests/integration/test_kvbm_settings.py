@@ -41,8 +41,8 @@ def folder(tmp_path: Path) -> Path:
         ("pool", 1 << 50, (), "1125899906842624 bytes: a pool has from 131072 to 70368744177664"),
         ("file/pool", 1 << 20, (), "file/pool: Not a directory"),
         ("file", 1 << 20, (), "file: File exists"),
-        ("everybodys", 1 << 20, (), "must belong to this user and be no other user may write to it"),
-        ("foreign", 1 << 20, (), "must belong to this user and be no other user may write to it"),
+        ("everybodys", 1 << 20, (), "must belong to this user, and no other user may write to it"),
+        ("foreign", 1 << 20, (), "must belong to this user, and no other user may write to it"),
         ("pool", 1, (), "0 bytes: a pool has from 131072"),
         ("pool", 1 << 20, ("--tiers-host-policy", "best"), "eviction policy best"),
         ("pool", 1 << 20, ("--tiers-disk-policy", "nowhere:Policy"), "eviction policy nowhere:Policy"),
@@ -94,8 +94,8 @@ async def test_a_worker_whose_pool_is_none_serves_and_says_why_it_exchanges_noth
     pools = {
         "missing": "missing: No such file or directory",
         "file": "file is not a directory",
-        "foreign": "must belong to this user and be no other user may write to it",
-        "everybodys": "must belong to this user and be no other user may write to it",
+        "foreign": "must belong to this user, and no other user may write to it",
+        "everybodys": "must belong to this user, and no other user may write to it",
     }
     asked = prompt(100, "any")
     with fleet(folder, nats_url, *Machine.where(folder)) as processes:
