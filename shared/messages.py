@@ -152,6 +152,11 @@ class ModelCard(Struct, frozen=True):
     """The device of the engine, for people: cpu, or cuda:N, where N is that process's number of the GPU; empty:
     none."""
 
+    @property
+    def routed(self) -> bool:
+        """Whether routers choose the instance: they choose no other role yet."""
+        return self.role == "aggregated"
+
 
 # --- frontend → router: select and reserve in one step
 

@@ -62,7 +62,7 @@ _BEGINNINGS = re.compile(
 SENTENCE_WORDS = 36
 """At most in one sentence; 20 is the aim."""
 FEWEST_WORDS = 3
-"""Of a docstring: fewer say nothing that the name does not."""
+"""At least in a docstring: fewer say nothing that the name does not."""
 _CODE = re.compile(r"``?[^`]*``?")
 
 
@@ -111,13 +111,14 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 def in_code(path: Path, root: Path = ROOT) -> Iterator[Finding]:
     """Findings in one Python file."""
     name = str(path.relative_to(root))
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
     in_product = name.startswith(PRODUCT)
     is_shown = in_product and not name.startswith("benchmarks")  # goals keep the names that stored results have
     documented = set()
     for constant in _docstrings(tree):
         documented.add(id(constant))
-        text = ast.literal_eval(repr(constant.value))
+        text = str(constant.value)
         for lines, wrong in words(text):
             yield Finding(name, constant.lineno + lines, "word", wrong)
         if in_product:
@@ -131,7 +132,7 @@ def in_code(path: Path, root: Path = ROOT) -> Iterator[Finding]:
             case ast.FunctionDef(name=function) | ast.AsyncFunctionDef(name=function) if function.startswith("test_"):
                 for _, wrong in words(function.replace("_", " ")):
                     yield Finding(name, node.lineno, "test name", wrong)
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(source.splitlines(), 1):
         if (comment := re.search(r"(?:^|\s)# (.*)", line)) and in_product:
             for _, wrong in words(comment[1]):
                 yield Finding(name, number, "comment", wrong)

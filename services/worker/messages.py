@@ -238,11 +238,14 @@ class Failed(Struct, frozen=True, tag="failed"):
     """The model cannot be served: starting again will not help."""
 
 
+KvbmOperation = Literal["attach", "store", "commit", "abort", "fetch", "release", "discard"]
+
+
 class KvbmAsk(Struct, frozen=True, tag="kvbm_ask"):
     """Send a request to the kvbm. Each KvbmReply is an answer; the last one is marked `last`."""
 
     number: int
-    operation: Literal["attach", "store", "commit", "abort", "fetch", "release", "discard"]
+    operation: KvbmOperation
     payload: bytes
     """The request as `shared.kvbm_messages` encodes it."""
     timeout_s: float

@@ -12,10 +12,8 @@ from deploy.local.table import age, size, table
 from shared.discovery.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
 from shared.kvbm_messages import KvbmState
-from shared.messages import Instance, LoadReport, ModelCard, Role, RouterState, SourceState
+from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState
 
-ROUTED_ROLE: Role = "aggregated"
-"""The only role that routers choose."""
 MACHINES_OWN = 0xEFFFFFFC
 """The number of the first PID namespace of every Linux; containers have other numbers."""
 
@@ -138,7 +136,7 @@ def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
 def _unchosen(catalogue: Catalogue) -> Iterator[str]:
     """Yield a note for each worker that no router chooses because of its role."""
     for _, card in sorted(catalogue.cards.items()):
-        if card.role != ROUTED_ROLE:
+        if not card.routed:
             yield f"worker {card.instance} serves {card.model} in the role {card.role!r}, which no router chooses"
 
 

@@ -55,9 +55,12 @@ class FileReloader(Generic[T]):
     async def load(self) -> None:
         """Read the files and use their value. Raises ConfigError, and then the former value stays in use."""
         try:
-            changed = await asyncio.to_thread(self._read_if_changed)
+            await self._load()
         except ConfigError as wrong:
             raise ConfigError(f"{self._what}: {wrong}") from None
+
+    async def _load(self) -> None:
+        changed = await asyncio.to_thread(self._read_if_changed)
         if changed is not None:
             self._seen, value = changed
             self._use(value)
@@ -69,11 +72,10 @@ class FileReloader(Generic[T]):
             await asyncio.sleep(POLL_S)
             seen = self._seen
             try:
-                await self.load()
+                await self._load()
             except ConfigError as wrong:
                 self._stale.set(1)
-                problem = str(wrong).removeprefix(f"{self._what}: ")
-                self._limited_log.error(self._what, f"{problem}; the former contents stay in use")
+                self._limited_log.error(self._what, f"{wrong}; the former contents stay in use")
             else:
                 if self._limited_log.reset(self._what) or self._seen is not seen:  # or they are as before the fault
                     _log.info("%s: reloaded, the new contents are in use", self._what)

@@ -20,10 +20,8 @@ from pathlib import Path
 from services.frontend.models.model import BY_TEMPLATE, Model, ModelLimits, ParserNames, load_model, model_limits
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange
 from shared.errors import InvalidRequest, ModelError, Unavailable
-from shared.messages import ModelCard, Role
+from shared.messages import ModelCard
 
-ROUTED_ROLE: Role = "aggregated"
-"""The only role that routers choose."""
 RETRY_S = 5.0
 """Seconds between two attempts to load a model."""
 MODELS_LIMIT = 256
@@ -48,12 +46,12 @@ class _Entry:
     @property
     def chosen(self) -> list[ModelCard]:
         """The cards of the workers that routers choose."""
-        return [card for card in self.cards.values() if card.role == ROUTED_ROLE]
+        return [card for card in self.cards.values() if card.routed]
 
     @property
     def fault(self) -> str:
         """Why the model cannot serve requests although it has workers; empty if it can."""
-        if not self.chosen:
+        if not any(card.routed for card in self.cards.values()):
             roles = ", ".join(sorted({card.role for card in self.cards.values()}))
             return f"its workers have the role {roles}, which no router chooses"
         return "" if self.model is not None else self.reason

@@ -158,9 +158,7 @@ class BusCalls:
         return (
             isinstance(answer, SelectRefused)
             and answer.code in ("unknown_model", "no_instances")
-            and any(
-                card.model == model and card.role == "aggregated" for card in self._runtime.directory.cards.values()
-            )
+            and any(card.model == model and card.routed for card in self._runtime.directory.cards.values())
         )
 
     def _addressees(self, model: str) -> Iterator[str]:

@@ -93,7 +93,7 @@ class Eligibility:
         return candidates
 
     def _serving(self, lora: str) -> list[EligibleCandidate]:
-        serving = [card for card in self.cards.values() if card.role == "aggregated"]
+        serving = [card for card in self.cards.values() if card.routed]
         if not serving:
             raise NoCandidate("no_instances", f"no instance serves {self._model}")
         able = [

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from msgspec import Struct
 
+from services.worker.messages import KvbmOperation
 from services.worker.mover import Copy
 from shared.errors import HeadraceError
 from shared.hashing import unpack_tokens
-
-Operation = Literal["attach", "store", "commit", "abort", "fetch", "release", "discard"]
 
 
 class AskKvbm(Struct, frozen=True):
@@ -19,7 +17,7 @@ class AskKvbm(Struct, frozen=True):
 
     number: int
     """Names the request; its answers carry the same number."""
-    operation: Operation
+    operation: KvbmOperation
     payload: bytes
     """The request as `shared.kvbm_messages` encodes it."""
 

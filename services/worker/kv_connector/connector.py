@@ -30,13 +30,12 @@ from services.worker.kv_connector.actions import (
     CancelBatch,
     LinkLost,
     LoadBatch,
-    Operation,
     SaveBatch,
 )
 from services.worker.kv_connector.fetches import Fetches
 from services.worker.kv_connector.stats import TransferStats
 from services.worker.kv_connector.stores import Stores
-from services.worker.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
+from services.worker.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
 from services.worker.mover import Copied, Mover, Slots
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from shared.errors import ProtocolError
@@ -127,7 +126,7 @@ class KVConnector:
         """Seconds from the next loss of the link to the next try."""
         self._attached_s = 0.0
         """When the link began."""
-        self._awaited: dict[int, Operation] = {}
+        self._awaited: dict[int, KvbmOperation] = {}
         """Number → operation of the requests of this link, or of the try to attach, that are not answered."""
         self._late: frozenset[int] = frozenset()
         """Numbers of the last link's Stores that were not answered. Slots that are still granted to them stay
@@ -318,7 +317,7 @@ class KVConnector:
         except (LinkLost, ProtocolError) as wrong:
             self._detach(f"{operation}: {wrong}", now_s)
 
-    def _handle_answer(self, operation: Operation, reply: KvbmReply, now_s: float) -> None:
+    def _handle_answer(self, operation: KvbmOperation, reply: KvbmReply, now_s: float) -> None:
         """Raises LinkLost, ProtocolError."""
         if reply.failed and operation not in ("fetch", "release", "discard"):
             raise LinkLost(reply.failed)
