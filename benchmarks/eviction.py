@@ -8,7 +8,7 @@ as a share of those that one unbounded store would find. Sizes are shares of all
 knows the future: it evicts the block whose next use is last, and does not store a block whose next use is later still.
 No policy can do better.
 
-host            one tier; `leaves`: no block goes before its children
+host            one tier
 host and disk   a disk of four times the host tier, written to when a block was seen a second time (`twice`), also
                 while records are free (`filled`, the default), or always (`all`). A block found on disk is copied to
                 the host tier and stays on disk. `written` is blocks written to disk as a share of blocks stored.
@@ -45,7 +45,7 @@ from benchmarks.loads import RequestTrace, ideal, read_trace
 from benchmarks.plot import Panel, draw
 from benchmarks.report import Goal, report
 from services.kvbm.tiers.actions import TierSizes
-from services.kvbm.tiers.policies import BUILT_IN, DEFAULT, DISK_DEFAULT, named
+from services.kvbm.tiers.policies import BUILT_IN, DEFAULT, DISK_DEFAULT, make_policy
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content
 from shared.hashing import ContentKey
@@ -71,7 +71,6 @@ class EvictionRow(Struct, frozen=True):
     policy: str
     """The host tier's policy."""
     disk_policy: str
-    leaves: bool
     admission: str
     """The admission to disk: `twice`, `filled` or `all`; empty without a disk."""
     hits: float
@@ -86,7 +85,9 @@ class TieredStore:
     """Both tiers, with an engine that makes each allowed copy at once."""
 
     def __init__(self, host_policy: str, disk_policy: str, sizes: TierSizes) -> None:
-        self._tiers = Tiers(sizes, named(host_policy, sizes.slots), named(disk_policy, max(1, sizes.records)))
+        self._tiers = Tiers(
+            sizes, make_policy(host_policy, sizes.slots), make_policy(disk_policy, max(1, sizes.records))
+        )
         if sizes.records:
             self._tiers.disk_ready([])
         self.found = self.found_in_host = self.stored = self.written = 0
@@ -150,9 +151,9 @@ def rows_of(load: RequestTrace, sizes: Sequence[float], policies: Sequence[str])
     for share in sizes:
         host = max(1, round(share * different))
         hits = foresight(prompts, host) / best
-        yield EvictionRow(load.name, share, "host", "foresight", "", True, "", hits, hits, 0.0, 0.0)
+        yield EvictionRow(load.name, share, "host", "foresight", "", "", hits, hits, 0.0, 0.0)
         both = share * (1 + DISK) <= 1
-        for policy, disk_policy, leaves, admission in _combinations(policies, both):
+        for policy, disk_policy, admission in _combinations(policies, both):
             records = DISK * host if admission else 0
             sizes_of = TierSizes(
                 slots=host,
@@ -160,7 +161,6 @@ def rows_of(load: RequestTrace, sizes: Sequence[float], policies: Sequence[str])
                 disk_sightings=1 if admission == "all" else 2,
                 fill_disk=admission == "filled",
                 held_share=1.0,
-                leaves_first=leaves,
             )
             store = TieredStore(policy, disk_policy, sizes_of)
             began_s = process_time()
@@ -173,7 +173,6 @@ def rows_of(load: RequestTrace, sizes: Sequence[float], policies: Sequence[str])
                 tiers="host and disk" if admission else "host",
                 policy=policy,
                 disk_policy=disk_policy if admission else "",
-                leaves=leaves,
                 admission=admission,
                 hits=store.found / best,
                 host_hits=store.found_in_host / best,
@@ -182,14 +181,14 @@ def rows_of(load: RequestTrace, sizes: Sequence[float], policies: Sequence[str])
             )
 
 
-def _combinations(policies: Sequence[str], both: bool) -> Iterator[tuple[str, str, bool, str]]:
-    """Yield host policy, disk policy, whether leaves go first, and admission; `both` adds disks."""
+def _combinations(policies: Sequence[str], both: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield host policy, disk policy and admission; `both` adds disks."""
     for policy in policies:
-        yield from ((policy, DISK_DEFAULT, leaves, "") for leaves in (False, True))
+        yield policy, DISK_DEFAULT, ""
         if both:
-            yield from ((policy, DISK_DEFAULT, False, admission) for admission in ADMISSIONS)
+            yield from ((policy, DISK_DEFAULT, admission) for admission in ADMISSIONS)
     if both:
-        yield DEFAULT, DEFAULT, False, "filled"
+        yield DEFAULT, DEFAULT, "filled"
 
 
 def main() -> int:
@@ -237,7 +236,7 @@ def _loads(trace: Path | None, *, quick: bool) -> Iterator[RequestTrace]:
 
 
 def _line(row: EvictionRow) -> str:
-    tiers = f"and disk ({row.disk_policy}), {row.admission}" if row.admission else "leaves" if row.leaves else ""
+    tiers = f"and disk ({row.disk_policy}), {row.admission}" if row.admission else ""
     return (
         f"{row.load:14}{row.size:6.0%}  {row.policy:10}{tiers:26}{row.hits:7.1%} of the hits"
         f" {row.host_hits:7.1%} in host {row.written:7.1%} written {row.block_us:6.1f} µs a block"
@@ -251,7 +250,7 @@ def _goals(rows: Sequence[EvictionRow], *, trace: bool) -> list[Goal]:
     """
     goals = []
     for kind, admission in (("one tier", ""), ("two tiers", "filled")):
-        of_kind = [row for row in rows if row.admission == admission and not row.leaves]
+        of_kind = [row for row in rows if row.admission == admission]
         of_kind = [row for row in of_kind if row.disk_policy in ("", DISK_DEFAULT)]
         found = {(row.policy, row.load, row.size): row.hits for row in of_kind}
         means = {policy: fmean(hits for (whose, *_), hits in found.items() if whose == policy) for policy, *_ in found}
@@ -289,7 +288,7 @@ def _goal(name: str, value: float, least: float, trace: bool) -> Goal:
 def _draw(rows: Sequence[EvictionRow], path: Path) -> None:
     panels = []
     for load, found in groupby(rows, key=lambda row: row.load):
-        host = [row for row in found if row.tiers == "host" and (not row.leaves or row.policy == "foresight")]
+        host = [row for row in found if row.tiers == "host"]
         curves: Mapping[str, tuple[list[float], list[float]]] = {
             name: (
                 [100 * row.size for row in host if row.policy == name],

@@ -24,7 +24,7 @@ from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_keys, 
 from services.kvbm.tickets.results import FetchProgress, TicketLimits
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import Read, Spill, TierEvent
-from services.kvbm.tiers.policies import named
+from services.kvbm.tiers.policies import make_policy
 from services.kvbm.tiers.tiers import Tiers
 from services.worker.messages import KvbmAsk, KvbmReply
 from shared import kvbm_messages as wire
@@ -123,7 +123,10 @@ class BlockStore:
         self._clock = clock
         self._hop_s = hop_s
         self._tell = tell
-        host, disk = named(sizes.tiers.host_policy, sizes.slots), named(sizes.tiers.disk_policy, max(1, sizes.records))
+        host, disk = (
+            make_policy(sizes.tiers.host_policy, sizes.slots),
+            make_policy(sizes.tiers.disk_policy, max(1, sizes.records)),
+        )
         self.tiers = Tiers(sizes.tiers.sizes(sizes.slots, sizes.records), host, disk)
         self.tickets = Tickets(self.tiers, TicketLimits(blocks_per_request=_BLOCKS_PER_REQUEST))
         if sizes.records:
@@ -190,14 +193,16 @@ class BlockStore:
         for slot in granted.slots:
             self.table.grant(slot)
         self._hear(granted.events)
-        return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
+        return wire.Granted(
+            granted.ticket, self.tickets.limits.store_time_s, granted.indices, pack_slots(granted.slots)
+        )
 
     def _fetch(self, fetch: wire.Fetch, now_s: float, reply: Callable[[bytes, bool], None]) -> None:
         keys = unpack_keys(fetch.keys)
         held = self.tickets.fetch(fetch.owner, keys, now_s)
         self.looked_up += len(keys)
-        self.in_host += len(held.slots) - held.from_disk
-        self.on_disk += held.from_disk
+        self.in_host += len(held.slots) - len(held.loading)
+        self.on_disk += len(held.loading)
         self._hear(held.events)
         for read in held.reads:
             self.table.grant(read.slot)
@@ -206,7 +211,7 @@ class BlockStore:
         if not complete:
             self._waiting[held.ticket] = lambda more, last: reply(wire.FETCH_REPLY.encode(more), last)
         ready = held.slots[: held.ready]
-        first = self._fetched(held.ticket, held.time_left_s, 0, ready, len(held.slots), disk=False)
+        first = self._fetched(held.ticket, self.tickets.limits.fetch_time_s, 0, ready, len(held.slots), disk=False)
         reply(wire.FETCH_REPLY.encode(first), complete)
 
     def _fetched(

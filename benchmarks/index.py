@@ -304,7 +304,7 @@ def _stalls(pairs: int) -> Iterator[Row]:
     )
     held = sum(trace.size for trace in apart.statistics("filename"))
     tracemalloc.stop()
-    yield _row("map of an engine's own hashes", held / chains.statistics().blocks, "bytes a block")
+    yield _row("map of an engine's own hashes", held / len(chains.blocks_in(0)), "bytes a block")
     slot = index.open_slot(("b", 0))
     longest = _longest(lambda: index.add_blocks(slot, 0, draw_hashes(draw, 64)), pairs // 64)
     yield _row("longest stall of storing", longest, "ms")

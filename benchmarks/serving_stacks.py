@@ -26,7 +26,8 @@ from msgspec import Struct
 
 from benchmarks.report import ROOT
 from deploy.local.stack import servers, stack
-from deploy.local.stack.stack import StateDirectory, UpOptions
+from deploy.local.stack.stack import UpOptions
+from deploy.local.state import StateDirectory
 
 NAME = "tiny"
 """The model's name in requests."""

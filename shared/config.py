@@ -73,6 +73,15 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The least level that is logged: debug, info, warning or error."""
 
 
+class ServiceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The settings that every service has."""
+
+    namespace: str = "default"
+    nats: NatsConfig = NatsConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+
 C = TypeVar("C", bound=Struct)
 
 

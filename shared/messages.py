@@ -115,6 +115,16 @@ class KvLayout(Struct, frozen=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
 
+class SamplingDefaults(Struct, frozen=True):
+    """The sampling parameters of requests that do not set them, as in `Sampling`."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+
+
 class ModelCard(Struct, frozen=True):
     """One model as one instance serves it."""
 
@@ -151,6 +161,13 @@ class ModelCard(Struct, frozen=True):
     device: str = ""
     """The device of the engine, for people: cpu, or cuda:N, where N is that process's number of the GPU; empty:
     none."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """What the model's generation_config.json, or the worker's settings, recommend."""
+    chat_template: str = ""
+    """The chat template that replaces that of `path`: a name of `shared.chat_templates`, or a file's absolute path as
+    the worker sees it; empty: none does."""
+    template_digest: str = ""
+    """The SHA-256, in hex, of the file with the chat template; empty: there is none, or an older worker wrote this."""
 
     @property
     def routed(self) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 
 LIMIT_BYTES = 107
 _STRANGE = re.compile(r"[^\w/.:~+@=-]", re.ASCII)
 """A character that may have another meaning in a URL."""
 
 
-def reachable(path: str, opened: ExitStack, *, in_url: bool = False) -> str:
+def reachable(path: str, opened: ExitStack | AsyncExitStack, *, in_url: bool = False) -> str:
     """Return a path to the socket that the kernel accepts.
 
     That is `path` itself, or, if it is too long, one through the descriptor of its directory, which is valid in this

@@ -6,7 +6,7 @@ Ids are lower-case hex. A model's name is percent-encoded, the dot included, so 
 from __future__ import annotations
 
 import re
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from shared.errors import ProtocolError
 
@@ -16,11 +16,6 @@ ROOT = "headrace"
 def escape(name: str) -> str:
     """Escape `name` into one token of a NATS subject, which is also one segment of an etcd path."""
     return quote(name, safe="").replace(".", "%2E")
-
-
-def unescape(token: str) -> str:
-    """Return the name that `escape` was given."""
-    return unquote(token)
 
 
 _SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")

@@ -5,6 +5,7 @@ a test's own for faults.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
 
 # Tests start programs while gRPC's threads run. Its handlers of fork have kept such a child from its exec once.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background jobs ignore it, and so would what tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")  # no test fails because the machine is slow or busy
 

@@ -18,13 +18,13 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from deploy.local.stack import servers
+from shared.socket_path import reachable
 
 _START_LIMIT_S = 60.0
 _POLL_S = 0.02
@@ -180,7 +180,8 @@ class NatsServer:
 
 
 class EtcdServer:
-    """One etcd without fsync; its data survives `restart` and not `wipe`. At a port, or at a socket in `directory`."""
+    """One etcd without fsync and with short elections; its data survives `restart` and not `wipe`. At a port, or at a
+    socket in `directory`."""
 
     def __init__(self, directory: Path, port: int | None = None, *, socket: bool = False) -> None:
         self.port = free_port() if port is None else port
@@ -206,6 +207,8 @@ class EtcdServer:
                 f"--initial-advertise-peer-urls={peer}",
                 f"--initial-cluster=default={peer}",
                 "--unsafe-no-fsync",
+                "--heartbeat-interval=20",
+                "--election-timeout=200",
                 "--log-level=warn",
             ],
             self._data.parent,
@@ -235,11 +238,13 @@ class EtcdServer:
         self.start()
 
     def _healthy(self) -> bool:
-        if self._socket is not None:
-            return self._socket.exists()
+        at_socket = self._socket is not None
         try:
-            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1.0) as answer:
-                return b'"health":"true"' in answer.read()
+            with ExitStack() as opened, socket.socket(socket.AF_UNIX if at_socket else socket.AF_INET) as connection:
+                connection.settimeout(1.0)
+                connection.connect(reachable(str(self._socket), opened) if at_socket else ("127.0.0.1", self.port))
+                connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                return b'"health":"true"' in connection.makefile("rb").read()
         except OSError:
             return False
 

@@ -6,29 +6,67 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import LONG_S, bunches, counted, main
+from tests.__main__ import LONG_S, Duration, bunches, counted, durations_of, load, main, next_bunch
+
+
+def busy(seconds: float) -> Duration:
+    return Duration(seconds, seconds)
 
 
 def test_every_file_is_in_exactly_one_bunch() -> None:
     files = [f"tests/{folder}/test_{number}.py" for folder in "abc" for number in range(40)]
-    durations = {file: float(7 * number % 43) for number, file in enumerate(files)}
+    durations = {file: busy(7.0 * number % 43) for number, file in enumerate(files)}
     found = [file for bunch in bunches(files, durations) for file in bunch]
     assert sorted(found) == sorted(files)
 
 
 def test_a_long_file_is_alone_and_the_longest_is_first() -> None:
-    durations = {"tests/a/test_x.py": LONG_S + 1, "tests/b/test_y.py": 3 * LONG_S, "tests/a/test_z.py": 1.0}
-    assert bunches(durations, durations) == [["tests/b/test_y.py"], ["tests/a/test_x.py"], ["tests/a/test_z.py"]]
+    durations = {
+        "tests/a/test_x.py": busy(LONG_S + 1),
+        "tests/b/test_y.py": busy(3 * LONG_S),
+        "tests/a/test_z.py": busy(1.0),
+        "tests/test_w.py": busy(0.9),
+        "tests/test_v.py": busy(0.8),
+    }
+    assert bunches(durations, durations) == [
+        ["tests/b/test_y.py"],
+        ["tests/a/test_x.py"],
+        ["tests/test_v.py", "tests/test_w.py"],
+        ["tests/a/test_z.py"],
+    ]
 
 
 def test_short_files_of_a_folder_are_bunched_up_to_the_length_of_a_long_one() -> None:
-    durations = {f"tests/a/test_{number}.py": LONG_S / 4 for number in range(8)}
+    durations = {f"tests/a/test_{number}.py": busy(LONG_S / 4) for number in range(8)}
     assert [len(bunch) for bunch in bunches(durations, durations)] == [4, 4]
 
 
 def test_files_that_share_a_fixture_are_one_bunch_however_long() -> None:
-    durations = {f"tests/integration/shared/test_{number}.py": LONG_S * 2 for number in range(3)}
+    durations = {f"tests/integration/shared/test_{number}.py": busy(LONG_S * 2) for number in range(3)}
     assert bunches(durations, durations) == [sorted(durations)]
+
+
+def test_bunches_run_at_once_while_their_processor_time_fits_on_the_cores() -> None:
+    durations = {"busy": Duration(100, 130), "half": Duration(80, 40), "waits": Duration(50, 5)}
+    assert [load([file], durations) for file in durations] == [1.0, 0.5, 0.1]
+    assert load(durations, durations) == pytest.approx(175 / 230)
+
+    def beside(*running: str, cores: int = 1) -> str:
+        found = next_bunch([["busy"], ["half"], ["waits"]], [[file] for file in running], durations, cores)
+        return "" if found is None else found[0]
+
+    assert beside() == "busy"
+    assert beside("busy") == "waits"
+    assert beside("busy", cores=2) == "busy"
+    assert beside("busy", "waits", "waits") == ""
+    assert beside("half") == "half"
+    assert beside("half", "half") == "waits"
+
+
+def test_the_files_of_a_bunch_share_its_processor_time() -> None:
+    tests = [("a", "1", 3.0), ("a", "2", 1.0), ("b", "1", 4.0)]
+    assert durations_of(tests, 2.0) == {"a": Duration(4.0, 1.0), "b": Duration(4.0, 1.0)}
+    assert durations_of([], 1.0) == {}
 
 
 def test_the_last_lines_of_pytests_are_added_up() -> None:

@@ -28,14 +28,33 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-Architecture = Literal["LlamaForCausalLM", "Qwen2ForCausalLM"]
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Olmo2ForCausalLM": "olmo2",
+}
+"""The `model_type` of each architecture, by which transformers finds its classes."""
+VISION = {
+    **{"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 1, "image_size": 28, "patch_size": 14},
+}
+"""The settings of a part that sees images; it has no weights here, because they are not read."""
 DType = Literal["float32", "float16", "bfloat16"]
 
 
 def write_tiny_model(
     directory: Path,
     *,
-    architecture: Architecture = "LlamaForCausalLM",
+    architecture: str = "LlamaForCausalLM",
     layers: int = 2,
     hidden: int = 64,
     heads: int = 4,
@@ -52,11 +71,13 @@ def write_tiny_model(
     shards: int = 1,
     seed: int = 0,
     marks: Sequence[str] = (),
+    settings: dict[str, Any] | None = None,
 ) -> Path:
     """Write the model into `directory` (made if missing) and return it.
 
     `bias` adds a bias to q, k and v: always there for Qwen2, never for Llama, so None is the only other choice.
     `marks` are the vocabulary's last tokens, none of them special: as Qwen 3's </think>.
+    `settings` are added to config.json, or replace what is there.
     `shards` > 1 writes `model-0000i-of-0000n.safetensors` and their index.
     """
     qwen = architecture == "Qwen2ForCausalLM"
@@ -64,7 +85,7 @@ def write_tiny_model(
     head_dim = hidden // heads if head_dim is None else head_dim
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": "qwen2" if qwen else "llama",
+        "model_type": MODEL_TYPES[architecture],
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -85,12 +106,46 @@ def write_tiny_model(
         config |= {"attention_bias": bias, "mlp_bias": False}
     if rope_scaling is not None:
         config["rope_scaling"] = rope_scaling
+    if "Gemma" in architecture:
+        config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
+    if architecture in ("Phi3ForCausalLM", "SmolLM3ForCausalLM"):
+        config["pad_token_id"] = 0  # transformers' own is beyond this vocabulary
+    config |= settings or {}
     directory.mkdir(parents=True, exist_ok=True)
+    prefix = ""
+    if architecture == "Gemma3ForConditionalGeneration":  # it takes images too
+        text = {**config, "model_type": "gemma3_text"}
+        config = {name: text.pop(name) for name in ("architectures", "bos_token_id", "eos_token_id")}
+        config |= {"model_type": "gemma3", "text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4}
+        prefix = "language_model."
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [0, 2]})
     _write_tokenizer(directory, vocab, marks)
-    _write_weights(directory, _weights(config, bias, seed), dtype, shards)
+    known = architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM")
+    weights = _weights(config, bias, seed) if known else _weights_by_shape(directory, seed)
+    weights = {prefix + name: tensor for name, tensor in weights.items()}
+    _write_weights(directory, weights, dtype, shards)
     return directory
+
+
+def _weights_by_shape(directory: Path, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Random weights for the tensors that the native engine expects, which transformers' answers prove to be right."""
+    from services.worker.native.config import read_config  # here: most users of this module need no engine
+    from services.worker.native.weights import tensor_shapes
+
+    random, config = np.random.default_rng(seed), read_config(directory)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        if name.endswith("bias"):
+            return random.normal(0, 1, shape).astype(np.float32)
+        if len(shape) == 1:
+            return (random.uniform(0.5, 1.5, shape) - config.norm_offset).astype(np.float32)
+        if "embed_tokens" in name:
+            return random.normal(0, 1 / config.embedding_scale, shape).astype(np.float32)
+        gain = 2 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1
+        return random.normal(0, gain / math.sqrt(shape[1]), shape).astype(np.float32)
+
+    return {name: tensor(name, shape) for name, shape in tensor_shapes(config).items()}
 
 
 def _weights(config: dict[str, Any], bias: bool, seed: int) -> dict[str, NDArray[np.float32]]:

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.copies [--path NAME] [--memory TMPFS] [--quick] [--json]
 
 Blocks lie scattered on both sides and are copied as in an engine: by a mover over a CudaCopier, on the path that
-calibration chose (or --path), in batches of 8, 64 and 512.
+it chooses (or --path), in batches of 8, 64 and 512.
 
     in a row    all batches are requested from the mover at once, so that the link never waits for a request
     copied      one batch at a time by the copier itself, from handing it over to its end
@@ -206,9 +206,7 @@ def _shape(
     device_slots = DEVICE_BYTES // (fragments * fragment_bytes)
     blocks = cupy.arange(DEVICE_BYTES // 8, dtype=cupy.uint64)
     shape = BlockShape.layer_major(blocks.data.ptr, fragments, fragment_bytes, device_slots)
-    begun_s = time.perf_counter()
     copier = CudaCopier(shape, memory, time.perf_counter, path=flags.path)
-    calibration_s = time.perf_counter() - begun_s
     mover = TransferMover(copier, time.perf_counter)
     mover.attach(slots)
     asked = EndedBatch(mover)
@@ -231,7 +229,7 @@ def _shape(
             for how, one in (("copied", partial(_copied, copier)), ("told", partial(asked.move, batch=batch))):
                 took = _middle([_used(lambda: one(*each)) for each in ones])  # noqa: B023
                 rows.append(_row(name, batch, how, direction, batch * shape.block_bytes, took, rates, shape))
-    chosen[name] = {"calibration_s": calibration_s, "table": copier.choice.table(), "paths": asked.paths}
+    chosen[name] = asked.paths
     mover.detach()
     mover.close()
     del blocks

@@ -113,7 +113,7 @@ def main() -> int:
     flags = parser.parse_args()
     worker = WorkerConfig(model=str(flags.model), device=flags.device, cuda=CudaConfig(memory_share=flags.memory_share))
     config = EngineConfig.of(worker, "model", "engine", parent_pid=os.getppid())
-    with closing(_load(config, lambda _loading: None)) as runner:
+    with closing(_load(worker, lambda _loading: None)) as runner:
         _run(config, runner, min(2, flags.streams), 2, flags)  # what is made at a first step is not measured
         if flags.together:
             print("ready", flush=True)

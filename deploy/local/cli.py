@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -12,18 +11,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from deploy.local.stack.stack import (
-    AccessFiles,
-    BlockStoreOptions,
-    Gpus,
-    ServiceName,
-    Setting,
-    StateDirectory,
-    UpOptions,
-    default_replicas,
-)
+import msgspec
+
+from deploy.local.colour import highlight, paint
+from deploy.local.stack.stack import AccessFiles, Gpus, ServiceName, Setting, UpOptions, default_replicas
+from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal
-from deploy.local.usage import DEFAULT_MODEL, DEFAULT_URL, GPU_MEMORY_SHARE, parser
+from deploy.local.usage import (
+    DEFAULT_MODEL,
+    DEFAULT_URL,
+    GPU_MEMORY_SHARE,
+    BenchFlags,
+    ChatFlags,
+    ClientFlags,
+    CompletionFlags,
+    ExplainFlags,
+    FleetFlags,
+    InstallGpuFlags,
+    KeysFileFlags,
+    ListKeysFlags,
+    NewKeyFlags,
+    PullFlags,
+    RevokeKeyFlags,
+    StatusFlags,
+    UpFlags,
+    VersionFlags,
+    parse,
+)
 from shared.config import environment
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
 from shared.version import VERSION
@@ -33,6 +47,8 @@ if TYPE_CHECKING:
 
 BENCH_LIMIT = 1_000_000
 """Upper limit of the numbers that `bench` takes."""
+LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
+"""Limits of the seconds between two views of `status --watch`."""
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
 """Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
@@ -46,58 +62,69 @@ WIRING = re.compile(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 success, 1 failure, 2 wrong usage or configuration."""
-    commands = parser()
-    flags = commands.parse_args(words)
-    state_dir = StateDirectory(flags.state.absolute())
+    words = sys.argv[1:] if words is None else words
     try:
-        match flags.command:
-            case "up":
-                return _up(flags, state_dir)
-            case "status":
-                return _status(flags, state_dir)
-            case "explain":
-                return _explain(flags, state_dir)
-            case "chat":
-                return _chat(flags, state_dir)
-            case "bench":
-                return _bench(flags, state_dir, sys.argv[1:] if words is None else words)
-            case "key":
-                return _key(flags)
-            case "install-gpu":
-                return _install_gpu()
-            case "version":
+        match parse(words):
+            case UpFlags() as flags:
+                return _up(flags)
+            case PullFlags() as flags:
+                _pull(flags)
+            case StatusFlags(watch=float(every_s)) as flags:
+                return _watch(flags, every_s)
+            case StatusFlags() as flags:
+                from deploy.local.show.status import show  # imported here because it loads gRPC: `chat` needs none
+
+                with _fleet(flags) as config:
+                    return show(config, as_json=flags.json)
+            case ExplainFlags() as flags:
+                from deploy.local.show import explain
+
+                with _fleet(flags) as config:
+                    return explain.show(config, flags.request, as_json=flags.json)
+            case ChatFlags() as flags:
+                from deploy.local.chat.api import ChatApi
+                from deploy.local.chat.chat import chat
+
+                chat(ChatApi(_url(flags), _api_key(flags)), flags)
+            case BenchFlags() as flags:
+                return _bench(flags, words)
+            case NewKeyFlags() | KeysFileFlags() as flags:
+                _key(flags)
+            case CompletionFlags() as flags:
+                from deploy.local.completion import script
+
+                print(script(flags.shell), end="")
+            case InstallGpuFlags():
+                _install_gpu()
+            case VersionFlags():
                 print(f"headrace {VERSION}")
+            case _:  # no command: the commands are shown
                 return 0
-            case None:
-                commands.print_help(sys.stderr)
-                return 2
-            case other:
-                raise AssertionError(other)
-    except ConfigError as wrong:
-        print(f"error: {wrong}", file=sys.stderr)
-        return 2
     except HeadraceError as wrong:
-        print(f"error: {wrong}", file=sys.stderr)
-        return 1
+        print(f"{paint('error:', 'red', sys.stderr)} {wrong}", file=sys.stderr)
+        return 2 if isinstance(wrong, ConfigError) else 1
     except BrokenPipeError:  # `headrace status | head`
         sys.stderr.close()
         return 1
     except KeyboardInterrupt:
         return 130
+    return 0
 
 
-def _up(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
-    from deploy.local.stack import model, servers
+def _up(flags: UpFlags) -> int:
+    from deploy.local.stack import servers
     from deploy.local.stack.block_store import block_store, store_request
     from deploy.local.stack.check import check
+    from deploy.local.stack.model import SAMPLING
+    from deploy.local.stack.model_source import cache_directory, fetch_source, find_default, find_source
     from deploy.local.stack.up import exclusive, up
 
     if not 1 <= flags.port <= 65535:
         raise ConfigError("--port is 1 to 65535")
     usual = default_replicas(len(os.sched_getaffinity(0)))
-    flags.frontends, flags.routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
-    for flag in ("workers", "frontends", "routers"):
-        if not 1 <= getattr(flags, flag) <= 64:
+    frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
+    for flag, number in (("workers", flags.workers), ("frontends", frontends), ("routers", routers)):
+        if not 1 <= number <= 64:
             raise ConfigError(f"--{flag} is 1 to 64")
     if flags.simulated and flags.engine != "simulated":
         raise ConfigError("--simulated needs --engine simulated")
@@ -110,52 +137,76 @@ def _up(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
             raise ConfigError(f"{flag} {address}: no server answers there")
-    given = flags.model != DEFAULT_MODEL
-    if given and not Path(flags.model).exists():
-        raise ConfigError(f"--model {flags.model}: no such file or directory; Headrace asks no hub: fetch it first")
-    source = Path(flags.model).absolute() if given else state_dir.models / model.FILE
-    name = source.stem if source.suffix == ".gguf" else source.name
-
-    def options(store: BlockStoreOptions | None) -> UpOptions:
-        return UpOptions(
-            model=str(source),
-            model_name=flags.model_name or (name if given else model.NAME),
-            port=flags.port,
-            frontends=flags.frontends,
-            routers=flags.routers,
-            workers=flags.workers,
-            policy=flags.policy,
-            discovery=flags.discovery,
-            engine=flags.engine,
-            simulated=simulated,
-            gpus=gpus,
-            store=store,
-            nats=flags.nats,
-            etcd=flags.etcd,
-            access=access,
-            log_level=flags.log_level,
-            overrides=overrides,
-        )
-
-    planned = (
-        BlockStoreOptions(str(state_dir.run), wanted.pool_bytes, wanted.disk, wanted.disk_bytes)
-        if wanted.pool_bytes
-        else None
+    state_dir, weights = flags.state_dir, flags.engine == "native"
+    cache = cache_directory(state_dir)
+    os.environ.pop(CACHE_VARIABLE, None)  # workers get it from their file; the other services would refuse it
+    source = find_default(cache) if flags.model == DEFAULT_MODEL else find_source(flags.model, weights=weights)
+    options = UpOptions(
+        model=str(source.path),
+        model_name=flags.model_name or source.name,
+        cache=str(cache),
+        port=flags.port,
+        frontends=frontends,
+        routers=routers,
+        workers=flags.workers,
+        chat_template=_chat_template(flags),
+        sampling=SAMPLING if flags.model == DEFAULT_MODEL else {},
+        policy=flags.policy,
+        discovery=flags.discovery,
+        engine=flags.engine,
+        simulated=simulated,
+        gpus=gpus,
+        store=msgspec.structs.replace(wanted, pool=str(state_dir.run)) if wanted.pool_bytes else None,
+        nats=flags.nats,
+        etcd=flags.etcd,
+        access=access,
+        log_level=flags.log_level,
+        overrides=overrides,
     )
     terminal = Terminal()
-    # First, because fetching the model may take minutes.
-    check(options(planned), state_dir, python=sys.executable, model=given, notice=terminal.notice)
+
+    def check_model(path: str, *, here: bool = True) -> None:
+        options_here = msgspec.structs.replace(options, model=path)
+        check(options_here, state_dir, python=sys.executable, model=here, notice=terminal.notice)
+
+    check_model(options.model, here=source.here)  # first, because fetching the model may take minutes
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
-        if not given:
-            model.fetch_default(state_dir.models, terminal.progress)
-            terminal.clear()
-        return up(options(store), state_dir, terminal)
+        path = fetch_source(source, check_model, terminal, weights=weights)
+        return up(msgspec.structs.replace(options, model=str(path), store=store), state_dir, terminal)
 
 
-def _access(flags: argparse.Namespace) -> AccessFiles:
+def _pull(flags: PullFlags) -> None:
+    from deploy.local.stack.check import check
+    from deploy.local.stack.hub_files import parse_name
+    from deploy.local.stack.model_source import NAMES, fetch_named
+
+    named, terminal = parse_name(flags.name), Terminal()
+    if named is None:
+        raise ConfigError(f"pull {flags.name}: {NAMES}")
+
+    def check_model(path: str) -> None:
+        options = UpOptions(model=path, model_name=named.repository, discovery="file")
+        check(options, flags.state_dir, python=sys.executable, model=True, notice=terminal.notice)
+
+    print(fetch_named(named, check_model, terminal))
+
+
+def _chat_template(flags: UpFlags) -> str:
+    """Return the chat template for the workers: a name, or the absolute path of a file; empty: the model's own."""
+    from deploy.local.stack.model import CHAT_TEMPLATE
+    from shared.chat_templates import NAMES
+
+    given = flags.chat_template or (CHAT_TEMPLATE if flags.model == DEFAULT_MODEL else "")
+    if not given or given in NAMES:
+        return given
+    if not Path(given).is_file():
+        raise ConfigError(f"--chat-template {given}: no such file, and not one of {', '.join(sorted(NAMES))}")
+    return str(Path(given).absolute())
+
+
+def _access(flags: UpFlags) -> AccessFiles:
     files: dict[str, str] = {}
-    for name in ("keys", "tls_cert", "tls_key"):
-        file = getattr(flags, name)
+    for name, file in (("keys", flags.keys), ("tls_cert", flags.tls_cert), ("tls_key", flags.tls_key)):
         if file is not None and not file.is_file():
             raise ConfigError(f"--{name.replace('_', '-')} {file}: no such file")
         files[name] = "" if file is None else str(file.absolute())
@@ -179,7 +230,7 @@ def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
     return more
 
 
-def _gpus(flags: argparse.Namespace) -> Gpus | None:
+def _gpus(flags: UpFlags) -> Gpus | None:
     from deploy.local.stack import gpus
 
     share = flags.gpu_memory_share
@@ -198,7 +249,27 @@ def _gpus(flags: argparse.Namespace) -> Gpus | None:
     return Gpus(gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings)
 
 
-def _install_gpu() -> int:
+def _key(flags: NewKeyFlags | KeysFileFlags) -> None:
+    from deploy.local import key
+
+    match flags:
+        case NewKeyFlags():
+            key.new(flags.name, {limit: getattr(flags, limit) for limit in key.LIMITS}, flags.file, flags.out)
+        case ListKeysFlags():
+            print(highlight(key.listed(_keys_file(flags)), sys.stdout))
+        case RevokeKeyFlags():
+            key.revoke(flags.name, _keys_file(flags))
+
+
+def _keys_file(flags: KeysFileFlags) -> Path:
+    """Return the keys file: that of the flags, else that of the `up` that runs here."""
+    file = flags.file or _running(flags.state_dir).get("keys")
+    if not file:
+        raise ConfigError("name the keys file with --file: no `up` with --keys runs here")
+    return Path(file)
+
+
+def _install_gpu() -> None:
     """Check that CuPy is installed: `./headrace` has installed it before this runs. A missing GPU is no error, because
     images are built without one and the driver may be installed later."""
     from deploy.local.stack import gpus
@@ -209,7 +280,6 @@ def _install_gpu() -> int:
         print(f"{gpus.count_visible()} GPUs: ./headrace up --device cuda")
     except ConfigError as wrong:
         print(f"no GPU can be used yet: {wrong}")
-    return 0
 
 
 def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:
@@ -233,25 +303,12 @@ def _number(text: str) -> str | int | float:
     return text
 
 
-def _status(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
-    from deploy.local.show.status import show  # imported here because it loads gRPC, which `chat` does not need
-
-    with _fleet(flags, state_dir) as config:
-        return show(config, as_json=flags.json)
-
-
-def _explain(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
-    from deploy.local.show.explain import show
-
-    with _fleet(flags, state_dir) as config:
-        return show(config, flags.request, as_json=flags.json)
-
-
 @contextmanager
-def _fleet(flags: argparse.Namespace, state_dir: StateDirectory) -> Iterator[FleetConfig]:
+def _fleet(flags: FleetFlags) -> Iterator[FleetConfig]:
     """Yield the addresses of the fleet: those in the flags, else those of the `up` that runs here."""
     from deploy.local.show.fleet import fleet_config
 
+    state_dir = flags.state_dir
     running = _running(state_dir)
     if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
         raise ConfigError(
@@ -273,22 +330,18 @@ def _fleet(flags: argparse.Namespace, state_dir: StateDirectory) -> Iterator[Fle
         raise DiscoveryDown(f"{wrong}; does `./headrace up` run? (--state, or --nats and --etcd)") from None
 
 
-def _chat(flags: argparse.Namespace, state_dir: StateDirectory) -> int:
-    from deploy.local.chat import chat
+def _watch(flags: StatusFlags, every_s: float) -> int:
+    from deploy.local.show.watch import watch
 
-    url = flags.url or _running(state_dir).get("url", DEFAULT_URL)
-    chat(
-        url.rstrip("/"),
-        flags.question,
-        model=flags.model,
-        max_tokens=flags.max_tokens,
-        temperature=flags.temperature,
-        api_key=_api_key(flags),
-    )
-    return 0
+    if flags.json:
+        raise ConfigError("--watch shows tables: leave out --json")
+    if not LEAST_WATCH_S <= every_s <= MOST_WATCH_S:
+        raise ConfigError(f"--watch is {LEAST_WATCH_S:g} to {MOST_WATCH_S:g} seconds")
+    with _fleet(flags) as config:
+        return watch(config, every_s)
 
 
-def _bench(flags: argparse.Namespace, state_dir: StateDirectory, words: Sequence[str]) -> int:
+def _bench(flags: BenchFlags, words: Sequence[str]) -> int:
     from deploy.local.bench import aiperf, plan, sweep
 
     at_least = {"words": 1, "output_tokens": 1, "shared_words": 0, "warmup": 0, "timeout_s": 0.001}
@@ -300,39 +353,28 @@ def _bench(flags: argparse.Namespace, state_dir: StateDirectory, words: Sequence
     if not Path(flags.out).parent.is_dir():
         raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
     options = sweep.BenchOptions(
-        url=(flags.url or _running(state_dir).get("url", DEFAULT_URL)).rstrip("/"),
+        **msgspec.structs.asdict(msgspec.structs.replace(flags, url=_url(flags))),
         points=plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
         command=" ".join(("headrace", *words)),
-        model=flags.model,
-        words=flags.words,
-        shared_words=flags.shared_words,
-        output_tokens=flags.output_tokens,
-        may_stop=flags.may_stop,
         given=[] if flags.prompts is None else plan.lines(_text(flags.prompts), str(flags.prompts)),
-        warmup=flags.warmup,
-        timeout_s=flags.timeout_s,
-        seed=flags.seed,
         api_key=_api_key(flags),
-        out=flags.out,
-        tokenizer=flags.tokenizer,
     )
-    return aiperf.run(options) if flags.driver == "aiperf" else sweep.bench(options, as_json=flags.json)
+    return aiperf.run(options) if flags.driver == "aiperf" else sweep.bench(options)
 
 
-def _key(flags: argparse.Namespace) -> int:
-    from deploy.local import key
+def _url(flags: ClientFlags) -> str:
+    """Return the URL of the API: that of the flags, else that of the `up` that runs here."""
+    running = {} if flags.url else _running(flags.state_dir)
+    return (flags.url or str(running.get("url", DEFAULT_URL))).rstrip("/")
 
-    key.new(flags.name, {limit: getattr(flags, limit) for limit in key.LIMITS})
-    return 0
 
-
-def _api_key(flags: argparse.Namespace) -> str:
+def _api_key(flags: ClientFlags) -> str:
     """Return the API key from a file or, as for all OpenAI clients, from the environment; empty: none. No flag takes
     the key itself, because `ps` would show it."""
-    given = flags.api_key_file is not None
-    key = (_text(flags.api_key_file) if given else os.environ.get("OPENAI_API_KEY", "")).strip()
+    file = flags.api_key_file
+    key = (os.environ.get("OPENAI_API_KEY", "") if file is None else _text(file)).strip()
     if not key.isascii() or not key.isprintable():
-        source = f"--api-key-file {flags.api_key_file}" if given else "OPENAI_API_KEY"
+        source = "OPENAI_API_KEY" if file is None else f"--api-key-file {file}"
         raise ConfigError(f"{source}: must contain only a key")
     return key
 

@@ -18,7 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -38,8 +38,8 @@ class InstallError(Exception):
 
 
 def install(root: Path, lock_name: str) -> None:
-    """Install the lock file into `root/.venv`. Raises InstallError; then .venv is as it was before, or absent."""
-    with _exclusive(root / ".venv.lock") as lock:
+    """Install the lock file into `root/.venv`. Raise InstallError; then .venv is as it was before, or absent."""
+    with exclusive(root / ".venv.lock", lambda: _say("waiting for another process that installs into .venv\n")) as lock:
         _tidy(root)
         if _in_place(root, lock_name):  # another process did it while this one waited
             return
@@ -83,13 +83,14 @@ def _tidy(root: Path) -> None:
 
 
 @contextmanager
-def _exclusive(file: Path) -> Iterator[int]:
-    """Hold the lock of the installation. The kernel releases it when its last holder has ended, however it ended."""
+def exclusive(file: Path, waiting: Callable[[], None]) -> Iterator[int]:
+    """Hold the lock of a file; call `waiting` if another process holds it. The kernel releases it when its last holder
+    has ended, however it ended."""
     with file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say("waiting for another process that installs into .venv\n")
+            waiting()
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock.fileno()
 
@@ -128,7 +129,7 @@ def _pip_install(root: Path, lock_name: str, lock: int) -> None:
 
 
 def _run(command: list[str], what: str, lock: int, *, total: int) -> None:
-    """Run the program to its end and show how many packages it has collected. Raises InstallError with its last
+    """Run the program to its end and show how many packages it has collected. Raise InstallError with its last
     lines."""
     program = subprocess.Popen(
         command,

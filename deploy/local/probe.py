@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import urlsplit
 
 LIMIT_BYTES = 1 << 20
-"""Limit of the answer that is read."""
+"""Limit of the answer that is read, if a caller sets none."""
 
 
-async def get(url: str, *, timeout_s: float) -> tuple[int, bytes]:
-    """Return (status, body). Raises OSError without an answer in time, or if the answer is not HTTP."""
-    host, _, rest = url.removeprefix("http://").partition(":")
-    port, _, path = rest.partition("/")
+async def get(url: str, *, timeout_s: float, limit_bytes: int = LIMIT_BYTES) -> tuple[int, bytes]:
+    """Return (status, body). Raise OSError without an answer in time, or if it is too large or not HTTP."""
+    parts = urlsplit(url)
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
             try:
-                writer.write(f"GET /{path} HTTP/1.0\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+                writer.write(f"GET {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
                 answer = bytearray()
-                while len(answer) < LIMIT_BYTES and (piece := await reader.read(1 << 16)):
+                while piece := await reader.read(1 << 16):
                     answer += piece
+                    if len(answer) > limit_bytes:
+                        raise OSError(f"{url}: the answer has more than {limit_bytes} bytes")
             finally:
                 writer.close()
     except TimeoutError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 
-def table(cells: Sequence[Sequence[str]]) -> str:
-    """Return rows of the same length, the head first, as left-aligned columns."""
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+def table(head: str, rows: Iterable[Iterable[object]]) -> str:
+    """Return rows below their head, in left-aligned columns. The names in `head` have two spaces between them; a cell
+    that is None is empty."""
+    cells = [head.split("  "), *(["" if cell is None else str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+
+BAR_CHARACTERS = 30
+"""The maximum width of the bar after a percentage; a narrow terminal has a shorter one, or none."""
 
 
 class Terminal:
-    """Writes notices, and below them the progress: on a terminal one line that is redrawn, else lines in steps of 10
+    """Writes notices, and below them the progress: on a terminal one line with a bar, else lines in steps of 10
     %."""
 
     def __init__(self) -> None:
@@ -22,7 +26,9 @@ class Terminal:
     def progress(self, what: str, share: float) -> None:
         """Show which share of a task is done, 0 … 1."""
         if self._draws:
-            self._write(f"{what}: {share:4.0%}")
+            text = f"{what}: {share:4.0%}"
+            room = min(BAR_CHARACTERS, shutil.get_terminal_size().columns - len(text) - 4)
+            self._write(text + (f" [{'#' * int(share * room):<{room}}]" if room > 0 else ""))
             self._drawn = True
             return
         step = int(share * 10)

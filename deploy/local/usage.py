@@ -1,17 +1,264 @@
-"""The commands and flags of `headrace`."""
+"""The commands of `headrace` and their flags: a Struct for each command, whose docstrings are the text of `--help`."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from deploy.local.stack.stack import DEFAULT_HOME
+from msgspec import Struct
+from msgspec.structs import FieldInfo, fields
+
+from deploy.local.state import DEFAULT_HOME, StateDirectory
 from shared.version import VERSION
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 DEFAULT_MODEL = "default"
 GPU_MEMORY_SHARE = 0.9
+
+Directory = Annotated[Path, "DIR"]
+File = Annotated[Path, "FILE"]
+Url = Annotated[str, "URL"]
+Address = Annotated[str, "HOST:PORT"]
+Size = Annotated[str, "SIZE"]
+Numbers = Annotated[str, "N,…"]
+Pairs = Annotated[list[str], "KEY=VALUE"]
+Seconds = Annotated[float, "[SECONDS]"]
+"""A number that may be left out after its flag: it is then WATCH_S."""
+WATCH_S = 2.0
+WORD = "WORD"
+Word = Annotated[str, WORD]
+"""A word after the command; the other fields are flags, with the second part of their type in place of the value."""
+
+
+class StateFlags(Struct, frozen=True, kw_only=True):
+    """The flags of a command that uses the files of `up`."""
+
+    state: Directory | None = None
+    """The directory where `up` keeps its files (.headrace)."""
+
+    @property
+    def state_dir(self) -> StateDirectory:
+        return StateDirectory((self.state or DEFAULT_HOME).absolute())
+
+
+class UpFlags(StateFlags, frozen=True, kw_only=True):
+    """Run everything on this machine, until Ctrl-C."""
+
+    port: int = 8000
+    """The port of the HTTP API on 127.0.0.1."""
+    workers: int = 2
+    """The number of workers."""
+    frontends: int | None = None
+    """The number of frontends, on one port (2; with one or two cores 1)."""
+    routers: int | None = None
+    """The number of routers (2; with one or two cores 1)."""
+    model: str = DEFAULT_MODEL
+    """The model's directory, GGUF file, or name ORG/NAME[@REVISION][:FILE.gguf] on the hub (SmolLM2-135M-Instruct,
+    fetched once)."""
+    model_name: str = ""
+    """The name of the model for clients (the file's name)."""
+    chat_template: Annotated[str, "FILE|NAME"] = ""
+    """The chat template in place of the model's own: a file, or a name in docs/tools.md."""
+    policy: str = "kv"
+    """The routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute."""
+    discovery: Literal["etcd", "file"] = "etcd"
+    """Where processes register and find each other."""
+    engine: Literal["native", "simulated", "echo"] = "native"
+    """What workers run; simulated has the timing of a GPU without one, echo returns the prompt."""
+    simulated: Pairs = []
+    """A setting of the simulated engine, such as speed=2 or fixed_s=0.02."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the native engine computes; cuda: workers take the visible GPUs in turn."""
+    gpu_memory_share: float | None = None
+    """The share of each GPU's memory for all of its workers together (0.9)."""
+    cuda: Pairs = []
+    """A setting of workers on GPUs, such as dtype=float16 or graphs=false."""
+    kvbm_bytes: Size = ""
+    """The size of the memory for KV blocks that all workers share: 512M, 2G; 0: none (a 16th of the machine's memory,
+    at most 1G; with GPUs an 8th, at most 32G)."""
+    kvbm_disk: Directory | None = None
+    """The directory for blocks that do not fit into that memory (none)."""
+    kvbm_disk_bytes: Size = ""
+    """The size of the blocks in that directory (10G)."""
+    keys: File | None = None
+    """The file with API keys, one of which is required of clients (docs/access.md)."""
+    tls_cert: File | None = None
+    """The certificate, with its chain, of the API, which then has only TLS."""
+    tls_key: File | None = None
+    """The private key of that certificate."""
+    set: Annotated[list[str], "SERVICE.SETTING=VALUE"] = []
+    """A setting of all frontends, routers or workers, or of the kvbm: frontend.limits.requests=64,
+    worker.max_running=8, …; `.venv/bin/python -m services.frontend --help` lists those of a service."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The log level of all services."""
+    nats: Url = ""
+    """The URL of a NATS server that runs already."""
+    etcd: Address = ""
+    """The address of an etcd server that runs already."""
+
+
+class PullFlags(StateFlags, frozen=True, kw_only=True):
+    """Fetch a model from the hub, and print its path (docs/model_files.md)."""
+
+    name: Word
+    """The name of the model: ORG/NAME[@REVISION][:FILE.gguf]."""
+
+
+class FleetFlags(StateFlags, frozen=True, kw_only=True):
+    """The flags that say which fleet is meant."""
+
+    json: bool = False
+    """Print one JSON object."""
+    nats: Url = ""
+    """The NATS server (that of `up`)."""
+    etcd: Address = ""
+    """The etcd server (that of `up`)."""
+    namespace: str = "default"
+    """The namespace of the fleet."""
+
+
+class StatusFlags(FleetFlags, frozen=True, kw_only=True):
+    """Show which processes are alive, and how busy they are."""
+
+    watch: Seconds | None = None
+    """The seconds between two views, until Ctrl-C, with requests and tokens a second (2)."""
+
+
+class ExplainFlags(FleetFlags, frozen=True, kw_only=True):
+    """Show why requests went to their workers."""
+
+    request: Word | None = None
+    """The `id` of the answer, or its X-Request-Id (the latest requests, one line each)."""
+
+
+class ClientFlags(StateFlags, frozen=True, kw_only=True):
+    """The flags of a client of the API."""
+
+    url: str = ""
+    """The URL of an OpenAI endpoint (that of `up`, or http://127.0.0.1:8000/v1)."""
+    model: str = ""
+    """The name of the model (the first one served)."""
+    api_key_file: File | None = None
+    """The file that contains only the API key (OPENAI_API_KEY of the environment)."""
+
+
+class ChatFlags(ClientFlags, frozen=True, kw_only=True):
+    """Ask one question, or have a conversation (docs/command_line.md)."""
+
+    question: Word | None = None
+    """The text of the question (a conversation on a terminal; from a pipe: all that comes)."""
+    system: str = ""
+    """The system prompt: instructions to the model before the first question (none)."""
+    max_tokens: int = 512
+    """The limit of the answer in tokens."""
+    temperature: float = 0.0
+    """The sampling temperature; 0 is greedy."""
+
+
+class BenchFlags(ClientFlags, frozen=True, kw_only=True):
+    """Measure a sweep of loads; see docs/bench.md."""
+
+    concurrency: Numbers = ""
+    """The numbers of requests in flight; each is one load."""
+    rate: Numbers = ""
+    """Requests per second, sent at random times, in place of `--concurrency`."""
+    requests: int = 0
+    """The number of requests of each load (4 x concurrency or 20 s x rate; at least 32)."""
+    words: int = 512
+    """The number of words of each prompt."""
+    shared_words: int = 0
+    """The number of words that all prompts begin with."""
+    prompts: File | None = None
+    """The file with one prompt per line, in place of generated prompts."""
+    output_tokens: int = 128
+    """The number of tokens of each answer."""
+    may_stop: bool = False
+    """Allow shorter answers: send only OpenAI's own fields, without `ignore_eos`."""
+    warmup: int = 2
+    """The number of unmeasured requests before each load."""
+    timeout_s: float = 120.0
+    """The time limit of each request, in seconds."""
+    seed: int = 0
+    """The random seed of prompts and times."""
+    out: Annotated[str, "PREFIX"] = "bench"
+    """The path of the .json and .png files without their suffix."""
+    json: bool = False
+    """Print one JSON object in place of the table."""
+    driver: Literal["own", "aiperf"] = "own"
+    """The load generator."""
+    tokenizer: str = ""
+    """The tokenizer for aiperf: a directory or a name on the hub."""
+
+
+class InstallGpuFlags(Struct, frozen=True, kw_only=True):
+    """Install what --device cuda needs into .venv, where ./headrace keeps it: CuPy, cuBLAS, a compiler (0.6 GB)."""
+
+
+class VersionFlags(Struct, frozen=True, kw_only=True):
+    """Print the version."""
+
+
+class NewKeyFlags(Struct, frozen=True, kw_only=True):
+    """Make a key and print it (docs/access.md)."""
+
+    name: Word
+    """The name of the key's owner: a-z, 0-9, - and _."""
+    file: File | None = None
+    """The keys file that gets the key's line (the line is printed)."""
+    out: File | None = None
+    """The new file that gets the key, readable for you alone (the key is printed)."""
+    requests_per_minute: Annotated[int | None, "N"] = None
+    """The limit of the key in requests per minute (none)."""
+    tokens_per_minute: Annotated[int | None, "N"] = None
+    """The limit of the key in tokens per minute (none)."""
+    concurrency: Annotated[int | None, "N"] = None
+    """The limit of the key in requests at once (none)."""
+
+
+class KeysFileFlags(StateFlags, frozen=True, kw_only=True):
+    """The flags of a command that uses a keys file."""
+
+    file: File | None = None
+    """The keys file (that of the `up` that runs here)."""
+
+
+class ListKeysFlags(KeysFileFlags, frozen=True, kw_only=True):
+    """Show the names and limits in a keys file."""
+
+
+class RevokeKeyFlags(KeysFileFlags, frozen=True, kw_only=True):
+    """Remove a key from a keys file."""
+
+    name: Word
+    """The name of the key's owner."""
+
+
+class CompletionFlags(Struct, frozen=True, kw_only=True):
+    """Print what a shell needs to complete commands and flags: eval "$(./headrace completion bash)"."""
+
+    shell: Annotated[Literal["bash", "zsh"], WORD]
+    """The shell that reads it."""
+
+
+COMMANDS: dict[str, type[Struct]] = {
+    "up": UpFlags,
+    "pull": PullFlags,
+    "status": StatusFlags,
+    "explain": ExplainFlags,
+    "chat": ChatFlags,
+    "bench": BenchFlags,
+    "key new": NewKeyFlags,
+    "key list": ListKeysFlags,
+    "key revoke": RevokeKeyFlags,
+    "install-gpu": InstallGpuFlags,
+    "completion": CompletionFlags,
+    "version": VersionFlags,
+}
+GROUPS = {"key": "Make, list and revoke API keys."}
+"""The first words of commands that have a second one."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -21,184 +268,69 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def parse(words: Sequence[str]) -> Struct | None:
+    """Return the flags of the command in `words`; without a command, print the commands and return None.
+
+    Wrong usage, `--help` and `--version` end the process.
+    """
+    explain = not {"-h", "--help"}.isdisjoint(words)
     parser = CommandParser(prog="headrace", description="Serves language models: one API for many workers.")
     parser.add_argument("--version", action="version", version=f"headrace {VERSION}")
-    parser.set_defaults(state=DEFAULT_HOME)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    state = CommandParser(add_help=False)
-    state.add_argument(
-        "--state", type=Path, default=DEFAULT_HOME, metavar="DIR", help="where `up` keeps its files (.headrace)"
-    )
+    commands = parser.add_subparsers(metavar="COMMAND")
+    groups: dict[str, Any] = {}
+    for name, schema in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group and group not in groups:
+            groups[group] = commands.add_parser(group, help=GROUPS[group]).add_subparsers(required=True, metavar="VERB")
+        _add_command(groups.get(group, commands), last, schema, explain=explain)
+    given = vars(parser.parse_args(words))
+    if not given:
+        parser.print_help()
+        return None
+    chosen: type[Struct] = given.pop("schema")
+    return chosen(**given)
 
-    up = commands.add_parser(
-        "up", parents=[state], help="run everything on this machine", description="Run everything, until Ctrl-C."
-    )
-    up.add_argument("--port", type=int, default=8000, help="port of the HTTP API on 127.0.0.1 (%(default)s)")
-    up.add_argument("--workers", type=int, default=2, help="number of workers (%(default)s)")
-    usual = "2; with one or two cores 1"
-    up.add_argument("--frontends", type=int, help=f"number of frontends, on one port ({usual})")
-    up.add_argument("--routers", type=int, help=f"number of routers ({usual})")
-    up.add_argument(
-        "--model", default=DEFAULT_MODEL, help="model directory or GGUF file (SmolLM2-135M-Instruct, fetched once)"
-    )
-    up.add_argument("--model-name", default="", metavar="NAME", help="name of the model for clients (the file's name)")
-    up.add_argument(
-        "--policy",
-        default="kv",
-        help="routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute",
-    )
-    up.add_argument(
-        "--discovery",
-        choices=("etcd", "file"),
-        default="etcd",
-        help="where processes register and find each other (%(default)s)",
-    )
-    up.add_argument(
-        "--engine",
-        choices=("native", "simulated", "echo"),
-        default="native",
-        help="what workers run (%(default)s); simulated has the timing of a GPU without one, echo returns the prompt",
-    )
-    up.add_argument(
-        "--simulated",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of the simulated engine: speed=2, fixed_s=0.02, …",
-    )
-    up.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the native engine computes (%(default)s); cuda: workers take the visible GPUs in turn",
-    )
-    up.add_argument(
-        "--gpu-memory-share",
-        type=float,
-        metavar="SHARE",
-        help=f"share of each GPU's memory for all of its workers together ({GPU_MEMORY_SHARE})",
-    )
-    up.add_argument(
-        "--cuda",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of workers on GPUs: dtype=float16, graphs=false, …",
-    )
-    up.add_argument(
-        "--kvbm-bytes",
-        default="",
-        metavar="SIZE",
-        help="size of the memory for KV blocks that all workers share: 512M, 2G; 0: none (a 16th of the"
-        " machine's memory, at most 1G; with GPUs an 8th, at most 32G)",
-    )
-    up.add_argument(
-        "--kvbm-disk", type=Path, metavar="DIR", help="directory for blocks that do not fit into that memory (none)"
-    )
-    up.add_argument("--kvbm-disk-bytes", default="", metavar="SIZE", help="size of the blocks in that directory (10G)")
-    up.add_argument(
-        "--keys", type=Path, metavar="FILE", help="require one of the API keys in this file (docs/access.md)"
-    )
-    up.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve only TLS, with this certificate and its chain")
-    up.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of that certificate")
-    up.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SERVICE.SETTING=VALUE",
-        help="a setting of all frontends, routers or workers, or of the kvbm: frontend.limits.requests=64,"
-        " worker.max_running=8, …; `.venv/bin/python -m services.frontend --help` lists those of a service",
-    )
-    up.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="log level of all services (%(default)s)",
-    )
-    up.add_argument("--nats", default="", metavar="URL", help="use a NATS server that runs already")
-    up.add_argument("--etcd", default="", metavar="HOST:PORT", help="use an etcd server that runs already")
 
-    fleet = CommandParser(add_help=False)
-    fleet.add_argument("--json", action="store_true", help="print one JSON object")
-    fleet.add_argument("--nats", default="", metavar="URL", help="NATS server (that of `up`)")
-    fleet.add_argument("--etcd", default="", metavar="HOST:PORT", help="etcd server (that of `up`)")
-    fleet.add_argument("--namespace", default="default", help="namespace of the fleet (%(default)s)")
-    commands.add_parser("status", parents=[state, fleet], help="show which processes are alive, and how busy they are")
-    explain = commands.add_parser("explain", parents=[state, fleet], help="show why requests went to their workers")
-    explain.add_argument(
-        "request", nargs="?", help="`id` of the answer, or its X-Request-Id (the latest requests, one line each)"
-    )
+def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: bool) -> None:
+    """Add a command. The texts of its flags, which cost time to read, are added only to `explain` them."""
+    command = commands.add_parser(name, help=schema.__doc__, description=schema.__doc__)
+    command.set_defaults(schema=schema)
+    said: dict[str, str] = {}
+    if explain:
+        from shared.runtime.usage import field_docstrings
 
-    chat = commands.add_parser("chat", parents=[state], help="ask one question")
-    chat.add_argument("question", help="the text of the question")
-    chat.add_argument("--url", default="", help=f"URL of the API (that of `up`, or {DEFAULT_URL})")
-    chat.add_argument("--model", default="", help="name of the model (the first one served)")
-    chat.add_argument("--max-tokens", type=int, default=512, help="limit of the answer (%(default)s)")
-    chat.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (%(default)s: greedy)")
-    chat.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file that contains only the API key (OPENAI_API_KEY of the environment)",
-    )
+        said = field_docstrings(schema)
+    for field in fields(schema):
+        kind, placeholder = flag_value(field.type)
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _text(said.get(field.name, ""), field)}
+        flag = "--" + field.name.replace("_", "-")
+        if placeholder == WORD:
+            choices = get_args(kind) or None
+            command.add_argument(field.name, nargs=None if field.required else "?", choices=choices, **options)
+        elif kind is bool:
+            command.add_argument(flag, action="store_true", **options)
+        elif get_origin(kind) is Literal:
+            command.add_argument(flag, choices=get_args(kind), **options)
+        elif get_origin(kind) is list:
+            command.add_argument(flag, action="append", metavar=placeholder, **options)
+        elif placeholder == "[SECONDS]":
+            command.add_argument(flag, nargs="?", type=kind, const=WATCH_S, metavar="SECONDS", **options)
+        else:
+            command.add_argument(flag, type=kind, metavar=placeholder, **options)
 
-    bench = commands.add_parser(
-        "bench",
-        parents=[state],
-        help="measure an OpenAI endpoint",
-        description="Measure a sweep of loads; see docs/bench.md.",
-    )
-    bench.add_argument("--url", default="", help=f"URL of any OpenAI endpoint (that of `up`, or {DEFAULT_URL})")
-    bench.add_argument("--model", default="", help="name of the model (the first one served)")
-    bench.add_argument(
-        "--concurrency", default="", metavar="N,…", help="numbers of requests in flight; each is one load"
-    )
-    bench.add_argument("--rate", default="", metavar="R,…", help="instead: requests per second, sent at random times")
-    bench.add_argument(
-        "--requests",
-        type=int,
-        default=0,
-        help="number of requests of each load (4 x concurrency or 20 s x rate; at least 32)",
-    )
-    bench.add_argument("--words", type=int, default=512, help="words of each prompt (%(default)s)")
-    bench.add_argument("--shared-words", type=int, default=0, help="words that all prompts begin with (%(default)s)")
-    bench.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="file with one prompt per line, instead of generated prompts"
-    )
-    bench.add_argument("--output-tokens", type=int, default=128, help="tokens of each answer (%(default)s)")
-    bench.add_argument("--may-stop", action="store_true", help="allow shorter answers: do not send `ignore_eos`")
-    bench.add_argument("--warmup", type=int, default=2, help="unmeasured requests before each load (%(default)s)")
-    bench.add_argument("--timeout-s", type=float, default=120.0, help="time limit of each request (%(default)s)")
-    bench.add_argument("--seed", type=int, default=0, help="random seed of prompts and times (%(default)s)")
-    bench.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file that contains only the API key (OPENAI_API_KEY of the environment)",
-    )
-    bench.add_argument(
-        "--out",
-        default="bench",
-        metavar="PREFIX",
-        help="path of the .json and .png files without their suffix (%(default)s)",
-    )
-    bench.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    bench.add_argument("--driver", choices=("own", "aiperf"), default="own", help="load generator (%(default)s)")
-    bench.add_argument("--tokenizer", default="", help="tokenizer for aiperf: a directory or a name on the hub")
-    commands.add_parser(
-        "install-gpu",
-        help="install what --device cuda needs (0.6 GB)",
-        description="Install CuPy, cuBLAS and CUDA's compiler into .venv, where ./headrace keeps them.",
-    )
-    commands.add_parser("version", help="print the version")
 
-    key = commands.add_parser("key", help="make API keys (docs/access.md)")
-    new = key.add_subparsers(dest="verb", required=True, metavar="VERB").add_parser(
-        "new", help="make a key and print it"
-    )
-    new.add_argument("name", metavar="NAME", help="name of the key's owner: a-z, 0-9, - and _")
-    for limit in ("requests-per-minute", "tokens-per-minute", "concurrency"):
-        new.add_argument(f"--{limit}", type=int, metavar="N", help="limit of the key (none)")
-    return parser
+def flag_value(kind: Any, placeholder: str | None = None) -> tuple[Any, str | None]:
+    """Return the type of a flag's value without None, and the placeholder that it has in the usage."""
+    if get_origin(kind) is Annotated:
+        return flag_value(*get_args(kind))
+    if NoneType in get_args(kind):
+        [kind] = [each for each in get_args(kind) if each is not NoneType]
+        return flag_value(kind, placeholder)
+    return kind, placeholder
+
+
+def _text(docstring: str, field: FieldInfo) -> str:
+    """Return the help of a flag, with its default unless the text has one in parentheses or there is none."""
+    text, default = " ".join(docstring.split()).removesuffix("."), field.default
+    shown = isinstance(default, int | float | str) and default is not False and default != "" and text[-1:] != ")"
+    return f"{text} ({default})" if shown else text

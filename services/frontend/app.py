@@ -31,6 +31,7 @@ from services.frontend.server.middleware import Middleware
 from services.frontend.server.nats_api import NatsApi
 from services.frontend.server.port import Port
 from services.frontend.server.routes import HttpApi
+from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.dispatch import Dispatcher
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.structured.compiler import GrammarCompiler
@@ -63,11 +64,11 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         access = Authenticator(config.access, metrics)
         grammars = GrammarCompiler()
         directory = ResponseDirectory(runtime, config.responses, metrics)
-        dispatcher = Dispatcher(service, models, pool, metrics, grammars, directory)
+        dispatcher = Dispatcher(ServingChat(service, models, pool, metrics, grammars, config), directory)
         port = Port(with_files(config.http), metrics)
         http = HttpApi(dispatcher, service, metrics, config.http, port, Middleware(access, config.http))
         nats = NatsApi(runtime, dispatcher, service, metrics, access, config.nats.inbox)
-        app = http.app(document(keys=access.requires_key))
+        app = http.app(document(keys=access.requires_key, closed=config.unknown_fields == "refuse"))
         # Without a key, clients learn only whether all is well; reasons and metrics are on the port of [observe].
         add_routes(app, runtime.health, None if access.requires_key else runtime.registry)
         await access.start(runtime.tasks)

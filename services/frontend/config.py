@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from services.frontend.tool_parsers.formats import FormatName, ReasoningName
-from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+from shared.config import ServiceConfig
 
 ANY_ORIGIN = "*"
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
@@ -16,14 +16,6 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 SomeSeconds = Annotated[float, Meta(gt=0, le=86400)]
-
-
-def check_origin(origin: str) -> None:
-    """Raise ValueError for an origin that no browser would send."""
-    if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
-        raise ValueError(
-            f"cors_origins: {origin} is neither * nor an origin such as https://example.org or http://x:3000"
-        )
 
 
 class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +54,9 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key need each other")
         for origin in self.cors_origins:
-            check_origin(origin)
+            if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+                wrong = f"{origin} is neither * nor an origin such as https://example.org or http://x:3000"
+                raise ValueError(f"cors_origins: {wrong}")
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,22 +137,29 @@ class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that a response is kept after it was made, continued or retrieved last."""
 
 
-class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     """The settings of one frontend process."""
 
-    namespace: str = "default"
-    nats: NatsConfig = NatsConfig()
-    discovery: DiscoveryConfig = DiscoveryConfig()
-    observe: ObserveConfig = ObserveConfig()
     """A port of its own for /live, /health and /metrics. It answers however many connections clients hold, and for one
     process even if several share the HTTP port."""
     http: HttpConfig = HttpConfig()
     access: AccessConfig = AccessConfig()
     limits: LimitsConfig = LimitsConfig()
     responses: ResponsesConfig = ResponsesConfig()
-    models: dict[str, str] = {}
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """What to do with fields of a request that have no effect: ignore them, count them, and name them in the header
+    X-Headrace-Ignored; or refuse them with 400."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Sampling parameters of requests that do not set them: those that the model recommends (generation_config.json),
+    or OpenAI's (temperature 1, top_p 1)."""
+    default_max_tokens: Natural = 0
+    """Largest number of tokens of a chat's answer, if the request does not limit it; 0: what is left of the context."""
+    schema_objects: Literal["closed", "open"] = "closed"
+    """Whether an object of a JSON Schema has only the properties that it declares, if the schema does not say: closed,
+    as OpenAI's strict mode demands; open, by the letter of JSON Schema."""
+    models: dict[str, str] = field(default_factory=dict)
     """Model name → directory with its tokenizer, if the path that the worker announces is not valid on this machine."""
-    tool_parser: dict[str, FormatName | Literal["auto", "none"]] = {}
+    tool_parser: dict[str, FormatName | Literal["auto", "none"]] = field(default_factory=dict)
     """Model name → format of its tool calls, if its chat template does not show it; none: no requests with tools."""
-    reasoning_parser: dict[str, ReasoningName | Literal["auto", "none"]] = {}
+    reasoning_parser: dict[str, ReasoningName | Literal["auto", "none"]] = field(default_factory=dict)
     """Model name → whether its reasoning is separated from its answer; auto: if its chat template has reasoning."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.frontend.auth.accounts import Accounts
-from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, distribution, gauge, histogram
+from shared import metrics
+from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, distribution
 
 
 class Metrics:
@@ -17,15 +19,15 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        counter, gauge = partial(metrics.counter, registry), partial(metrics.gauge, registry)
+        histogram = partial(metrics.histogram, registry)
         self.requests = counter(
-            registry,
             "headrace_requests",
             "Requests that ended, by operation and HTTP status (499: the client disconnected first)",
             ["operation", "status"],
         )
-        self.inflight = gauge(registry, "headrace_inflight_requests", "Requests that have arrived and not ended")
+        self.inflight = gauge("headrace_inflight_requests", "Requests that have arrived and not ended")
         self.first_token = histogram(
-            registry,
             "headrace_time_to_first_token_seconds",
             "Time from the tokenised prompt to its first output token",
             REQUEST_SECONDS,
@@ -36,101 +38,83 @@ class Metrics:
             "Time per token between two step frames of one request",
             STEP_SECONDS,
         )
-        self.input_tokens = histogram(registry, "headrace_input_sequence_tokens", "Prompt tokens of a request", TOKENS)
-        self.output_tokens = histogram(
-            registry, "headrace_output_sequence_tokens", "Output tokens of a request", TOKENS
-        )
+        self.input_tokens = histogram("headrace_input_sequence_tokens", "Prompt tokens of a request", TOKENS)
+        self.output_tokens = histogram("headrace_output_sequence_tokens", "Output tokens of a request", TOKENS)
         self.cached_tokens = counter(
-            registry, "headrace_cached_tokens", "Prompt tokens found in a prefix cache, by tier", ["tier"]
+            "headrace_cached_tokens", "Prompt tokens found in a prefix cache, by tier", ["tier"]
+        )
+        self.ignored_fields = counter(
+            "headrace_ignored_fields",
+            "Requests with a field that has no effect, by the field's name; other: names beyond the first 200",
+            ["field"],
         )
         self.tool_calls = counter(
-            registry,
             "headrace_tool_calls",
             "Texts that began like a tool call, by format and outcome: complete; unfinished (the answer ended); broken "
             "(a part was sent already); or sent as text: malformed, unknown_tool, too_long",
             ["format", "outcome"],
         )
         self.disconnected = counter(
-            registry, "headrace_disconnected_clients", "Clients that disconnected before their answer was complete"
+            "headrace_disconnected_clients", "Clients that disconnected before their answer was complete"
         )
-        self.cancellations = counter(
-            registry, "headrace_model_cancellation", "Attempts cancelled at a worker, for any reason"
-        )
+        self.cancellations = counter("headrace_model_cancellation", "Attempts cancelled at a worker, for any reason")
         self.cancellation = histogram(
-            registry,
             "headrace_cancellation_seconds",
             "Time from the moment that a client is found gone until its worker reports the end of the attempt",
             STEP_SECONDS,
         )
         self.unnoticed = histogram(
-            registry,
             "headrace_unnoticed_disconnect_seconds",
             "Longest time that a NATS client can have been gone before the frontend noticed it",
             REQUEST_SECONDS,
         )
-        self.migrations = counter(
-            registry, "headrace_model_migration", "Attempts that continued or repeated a lost attempt"
-        )
+        self.migrations = counter("headrace_model_migration", "Attempts that continued or repeated a lost attempt")
         self.lost = counter(
-            registry,
-            "headrace_attempts_lost",
-            "Lost attempts, by reason; docs/states.md explains each",
-            ["reason"],
+            "headrace_attempts_lost", "Lost attempts, by reason; docs/states.md explains each", ["reason"]
         )
         self.router_retries = counter(
-            registry, "headrace_router_retries", "Requests sent to another router because one did not answer"
+            "headrace_router_retries", "Requests sent to another router because one did not answer"
         )
         self.rejections = counter(
-            registry,
             "headrace_model_rejection",
             "Requests refused at a limit of this frontend, by the name of its setting",
             ["bound"],
         )
-        self.connections = gauge(registry, "headrace_open_connections", "Open connections of HTTP clients")
+        self.connections = gauge("headrace_open_connections", "Open connections of HTTP clients")
         self.closed_connections = counter(
-            registry,
             "headrace_closed_connections",
             "Connections closed by the frontend: idle (too long), header (a slow request head), room (idle, closed for "
             "a new one), full (a new one, and none was idle), handshake (TLS failed)",
             ["reason"],
         )
-        self.stray_parts = counter(
-            registry, "headrace_stray_parts", "Parts of step frames for requests that have ended"
-        )
-        self.dropped_frames = counter(
-            registry, "headrace_dropped_frames", "Step frames lost because the subscription was full"
-        )
+        self.stray_parts = counter("headrace_stray_parts", "Parts of step frames for requests that have ended")
+        self.dropped_frames = counter("headrace_dropped_frames", "Step frames lost because the subscription was full")
         self.frames_out_of_turn = counter(
-            registry,
             "headrace_frames_out_of_turn",
             "Step frames dropped: repeated, or ahead of a missing one, which is asked for again",
             ["kind"],
         )
         self.resends = counter(
-            registry,
             "headrace_resends",
             "Requests to workers to send step frames again: resent, too_old (no longer kept), unanswered",
             ["outcome"],
         )
         self.unanswerable = counter(
-            registry, "headrace_unanswerable_requests", "Requests over NATS without a usable reply subject"
+            "headrace_unanswerable_requests", "Requests over NATS without a usable reply subject"
         )
         self.unauthorized = counter(
-            registry,
             "headrace_unauthorized_requests",
             "Requests refused with 401: missing (no key), unknown (a key that the keys file does not have)",
             ["reason"],
         )
-        self.kept_responses = gauge(registry, "headrace_kept_responses", "Stored responses")
-        self.kept_response_bytes = gauge(registry, "headrace_kept_response_bytes", "Bytes of the stored responses")
+        self.kept_responses = gauge("headrace_kept_responses", "Stored responses")
+        self.kept_response_bytes = gauge("headrace_kept_response_bytes", "Bytes of the stored responses")
         self.dropped_responses = counter(
-            registry,
             "headrace_dropped_responses",
             "Stored responses removed without a request: age; or to make room: count, bytes",
             ["reason"],
         )
         self.stale_files = gauge(
-            registry,
             "headrace_stale_files",
             "1 if the file (keys, tls) cannot be read and its former content is still used",
             ["file"],

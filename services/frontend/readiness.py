@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from services.frontend.models.registry import ModelRegistry
+from services.frontend.requests.calls import sample_routers
 from shared import subjects
 from shared.discovery.directory import DirectoryChange, InstanceUp
 from shared.errors import Unavailable
@@ -46,7 +47,7 @@ class Readiness:
         if not self._runtime.bus.connected:
             return ["NATS is not connected"]
         faults = []
-        if not self._routers():
+        if not sample_routers(self._runtime, PINGED):
             faults.append("no router is there")
         elif self._failures >= FAILURES:
             faults.append("no router answers")
@@ -66,7 +67,7 @@ class Readiness:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            routers = self._routers()
+            routers = sample_routers(self._runtime, PINGED)
             if any(await asyncio.gather(*map(self._answers, routers))):
                 self._failures = 0
             elif routers and loop.time() - began < 2 * PING_TIMEOUT_S:  # otherwise this process itself stood still
@@ -77,10 +78,6 @@ class Readiness:
                     await self._appeared.wait()
             except TimeoutError:
                 pass
-
-    def _routers(self) -> list[str]:
-        routers = [one.instance for one in self._runtime.directory.instances.values() if one.service == "router"]
-        return self._runtime.draw.sample(routers, min(PINGED, len(routers)))
 
     async def _answers(self, router: str) -> bool:
         subject = subjects.control(self._runtime.namespace, "router", router)

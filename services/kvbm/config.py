@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from services.kvbm.tickets.results import TicketLimits
 from services.kvbm.tiers import policies
 from services.kvbm.tiers.actions import TierSizes
-from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+from shared.config import ServiceConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -56,7 +56,7 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept in which tier, and what is evicted first."""
 
     host_policy: str = policies.DEFAULT
-    """The eviction policy of the host tier: reuse, lru, s3-fifo or module:attribute."""
+    """The eviction policy of the host tier: reuse, lru or module:attribute."""
     disk_policy: str = policies.DISK_DEFAULT
     """The eviction policy of the disk tier; the choice is that of `host_policy`."""
     host_sightings: Positive = 1
@@ -68,8 +68,6 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     held_share: Share = 0.5
     """The share of the slots that readers may hold at once. Nothing more is read from disk while held slots and
     abandoned reads reach it."""
-    leaves_first: bool = False
-    """Whether a block stays as long as a block that follows it is in the same tier."""
 
     def sizes(self, slots: int, records: int) -> TierSizes:
         """Return the sizes and rules of one layout's tiers."""
@@ -80,7 +78,6 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
             disk_sightings=self.disk_sightings,
             fill_disk=self.fill_disk,
             held_share=self.held_share,
-            leaves_first=self.leaves_first,
         )
 
 
@@ -93,15 +90,11 @@ class StatisticsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds between two log lines about each layout; 0 writes none."""
 
 
-class KvbmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KvbmConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of kvbm."""
 
-    namespace: str = "default"
     pool: PoolConfig
     disk: DiskConfig = DiskConfig()
     tiers: TiersConfig = TiersConfig()
     tickets: TicketLimits = TicketLimits()
     statistics: StatisticsConfig = StatisticsConfig()
-    nats: NatsConfig = NatsConfig()
-    discovery: DiscoveryConfig = DiscoveryConfig()
-    observe: ObserveConfig = ObserveConfig()

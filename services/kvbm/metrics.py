@@ -9,7 +9,6 @@ from typing import Literal
 from prometheus_client import CollectorRegistry
 
 from services.kvbm.hit_window import LookupCounts
-from services.kvbm.tickets.errors import RefusalCode
 from services.kvbm.tickets.results import ExpiredTicket, TicketStatistics
 from services.kvbm.tiers.actions import TierEvent
 from services.kvbm.tiers.disk_results import DiskFailure, DiskStatistics, LoadedFromDisk, WrittenToDisk
@@ -100,10 +99,6 @@ class StoreMetrics:
         self.reserved_bytes = gauge(
             registry, "headrace_kvbm_pool_reserved_bytes", "Bytes of the pool whose memory is made"
         )
-
-    def count_refusal(self, code: RefusalCode) -> None:
-        """Count one refused request."""
-        self.refusals.labels(code).inc()
 
     def count_lookup(self, found: LookupCounts, block_bytes: int) -> None:
         """Count one fetch, by what is known when its first reply is sent."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 
 from services.kvbm.metrics import StoreMetrics
 from shared.bus.contract import Bus, Message
@@ -23,9 +22,8 @@ class ReplySender:
     def __init__(self, bus: Bus, metrics: StoreMetrics) -> None:
         self._bus = bus
         self._metrics = metrics
-        self._later: deque[tuple[Message, bytes, bool]] = deque()
+        self._later: asyncio.Queue[tuple[Message, bytes, bool]] = asyncio.Queue()
         """Replies that wait for the task. The number of open fetch tickets bounds them."""
-        self._waiting = asyncio.Event()
 
     async def send(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
         """Send a reply in the encoding of the question. Return whether it was sent."""
@@ -40,18 +38,16 @@ class ReplySender:
 
     def queue(self, message: Message, payload: bytes, *, last: bool) -> None:
         """Send the reply after all that were queued before it."""
-        self._later.append((message, payload, last))
-        self._waiting.set()
+        self._later.put_nowait((message, payload, last))
 
     async def run(self) -> None:
         """Send what is queued, until cancelled."""
         while True:
-            await self._waiting.wait()
-            self._waiting.clear()
-            await self.flush()
+            message, payload, last = await self._later.get()
+            await self.send(message, payload, last=last)
 
     async def flush(self) -> None:
         """Send all that is queued now."""
-        while self._later:
-            message, payload, last = self._later.popleft()
+        while not self._later.empty():
+            message, payload, last = self._later.get_nowait()
             await self.send(message, payload, last=last)

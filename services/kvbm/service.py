@@ -26,14 +26,15 @@ from typing import TypeVar
 
 from services.kvbm.config import KvbmConfig
 from services.kvbm.hit_window import LookupCounts
+from services.kvbm.layout import describe
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.owners import MOST_OWNERS
 from services.kvbm.pool.prefault import Prefault
-from services.kvbm.queries import StoreQueries
 from services.kvbm.replies import ReplySender
+from services.kvbm.snapshots import send_snapshot
 from services.kvbm.tickets.engines import AttachedEngines
 from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
 from services.kvbm.tiers import policies
@@ -43,25 +44,11 @@ from shared.bus.contract import Message, Subscription
 from shared.discovery.announcement import Announcement
 from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import BusDown, ProtocolError
-from shared.messages import Codec
+from shared.messages import JSON_HEADER, SNAPSHOT_REQUEST, Codec
 from shared.runtime.lifecycle import Runtime, settle_memory
 
 REPORT_INTERVAL_S = 0.25
 """Seconds between two load reports; also the tick of what is done at intervals."""
-OPERATIONS = (
-    "attach",
-    "store",
-    "commit",
-    "abort",
-    "fetch",
-    "release",
-    "discard",
-    "snapshot",
-    "load",
-    "stat",
-    "control",
-)
-"""The operations in the address book."""
 _TICKS_PER_POLL = 2
 """Ticks between two checks of the engines' locks."""
 _TICKS_PER_GAUGES = 4
@@ -76,17 +63,23 @@ _Operation = Callable[[Message], tuple[LayoutStore, bytes | None]]
 
 
 async def serve(runtime: Runtime, config: KvbmConfig) -> None:
-    """Serve until `runtime.stopping`. Raises ConfigError where the pool cannot be opened or a policy does not exist."""
+    """Serve until `runtime.stopping`. Raise ConfigError where the pool cannot be opened or a policy does not exist."""
     async with kvbm(runtime, config):
         settle_memory()
         await runtime.stopping.wait()
 
 
+def check_policies(config: KvbmConfig) -> None:
+    """Raise ConfigError where a policy cannot be made. Otherwise it would be found only when the first engine
+    attaches."""
+    for name in (config.tiers.host_policy, config.tiers.disk_policy):
+        policies.make_policy(name, 1)
+
+
 @asynccontextmanager
 async def kvbm(runtime: Runtime, config: KvbmConfig) -> AsyncIterator[KvbmService]:
     """Run a kvbm that answers while the context is open."""
-    for name in (config.tiers.host_policy, config.tiers.disk_policy):
-        policies.named(name, 1)  # or a wrong name would be found only when the first engine attaches
+    check_policies(config)
     pool = HostPool.open(
         Path(config.pool.directory), config.pool.size_bytes, config.pool.arenas, instance=runtime.instance
     )
@@ -117,7 +110,6 @@ class KvbmService:
         self.prefault = Prefault(pool, config.pool.prefault_threads)
         self._announcement = Announcement(runtime.discovery, self._address)
         self._announcement.request_update()
-        self._queries = StoreQueries(runtime, config, pool, self.layouts, self.prefault, self._replies)
         self._former_owners = set(pool.survivors)
         """Engines that a former kvbm may have let write, and that have neither attached again nor died."""
         self._operations: dict[str, _Operation] = {
@@ -135,7 +127,7 @@ class KvbmService:
     async def start(self) -> None:
         """Subscribe first, then register."""
         bus = self._runtime.bus
-        receivers = {"*": self._receive, "stat": self._queries.answer_stat, "snapshot": self._queries.answer_snapshot}
+        receivers = {"*": self._receive, "stat": self._answer_stat, "snapshot": self._answer_snapshot}
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
         self._runtime.directory.subscribe(self._directory_changed)
@@ -177,7 +169,7 @@ class KvbmService:
             layout, payload = serve(message)
         except (Refusal, ProtocolError) as wrong:
             code = wrong.code if isinstance(wrong, Refusal) else "bad_request"
-            self._metrics.count_refusal(code)
+            self._metrics.refusals.labels(code).inc()
             payload = wire.SETTLED.encode(wire.KvbmRefused(code, str(wrong)[:REASON_CHARS]), message.headers)
         if payload is not None:
             await self._replies.send(message, payload, last=operation == "fetch")
@@ -197,7 +189,9 @@ class KvbmService:
         layout = self.layouts.get_or_open(ask.layout, self._former_owners)
         self.engines.add(ask)
         layout.attach(ask.owner)
-        self._confirm_idle(ask.owner)
+        self._former_owners.discard(ask.owner)
+        for other in self.layouts.open.values():  # it writes to nothing that a former kvbm granted, in any layout
+            other.tickets.writer_confirmed_idle(ask.owner)
         arena = layout.slots.arena
         attached = wire.Attached(
             kvbm=self._runtime.instance,
@@ -246,16 +240,33 @@ class KvbmService:
 
     def _queue_reply(self, message: Message, reply: wire.Fetched | wire.KvbmRefused, last: bool) -> None:
         if isinstance(reply, wire.KvbmRefused):
-            self._metrics.count_refusal(reply.code)
+            self._metrics.refusals.labels(reply.code).inc()
         self._replies.queue(message, wire.FETCH_REPLY.encode(reply, message.headers), last=last)
 
-    # --- which engines are alive
+    async def _answer_stat(self, message: Message) -> None:
+        """Reply with KvbmState in JSON; the payload is ignored."""
+        if message.reply:
+            state = wire.KvbmState(
+                instance=self._runtime.instance,
+                pool=str(self._pool.path.parent),
+                pool_bytes=self._pool.geometry.file_bytes,
+                reserved=self.prefault.share,
+                window_s=self._config.statistics.window_s,
+                layouts=[describe.state(layout.facts()) for layout in self.layouts.open.values()],
+            )
+            question = Message(message.subject, b"", message.reply, JSON_HEADER)
+            await self._replies.send(question, wire.KVBM_STATE.encode(state, JSON_HEADER))
 
-    def _confirm_idle(self, owner: str) -> None:
-        """Record that the engine has attached, so it writes to nothing that a former kvbm granted, in any layout."""
-        self._former_owners.discard(owner)
-        for layout in self.layouts.open.values():
-            layout.tickets.writer_confirmed_idle(owner)
+    async def _answer_snapshot(self, message: Message) -> None:
+        """Reply with a snapshot of one layout. A layout that is not here gets no reply: the address book does not name
+        it."""
+        asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
+        layout = self.layouts.open.get(asked.layout)
+        if layout is None or not message.reply:
+            raise ProtocolError(f"a snapshot of layout {asked.layout[:64]!r}, which is not here, or no reply subject")
+        await send_snapshot(layout, message, self._replies)
+
+    # --- which engines are alive
 
     def _poll_owners(self) -> None:
         """Find the engines whose locks are free, which are dead."""
@@ -294,7 +305,8 @@ class KvbmService:
             if not tick % _TICKS_PER_GAUGES:
                 self._set_gauges()
             if ticks_per_log and tick and not tick % ticks_per_log:
-                self._queries.log_layouts()
+                for layout in self.layouts.open.values():
+                    _log.info("%s", describe.line(layout.facts(), self._config.statistics.window_s))
             await self._report()
             await asyncio.sleep(REPORT_INTERVAL_S)
 
@@ -324,8 +336,11 @@ class KvbmService:
 
     def _address(self, epoch: int) -> dict[str, bytes]:
         """Return this kvbm's entry in the address book."""
-        operations = {operation: self._subject(operation) for operation in OPERATIONS}
-        sources = {digest: layout.source for digest, layout in self.layouts.open.items()}
+        operations = {
+            operation: self._subject(operation)
+            for operation in (*self._operations, "snapshot", "load", "stat", "control")
+        }
+        sources = {digest: layout.log.source for digest, layout in self.layouts.open.items()}
         return self._runtime.address(epoch, operations, layouts=sources)
 
     def _subject(self, operation: str) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+from shared.config import ServiceConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -67,10 +67,9 @@ class SourceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     disables this."""
 
 
-class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class RouterConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     """All settings of a router."""
 
-    namespace: str = "default"
     policy: str = "kv"
     """Routing policy: kv, round-robin, random, least-loaded, power-of-two, or module:attribute."""
     policy_budget_ms: Annotated[float, Meta(ge=0)] = 5.0
@@ -82,9 +81,6 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Blocks that a prompt may have."""
     explained: Natural = 1_000
     """Number of decisions kept for `headrace explain`, per model; at least one."""
-    nats: NatsConfig = NatsConfig()
-    discovery: DiscoveryConfig = DiscoveryConfig()
-    observe: ObserveConfig = ObserveConfig()
     index: IndexConfig = IndexConfig()
     load: LoadConfig = LoadConfig()
     source: SourceConfig = SourceConfig()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from services.router.index.index import IndexStatistics
 from services.router.selection.decision_log import Decision
 from services.router.selection.model_router import ModelRouter
 from shared.messages import Explanation, Explanations, ModelState
@@ -19,7 +18,9 @@ def requested_id(payload: bytes) -> str:
     request = payload.decode("utf-8", "replace").strip().strip('"')
     if request.startswith("resp_"):  # before the point is the frontend that keeps the response
         return request.partition(".")[2] or request
-    return request.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("embd-") or request
+    for prefix in ("chatcmpl-", "cmpl-", "embd-", "msg_"):
+        request = request.removeprefix(prefix) or request
+    return request
 
 
 def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:
@@ -27,12 +28,11 @@ def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: flo
     found = [
         (decision.at_s, model.model, decision)
         for model in models
-        for decision in model.explain(request, DECISIONS_IN_ANSWER)
+        for decision in model.decisions.find(request, DECISIONS_IN_ANSWER)
     ]
     found.sort(key=lambda each: each[0])
-    return Explanations(
-        router, [_explained(name, decision, now_s) for _, name, decision in found[-DECISIONS_IN_ANSWER:]]
-    )
+    latest = found[-DECISIONS_IN_ANSWER:]
+    return Explanations(router, [_explained(name, decision, now_s) for _, name, decision in latest])
 
 
 def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
@@ -47,7 +47,7 @@ def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
         rank=selected.rank,
         reason=selected.reason,
         candidates=selected.candidates,
-        prompt_tokens=decision.prompt_tokens,
+        prompt_tokens=decision.request.prompt_tokens,
         predicted_cached_tokens=decision.predicted_cached_tokens,
         actual_cached_tokens=decision.actual_cached_tokens,
         first_token_s=_rounded(decision.first_token_s),
@@ -69,12 +69,9 @@ def policy_problem(models: Iterable[ModelRouter]) -> str:
     return f"failed: kv made {failures} of its choices" if failures else ""
 
 
-def model_states(models: Mapping[str, ModelRouter]) -> list[ModelState]:
-    """Return the sizes of each model's state."""
-    return [_model_state(model, model.index.statistics()) for model in models.values()]
-
-
-def _model_state(model: ModelRouter, index: IndexStatistics) -> ModelState:
+def model_state(model: ModelRouter) -> ModelState:
+    """Return the sizes of a model's state."""
+    index = model.index.statistics()
     return ModelState(
         model=model.model,
         instances=len(model.cards),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry
 
 from services.router.index.index import IndexStatistics
@@ -14,106 +16,80 @@ class RouterMetrics:
     """All metrics of one router process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.selects = counter(
-            registry,
-            "headrace_selects",
-            "Selects answered, by outcome: selected, or the code of the refusal",
-            ["outcome"],
+        count, show, spread = partial(counter, registry), partial(gauge, registry), partial(histogram, registry)
+        self.selects = count(
+            "headrace_selects", "Selects answered, by outcome: selected, or the code of the refusal", ["outcome"]
         )
-        self.select_seconds = histogram(
-            registry,
-            "headrace_select_seconds",
-            "Seconds from the arrival of a Select to its answer",
-            ROUND_TRIP_SECONDS,
+        self.select_seconds = spread(
+            "headrace_select_seconds", "Seconds from the arrival of a Select to its answer", ROUND_TRIP_SECONDS
         )
-        self.hit_rate = histogram(
-            registry,
+        self.hit_rate = spread(
             "headrace_kv_hit_rate",
             "Share of a prompt's tokens found cached: predicted at the choice, actual at the first token",
             SHARES,
             ["kind"],
         )
-        self.hit_rate_error = histogram(
-            registry,
+        self.hit_rate_error = spread(
             "headrace_kv_hit_rate_error",
             "Difference between the predicted and the actual share of a prompt's tokens found cached",
             SHARES,
         )
-        self.cached_tokens = counter(
-            registry, "headrace_cached_tokens", "Prompt tokens cached, predicted and actual", ["kind"]
-        )
-        self.prompt_tokens = counter(
-            registry, "headrace_prompt_tokens", "Prompt tokens of requests whose first token was reported"
-        )
-        self.events = counter(
-            registry,
+        self.cached_tokens = count("headrace_cached_tokens", "Prompt tokens cached, predicted and actual", ["kind"])
+        self.prompt_tokens = count("headrace_prompt_tokens", "Prompt tokens of requests whose first token was reported")
+        self.events = count(
             "headrace_kv_events",
             "KV event batches, by outcome: applied, ignored (an unknown tier or rank), rejected (malformed), dropped "
             "(too many batches waited)",
             ["outcome"],
         )
-        self.gaps = counter(registry, "headrace_kv_event_gaps", "Gaps in event streams")
-        self.replays = counter(
-            registry, "headrace_kv_replays", "Replays requested from event sources, by outcome", ["outcome"]
+        self.gaps = count("headrace_kv_event_gaps", "Gaps in event streams")
+        self.replays = count("headrace_kv_replays", "Replays requested from event sources, by outcome", ["outcome"])
+        self.snapshots = count(
+            "headrace_kv_snapshots", "Snapshots requested from event sources, by outcome", ["outcome"]
         )
-        self.snapshots = counter(
-            registry, "headrace_kv_snapshots", "Snapshots requested from event sources, by outcome", ["outcome"]
+        self.refused_sources = count("headrace_kv_sources_refused", "Event sources that contradict their model card")
+        self.sources = show("headrace_kv_sources", "Event sources now, by state", ["state"])
+        self.silent_sources = show(
+            "headrace_kv_sources_silent", "Event sources that send no events while requests compute blocks there"
         )
-        self.refused_sources = counter(
-            registry, "headrace_kv_sources_refused", "Event sources that contradict their model card"
+        self.torn = show(
+            "headrace_kv_events_torn", "Messages from the event sources followed now that were not event batches"
         )
-        self.sources = gauge(registry, "headrace_kv_sources", "Event sources now, by state", ["state"])
-        self.silent_sources = gauge(
-            registry,
-            "headrace_kv_sources_silent",
-            "Event sources that send no events while requests compute blocks there",
-        )
-        self.torn = gauge(
-            registry,
-            "headrace_kv_events_torn",
-            "Messages from the event sources followed now that were not event batches",
-        )
-        self.digests = counter(
-            registry,
+        self.digests = count(
             "headrace_kv_digests",
             "Comparisons of a source's digest with ours, by outcome: agreed, differed (all blocks requested again), "
             "exempt (blocks were left out)",
             ["outcome"],
         )
-        self.malformed = counter(
-            registry, "headrace_malformed_messages", "Messages that could not be read, by channel", ["channel"]
+        self.malformed = count(
+            "headrace_malformed_messages", "Messages that could not be read, by channel", ["channel"]
         )
-        self.dropped = gauge(
-            registry,
+        self.dropped = show(
             "headrace_dropped_messages",
             "Messages lost on the current subscriptions because they came faster than they were read",
         )
-        self.joins = counter(
-            registry,
+        self.joins = count(
             "headrace_router_joins",
             "Requests to other routers for the reservations of a model, by outcome; alone: there was no other router",
             ["outcome"],
         )
-        self.policy_faults = counter(
-            registry,
+        self.policy_faults = count(
             "headrace_policy_troubles",
             "Faults of the policy, by kind: failed (kv chose, or no reason), slow (over its budget), off (for good)",
             ["kind"],
         )
-        self.frozen_workers = gauge(
-            registry,
+        self.frozen_workers = show(
             "headrace_workers_standing_still",
             "Workers passed over because they have work but make no step, or send no report",
         )
-        self.index_blocks = gauge(registry, "headrace_index_blocks", "Distinct blocks in the index")
-        self.index_pairs = gauge(registry, "headrace_index_pairs", "(block, candidate) pairs in the index", ["tier"])
-        self.index_bytes = gauge(registry, "headrace_index_bytes", "Estimated size of the index")
-        self.index_dropped = gauge(
-            registry, "headrace_index_dropped_blocks", "Blocks dropped at the index's limit since the start"
+        self.index_blocks = show("headrace_index_blocks", "Distinct blocks in the index")
+        self.index_pairs = show("headrace_index_pairs", "(block, candidate) pairs in the index", ["tier"])
+        self.index_bytes = show("headrace_index_bytes", "Estimated size of the index")
+        self.index_dropped = show(
+            "headrace_index_dropped_blocks", "Blocks dropped at the index's limit since the start"
         )
-        self.reservations = gauge(registry, "headrace_reservations", "Attempts that are reserved and have not ended")
-        self.forgotten = gauge(
-            registry,
+        self.reservations = show("headrace_reservations", "Attempts that are reserved and have not ended")
+        self.forgotten = show(
             "headrace_reservations_forgotten",
             "Reservations released since the start because the worker did not know them, or at the limit",
         )

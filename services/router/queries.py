@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import assert_never
 
 from services.router.config import RouterConfig
-from services.router.explain import explain, model_states, policy_problem, requested_id
+from services.router.explain import explain, model_state, policy_problem, requested_id
 from services.router.selection.model_router import ModelRouter
 from services.router.sync.feed import EventFeed
 from shared.bus.contract import Message
@@ -51,15 +50,16 @@ class Queries:
 
     async def answer_explain(self, message: Message) -> None:
         """Answer with the decisions of all models. The payload is a request id, or empty for the latest decisions."""
-        await self._answer("explain", message, self._found(self._models, message))
+        await self._answer("explain", message, EXPLANATIONS.encode(self._found(self._models, message), JSON_HEADER))
 
     async def answer_explain_of(self, model: str, message: Message) -> None:
         """Answer with the decisions of one model. Every router that routes the model receives this query."""
         found = self._found([model], message)
+        payload = EXPLANATIONS.encode(found, JSON_HEADER)
         if found.decisions or len(self._pausing) >= DELAYED_LIMIT:
-            await self._answer("explain", message, found)
+            await self._answer("explain", message, payload)
             return
-        task = self._runtime.tasks.create_task(self._answer_later(message, found))
+        task = self._runtime.tasks.create_task(self._answer_later(message, payload))
         self._pausing.add(task)
         task.add_done_callback(self._pausing.discard)
 
@@ -69,31 +69,24 @@ class Queries:
         state = RouterState(
             self._runtime.instance,
             self._config.policy,
-            model_states(self._models),
+            [model_state(model) for model in self._models.values()],
             sources,
             policy_trouble=policy_problem(self._models.values()),
         )
-        await self._answer("state", message, state)
+        await self._answer("state", message, ROUTER_STATE.encode(state, JSON_HEADER))
 
     def _found(self, names: Iterable[str], message: Message) -> Explanations:
         models = [self._models[name] for name in names if name in self._models]
         now_s = asyncio.get_running_loop().time()
         return explain(self._runtime.instance, models, requested_id(message.payload), now_s)
 
-    async def _answer_later(self, message: Message, found: Explanations) -> None:
+    async def _answer_later(self, message: Message, payload: bytes) -> None:
         await asyncio.sleep(UNKNOWN_REQUEST_DELAY_S)
-        await self._answer("explain", message, found)
+        await self._answer("explain", message, payload)
 
-    async def _answer(self, channel: str, message: Message, answer: Explanations | RouterState) -> None:
+    async def _answer(self, channel: str, message: Message, payload: bytes) -> None:
         if not message.reply:
             return
-        match answer:
-            case Explanations():
-                payload = EXPLANATIONS.encode(answer, JSON_HEADER)
-            case RouterState():
-                payload = ROUTER_STATE.encode(answer, JSON_HEADER)
-            case _:
-                assert_never(answer)
         try:
             await self._runtime.bus.publish(message.reply, payload, headers=JSON_HEADER)
         except (BusDown, ProtocolError) as wrong:  # too large, or an invalid reply subject

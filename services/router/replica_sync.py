@@ -62,7 +62,7 @@ async def fetch_reservations(runtime: Runtime, model: ModelRouter, metrics: Rout
 
 
 async def _fetch_from(runtime: Runtime, model: ModelRouter, router: str) -> int:
-    """Return the number of reservations received. Raises Unavailable or ProtocolError; reservations that came before
+    """Return the number of reservations received. Raise Unavailable or ProtocolError; reservations that came before
     that are kept."""
     taken = 0
     now = asyncio.get_running_loop().time
@@ -80,7 +80,7 @@ async def _fetch_from(runtime: Runtime, model: ModelRouter, router: str) -> int:
 
 
 async def send_reservations(runtime: Runtime, message: Message, model: ModelRouter | None, name: str) -> None:
-    """Answer with all reservations of a model, or with none if the model is unknown. Raises BusDown."""
+    """Answer with all reservations of a model, or with none if the model is unknown. Raise BusDown."""
     living = [] if model is None else model.load.reservations()
     for start in range(0, max(len(living), 1), RESERVATIONS_PER_MESSAGE):
         part = living[start : start + RESERVATIONS_PER_MESSAGE]

@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(runtime: Runtime, config: RouterConfig) -> None:
-    """Run a router until `runtime.stopping`. Raises ConfigError if the policy cannot be loaded."""
+    """Run a router until `runtime.stopping`. Raise ConfigError if the policy cannot be loaded."""
     async with router(runtime, config):
         await runtime.stopping.wait()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.worker.config import WorkerConfig
 from services.worker.model_check import check_files
 from services.worker.service import serve
-from shared.runtime.lifecycle import ProcessSettings, run
+from shared.runtime.lifecycle import run
 
 CLOSING_S = 15.0
 """Seconds after the drain for the engine's end, the last frames and the registration."""
@@ -13,11 +13,12 @@ CLOSING_S = 15.0
 
 def main() -> None:
     """Run until a signal, then end the process with an exit status."""
-    run("worker", WorkerConfig, _process, serve, check=check_files)
+    run("worker", WorkerConfig, serve, drain_limit_s, check=check_files)
 
 
-def _process(config: WorkerConfig) -> ProcessSettings:
-    return ProcessSettings.of(config, config.drain_s + CLOSING_S)
+def drain_limit_s(config: WorkerConfig) -> float:
+    """Return the seconds from the first signal to the forced end."""
+    return config.drain_s + CLOSING_S
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
-from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+from shared.config import ServiceConfig
 
 EngineName = Literal["native", "simulated", "echo"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
-CopyPath = Literal["auto", "rows", "batch", "staged", "zero_copy"]
+CopyPath = Literal["auto", "rows", "batch", "staged"]
 Offload = Literal["filled", "evicted", "off"]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -47,6 +48,21 @@ class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     prompt; 0: answers end only at their limits."""
     context_length: Natural = 0
     """Tokens of the context; 0: as many as the model has."""
+
+
+class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sampling parameters of requests that do not set them, in place of those in the model's generation_config.json."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    """Temperature (0 to 2); 0: the likeliest token."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Share of probability (above 0, to 1) of the likeliest tokens that are drawn from."""
+    top_k: Natural | None = None
+    """Number of likeliest tokens that are drawn from; 0: all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Least probability of a token that is drawn, as a share of the likeliest one's."""
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    """Factor by which tokens that were there become less likely; 1: none."""
 
 
 class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -97,11 +113,11 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Whether sampled tokens leave the GPU as a copy on a stream of their own, instead of being written by the kernel
     that draws them. On an H200 that is no faster, within 1 %, and slower while blocks are copied to the pool."""
     copy_path: CopyPath = "auto"
-    """Way of copying blocks between GPU and pool; auto: the fastest one for each group of blocks, as measured at
-    start."""
+    """Way of copying blocks between GPU and pool: rows, batch, staged; auto: by the number of blocks that are copied
+    together and by their shape."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where settings contradict each other."""
+        """Raise ValueError where settings contradict each other."""
         if self.graph_lower_bound > self.graph_upper_bound:
             raise ValueError(
                 f"graph_lower_bound is {self.graph_lower_bound}, above graph_upper_bound, {self.graph_upper_bound};"
@@ -109,14 +125,16 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             )
 
 
-class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One worker: one engine, one model."""
 
-    namespace: str = "default"
     model: str
     """A Hugging Face directory or a GGUF file."""
     model_name: str = ""
     """Name of the model for clients; empty: the directory's or file's name."""
+    chat_template: str = ""
+    """Chat template that replaces the model's own: a file, or one of the names in `shared/chat_templates`."""
+    sampling: SamplingConfig = SamplingConfig()
     cache: str = ".headrace/models"
     """Directory of converted weights, which the machine's workers share."""
     engine: EngineName = "native"
@@ -147,12 +165,9 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     happen after half of that time."""
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """Seconds that running attempts may go on after SIGTERM."""
-    nats: NatsConfig = NatsConfig()
-    discovery: DiscoveryConfig = DiscoveryConfig()
-    observe: ObserveConfig = ObserveConfig()
 
     def __post_init__(self) -> None:
-        """Raises ValueError where settings contradict each other."""
+        """Raise ValueError where settings contradict each other."""
         if self.device == "cuda" and self.engine != "native":
             raise ValueError(f"device is cuda, but the {self.engine} engine computes nothing: set device = cpu")
         if self.device == "cuda" and self.kv_dtype not in ("auto", self.cuda.dtype):
@@ -180,45 +195,15 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     instance: str
     """The worker's instance id."""
-    engine: EngineName
-    model: str
     model_name: str
-    cache: str
-    block_size: int
-    capacity_blocks: int
-    capacity_bytes: int
-    kv_dtype: Dtype
-    device: Device
-    cuda: CudaConfig
-    max_running: int
-    max_waiting: int
-    max_waiting_tokens: int
-    simulated: SimulatedConfig
-    kvbm: KVConnectorConfig
-    threads: int
+    worker: WorkerConfig
+    """The worker's settings, without those of NATS, discovery and metrics: their passwords would be in the argument."""
     parent_pid: int
     """Process id of the shell; the engine does not outlive it."""
 
     @staticmethod
     def of(config: WorkerConfig, model_name: str, instance: str, *, parent_pid: int) -> EngineConfig:
         """Return the engine's part of a worker's settings."""
-        return EngineConfig(
-            instance=instance,
-            engine=config.engine,
-            model=config.model,
-            model_name=model_name,
-            cache=config.cache,
-            block_size=config.block_size,
-            capacity_blocks=config.capacity_blocks,
-            capacity_bytes=config.capacity_bytes,
-            kv_dtype=config.kept_dtype,
-            device=config.device,
-            cuda=config.cuda,
-            max_running=config.max_running,
-            max_waiting=config.max_waiting,
-            max_waiting_tokens=config.max_waiting_tokens,
-            simulated=config.simulated,
-            kvbm=config.kvbm,
-            threads=config.threads,
-            parent_pid=parent_pid,
-        )
+        plain = ServiceConfig()
+        own = replace(config, nats=plain.nats, discovery=plain.discovery, observe=plain.observe)
+        return EngineConfig(instance=instance, model_name=model_name, worker=own, parent_pid=parent_pid)

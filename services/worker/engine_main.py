@@ -20,7 +20,7 @@ from typing import assert_never
 
 import msgspec
 
-from services.worker.config import EngineConfig
+from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.engine.core import EngineCore
 from services.worker.engine.loop import EngineLoop
@@ -31,8 +31,6 @@ from services.worker.runner import Runner
 from shared.errors import ConfigError, ModelError
 
 _PR_SET_PDEATHSIG = 1
-CPU_CAPACITY_BYTES = 512 << 20
-"""Bytes of KV on a CPU where no setting says so."""
 SWITCH_INTERVAL_S = 1e-4
 """Seconds after which a copying thread gets the interpreter while the loop goes on. With a free core it began 0.22 ms
 after the request, and not only when the loop was through, as with Python's 5 ms. On an H200 a step during incessant
@@ -55,13 +53,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
-    """Run the engine until it ends. Return why it failed, or None after Shutdown. Raises PeerGone."""
+    """Run the engine until it ends. Return why it failed, or None after Shutdown. Raise PeerGone."""
     attachment = None
-    if config.kvbm.pool:  # before CUDA opens its files: `shared.pool.lock` says why
+    if config.worker.kvbm.pool:  # before CUDA opens its files: `shared.pool.lock` says why
         number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        attachment = PoolAttachment(Path(config.kvbm.pool), config.instance, number)
+        attachment = PoolAttachment(Path(config.worker.kvbm.pool), config.instance, number)
     try:
-        runner = _load(config, channel.send)
+        runner = _load(config.worker, channel.send)
     except (ModelError, ConfigError) as wrong:
         return Failed(reason=str(wrong), model=True)
     except PeerGone:
@@ -91,56 +89,43 @@ def _first(wrong: BaseException) -> BaseException:
     return before or wrong
 
 
-def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
-    """Return the runner that the settings name. Raises ModelError, ConfigError."""
+def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
+    """Return the runner that the settings name. Raise ModelError, ConfigError."""
     match config.engine:
         case "echo":
             from services.worker.simulated.runner import EchoRunner
 
-            return EchoRunner(_facts(config, tell))
+            return EchoRunner(_facts(config, report))
         case "simulated":
             from services.worker.simulated.runner import SimulatedRunner, simulated_model
 
-            return SimulatedRunner(simulated_model(_facts(config, tell), config.simulated))
+            return SimulatedRunner(simulated_model(_facts(config, report), config.simulated))
         case "native" if config.device == "cuda":
-            return _load_cuda(config, tell)
+            try:
+                from services.worker.native.cuda.load import load_cuda
+            except ImportError as wrong:
+                raise ConfigError(f"device is cuda, which needs CuPy: ./headrace install-gpu ({wrong})") from None
+            return load_cuda(config, report)
         case "native":
             from services.worker.native.runner import load_native
 
-            load = load_native(
-                Path(config.model),
-                Path(config.cache),
-                capacity_bytes=config.capacity_bytes or CPU_CAPACITY_BYTES,
-                capacity_blocks=config.capacity_blocks,
-                block_size=config.block_size,
-                kv_dtype=config.kv_dtype,
-                verify=config.kvbm.verify,
-            )
-            return load(tell)
+            return load_native(config, report)
         case _:
             assert_never(config.engine)
 
 
-def _load_cuda(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
-    try:
-        from services.worker.native.cuda.load import load_cuda
-    except ImportError as wrong:
-        raise ConfigError(f"device is cuda, which needs CuPy: ./headrace install-gpu ({wrong})") from None
-    return load_cuda(config)(tell)
-
-
-def _facts(config: EngineConfig, tell: Callable[[Loading], None]) -> Ready:
-    """Return the facts of a model that is not computed. Raises ModelError."""
+def _facts(config: WorkerConfig, report: Callable[[Loading], None]) -> Ready:
+    """Return the facts of a model that is not computed. Raise ModelError."""
     source = Path(config.model)
     if not source.is_dir():
         from services.worker.native.prepare import prepare
 
-        source = prepare(source, Path(config.cache), tell)
+        source = prepare(source, Path(config.cache), report)
     return facts_of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
 
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
-    """Run the engine's loop until Shutdown. Raises ConfigError, and what the runner raises."""
+    """Run the engine's loop until Shutdown. Raise ConfigError, and what the runner raises."""
     mover = None
     if attachment is not None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -36,11 +36,11 @@ class Submit(Struct, frozen=True, tag="submit"):
     lora: str = ""
     salt: str = ""
     priority: int = 0
-    number: int = 0
-    """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
     wait_left_s: float | None = None
     """Seconds after which the attempt ends with NOT_BEGUN if it was in no step by then; None: only `time_left_s` bounds
     its wait."""
+    number: int = 0
+    """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
 
 
 class CancelAttempt(Struct, frozen=True, tag="cancel"):

@@ -5,22 +5,35 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from services.worker.config import SamplingConfig
 from services.worker.messages import Ready
-from services.worker.model_facts import read_pooling
+from services.worker.model_facts import read_pooling, read_sampling
 from shared import hashing, subjects
+from shared.chat_templates import NAMES, template_file
 from shared.discovery.announcement import Announcement
 from shared.messages import JSON_HEADER, MODEL_CARD, EventSource, ModelCard
-from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_file import LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_model_file
 from shared.runtime.lifecycle import Runtime
 
+DEFAULT_SAMPLING = SamplingConfig()
 OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "control")
 """The operations whose subjects a worker's address book names."""
 
 
-def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device: str = "") -> ModelCard:
+def card_of(
+    facts: Ready,
+    *,
+    model: str,
+    model_name: str,
+    instance: str,
+    device: str = "",
+    chat_template: str = "",
+    sampling: SamplingConfig = DEFAULT_SAMPLING,
+) -> ModelCard:
     """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
-    directory. Reads some MB. Raises ModelError."""
+    directory. Reads some MB. Raise ModelError."""
     path, digest = _tokenizer(Path(facts.path or model))
+    template = template_file(path, chat_template)
     return ModelCard(
         model=model_name,
         instance=instance,
@@ -38,6 +51,9 @@ def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device:
         embedding_size=facts.embedding_size,
         pooling=read_pooling(Path(model)) if facts.embedding_size else "",
         device=device,
+        sampling=read_sampling(path, sampling),
+        chat_template=chat_template if chat_template in NAMES or not chat_template else str(template.resolve()),
+        template_digest=hashlib.sha256(read_model_file(template, LIST_LIMIT_BYTES, missing=b"")).hexdigest(),
     )
 
 
@@ -47,7 +63,7 @@ def name_of(model: Path) -> str:
 
 
 def _tokenizer(directory: Path) -> tuple[Path, str]:
-    """Return the directory's absolute path, and the SHA-256 (hex) of its tokenizer.json. Raises ModelError."""
+    """Return the directory's absolute path, and the SHA-256 (hex) of its tokenizer.json. Raise ModelError."""
     file = directory.resolve() / "tokenizer.json"
     return file.parent, hashlib.sha256(read_model_file(file, TOKENIZER_LIMIT_BYTES)).hexdigest()
 
@@ -59,34 +75,21 @@ class CardAnnouncement:
     def __init__(self, runtime: Runtime, source: EventSource) -> None:
         self._runtime = runtime
         self._source = source
-        self._announcement = Announcement(
-            runtime.discovery, self._entries, due=lambda: self.card is not None, shown=self._shown
+        self.entries = Announcement(
+            runtime.discovery, self._make_entries, due=lambda: self.card is not None, shown=self._shown
         )
         self.card: ModelCard | None = None
-
-    @property
-    def epoch(self) -> int:
-        """The lease's epoch; 0 before there was a lease."""
-        return self._announcement.epoch
 
     def show(self, card: ModelCard | None) -> None:
         """Publish this card, or none while no request would be accepted."""
         self.card = card
-        self._announcement.request_update()
-
-    async def run(self) -> None:
-        """Keep the entries as they should be, until cancelled."""
-        await self._announcement.run()
-
-    async def close(self) -> None:
-        """Remove all entries."""
-        await self._announcement.close()
+        self.entries.request_update()
 
     def _shown(self) -> None:
         if self.card is not None:
             self._runtime.health.ready()  # routers can choose it; a rolling restart waits for that
 
-    def _entries(self, epoch: int) -> dict[str, bytes]:
+    def _make_entries(self, epoch: int) -> dict[str, bytes]:
         runtime = self._runtime
         operations = {name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS}
         entries = runtime.address(epoch, operations, events=self._source)

@@ -6,14 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.worker.config import WorkerConfig
-from services.worker.model_facts import facts_of, read_pooling
+from services.worker.model_facts import facts_of, read_pooling, read_sampling
+from shared.chat_templates import template_file
 from shared.errors import ModelError
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 
 
 def check_files(config: WorkerConfig) -> None:
-    """Check the model's files. Raises ModelError or ConfigError, as the engine's start would."""
+    """Check the model's files. Raise ModelError or ConfigError, as the engine's start would."""
     source = Path(config.model)
+    template_file(source, config.chat_template)
     if config.engine == "native" or not source.is_dir():
         from services.worker.native.prepare import check_source  # here: it imports NumPy, which the shell does not need
 
@@ -38,3 +40,4 @@ def _check_directory(source: Path, config: WorkerConfig) -> None:
     except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception; its panics are no Exception
         raise ModelError(f"{file}: {wrong}") from None
     read_pooling(source)
+    read_sampling(source, config.sampling)

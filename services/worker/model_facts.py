@@ -6,16 +6,16 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
-from services.worker.config import Natural, Positive
+from services.worker.config import Natural, Positive, SamplingConfig
 from services.worker.messages import Ready
 from shared.errors import ModelError
-from shared.messages import KvLayout, Pooling
-from shared.model_file import CONFIG_LIMIT_BYTES, read_model_file, read_model_json
+from shared.messages import KvLayout, Pooling, SamplingDefaults
+from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json
 
 _DEFAULT_CAPACITY_BLOCKS = 4096
 _MODULES = frozenset(("Transformer", "Pooling", "Normalize"))
@@ -37,7 +37,7 @@ class _Module(Struct):
 
 
 def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready:
-    """Return the sizes in the model's config.json. A `capacity_blocks` of 0 becomes 4096. Raises ModelError."""
+    """Return the sizes in the model's config.json. A `capacity_blocks` of 0 becomes 4096. Raise ModelError."""
     file = directory / "config.json"
     content = read_model_file(file, CONFIG_LIMIT_BYTES)
     try:
@@ -60,9 +60,25 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
     )
 
 
+def read_sampling(directory: Path, settings: SamplingConfig) -> SamplingDefaults:
+    """Return what the model's generation_config.json (may be missing) recommends, with the settings in place of it.
+
+    Raises ModelError."""
+    path = directory / "generation_config.json"
+    content = read_model_file(path, CONFIG_LIMIT_BYTES, missing=b"{}")
+    recommended = decode_model_json(path, content, dict[str, Any])
+    chosen = {name: recommended.get(name) for name in SamplingDefaults.__struct_fields__}
+    try:
+        sampling = msgspec.convert({k: value for k, value in chosen.items() if value is not None}, SamplingDefaults)
+    except msgspec.ValidationError as wrong:
+        raise ModelError(f"{path}: {wrong}") from None
+    given = {name: value for name, value in msgspec.structs.asdict(settings).items() if value is not None}
+    return msgspec.structs.replace(sampling, **given)
+
+
 def read_pooling(directory: Path) -> Pooling:
     """Return how sentence-transformers' files next to a model say that its embeddings are pooled: as the mean where no
-    file says anything; empty where they ask for what is not built here. Raises ModelError.
+    file says anything; empty where they ask for what is not built here. Raise ModelError.
 
     modules.json             [{"type": "sentence_transformers.models.Transformer", …}, …Pooling, …Normalize]
     1_Pooling/config.json    {"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true, …}

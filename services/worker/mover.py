@@ -67,7 +67,7 @@ class Slots(Protocol):
         ...
 
     def generation(self, slot: int) -> int:
-        """Return the slot's generation. Raises PoolUnfit where there is no such slot."""
+        """Return the slot's generation. Raise PoolUnfit where there is no such slot."""
         ...
 
 
@@ -75,7 +75,7 @@ class Mover(Protocol):
     """Copies batches. Belongs to one thread, the engine's."""
 
     def attach(self, slots: Slots) -> None:
-        """Copy to and from these slots of the pool. No copy is under way, and no slots are attached. Raises PoolUnfit
+        """Copy to and from these slots of the pool. No copy is under way, and no slots are attached. Raise PoolUnfit
         where they are too small."""
         ...
 

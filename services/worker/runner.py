@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from services.worker.messages import Loading, Ready
+from services.worker.messages import Ready
 from services.worker.mover import Mover
 from shared.messages import Sampling, TokenLogprob
 
@@ -76,18 +76,14 @@ class Runner(Protocol):
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         """Compute a step. Return one entry per work, None for a work that does not end. Where the numbers of a work are
-        not finite, its entry is `suspect`, and the other entries are not affected. Raises ModelError if the device
+        not finite, its entry is `suspect`, and the other entries are not affected. Raise ModelError if the device
         fails."""
         ...
 
     def mover(self, clock: Callable[[], float]) -> Mover:
         """Return the mover between this runner's KV memory and a kvbm's pool; `clock` is the engine's. Called at most
-        once, before the first step; closed before the runner. Raises ConfigError where the runner has no KV to
+        once, before the first step; closed before the runner. Raise ConfigError where the runner has no KV to
         exchange."""
         ...
 
     def close(self) -> None: ...
-
-
-LoadRunner = Callable[[Callable[[Loading], None]], Runner]
-"""Builds a runner inside the engine process and reports its progress. Raises ModelError."""

@@ -1,1 +1,1 @@
-"""The bus: requests and streams over NATS, KV events over ZMQ, and an in-process fake of both."""
+"""The bus: requests and streams over NATS, KV events over ZMQ."""

@@ -1,7 +1,7 @@
-"""The bus: requests and streams over NATS, KV events over ZMQ, and an in-process fake of both.
+"""The bus: requests and streams over NATS, KV events over ZMQ.
 
 This file is the contract. `shared/bus/nats_bus.py` and `shared/bus/zmq_events.py` are the real implementations,
-`shared/bus/memory_bus.py` is the fake. All pass `tests/shared/bus/test_contract.py` or
+`tests/fakes/memory_bus.py` is the fake. All pass `tests/shared/bus/test_contract.py` or
 `tests/shared/bus/test_events.py`.
 """
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 from shared.bus import zmtp
@@ -42,31 +41,26 @@ class EventPort:
     """
 
     def __init__(self, host: str, topic: bytes, subscribers_limit: int = SUBSCRIBERS_LIMIT, *, path: str = "") -> None:
-        self._topic = topic
+        self.topic = topic
         self._subscribers_limit = subscribers_limit
         self._path = path
-        self._listener = _unix_listener(path) if path else _listener(host)
+        self._listener = socket.create_server(path, family=socket.AF_UNIX) if path else _listener(host)
         self._listener.setblocking(False)
         self.port: int = 0 if path else self._listener.getsockname()[1]
-        self._loop = asyncio.get_running_loop()
-        self._waiting = _Waiting()
+        self.loop = asyncio.get_running_loop()
+        self.waiting = _Waiting()
         self._connections: dict[_Connection, None] = {}
-        self._limited_log = RateLimitedLog()
+        self.limited_log = RateLimitedLog()
         self._accept_again: asyncio.TimerHandle | None = None
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self.loop.add_reader(self._listener.fileno(), self._accept)
 
     @property
     def connections(self) -> int:
         return len(self._connections)
 
-    @property
-    def waiting_bytes(self) -> int:
-        """The size of the messages that some subscriber has not received yet."""
-        return self._waiting.size_bytes
-
     def publish(self, *frames: bytes) -> None:
         """Publish one message to each subscriber. The oldest waiting messages are dropped if too much waits."""
-        self._waiting.append(zmtp.message(frames))
+        self.waiting.append(zmtp.message(frames))
         for connection in list(self._connections):
             connection.published()
         self._trim()
@@ -76,7 +70,7 @@ class EventPort:
             return
         if self._accept_again is not None:
             self._accept_again.cancel()
-        self._loop.remove_reader(self._listener.fileno())
+        self.loop.remove_reader(self._listener.fileno())
         self._listener.close()
         if self._path:
             Path(self._path).unlink(missing_ok=True)
@@ -89,28 +83,28 @@ class EventPort:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as wrong:
-            self._limited_log.warn(_CLOSED, wrong)
-            self._loop.remove_reader(self._listener.fileno())
-            again = self._loop.add_reader
-            self._accept_again = self._loop.call_later(ACCEPT_AGAIN_S, again, self._listener.fileno(), self._accept)
+            self.limited_log.warn(_CLOSED, wrong)
+            self.loop.remove_reader(self._listener.fileno())
+            again = self.loop.add_reader
+            self._accept_again = self.loop.call_later(ACCEPT_AGAIN_S, again, self._listener.fileno(), self._accept)
             return
         if len(self._connections) >= self._subscribers_limit:
-            self._limited_log.warn(_CLOSED, f"{self._subscribers_limit} others are connected")
+            self.limited_log.warn(_CLOSED, f"{self._subscribers_limit} others are connected")
             accepted.close()
             return
-        connection = _Connection(accepted, self._topic, self._waiting, self._moved, self._limited_log, self._loop)
+        connection = _Connection(accepted, self)
         self._connections[connection] = None
         connection.greet()
 
-    def _moved(self, connection: _Connection) -> None:
-        """Note that a connection has caught up, or is closed."""
+    def connection_moved(self, connection: _Connection) -> None:
+        """Drop what no connection needs any longer: this one has caught up, or is closed."""
         if connection.closed:
             self._connections.pop(connection, None)
         self._trim()
 
     def _trim(self) -> None:
         nexts = [connection.next for connection in self._connections if connection.next is not None]
-        self._waiting.trim(min(nexts, default=self._waiting.end))
+        self.waiting.trim(min(nexts, default=self.waiting.end))
 
 
 def _listener(host: str) -> socket.socket:
@@ -120,17 +114,6 @@ def _listener(host: str) -> socket.socket:
         family=socket.AF_INET6 if ipv6 else socket.AF_INET,
         dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),
     )
-
-
-def _unix_listener(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(path)
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 class _Waiting:
@@ -174,21 +157,12 @@ class _Connection:
     It is sent the rest of a message that it has received in part, then answers to it, then the messages for all.
     """
 
-    def __init__(
-        self,
-        accepted: socket.socket,
-        topic: bytes,
-        waiting: _Waiting,
-        moved: Callable[[_Connection], None],
-        limited_log: RateLimitedLog,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def __init__(self, accepted: socket.socket, port: EventPort) -> None:
         self._socket = accepted
-        self._said = zmtp.Subscriber(topic)
-        self._waiting = waiting
-        self._moved = moved
-        self._limited_log = limited_log
-        self._loop = loop
+        self._port = port
+        self._said = zmtp.Subscriber(port.topic)
+        self._waiting = port.waiting
+        self._loop = port.loop
         self._rest = memoryview(b"")
         self._answers: deque[bytes] = deque()
         self.next: int | None = None
@@ -199,8 +173,8 @@ class _Connection:
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._late = loop.call_later(HANDSHAKE_LIMIT_S, self._give_up)
-        loop.add_reader(accepted.fileno(), self._read)
+        self._late = self._loop.call_later(HANDSHAKE_LIMIT_S, self._give_up)
+        self._loop.add_reader(accepted.fileno(), self._read)
 
     @property
     def closed(self) -> bool:
@@ -224,11 +198,11 @@ class _Connection:
         self._rest = memoryview(b"")
         self._answers.clear()
         self.next = None
-        self._moved(self)
+        self._port.connection_moved(self)
 
     def _give_up(self) -> None:
         if not self._said.ready:
-            self._limited_log.warn(_CLOSED, f"no handshake in {HANDSHAKE_LIMIT_S:g} s")
+            self._port.limited_log.warn(_CLOSED, f"no handshake in {HANDSHAKE_LIMIT_S:g} s")
             self.close()
 
     def _read(self) -> None:
@@ -244,7 +218,7 @@ class _Connection:
             self.close()
             return
         except ProtocolError as wrong:
-            self._limited_log.warn(_CLOSED, wrong)
+            self._port.limited_log.warn(_CLOSED, wrong)
             self.close()
             return
         if not self._said.subscribed:
@@ -299,4 +273,4 @@ class _Connection:
             self._loop.remove_writer(self._socket.fileno())
         was, self._blocked = self._blocked, blocked
         if was and not blocked:
-            self._moved(self)
+            self._port.connection_moved(self)

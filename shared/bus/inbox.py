@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 
 from shared.bus.contract import LAST_HEADER, Message
@@ -21,26 +21,6 @@ from shared.errors import BusDown, NoResponders, Overloaded, RequestTimeout
 PROBE_LIMIT = 4096
 """The maximum number of probes. Beyond it the oldest is forgotten, as if a process listened."""
 NO_RESPONDERS = {"Status": "503"}
-
-
-class _Request:
-    """One request that waits for its answer."""
-
-    def __init__(self, subject: str) -> None:
-        self._subject = subject
-        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-
-    def take(self, message: Message) -> None:
-        if self.answer.done():
-            return
-        if _no_process_listens(message):
-            self.answer.set_exception(NoResponders(f"no process listens on {self._subject}"))
-        else:
-            self.answer.set_result(message)
-
-    def fail(self, wrong: BusDown) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(wrong)
 
 
 class ReplyStream:
@@ -95,23 +75,25 @@ class ReplyInbox:
         self._inbox = inbox
         self.prefix = f"{inbox}.{secrets.token_hex(11)}."
         self._numbers = count()
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, asyncio.Future[Message]] = {}
         self._probes: dict[str, Callable[[], None]] = {}
         self._streams: dict[ReplyStream, None] = {}
 
     def deliver(self, message: Message) -> None:
         """Deliver an answer below `prefix`; one that is no longer waited for is ignored."""
-        request = self._requests.get(message.subject)
+        answer = self._requests.get(message.subject)
         no_responders = self._probes.pop(message.subject, None)
-        if request is not None:
-            request.take(message)
+        if answer is not None:
+            if not answer.done():
+                answer.set_result(message)
         elif no_responders is not None and _no_process_listens(message):
             no_responders()
 
     def fail(self, wrong: BusDown) -> None:
         """Fail all requests and streams: the connection broke, so answers may be lost. Probes stay."""
-        for request in self._requests.values():
-            request.fail(wrong)
+        for answer in self._requests.values():
+            if not answer.done():
+                answer.set_exception(wrong)
         for stream in self._streams:
             stream.fail(wrong)
 
@@ -123,15 +105,21 @@ class ReplyInbox:
         self._probes[reply] = no_responders
         return reply
 
-    def request(self, subject: str) -> tuple[str, asyncio.Future[Message]]:
-        """Return a reply subject and its answer. The caller must call `forget_request` afterwards."""
-        reply, request = self._next(), _Request(subject)
-        self._requests[reply] = request
-        return reply, request.answer
-
-    def forget_request(self, reply: str) -> None:
-        """Ignore later answers to a request."""
-        self._requests.pop(reply, None)
+    async def request(self, subject: str, timeout_s: float, send: Callable[[str], Awaitable[None]]) -> Message:
+        """Call `send` with a reply subject, and return the answer. Raise NoResponders, RequestTimeout or BusDown."""
+        reply, answer = self._next(), asyncio.get_running_loop().create_future()
+        self._requests[reply] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                await send(reply)
+                message: Message = await answer
+        except TimeoutError:
+            raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
+        finally:
+            del self._requests[reply]
+        if _no_process_listens(message):
+            raise NoResponders(f"no process listens on {subject}")
+        return message
 
     def stream(self, subject: str, pending_limit: int) -> ReplyStream:
         """Return a stream's receiving end. The caller must call `close_stream` afterwards."""

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import nats.errors
 from nats.aio.client import Client
@@ -43,7 +44,7 @@ from shared.bus.nats_connection import (
 )
 from shared.bus.receive_queue import ReceiveQueue
 from shared.config import NatsConfig
-from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout
+from shared.errors import BusDown, PayloadTooLarge, ProtocolError
 from shared.rate_limited_log import RateLimitedLog
 
 RETRY_WAIT_S = 0.25
@@ -58,7 +59,7 @@ async def connect(config: NatsConfig, name: str, refused: Callable[[str], None] 
     """Return a connected bus; wait for NATS as long as it takes. `name` is shown in NATS's monitoring.
 
     Until the first connection, `refused` is called for each failed attempt, with the reason if NATS refused it, else
-    with an empty text.
+    with an empty text. An error that it raises ends the wait.
 
     Raise ConfigError if the URL is invalid.
     """
@@ -218,15 +219,8 @@ class NatsBus:
         self, subject: str, payload: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Message:
         client = self._check(payload)
-        reply, answer = self._replies.request(subject)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._send(client, subject, payload, headers, reply)
-                return await answer
-        except TimeoutError:
-            raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
-        finally:
-            self._replies.forget_request(reply)
+        sending = partial(self._send, client, subject, payload, headers)
+        return await self._replies.request(subject, timeout_s, sending)
 
     @asynccontextmanager
     async def stream(

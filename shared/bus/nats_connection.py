@@ -85,7 +85,7 @@ class DirectClient(Client):
         """Subscribe. `take` is called for each message; it must not raise, and must limit what it keeps."""
 
         async def passed_on(msg: Msg) -> None:  # a message that came before its `take` was registered
-            take(message(msg))
+            take(Message(msg.subject, msg.data, msg.reply, msg.headers or {}))
 
         remote = await self.subscribe(subject, queue=queue, cb=passed_on)
         self._takers[remote._id] = take
@@ -206,11 +206,6 @@ def abort(client: DirectClient) -> None:
     writer = getattr(client._transport, "_io_writer", None)
     if writer is not None:
         writer.transport.abort()
-
-
-def message(msg: Msg) -> Message:
-    """Convert a message of nats-py into ours."""
-    return Message(msg.subject, msg.data, msg.reply, msg.headers or {})
 
 
 def as_headrace_error(wrong: Exception, client: Client, subject: str, payload: bytes) -> HeadraceError:

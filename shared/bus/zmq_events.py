@@ -24,7 +24,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import zmq
@@ -155,30 +154,25 @@ class ZmqEventPublisher:
         path = f"{directory}/events-{os.urandom(8).hex()}" if directory else ""
         self._opened = ExitStack()
         self._replay = context.socket(zmq.ROUTER)
+        self._opened.callback(self._replay.close, linger=0)
         try:
             bound = reachable(f"{path}{_REPLAY}", self._opened).removesuffix(_REPLAY) if path else ""
             self._port = EventPort(address, self._topic, path=bound)
+            self._opened.callback(self._port.close)
             if bound:
                 self._opened.callback(Path(f"{bound}{_REPLAY}").unlink, missing_ok=True)  # libzmq does not delete it
-        except OSError as wrong:
-            self._replay.close(linger=0)
-            self._opened.close()
-            raise ConfigError(f"KV events cannot listen on {directory or host}: {wrong}") from None
-        try:
             self._replay.sndhwm = SEND_LIMIT_BATCHES
             self._replay.maxmsgsize = QUESTION_LIMIT_BYTES
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending fails if the receiver is full or gone
             self._replay.ipv6 = ":" in address
             self._replay.bind(f"{_IPC}{bound}{_REPLAY}" if directory else f"tcp://{_bracketed(address)}:*")
-        except zmq.ZMQError as wrong:
-            self._port.close()
-            self._replay.close(linger=0)
+        except (OSError, zmq.ZMQError) as wrong:
             self._opened.close()
             raise ConfigError(f"KV events cannot listen on {directory or host}: {wrong}") from None
         if directory:
-            self._source = EventSource(f"{_IPC}{path}", f"{_IPC}{path}{_REPLAY}", topic)
+            self.source = EventSource(f"{_IPC}{path}", f"{_IPC}{path}{_REPLAY}", topic)
         else:
-            self._source = EventSource(
+            self.source = EventSource(
                 publish=f"tcp://{_bracketed(advertise)}:{self._port.port}",
                 replay=f"tcp://{_bracketed(advertise)}:{_bound_port(self._replay)}",
                 topic=topic,
@@ -187,10 +181,6 @@ class ZmqEventPublisher:
         self._resume: asyncio.Handle | None = None
         self._malformed = malformed
         self._reader = _Reader(self._replay, self._asked)
-
-    @property
-    def source(self) -> EventSource:
-        return self._source
 
     def publish(self, sequence: int, payload: bytes) -> None:
         if len(payload) > BATCH_LIMIT_BYTES:
@@ -207,7 +197,6 @@ class ZmqEventPublisher:
         if self._resume is not None:
             self._resume.cancel()
         self._reader.close()
-        self._port.close()
         self._opened.close()
 
     def _asked(self, frames: list[bytes]) -> None:
@@ -277,20 +266,8 @@ class ZmqEventSubscription:
         self._receive = receive
         self._malformed = RateLimitedLog()
         self._opened = ExitStack()
-        socket = context.socket(zmq.SUB)
-        try:
-            socket.rcvhwm = RECEIVE_LIMIT_BATCHES
-            socket.maxmsgsize = BATCH_LIMIT_BYTES
-            socket.ipv6 = "[" in source.publish
-            socket.subscribe(source.topic.encode())
-            if source.binds == "source":
-                socket.connect(_reached(source.publish, self._opened))
-            else:
-                socket.bind(source.publish)
-        except (zmq.ZMQError, OSError) as wrong:
-            socket.close(linger=0)
-            self._opened.close()
-            raise ProtocolError(f"KV events of {source.publish}: {wrong}") from None
+        socket = _receiver(context, zmq.SUB, source.publish, self._opened, binds=source.binds == "subscriber")
+        socket.subscribe(source.topic.encode())
         self._reader = _Reader(socket, self._take, _batch)
         self._closed = False
         self._replays: set[_Replay] = set()
@@ -344,17 +321,8 @@ class _Replay:
         self._endpoint = endpoint
         self._malformed = malformed
         self._opened = ExitStack()
-        socket = context.socket(zmq.DEALER)
-        try:
-            socket.rcvhwm = RECEIVE_LIMIT_BATCHES
-            socket.maxmsgsize = BATCH_LIMIT_BYTES
-            socket.ipv6 = "[" in endpoint
-            socket.connect(_reached(endpoint, self._opened))
-            socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.DONTWAIT)
-        except (zmq.ZMQError, OSError) as wrong:
-            socket.close(linger=0)
-            self._opened.close()
-            raise ProtocolError(f"replay of {endpoint}: {wrong}") from None
+        socket = _receiver(context, zmq.DEALER, endpoint, self._opened)
+        socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.DONTWAIT)
         self._reader = _Reader(socket, self._take)
 
     def fail(self, wrong: HeadraceError) -> None:
@@ -402,9 +370,7 @@ class ZmqEventBus:
     def __enter__(self) -> ZmqEventBus:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> ZmqEventPublisher:
@@ -431,11 +397,27 @@ def _address(host: str) -> str:
     return "127.0.0.1" if host == "localhost" else host  # ZMQ binds to addresses and interfaces, not to host names
 
 
-def _reached(endpoint: str, opened: ExitStack) -> str:
-    """Return the endpoint to connect to, also for a Unix socket whose path is too long for the kernel. Raise
-    OSError."""
-    path = endpoint.removeprefix(_IPC)
-    return endpoint if path == endpoint else f"{_IPC}{reachable(path, opened)}"
+def _receiver(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, opened: ExitStack, *, binds: bool = False
+) -> zmq.Socket[bytes]:
+    """Return a socket for batches from `endpoint`, which is valid until `opened` is closed. Raise ProtocolError if the
+    endpoint is invalid."""
+    socket = context.socket(kind)
+    opened.callback(socket.close, linger=0)
+    try:
+        socket.rcvhwm = RECEIVE_LIMIT_BATCHES
+        socket.maxmsgsize = BATCH_LIMIT_BYTES
+        socket.ipv6 = "[" in endpoint
+        if binds:
+            socket.bind(endpoint)
+        elif endpoint.startswith(_IPC):  # the path may be too long for the kernel
+            socket.connect(f"{_IPC}{reachable(endpoint.removeprefix(_IPC), opened)}")
+        else:
+            socket.connect(endpoint)
+    except (zmq.ZMQError, OSError) as wrong:
+        opened.close()
+        raise ProtocolError(f"KV events of {endpoint}: {wrong}") from None
+    return socket
 
 
 def _bracketed(host: str) -> str:

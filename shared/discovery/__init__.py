@@ -1,1 +1,1 @@
-"""Discovery: keys under leases, watched by everyone; in etcd, in files, or in memory."""
+"""Discovery: keys under leases, watched by everyone; in etcd or in files."""

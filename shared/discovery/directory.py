@@ -49,6 +49,12 @@ class Directory:
         self._bus = bus
         self._namespace = namespace
         self._catalogue = Catalogue()
+        self.instances: Mapping[str, Instance] = self._catalogue.instances
+        """The known instances by id."""
+        self.cards: Mapping[tuple[str, str], ModelCard] = self._catalogue.cards
+        """The accepted cards by (model, instance)."""
+        self.refused: Mapping[tuple[str, str], str] = self._catalogue.refused
+        """The reasons of refused cards by (model, instance). Each begins with the field's name and a colon."""
         self._subscribers: list[Callable[[DirectoryChange], None]] = []
         self._synced = asyncio.Event()
         registry = CollectorRegistry() if registry is None else registry
@@ -61,21 +67,6 @@ class Directory:
             "Values in discovery that did not parse, or were left out at a limit. Each listing counts them again.",
         )
         self._limited_log = RateLimitedLog()
-
-    @property
-    def instances(self) -> Mapping[str, Instance]:
-        """The known instances by id."""
-        return self._catalogue.instances
-
-    @property
-    def cards(self) -> Mapping[tuple[str, str], ModelCard]:
-        """The accepted cards by (model, instance)."""
-        return self._catalogue.cards
-
-    @property
-    def refused(self) -> Mapping[tuple[str, str], str]:
-        """The reasons of refused cards by (model, instance). Each begins with the field's name and a colon."""
-        return self._catalogue.refused
 
     def subscribe(self, changed: Callable[[DirectoryChange], None]) -> None:
         """Call `changed` for everything that is known already, then for every change, in the event loop."""

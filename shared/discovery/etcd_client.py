@@ -1,4 +1,4 @@
-"""One thread's connection to etcd: every call has a deadline, every error becomes DiscoveryDown or LeaseGone.
+"""A connection to etcd: every call has a deadline, every error becomes DiscoveryDown or LeaseGone.
 
 After an error the connection is closed, and the next call makes a new one: to a random endpoint, with a new login, and
 without gRPC's memory of failures. The caller decides how soon the next call comes.
@@ -6,14 +6,16 @@ without gRPC's memory of failures. The caller decides how soon the next call com
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from random import SystemRandom
+from typing import Any, TypeVar
 
 import grpc
-from etcd3 import Endpoint, MultiEndpointEtcd3Client
-from etcd3.exceptions import Etcd3Exception
+import grpc.aio
+from etcd3 import etcdrpc
 
 from shared.errors import ConfigError, DiscoveryDown
 from shared.socket_path import reachable
@@ -22,6 +24,9 @@ CALL_TIMEOUT_S = 2.0
 MESSAGE_LIMIT_BYTES = 16 << 20
 """The maximum size of an answer; a slow machine can receive it within a call's deadline. One key always fits, since
 etcd accepts requests up to 1.5 MiB."""
+
+rpc: Any = etcdrpc
+"""etcd's messages and stubs: generated code, whose types are not written down."""
 
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a new connection shares nothing with the one that failed
@@ -37,8 +42,24 @@ class LeaseGone(DiscoveryDown):
     """etcd does not know the lease: it has ended."""
 
 
+class EtcdConnection:
+    """A channel to one endpoint. Its calls raise grpc.RpcError."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.auth = rpc.AuthStub(channel)
+        self.kv = rpc.KVStub(channel)
+        self.lease = rpc.LeaseStub(channel)
+        self.watch = rpc.WatchStub(channel)
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        """The token of the login; it goes as metadata, since gRPC refuses call credentials without TLS."""
+
+    async def ask(self, method: Callable[..., Any], request: object) -> Any:
+        """Return the one answer of a stub's method."""
+        return await method(request, timeout=CALL_TIMEOUT_S, metadata=self.metadata)
+
+
 class EtcdClient:
-    """One connection, used by one thread at a time.
+    """One connection for one call at a time, since an error of one call closes it for all.
 
     `endpoints` are host:port or unix:PATH. `failed` is called for each call that etcd did not answer.
     """
@@ -49,66 +70,59 @@ class EtcdClient:
             raise ConfigError("discovery: no etcd endpoint given")
         if bool(user) != bool(password):
             raise ConfigError("discovery: etcd needs a user and a password, or neither")
-        self._user = user or None
-        self._password = password or None
+        self._user = user
+        self._password = password
         self._failed = failed
-        self._client: MultiEndpointEtcd3Client | None = None
-        self._opened = ExitStack()
-        """The directories that the connection needs open."""
+        self._calling = asyncio.Lock()
+        self._connection: EtcdConnection | None = None
+        self._opened = AsyncExitStack()
+        """The channel, and the directories that it needs open."""
         self._away = False
 
-    def call(self, operation: Callable[[MultiEndpointEtcd3Client], T]) -> T:
-        """Run `operation` on the connection. Raise LeaseGone or DiscoveryDown; etcd may still apply a failed call."""
-        try:
-            if self._client is None:
-                self._client = self._connect()
-            answer = operation(self._client)
-        except (Etcd3Exception, grpc.RpcError, OSError) as wrong:
-            self.close()
-            cause = wrong if isinstance(wrong, grpc.Call) else wrong.__context__
-            if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.NOT_FOUND:
-                raise LeaseGone(f"etcd: {cause.details()}") from None
-            self._failed()
-            raise DiscoveryDown(f"etcd: {_why(wrong, cause)}") from None
+    async def call(self, operation: Callable[[EtcdConnection], Awaitable[T]]) -> T:
+        """Run `operation` on the connection, and log an outage once.
+
+        Raise LeaseGone or DiscoveryDown; etcd may still apply a failed call.
+        """
+        async with self._calling:
+            try:
+                if self._connection is None:
+                    self._connection = await self._connect()
+                answer = await operation(self._connection)
+            except (grpc.aio.AioRpcError, OSError) as wrong:
+                await self.close()
+                error = self._error(wrong)
+                if not self._away:
+                    self._away = True
+                    _log.warning("%s; the last known view stays in use", error)
+                raise error from None
         if self._away:
             self._away = False
             _log.info("etcd answers again")
         return answer
 
-    def report(self, wrong: DiscoveryDown) -> None:
-        """Log an outage once."""
-        if not self._away:
-            self._away = True
-            _log.warning("%s; the last known view stays in use", wrong)
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Drop the connection; a later call makes a new one."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-        self._opened.close()
+        self._connection = None
+        await self._opened.aclose()
 
-    def _connect(self) -> MultiEndpointEtcd3Client:
-        client = MultiEndpointEtcd3Client(
-            [
-                Endpoint(host, reachable(port, self._opened, in_url=True), secure=False, time_retry=0, opts=_OPTIONS)
-                for host, port in self._endpoints
-            ],
-            timeout=CALL_TIMEOUT_S,
-            user=self._user,
-            password=self._password,
-        )
-        # gRPC refuses call credentials on a connection without TLS; the token goes as metadata, as etcd reads it.
-        client.call_credentials = None
-        return client
+    async def _connect(self) -> EtcdConnection:
+        host, port = SystemRandom().choice(self._endpoints)
+        channel = grpc.aio.insecure_channel(f"{host}:{reachable(port, self._opened, in_url=True)}", _OPTIONS)
+        self._opened.push_async_callback(channel.close)
+        connection = EtcdConnection(channel)
+        if self._user:
+            login = rpc.AuthenticateRequest(name=self._user, password=self._password)
+            connection.metadata = (("token", (await connection.ask(connection.auth.Authenticate, login)).token),)
+        return connection
 
-
-def _why(wrong: Exception, cause: BaseException | None) -> str:
-    if not isinstance(cause, grpc.Call):
-        return str(wrong)
-    if cause.code() is grpc.StatusCode.CANCELLED:
-        return "closed a connection that did not answer"
-    return str(cause.details())
+    def _error(self, wrong: grpc.aio.AioRpcError | OSError) -> DiscoveryDown:
+        if isinstance(wrong, grpc.aio.AioRpcError) and wrong.code() is grpc.StatusCode.NOT_FOUND:
+            return LeaseGone(f"etcd: {wrong.details()}")
+        self._failed()
+        if isinstance(wrong, TimeoutError):
+            return DiscoveryDown("etcd: closed a connection that did not answer")
+        return DiscoveryDown(f"etcd: {wrong.details() if isinstance(wrong, grpc.aio.AioRpcError) else wrong}")
 
 
 def _split(endpoint: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Leases in etcd: the thread that keeps them alive, and a registration that publishes under one.
+"""A registration in etcd: keys under a lease, which it keeps alive.
 
 granting ──granted──▶ writing ──written──▶ settled
    ▲                     ▲  │ lost            │ │ lost
@@ -10,107 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from random import SystemRandom
-from typing import Protocol, TypeVar
-
-from etcd3 import MultiEndpointEtcd3Client
 
 from shared.discovery.contract import Entries
-from shared.discovery.etcd_client import CALL_TIMEOUT_S, EtcdClient, LeaseGone
+from shared.discovery.etcd_client import CALL_TIMEOUT_S, EtcdClient, EtcdConnection, LeaseGone, rpc
 from shared.errors import DiscoveryDown
 
 _RETRY_S = (0.1, 1.0)
 
-T = TypeVar("T")
-
-
-class Calls(Protocol):
-    """Runs an operation in the thread etcd-calls. Raises what EtcdClient.call raises."""
-
-    def __call__(self, operation: Callable[[MultiEndpointEtcd3Client], T]) -> Awaitable[T]: ...
-
-
-class KeepAlive:
-    """A thread that only renews leases, three times per TTL, as long as the event loop runs.
-
-    A process whose event loop has stood still for a TTL is useless, so its leases are left to end.
-    """
-
-    def __init__(self, client: EtcdClient, ttl_s: float) -> None:
-        self._client = client
-        self._ttl_s = ttl_s
-        self._loop = asyncio.get_running_loop()
-        self._loop_moved = time.monotonic()
-        self._leases: dict[int, Callable[[], None]] = {}
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="etcd-keepalive", daemon=True)
-        self._thread.start()
-
-    def add(self, lease: int, lost: Callable[[], None]) -> None:
-        """Renew `lease` from now on. If it is gone, `lost` is called once, in the event loop."""
-        with self._lock:
-            self._leases[lease] = lost
-
-    def remove(self, lease: int) -> None:
-        with self._lock:
-            self._leases.pop(lease, None)
-
-    def stop(self) -> None:
-        """Ask the thread to end, without waiting: it ends within a call's deadline."""
-        self._stopping.set()
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._ttl_s / 3):
-            if not self._in_loop(self._mark):
-                break
-            if time.monotonic() - self._loop_moved > self._ttl_s:
-                continue
-            with self._lock:
-                leases = list(self._leases)
-            try:
-                for lease in leases:
-                    self._renew(lease)
-            except DiscoveryDown as wrong:
-                self._client.report(wrong)
-        self._client.close()
-
-    def _renew(self, lease: int) -> None:
-        try:
-            answers = self._client.call(lambda etcd: list(etcd.refresh_lease(lease)))
-        except LeaseGone:
-            answers = []
-        if any(answer.TTL > 0 for answer in answers):
-            return
-        with self._lock:
-            lost = self._leases.pop(lease, None)
-        if lost is not None:
-            self._in_loop(lost)
-
-    def _mark(self) -> None:
-        self._loop_moved = time.monotonic()
-
-    def _in_loop(self, action: Callable[[], None]) -> bool:
-        """Call `action` in the event loop. Return False if that has ended."""
-        try:
-            self._loop.call_soon_threadsafe(action)
-        except RuntimeError:
-            return False
-        return True
-
 
 class EtcdRegistration:
-    """Keys under a lease. Only one task writes them, so that no two writes run at once."""
+    """Keys under a lease. Only one task writes them, so that no two writes run at once.
 
-    def __init__(self, calls: Calls, keep_alive: KeepAlive, entries: Entries, ttl_s: float) -> None:
-        self._calls = calls
-        self._keep_alive = keep_alive
+    `renewals` is a connection apart from `writes`, so that no write holds up a renewal.
+    """
+
+    def __init__(self, writes: EtcdClient, renewals: EtcdClient, entries: Entries, ttl_s: float) -> None:
+        self._writes = writes
+        self._renewals = renewals
         self._entries = entries
         self._ttl_s = ttl_s
         self._epoch = 1
@@ -123,6 +42,7 @@ class EtcdRegistration:
         self._waiting: list[asyncio.Future[None]] = []
         """The calls of publish() for which no write has begun yet."""
         self._task = asyncio.create_task(self._maintain(), name="etcd-registration")
+        self._renewing = asyncio.create_task(self._renew(), name="etcd-renewal")
 
     @property
     def epoch(self) -> int:
@@ -138,17 +58,23 @@ class EtcdRegistration:
 
     async def close(self) -> None:
         self.wanted = {}
-        self._task.cancel()
-        await asyncio.wait((self._task,))
+        await self.stop()
         lease, self._lease = self._lease, None
         if lease is None:
             return
-        self._keep_alive.remove(lease)
+        revoke = rpc.LeaseRevokeRequest(ID=lease)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._calls(lambda etcd: etcd.revoke_lease(lease))
+                await self._writes.call(lambda etcd: etcd.ask(etcd.lease.LeaseRevoke, revoke))
         except (DiscoveryDown, TimeoutError):
             return  # the lease ends by itself
+
+    async def stop(self) -> None:
+        """Write and renew no more; the keys stay until the lease ends."""
+        tasks = (self._task, self._renewing)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
     async def _maintain(self) -> None:
         while True:
@@ -169,17 +95,32 @@ class EtcdRegistration:
             await self._settled()
 
     async def _grant(self) -> int:
-        ttl_s = math.ceil(self._ttl_s)
-        lease: int = await self._calls(lambda etcd: etcd.lease(ttl_s).id)
+        asked = rpc.LeaseGrantRequest(TTL=math.ceil(self._ttl_s))
+        lease: int = (await self._writes.call(lambda etcd: etcd.ask(etcd.lease.LeaseGrant, asked))).ID
         self._lease = lease
-        self._keep_alive.add(lease, lambda: self._lost(lease))
         return lease
+
+    async def _renew(self) -> None:
+        """Renew the lease five times per TTL.
+
+        A process whose event loop stands still for most of a TTL is useless: its lease ends.
+        """
+        while True:
+            await asyncio.sleep(self._ttl_s / 5)
+            if (lease := self._lease) is None:
+                continue
+            try:
+                alive = await self._renewals.call(partial(_keep_alive, lease=lease))
+            except DiscoveryDown as wrong:
+                alive = not isinstance(wrong, LeaseGone)
+            if not alive:
+                self._lost(lease)
 
     async def _write(self, lease: int) -> None:
         wanted = self.wanted = dict(self._entries(self._epoch))
         self._named |= wanted.keys()
         named = [*wanted, *sorted(self._named - wanted.keys())]
-        await self._calls(lambda etcd: _put_right(etcd, lease, wanted, named))
+        await self._writes.call(lambda etcd: _put_right(etcd, lease, wanted, named))
 
     async def _settled(self) -> None:
         """Wait until publish() or a lost lease wakes the task, or a TTL has passed."""
@@ -193,19 +134,28 @@ class EtcdRegistration:
 
     def _lost(self, lease: int | None) -> None:
         if lease is not None and lease == self._lease:
-            self._keep_alive.remove(lease)
             self._lease = None
             self._epoch += 1
             self._wake.set()
 
 
-def _put_right(etcd: MultiEndpointEtcd3Client, lease: int, wanted: Mapping[str, bytes], named: Iterable[str]) -> None:
+async def _keep_alive(etcd: EtcdConnection, lease: int) -> bool:
+    """Renew a lease. Return whether it was there."""
+    asked = [rpc.LeaseKeepAliveRequest(ID=lease)]
+    answers = etcd.lease.LeaseKeepAlive(asked, timeout=CALL_TIMEOUT_S, metadata=etcd.metadata)
+    return any([answer.TTL > 0 async for answer in answers])
+
+
+async def _put_right(etcd: EtcdConnection, lease: int, wanted: Mapping[str, bytes], named: Iterable[str]) -> None:
     """Make etcd hold `wanted` under `lease`, and none of the other `named` keys. Idempotent."""
-    for key in named:
-        value, found = etcd.get(key)
-        ours = found is not None and found.lease_id == lease
-        if key in wanted:
-            if not ours or value != wanted[key]:
-                etcd.put(key, wanted[key], lease)
-        elif ours:
-            etcd.delete(key)
+    for name in named:
+        key, value = name.encode(), wanted.get(name)
+        ours = {
+            found.value
+            for found in (await etcd.ask(etcd.kv.Range, rpc.RangeRequest(key=key))).kvs
+            if found.lease == lease
+        }
+        if value is None and ours:
+            await etcd.ask(etcd.kv.DeleteRange, rpc.DeleteRangeRequest(key=key))
+        if value is not None and value not in ours:
+            await etcd.ask(etcd.kv.Put, rpc.PutRequest(key=key, value=value, lease=lease))

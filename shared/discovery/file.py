@@ -125,15 +125,11 @@ class FileRegistration:
     def __init__(self, directory: Path, entries: Entries) -> None:
         self._directory = directory
         self._entries = entries
-        self._epoch = 1
+        self.epoch = 1
         self.wanted: Mapping[str, bytes] = {}
         """The keys and values that `entries` returned last."""
         self._lease: FileLease | None = None
         self._task = asyncio.create_task(self._look_after(), name="file-registration")
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     async def publish(self) -> None:
         while True:
@@ -151,7 +147,7 @@ class FileRegistration:
 
     def _write(self) -> bool:
         """Publish, under a new lease if there is none. Return False if the directory cannot be written."""
-        wanted = self.wanted = dict(self._entries(self._epoch))
+        wanted = self.wanted = dict(self._entries(self.epoch))
         try:
             if self._lease is None:
                 _make(self._directory)
@@ -168,7 +164,7 @@ class FileRegistration:
             if self._lease is not None and not self._lease.held:
                 self._lease.close()
                 self._lease = None
-                self._epoch += 1
+                self.epoch += 1
             if self._lease is None or not self._lease.written:
                 self._write()
 

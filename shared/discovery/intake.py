@@ -10,7 +10,7 @@ other: in a listing the oldest keys get the places, and an unreadable key takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 
 from msgspec import Struct
 
@@ -26,7 +26,7 @@ class IntakeLimits(Struct, frozen=True):
     value_bytes: int = 1 << 16
     """The maximum size of a value."""
     page: int = 512
-    """The number of keys that a back end is asked for at once."""
+    """The maximum number of keys that a back end is asked for at once."""
 
 
 DEFAULT = IntakeLimits()
@@ -51,11 +51,11 @@ class Intake:
         """Whether a new listing would take in more keys."""
         return self._crowded and len(self.entries) < self._limits.entries
 
-    def load_pages(self, pages: Iterable[Iterable[tuple[int, str, bytes]]]) -> None:
+    async def load_pages(self, pages: AsyncIterable[Iterable[tuple[int, str, bytes]]]) -> None:
         """Take in a listing of everything, as (age, key, value) in any order; the lowest age is the oldest."""
         self._crowded = False
         oldest: list[tuple[int, str, bytes]] = []
-        for page in pages:
+        async for page in pages:
             for entry in page:
                 if why := self._fault(*entry[1:]):
                     self._leave_out(entry[1], why)

@@ -1,4 +1,4 @@
-"""Hands the latest keys from a back end's thread or task to one watcher, which turns them into changes.
+"""Hands the latest keys from a back end's task to one watcher, which turns them into changes.
 
 A slow watcher skips states, so at most one state waits for it.
 """
@@ -15,63 +15,42 @@ from shared.rate_limited_log import RateLimitedLog
 
 
 class KeyFeed:
-    """The keys below a prefix as a back end shows them now. One thread writes it; the event loop that made it waits."""
+    """The keys below a prefix as a back end shows them now."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._state: tuple[Mapping[str, bytes] | None, int] = (None, 0)
-        self.closed = False
-        self._left_out = LeftOut(0)
-
-    @property
-    def left_out(self) -> LeftOut:
-        """The number of keys left out so far, and the latest one."""
-        return self._left_out
-
-    @property
-    def state(self) -> tuple[Mapping[str, bytes] | None, int]:
+        self.state: tuple[Mapping[str, bytes] | None, int] = (None, 0)
         """The keys and values in order of creation, or None if the back end is out of reach; the number of outages."""
-        return self._state
+        self.left_out = LeftOut(0)
+        """The number of keys left out so far, and the latest one."""
+        self.closed = False
 
     def show(self, found: Mapping[str, bytes]) -> None:
-        """Show `found`, which must not be changed afterwards. May be called in any thread."""
-        self._set(found, self._state[1])
+        """Show `found`, which must not be changed afterwards."""
+        self._set(found, self.state[1])
 
     def report_left_out(self, left_out: LeftOut) -> None:
-        """Report keys that were left out, before `show` of the others. May be called in any thread."""
-        self._left_out = left_out
-        self._wake()
+        """Report keys that were left out, before `show` of the others."""
+        self.left_out = left_out
+        self._changed.set()
 
     def mark_stale(self) -> None:
-        """Count an outage: leases may have ended unseen, so a key that is missing from now on may come back.
-
-        May be called in any thread.
-        """
-        self._set(self._state[0], self._state[1] + 1)
+        """Count an outage: leases may have ended unseen, so a key that is missing from now on may come back."""
+        self._set(self.state[0], self.state[1] + 1)
 
     def mark_unreachable(self) -> None:
-        """Report that the back end is out of reach. This is an outage only if something was shown before.
-
-        May be called in any thread.
-        """
-        found, losses = self._state
+        """Report that the back end is out of reach. This is an outage only if something was shown before."""
+        found, losses = self.state
         self._set(None, losses if found is None else losses + 1)
 
     def close(self) -> None:
-        """End the watch. May be called in any thread."""
+        """End the watch."""
         self.closed = True
-        self._wake()
+        self._changed.set()
 
     def _set(self, found: Mapping[str, bytes] | None, losses: int) -> None:
-        self._state = (found, losses)
-        self._wake()
-
-    def _wake(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._changed.set)
-        except RuntimeError:
-            self.closed = True  # the event loop has ended, and the watcher with it
+        self.state = (found, losses)
+        self._changed.set()
 
     async def wait(self, timeout_s: float | None) -> None:
         """Wait until something has changed since the last call, or for `timeout_s`."""

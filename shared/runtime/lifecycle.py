@@ -1,6 +1,6 @@
 """The life of a service's process: event loop, signals, task group, readiness, drain.
 
-    run(service, schema, process, serve)
+    run(service, schema, serve, drain_limit_s)
         settings, logs, /live /health /metrics
         connect the bus, open discovery, follow the directory, answer Ping
         serve(runtime, config)         the service's own part: subscribes, registers, waits for `stopping`, drains
@@ -28,18 +28,18 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import uvloop
-from msgspec import Struct
 from prometheus_client import CollectorRegistry
 
 from shared import subjects
 from shared.bus.contract import Bus, EventBus, Message
 from shared.bus.nats_bus import NatsBus, connect
 from shared.bus.zmq_events import ZmqEventBus
-from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig, load
+from shared.config import ServiceConfig, load
 from shared.discovery.backends import open_discovery
 from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
@@ -132,59 +132,24 @@ def pid_namespace() -> int:
         return 0
 
 
-class CommonSettings(Protocol):
-    """The settings that every service has."""
-
-    @property
-    def namespace(self) -> str: ...
-
-    @property
-    def nats(self) -> NatsConfig: ...
-
-    @property
-    def discovery(self) -> DiscoveryConfig: ...
-
-    @property
-    def observe(self) -> ObserveConfig: ...
-
-
-@dataclass(frozen=True)
-class ProcessSettings:
-    """The part of a service's settings that `run` needs."""
-
-    namespace: str
-    nats: NatsConfig
-    discovery: DiscoveryConfig
-    observe: ObserveConfig
-    drain_limit_s: float
-    """The time in seconds from the first signal to the forced end; longer than the service's own drain."""
-    client_bus: bool = False
-    """Whether the process needs a separate connection for messages of NATS clients."""
-
-    @staticmethod
-    def of(settings: CommonSettings, drain_limit_s: float, *, client_bus: bool = False) -> ProcessSettings:
-        """Take the settings that every service has."""
-        return ProcessSettings(
-            settings.namespace, settings.nats, settings.discovery, settings.observe, drain_limit_s, client_bus
-        )
-
-
-C = TypeVar("C", bound=Struct)
+C = TypeVar("C", bound=ServiceConfig)
 
 
 def run(
     service: ServiceName,
     schema: type[C],
-    process: Callable[[C], ProcessSettings],
     serve: Callable[[Runtime, C], Awaitable[None]],
+    drain_limit_s: Callable[[C], float],
     *,
+    client_bus: bool = False,
     check: Callable[[C], None] = lambda _: None,
     flags: Sequence[str] | None = None,
 ) -> NoReturn:
     """Run a service's whole process, and end it with a status.
 
-    `check` reads the files that the settings name, and raises ConfigError or ModelError. `flags` are those of the
-    command line if not given.
+    `drain_limit_s` is the time in seconds from the first signal to the forced end, longer than the service's own drain.
+    With `client_bus` the process has a separate connection for messages of NATS clients. `check` reads the files that
+    the settings name, and raises ConfigError or ModelError. `flags` are those of the command line if not given.
     """
     instance = secrets.token_hex(8)
     flags = sys.argv[1:] if flags is None else flags
@@ -194,16 +159,16 @@ def run(
     checks = {CHECK, CHECK_SETTINGS}.intersection(flags)
     try:
         config = load(schema, flags=[flag for flag in flags if flag not in checks])
-        needed = process(config)
-        if not subjects.is_id(needed.namespace):
-            raise ConfigError(f"namespace: {needed.namespace!r} must be 1 to 64 letters, digits, - and _")
+        if not subjects.is_id(config.namespace):
+            raise ConfigError(f"namespace: {config.namespace!r} must be 1 to 64 letters, digits, - and _")
         if CHECK in checks:
             check(config)
         if checks:
             sys.exit(0)
-        logs.start(service, instance, needed.observe.log_level)
+        logs.start(service, instance, config.observe.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            status = runner.run(_live(service, instance, needed, lambda runtime: serve(runtime, config)))
+            serving = partial(_serve, service, instance, config, serve, separate_clients=client_bus)
+            status = runner.run(_live(serving, drain_limit_s(config)))
     except (ConfigError, ModelError) as wrong:
         print(f"headrace-{service}: {wrong}", file=sys.stderr)
         status = EXIT_SETTINGS
@@ -245,12 +210,12 @@ class _Ending:
 
 
 async def _live(
-    service: ServiceName, instance: str, process: ProcessSettings, serve: Callable[[Runtime], Awaitable[None]]
+    serving: Callable[[ProcessHealth, asyncio.Event], Coroutine[None, None, None]], drain_limit_s: float
 ) -> int:
-    """Run the service, and return the exit status. Raise what `serve` raised."""
+    """Run the service, and return the exit status. Raise what `serving` raised."""
     health = ProcessHealth()
-    ending = _Ending(health, process.drain_limit_s)
-    ending.serving = asyncio.create_task(_serve(service, instance, process, serve, health, ending.stopping))
+    ending = _Ending(health, drain_limit_s)
+    ending.serving = asyncio.create_task(serving(health, ending.stopping))
     try:
         await ending.serving
     except asyncio.CancelledError:
@@ -268,32 +233,34 @@ class _Served(Exception):
 async def _serve(
     service: ServiceName,
     instance: str,
-    process: ProcessSettings,
-    serve: Callable[[Runtime], Awaitable[None]],
+    config: C,
+    serve: Callable[[Runtime, C], Awaitable[None]],
     health: ProcessHealth,
     stopping: asyncio.Event,
+    *,
+    separate_clients: bool,
 ) -> None:
     """Open the parts of a Runtime, serve, and close them in reverse order."""
-    registry = process_registry(process.namespace, service, instance)
+    registry = process_registry(config.namespace, service, instance)
     async with AsyncExitStack() as opened:
-        url = await opened.enter_async_context(observe.serving(process.observe, health, registry))
-        waiting = f"waiting for NATS at {process.nats.url.rpartition('@')[2]}"
+        url = await opened.enter_async_context(observe.serving(config.observe, health, registry))
+        waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"
         health.unready(waiting)
-        connecting = connect(process.nats, f"headrace-{service}-{instance}", lambda why: health.unready(why or waiting))
+        connecting = connect(config.nats, f"headrace-{service}-{instance}", lambda why: health.unready(why or waiting))
         bus = await _unless(stopping, connecting)
         if bus is None:
             return
         opened.push_async_callback(_within_limit, bus.drain, "the bus")
         client_bus: NatsBus | None = None
-        if process.client_bus:
-            client_bus = NatsBus(process.nats, f"headrace-{service}-{instance}-clients", unreadable=bus.unreadable)
+        if separate_clients:
+            client_bus = NatsBus(config.nats, f"headrace-{service}-{instance}-clients", unreadable=bus.unreadable)
             opened.push_async_callback(_within_limit, client_bus.drain, "the bus of clients")
-        discovery = open_discovery(process.discovery, registry)
+        discovery = open_discovery(config.discovery, registry)
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
-        host = process.observe.host
-        events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), process.observe.events))
+        host = config.observe.host
+        events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), config.observe.events))
         _count_unreadable(registry, bus, events)
-        directory = Directory(discovery, bus, process.namespace, registry=registry)
+        directory = Directory(discovery, bus, config.namespace, registry=registry)
         health.unready("starting")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -302,7 +269,7 @@ async def _serve(
                 if client_bus is not None:
                     tasks.create_task(client_bus.wait_closed(), name="bus of clients")
                 runtime = Runtime(
-                    namespace=process.namespace,
+                    namespace=config.namespace,
                     service=service,
                     instance=instance,
                     machine=socket.gethostname(),
@@ -318,7 +285,7 @@ async def _serve(
                     http=url,
                 )
                 await answer_pings(runtime)
-                await serve(runtime)
+                await serve(runtime, config)
                 raise _Served
         except* _Served:
             pass

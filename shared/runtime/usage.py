@@ -33,7 +33,7 @@ def usage(program: str, schema: type[Struct]) -> str:
 
 def _lines(schema: type[Struct], above: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of one table. The tables in it follow its own settings."""
-    said = _said(schema)
+    said = field_docstrings(schema)
     yield ""
     yield from _wrapped(f"[{'.'.join(above)}]  {inspect.getdoc(schema)}" if above else inspect.getdoc(schema) or "", "")
     tables: list[tuple[str, type[Struct]]] = []
@@ -72,13 +72,16 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
-def _said(schema: type[Struct]) -> dict[str, str]:
-    """Return the docstring below each field, which Python itself ignores."""
-    [declared] = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
-    assert isinstance(declared, ast.ClassDef)
-    return {
-        field.target.id: said.value.value
-        for field, said in pairwise(declared.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant) and isinstance(said.value.value, str)
-    }
+def field_docstrings(schema: type[Struct]) -> dict[str, str]:
+    """Return the docstring below each field, also of inherited ones. Python itself ignores these docstrings."""
+    found: dict[str, str] = {}
+    for declared in schema.__mro__[: schema.__mro__.index(Struct)]:
+        [node] = ast.parse(textwrap.dedent(inspect.getsource(declared))).body
+        assert isinstance(node, ast.ClassDef)
+        found |= {
+            field.target.id: said.value.value
+            for field, said in pairwise(node.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant) and isinstance(said.value.value, str)
+        }
+    return found

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from services.worker import engine_main
-from services.worker.config import EngineConfig
+from services.worker.config import WorkerConfig
 from services.worker.messages import Loading, Ready
 from services.worker.mover import Mover
 from services.worker.runner import Drawn, Runner, Work
@@ -45,8 +45,8 @@ class Paced:
 _load = engine_main._load
 
 
-def _load_paced(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
-    return Paced(_load(config, tell))
+def _load_paced(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
+    return Paced(_load(config, report))
 
 
 if __name__ == "__main__":

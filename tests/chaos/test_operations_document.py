@@ -18,10 +18,10 @@ from services.router.metrics import RouterMetrics as RouterMetrics
 from services.worker.config import WorkerConfig
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics as WorkerMetrics
-from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
 from shared.discovery.directory import Directory
 from shared.discovery.etcd import EtcdDiscovery
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
 

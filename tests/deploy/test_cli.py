@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from huggingface_hub import constants
 
 from deploy.local import cli, usage
 from deploy.local.stack.stack import Value, toml
@@ -21,6 +22,8 @@ from shared.version import VERSION
 def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No `up` runs here."""
     monkeypatch.setattr(usage, "DEFAULT_HOME", tmp_path / ".headrace")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -28,6 +31,13 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         (["up", "--model", "/no/such"], "error: --model /no/such: no such file or directory"),
+        (
+            ["up", "--model", "org/../name"],
+            "error: --model org/../name: no such file or directory; a model on ",
+        ),
+        (["pull", "/no/such"], "error: pull /no/such: a model on the hub is ORG/NAME[@REVISION][:FILE.gguf]"),
+        (["pull", "org/name"], "error: org/name is not in /"),
+        (["up", "--model", "org/name", "--set", "worker.foo=1"], "error: worker.foo: no such setting; "),
         (["up", "--model", "/tmp", "--port", "0"], "error: --port is 1 to 65535"),
         (["up", "--model", "/tmp", "--workers", "0"], "error: --workers is 1 to 64"),
         (["up", "--model", "/tmp", "--workers", "65"], "error: --workers is 1 to 64"),
@@ -51,6 +61,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--device", "cuda", "--cuda", "memory_share=1"], "error: --cuda memory_share: --gpu-memory-share "),
         (["up", "--device", "cuda", "--engine", "echo"], "error: --device cuda: engine echo computes nothing"),
         (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: no server answers there"),
+        (["up", "--chat-template", "nope"], "error: --chat-template nope: no such file, and not one of chatml, "),
         (["up", "--keys", "/no/such"], "error: --keys /no/such: no such file"),
         (["up", "--tls-cert", "/etc/hostname"], "error: --tls-cert and --tls-key must be given together"),
         (["up", "--set", "limits.requests=1"], "error: --set limits.requests=1: not SERVICE.SETTING=VALUE; services "),
@@ -65,6 +76,10 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--set", "router.config=/tmp/c"], "error: --set router.config: `up` sets that itself"),
         (["up", "--set", "worker.cuda.gpu=1"], "error: --set worker.cuda.gpu: `up` sets that itself"),
         (["up", "--set", "worker.foo=1"], "error: worker.foo: no such setting; "),
+        (
+            ["up", "--set", "worker.max_runing=1"],
+            "error: worker.max_runing: no such setting; did you mean worker.max_running",
+        ),
         (["up", "--set", "frontend.limits.requests=x"], "error: FrontendConfig: Expected `int`"),
         (
             ["up", "--engine", "simulated", "--simulated", "sped=2"],
@@ -102,11 +117,11 @@ def test_the_command_that_shows_all_settings_is_there(capsys: pytest.CaptureFixt
 
 
 def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
+    assert cli.main([]) == 0
     shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("usage: headrace ")
-    assert re.findall(r"^    (\S+)", shown.err, re.MULTILINE)[:2] == ["up", "status"]
+    assert shown.err == ""
+    assert shown.out.startswith("usage: headrace ")
+    assert {name.split()[0] for name in usage.COMMANDS} == set(re.findall(r"^    (\S+)", shown.out, re.MULTILINE))
 
 
 @pytest.mark.parametrize("word", ["version", "--version"])
@@ -117,7 +132,9 @@ def test_the_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == f"headrace {VERSION}\n"
 
 
-@pytest.mark.parametrize("words", [["fly"], ["up", "--port", "x"], ["up", "--discovery", "dns"], ["chat"]])
+@pytest.mark.parametrize(
+    "words", [["fly"], ["up", "--port", "x"], ["up", "--discovery", "dns"], ["completion", "fish"]]
+)
 def test_wrong_usage_ends_with_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
@@ -169,13 +186,15 @@ def test_a_key_of_the_environment_is_taken_where_no_file_is_given(
     monkeypatch.setenv("OPENAI_API_KEY", "hr-environment")
     file = tmp_path / "key"
     file.write_text("hr-file\n")
-    assert cli._api_key(usage.parser().parse_args(["chat", "Where?"])) == "hr-environment"
-    assert cli._api_key(usage.parser().parse_args(["chat", "Where?", "--api-key-file", str(file)])) == "hr-file"
+    assert cli._api_key(usage.ChatFlags(question="Where?")) == "hr-environment"
+    assert cli._api_key(usage.ChatFlags(question="Where?", api_key_file=file)) == "hr-file"
 
 
 def test_up_takes_every_level_that_the_logs_have() -> None:
     for level in logs.LEVELS:
-        assert usage.parser().parse_args(["up", "--log-level", level]).log_level == level
+        flags = usage.parse(["up", "--log-level", level])
+        assert isinstance(flags, usage.UpFlags)
+        assert flags.log_level == level
 
 
 def test_chat_without_an_up_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,8 @@ def wheel(directory: Path, name: str) -> str:
     )
     with zipfile.ZipFile(file, "w") as archive:
         for path, text in files.items():
-            archive.writestr(path, text)
-        archive.writestr(f"{entry}/RECORD", record + f"{entry}/RECORD,,\n")
+            archive.writestr(zipfile.ZipInfo(path), text)  # without the time, so that its hash is always the same
+        archive.writestr(zipfile.ZipInfo(f"{entry}/RECORD"), record + f"{entry}/RECORD,,\n")
     return f"{name}==1.0 --hash=sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}\n"
 
 
@@ -102,6 +102,23 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A checkout with requirements.lock installed, only to be copied."""
+    checkout = Checkout(tmp_path_factory.mktemp("made"))
+    installed = checkout.start("up")
+    assert installed.returncode == 0, installed.stderr
+    return checkout
+
+
+@pytest.fixture
+def installed(made: Checkout, checkout: Checkout) -> Checkout:
+    """A checkout with requirements.lock installed. It is a copy, since to make pip's part of .venv takes seconds."""
+    shutil.copytree(made.root / ".venv", checkout.root / ".venv", symlinks=True)
+    assert checkout.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
+    return checkout
+
+
 @pytest.mark.parametrize("word", ["version", "--version"])
 def test_the_version_needs_no_installation(checkout: Checkout, word: str) -> None:
     link = checkout.wheels.parent / "headrace"
@@ -156,36 +173,34 @@ def test_the_first_start_installs_and_the_next_ones_do_not(checkout: Checkout, t
     assert elsewhere.stdout == f"cli up\n{moved}/shared/errors.py\n"
 
 
-def test_development_is_installed_on_top_and_serves_the_runtime_too(checkout: Checkout) -> None:
-    assert checkout.install("requirements.lock").returncode == 0
-    marker = checkout.root / ".venv" / "still the same"
+def test_development_is_installed_on_top_and_serves_the_runtime_too(installed: Checkout) -> None:
+    marker = installed.root / ".venv" / "still the same"
     marker.touch()
-    assert checkout.install("requirements-dev.lock").returncode == 0
+    assert installed.install("requirements-dev.lock").returncode == 0
     assert marker.exists()
-    assert checkout.has("tiny_development")
-    assert checkout.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
+    assert installed.has("tiny_development")
+    assert installed.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
 
 
-def test_a_gpus_packages_come_on_top_when_asked_for_and_stay(checkout: Checkout) -> None:
-    assert checkout.start("up").returncode == 0
-    assert checkout.start("install-gpu", "--help").stdout.startswith("cli install-gpu --help\n")
-    assert not checkout.has("tiny_gpu")
-    asked = checkout.start("install-gpu")
+def test_a_gpus_packages_come_on_top_when_asked_for_and_stay(installed: Checkout) -> None:
+    assert installed.start("install-gpu", "--help").stdout.startswith("cli install-gpu --help\n")
+    assert not installed.has("tiny_gpu")
+    asked = installed.start("install-gpu")
     assert asked.stdout.startswith("cli install-gpu\n")
     assert "installing requirements-gpu.lock (2 packages)" in asked.stderr
-    assert checkout.has("tiny_gpu")
-    assert checkout.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
+    assert installed.has("tiny_gpu")
+    assert installed.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
 
-    assert checkout.install("requirements-dev.lock").returncode == 0
-    assert checkout.has("tiny_gpu")
-    runtime = wheel(checkout.wheels, "tiny_upgrade")
+    assert installed.install("requirements-dev.lock").returncode == 0
+    assert installed.has("tiny_gpu")
+    runtime = wheel(installed.wheels, "tiny_upgrade")
     for name in ("requirements.lock", "requirements-gpu.lock"):
-        lock = checkout.root / name
+        lock = installed.root / name
         lock.write_text(lock.read_text() + runtime)
-    upgraded = checkout.start("up")
+    upgraded = installed.start("up")
     assert "installing requirements-gpu.lock" in upgraded.stderr
-    assert checkout.has("tiny_gpu")
-    assert checkout.has("tiny_upgrade")
+    assert installed.has("tiny_gpu")
+    assert installed.has("tiny_upgrade")
 
 
 def test_a_failed_first_install_says_what_failed_and_leaves_nothing(checkout: Checkout) -> None:
@@ -207,24 +222,22 @@ def test_a_wrong_hash_is_refused(checkout: Checkout) -> None:
     assert not (checkout.root / ".venv").exists()
 
 
-def test_a_failed_upgrade_leaves_the_old_installation(checkout: Checkout) -> None:
-    assert checkout.start("up").returncode == 0
-    lock = checkout.root / "requirements.lock"
+def test_a_failed_upgrade_leaves_the_old_installation(installed: Checkout) -> None:
+    lock = installed.root / "requirements.lock"
     before = lock.read_text()
     lock.write_text(before.replace("1.0", "2.0"))
-    assert checkout.start("up").returncode == 1
-    assert checkout.has("tiny_runtime")
+    assert installed.start("up").returncode == 1
+    assert installed.has("tiny_runtime")
     lock.write_text(before)
-    assert checkout.start("up", PIP_FIND_LINKS="/nowhere").returncode == 0
+    assert installed.start("up", PIP_FIND_LINKS="/nowhere").returncode == 0
 
 
-def test_an_activated_venv_is_replaced_too(checkout: Checkout) -> None:
-    assert checkout.start("up").returncode == 0
-    lock = checkout.root / "requirements.lock"
-    lock.write_text(lock.read_text() + wheel(checkout.wheels, "tiny_addition"))
-    again = checkout.start("up", PYTHON=str(checkout.root / ".venv" / "bin" / "python3"))
+def test_an_activated_venv_is_replaced_too(installed: Checkout) -> None:
+    lock = installed.root / "requirements.lock"
+    lock.write_text(lock.read_text() + wheel(installed.wheels, "tiny_addition"))
+    again = installed.start("up", PYTHON=str(installed.root / ".venv" / "bin" / "python3"))
     assert again.returncode == 0, again.stderr
-    assert checkout.has("tiny_addition")
+    assert installed.has("tiny_addition")
 
 
 def test_what_a_killed_install_left_is_cleared_away(checkout: Checkout) -> None:

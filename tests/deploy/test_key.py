@@ -1,10 +1,16 @@
+"""deploy/local/key.py: keys that the frontend lets in, and files that only their owner reads."""
+
 from __future__ import annotations
 
 import base64
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from deploy.local import cli
+from deploy.local import cli, key
 from services.frontend.auth.accounts import Accounts
 from services.frontend.auth.api_keys import read_keys
 
@@ -54,3 +60,101 @@ def test_what_the_frontend_would_not_read_is_refused(
     shown = capsys.readouterr()
     assert said in shown.err
     assert shown.out == ""
+
+
+def mode(file: Path) -> int:
+    return stat.S_IMODE(file.stat().st_mode)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(file.name for file in directory.iterdir())
+
+
+def test_a_key_goes_into_files_of_its_owner_and_is_listed_and_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys, out = tmp_path / "keys.toml", tmp_path / "alice.key"
+    assert cli.main(["key", "new", "alice", "--file", str(keys), "--out", str(out), "--concurrency", "3"]) == 0
+    said = capsys.readouterr().out
+    made = out.read_text().strip()
+    assert made not in said
+    assert said.splitlines() == [
+        f"The key of alice is in {out}",
+        f"alice is in {keys}; a running frontend follows within 2 s",
+    ]
+    assert (mode(keys), mode(out)) == (0o600, 0o600)
+    accounts = Accounts()
+    accounts.replace(read_keys(keys.read_bytes()), 0.0)
+    assert accounts.authenticate(f"Bearer {made}").name == "alice"
+
+    assert cli.main(["key", "list", "--file", str(keys)]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head == "NAME   REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  SHA256"
+    assert row.split() == ["alice", "3", read_keys(keys.read_bytes())["alice"].sha256[: key.DIGITS_SHOWN]]
+
+    assert cli.main(["key", "revoke", "alice", "--file", str(keys)]) == 0
+    assert "alice is no longer in " in capsys.readouterr().out
+    assert read_keys(keys.read_bytes()) == {}
+
+
+def test_a_file_that_is_there_is_not_replaced_and_nothing_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys, out = tmp_path / "keys.toml", tmp_path / "alice.key"
+    out.write_text("precious")
+    assert cli.main(["key", "new", "alice", "--file", str(keys), "--out", str(out)]) == 2
+    assert f"error: --out {out}: this file is there already" in capsys.readouterr().err
+    assert out.read_text() == "precious"
+    assert not keys.exists()
+
+
+def test_a_keys_file_that_cannot_be_changed_leaves_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys, out = tmp_path / "keys.toml", tmp_path / "alice.key"
+    keys.write_text("alice = {")
+    assert cli.main(["key", "new", "bob", "--file", str(keys), "--out", str(out)]) == 2
+    assert f"error: {keys}: neither TOML nor JSON" in capsys.readouterr().err
+    assert names(tmp_path) == ["keys.toml"]
+    assert keys.read_text() == "alice = {"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["new", "alice", "--file", "x", "--out", "./x"], "error: --file and --out must be different files"),
+        (["new", "alice", "--file", "no/such/keys"], "/no/such: No such file or directory"),
+        (["new", "alice", "--out", "no/such/key"], "error: --out no/such/key: No such file or directory"),
+        (["list", "--file", "keys"], "error: keys: No such file or directory"),
+        (["revoke", "alice", "--file", "keys"], "keys: No such file or directory"),
+        (["list", "--state", "."], "error: name the keys file with --file: no `up` with --keys runs here"),
+    ],
+)
+def test_wrong_files_are_named(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["key", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert names(tmp_path) == []
+
+
+def test_the_file_of_the_up_that_runs_is_found_through_a_link_and_keeps_its_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, link, record = tmp_path / "real.toml", tmp_path / "keys.toml", tmp_path / "run" / "up.json"
+    link.symlink_to(file.name)
+    file.write_text('# mine\nalice = { sha256 = "' + "0" * 64 + '" }\n')
+    file.chmod(0o640)
+    record.parent.mkdir()
+    record.write_text(json.dumps({"keys": str(link)}))
+    assert cli.main(["key", "revoke", "alice", "--state", str(tmp_path)]) == 0
+    assert link.is_symlink()
+    assert file.read_text() == "# mine\n"
+    assert mode(file) == 0o640
+    assert names(tmp_path) == ["keys.toml", "real.toml", "run"]
+
+
+def test_keys_made_at_the_same_time_are_all_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = tmp_path / "keys.toml"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: key.new(f"k{number}", {}, keys), range(32)))
+    assert len(read_keys(keys.read_bytes())) == 32

@@ -8,7 +8,7 @@ from deploy.local.table import age, size, table
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_lines_end_at_their_last_word() -> None:
-    assert table([("A", "LONG", "B"), ("wide", "x", "")]) == "A     LONG  B\nwide  x"
+    assert table("A  LONG  B", [("wide", "x", None)]) == "A     LONG  B\nwide  x"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.usage import parser
+from deploy.local.usage import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("words", [["up", "--worker", "3"], ["status", "--js"], ["bench", "--con", "1"], ["--vers"]])
 def test_a_part_of_a_flags_name_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parser().parse_args(words)
+        parse(words)
     assert ended.value.code == 2
     assert words[-2 if words[-1].isdigit() else -1] in capsys.readouterr().err
 

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from services.frontend.config import FrontendConfig
 from tests.frontend.peers import CONTEXT, MODEL, VOCABULARY
 
 EMBEDDING_SIZE = 8
+STRICT = FrontendConfig(unknown_fields="refuse")
 
 _MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -64,6 +66,7 @@ def _bad(
 
 
 _NOT_BUILT = "unsupported_parameter"
+_NOT_SERVED = "unsupported_value"
 _TOO_LONG = "context_length_exceeded"
 _UNKNOWN = "previous_response_not_found"
 _GOOD = json.dumps({"model": MODEL, "messages": _MESSAGES}).encode()
@@ -134,6 +137,7 @@ BAD_BODIES = [
         _chat(
             f"a part of type {kind}",
             "messages[0].content[1].type",
+            code=_NOT_SERVED,
             messages=[{"role": "user", "content": [_PART, part]}],
         )
         for kind, part in {
@@ -159,6 +163,7 @@ BAD_BODIES = [
     _chat(
         "an image",
         "messages[0].content[0].type",
+        code=_NOT_SERVED,
         messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     ),
     _chat(
@@ -166,7 +171,12 @@ BAD_BODIES = [
         "messages[0].tool_calls[0].type",
         messages=_called({"id": "1", "function": _CALL["function"]}),
     ),
-    _chat("a custom call", "messages[0].tool_calls[0].type", messages=_called({**_CALL, "type": "custom"})),
+    _chat(
+        "a custom call",
+        "messages[0].tool_calls[0].type",
+        code=_NOT_SERVED,
+        messages=_called({**_CALL, "type": "custom"}),
+    ),
     _chat("a call's bad name", "messages[0].tool_calls[0].function.name", messages=_called_with(name="a b")),
     _chat("a call's unknown field", "messages[0].tool_calls[0].extra", messages=_called({**_CALL, "extra": 0})),
     *(
@@ -192,7 +202,7 @@ BAD_BODIES = [
     _chat("129 tools", "tools", tools=[_tool(f"a{at}") for at in range(129)]),
     _chat("a tool without a function", "tools[0].function", tools=[{"type": "function"}]),
     _chat("a tool without a type", "tools[0].type", tools=[{"function": {"name": "a"}}]),
-    _chat("a custom tool", "tools[0].type", tools=[{"type": "custom", "custom": {"name": "a"}}]),
+    _chat("a custom tool", "tools[0].type", code=_NOT_SERVED, tools=[{"type": "custom", "custom": {"name": "a"}}]),
     _chat("a tool without a name", "tools[1].function.name", tools=[_tool("a"), {"type": "function", "function": {}}]),
     *(
         _chat(f"the name {name[:9]!r}", "tools[3].function.name", tools=[*map(_tool, "abc"), _tool(name)])
@@ -212,7 +222,9 @@ BAD_BODIES = [
     _chat("a tool required of none", "tool_choice", tool_choice="required"),
     _chat("a tool required of a model without", "tools", code=_NOT_BUILT, tools=[_tool("a")], tool_choice="required"),
     _chat("an unknown tool_choice", "tool_choice", tool_choice="perhaps"),
-    _chat("tool_choice of another type", "tool_choice.type", tools=[_tool("a")], tool_choice={"type": "custom"}),
+    _chat(
+        "another tool_choice", "tool_choice.type", code=_NOT_SERVED, tools=[_tool("a")], tool_choice={"type": "custom"}
+    ),
     _chat("a format beside calls", "response_format", code=_NOT_BUILT, tool_choice="required", response_format=_ANY),
     _chat("parallel_tool_calls no flag", "parallel_tool_calls", parallel_tool_calls=2),
     _chat("a word that the template has not", "chat_template_kwargs.x", code=_NOT_BUILT, chat_template_kwargs={"x": 1}),
@@ -249,7 +261,7 @@ BAD_BODIES = [
     _chat("1,001 choices", "structured_outputs.choice", structured_outputs={"choice": ["a"] * 1001}),
     _chat("a number to choose", "structured_outputs.choice[0]", structured_outputs={"choice": [1]}),
     _chat("an end ignored that a format sets", "ignore_eos", response_format=_ANY, ignore_eos=True),
-    _completion("guided_json", "guided_json", guided_json={}),
+    _completion("guided_json, of workers that cannot", "guided_json", code=_NOT_BUILT, guided_json={}),
     _completion("a regex, of workers that cannot", "structured_outputs.regex", code=_NOT_BUILT, structured_outputs=_A),
     _chat("a bias, of workers that add none", "logit_bias", code=_NOT_BUILT, logit_bias={"5": 1}),
     _chat("301 biases", "logit_bias", logit_bias={str(token): 1 for token in range(301)}),
@@ -364,7 +376,13 @@ BAD_BODIES = [
     _item("a reference to an item", "type", _NOT_BUILT, type="item_reference", id="msg_1"),
     _item("an item of a tool of OpenAI's", "type", _NOT_BUILT, type="web_search_call", id="1"),
     _item("an item whose type is no text", "type", type=5),
-    _item("an image", "content[0].type", role="user", content=[{"type": "input_image", "image_url": "x"}]),
+    _item(
+        "an input image",
+        "content[0].type",
+        _NOT_SERVED,
+        role="user",
+        content=[{"type": "input_image", "image_url": "x"}],
+    ),
     _item("a part without text", "content[0].text", role="user", content=[{"type": "input_text"}]),
     _item(
         "a part that parts the cache",
@@ -390,7 +408,7 @@ BAD_BODIES = [
     _item(
         "thinking in short", "summary", _NOT_BUILT, type="reasoning", summary=[{"type": "summary_text", "text": "x"}]
     ),
-    _response("a tool of OpenAI's", "tools[0].type", tools=[{"type": "web_search"}]),
+    _response("a tool of OpenAI's", "tools[0].type", code=_NOT_SERVED, tools=[{"type": "web_search"}]),
     _response("chat's form of a tool", "tools[0].function", tools=[_tool("a")]),
     _response("a response's bad tool", "tools[0].name", tools=[{"type": "function", "name": "x y"}]),
     _response("a response's tool twice", "tools[1].name", tools=[{"type": "function", "name": "x"}] * 2),
@@ -464,3 +482,36 @@ BAD_BODIES = [
     _detokenize("an unknown field to detokenise", "skip_special_tokens", tokens=[5], skip_special_tokens=True),
     _detokenize("an unknown model to detokenise", "model", 404, "model_not_found", model="nobody", tokens=[5]),
 ]
+
+IGNORED = {
+    "unknown field": "frobnicate",
+    "unknown field in a message": "messages[].x",
+    "reasoning_effort": "reasoning_effort",
+    "store": "store",
+    "stream_options alone": "stream_options",
+    "an unknown field to embed": "truncate_prompt_tokens",
+    "messages to respond to": "messages",
+    "a word that the template has not": "chat_template_kwargs.x",
+    "a template's word for a response": "chat_template_kwargs.x",
+    "a part that parts the cache": "input[].content[].prompt_cache_breakpoint",
+    "encrypted thinking": "input[].encrypted_content",
+    "thinking in short": "input[].summary",
+    "text of few words": "text.verbosity",
+    "thinking kept secret": "include[].reasoning.encrypted_content",
+    "thinking summed up": "reasoning.summary",
+    "hard thinking": "reasoning.effort",
+    "an input cut to size": "truncation",
+    "padding of a response": "stream_options.include_obfuscation",
+    "an unknown field to tokenise": "x",
+    "an unknown field to detokenise": "skip_special_tokens",
+}
+"""Bodies that are bad only for fields that have no effect → the name of that field in the answer's header."""
+
+BAD_OTHERWISE = {
+    "a call's unknown field": "messages[0].tool_calls",
+    "unknown in a tool": "tools",
+    "a format beside calls": "tool_choice",
+    "an unknown structure": "structured_outputs",
+    "chat's form of a tool": "tools[0].name",
+}
+"""Bodies that are bad without those fields too → the field that is named then."""

@@ -26,11 +26,9 @@ from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, L
 from services.frontend.tool_parsers.formats import FormatName
 from shared import subjects
 from shared.bus.contract import Bus, Message, Subscription
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.config import NatsConfig
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
-from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import pack_tokens, self_test
 from shared.messages import (
     CANCEL,
@@ -65,6 +63,7 @@ from shared.messages import (
     ResendRequest,
     Resent,
     Role,
+    SamplingDefaults,
     Select,
     Selected,
     SelectRefused,
@@ -76,6 +75,8 @@ from shared.messages import (
 )
 from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import ProcessHealth
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 
 NAMESPACE = "test"
 MODEL = "tiny/model-1.0"
@@ -101,8 +102,13 @@ def card_entry(
     embedding_size: int = 0,
     pooling: Pooling = "mean",
     role: Role = "aggregated",
+    sampling: SamplingDefaults | None = None,
+    template: Path | None = None,
 ) -> dict[str, bytes]:
     card = ModelCard(
+        sampling=sampling or SamplingDefaults(),
+        chat_template="" if template is None else str(template),
+        template_digest="" if template is None else hashlib.sha256(template.read_bytes()).hexdigest(),
         role=role,
         model=model,
         instance=instance,
@@ -420,6 +426,7 @@ async def world(
     pooling: Pooling = "mean",
     nats: NatsConfig | None = None,
     connected: Callable[[str], Bus] | None = None,
+    settings: FrontendConfig | None = None,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
     `grammars`, `biases`: their cards say that they can be held to one, and add them; `embedding_size`, `pooling`: how
@@ -437,7 +444,8 @@ async def world(
             )
     if more:
         await w.announce("more", more)
-    config = FrontendConfig(
+    config = msgspec.structs.replace(
+        settings or FrontendConfig(),
         namespace=NAMESPACE,
         tool_parser=tool_parser or {},
         nats=nats or NatsConfig(),

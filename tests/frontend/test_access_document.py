@@ -51,7 +51,7 @@ def test_every_setting_it_names_exists() -> None:
 
 
 def test_git_ignores_the_secrets_that_the_document_has_its_reader_write() -> None:
-    written = re.findall(r"(?:>> |into |-keyout |-out )([a-z]+\.(?:toml|key|pem))", DOCUMENT)
+    written = re.findall(r"(?:>> |into |-keyout |-out |--file )([a-z]+\.(?:toml|key|pem))", DOCUMENT)
     assert {"keys.toml", "alice.key", "tls.key", "tls.pem"} <= set(written)
     ignored = (Path(__file__).parents[2] / ".gitignore").read_text(encoding="utf-8").splitlines()
     patterns = [line.removeprefix("/") for line in ignored if line.startswith("/")]

@@ -6,13 +6,18 @@ import json
 from io import BytesIO
 from pathlib import Path
 
+from services.frontend.protocol.ignored_fields import IGNORED_HEADER
 from services.frontend.protocol.operations import PATHS
-from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE
+from services.frontend.serving.dispatch import NAMES_COUNTED
+from tests.frontend.bad_bodies import BAD_BODIES, BAD_OTHERWISE, EMBEDDING_SIZE, IGNORED, STRICT
 from tests.frontend.peers import MODEL, clients, world
 
 
 async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(directory: Path) -> None:
-    async with world(directory, embedding_size=EMBEDDING_SIZE) as w, clients(w) as (client, http):
+    async with (
+        world(directory, embedding_size=EMBEDDING_SIZE, settings=STRICT) as w,
+        clients(w) as (client, http),
+    ):
         for bad in BAD_BODIES:
             async with http.post(PATHS[bad.operation], data=BytesIO(bad.body)) as response:
                 error = (await response.json())["error"]
@@ -24,6 +29,33 @@ async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(dir
         w.say("still here")
         answer = await client.completions.create(model=MODEL, prompt="x")
         assert answer.choices[0].text == "still here"
+
+
+async def test_where_fields_are_ignored_the_header_names_them_and_bad_values_are_refused_all_the_same(
+    directory: Path,
+) -> None:
+    async with world(directory, embedding_size=EMBEDDING_SIZE) as w, clients(w) as (_, http):
+        for bad in BAD_BODIES:
+            w.say("fine")
+            async with http.post(PATHS[bad.operation], data=BytesIO(bad.body)) as response:
+                if bad.name in IGNORED:
+                    assert (bad.name, response.status) == (bad.name, 200)
+                    assert response.headers[IGNORED_HEADER] == IGNORED[bad.name]
+                else:
+                    error, param = (await response.json())["error"], BAD_OTHERWISE.get(bad.name, bad.param)
+                    assert (bad.name, response.status, error["param"]) == (bad.name, bad.status, param)
+        for name in ("store", "x"):
+            assert w.registry.get_sample_value("headrace_ignored_fields_total", {"field": name}) == 1
+
+
+async def test_more_names_than_are_counted_are_counted_together(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        for start in range(0, NAMES_COUNTED + 20, 20):
+            fields = {f"x{number}": 1 for number in range(start, start + 20)}
+            async with http.post(PATHS["detokenize"], json={"tokens": [5], **fields}) as response:
+                assert response.headers[IGNORED_HEADER].split(", ") == list(fields)
+        assert w.registry.get_sample_value("headrace_ignored_fields_total", {"field": "other"}) == 20
+        assert w.registry.get_sample_value("headrace_ignored_fields_total", {"field": "x0"}) == 1
 
 
 async def test_a_large_body_in_chunks_is_413_too(directory: Path) -> None:

@@ -17,7 +17,7 @@ import nats
 import pytest
 from tokenizers import Tokenizer
 
-from services.frontend.__main__ import process as of
+from services.frontend.__main__ import drain_limit_s
 from services.frontend.config import FrontendConfig, HttpConfig, LimitsConfig
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
@@ -203,4 +203,4 @@ async def says(url: str, reason: str) -> None:
 
 def test_a_frontend_is_ended_by_force_only_after_its_delay_and_its_drain() -> None:
     config = FrontendConfig(http=HttpConfig(drain_delay_s=30.0), limits=LimitsConfig(drain_s=100.0))
-    assert of(config).drain_limit_s > 130.0
+    assert drain_limit_s(config) > 130.0

@@ -13,10 +13,10 @@ from openai import AsyncStream
 from openai.types.chat import ChatCompletionChunk
 
 from shared import subjects
-from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.nats_bus import NatsBus
 from shared.config import NatsConfig
 from shared.messages import Generate
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.frontend.peers import MODEL, NAMESPACE, World, clients, world
 from tests.servers import NatsServer, nats_server
 

@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from shared import subjects
-from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
 from shared.messages import TokenLogprob
+from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
 HELLO: Any = [{"role": "user", "content": "hello"}]

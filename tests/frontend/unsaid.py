@@ -13,10 +13,11 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("model", ""),  # which are served
     ("deadline_s|Headrace-Deadline-S", ".*: a deadline of"),
     # fields that need one another, or rule one another out
-    ("stream_options", "stream_options needs stream: true"),
     ("top_logprobs", "top_logprobs needs logprobs: true"),
     ("max_tokens", "max_tokens and max_completion_tokens contradict"),
     ("ignore_eos", "ignore_eos: cannot be combined"),
+    ("enable_thinking", "enable_thinking: .* contradicts it"),
+    ("guided_(json|regex|choice|grammar)|guided", "guided.*: (set exactly one of|cannot be combined)"),
     ("response_format|structured_outputs", ".*: cannot be combined with tools"),
     ("structured_outputs", "structured_outputs: (set exactly one of|cannot be combined)"),
     ("prompt", "prompt: send either prompt or messages|prompt.*: a token id in a list of prompts"),
@@ -28,7 +29,7 @@ UNSAID: tuple[tuple[str, str], ...] = (
     (r"messages\.tool_call_id", ".*: a message of role tool must name"),
     (r"messages\.content", ".*: the message has no content"),
     (r"messages\.tool_calls\.function\.arguments", ".*: not a JSON object"),
-    ("input", "input.* is empty|input: a list must hold|input: .* more than"),
+    ("input", "input.* is empty|input.*: a token id in a list of inputs|input: .* more than"),
     ("dimensions|pooling", ".*"),  # the model's
     # items
     (r"input\.call_id", ".*: (there are two|no call)"),
@@ -45,7 +46,7 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("tool_choice", "tool_choice: (there are no tools|there is no tool)"),
     # what an answer is held to
     (r"response_format\.json_schema\.schema(\..*)?|text\.format(\..*)?", ".*"),
-    (r"structured_outputs\.(json|regex|grammar|choice)(\..*)?|tools", ".*"),
+    (r"(structured_outputs\.|guided_)(json|regex|grammar|choice)(\..*)?|tools", ".*"),
     (r"reasoning_effort|reasoning\.effort|thinking_token_budget", ".*"),
     # the model, its template, its context and its workers
     ("messages|input|prompt|max_tokens|max_completion_tokens|max_output_tokens", ".*(context|tokens|empty).*"),

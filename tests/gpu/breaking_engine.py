@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from services.worker import engine_main
-from services.worker.config import EngineConfig
+from services.worker.config import WorkerConfig
 from services.worker.messages import Loading, Ready
 from services.worker.mover import Mover
 from services.worker.runner import Drawn, Runner, Work
@@ -48,8 +48,8 @@ class Breaking:
 _load = engine_main._load
 
 
-def _load_breaking(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
-    return Breaking(_load(config, tell), config.device)
+def _load_breaking(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
+    return Breaking(_load(config, report), config.device)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from services.worker.__main__ import _process
+from services.worker.__main__ import drain_limit_s
 from services.worker.config import WorkerConfig
 from services.worker.engine.process import EngineProcess
 from services.worker.service import Worker
@@ -17,4 +17,4 @@ async def serve(runtime: Runtime, config: WorkerConfig) -> None:
 
 
 if __name__ == "__main__":
-    run("worker", WorkerConfig, _process, serve)
+    run("worker", WorkerConfig, serve, drain_limit_s)

@@ -23,16 +23,16 @@ from services.worker.config import CopyPath
 from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
-from services.worker.transfer.fallbacks import MOST_IN_A_ROW
+from services.worker.transfer.path_choice import MANY_BLOCKS, MOST_IN_A_ROW, path_order
 from shared.errors import ConfigError
 from shared.pool.format import PoolGeometry
 from shared.pool.map import ArenaMap, PoolMap
 from tests.worker.pool_file import make_pool
-from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS, CudaDevice, need_gpu
+from tests.worker.transfer.devices import BLOCK_BYTES, FRAGMENTS, SLOTS, CudaDevice, need_gpu
 
 pytestmark = pytest.mark.gpu
 ARENA = PoolGeometry.of(4 << 20).arena(0, 1, BLOCK_BYTES)
-FORCED: tuple[CopyPath, ...] = ("rows", "batch", "staged", "zero_copy")
+FORCED: tuple[CopyPath, ...] = ("rows", "batch", "staged")
 LIMIT_S = 60.0
 
 
@@ -128,42 +128,11 @@ def test_a_path_that_does_not_exist_for_these_blocks_is_refused_with_a_list_of_p
     memory.close()
 
 
-def test_calibration_changes_no_block_measures_each_path_and_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    cupy = need_gpu()
-    from services.worker.transfer.cuda_copier import CudaCopier
-    from services.worker.transfer.device_memory import DeviceMemory
-
-    before = np.random.default_rng(1).integers(0, 256, (8, 200, 4096), np.uint8)
-    array: Any = cupy.asarray(before)
-    memory = DeviceMemory(0)
-    shape = BlockShape.layer_major(array.data.ptr, 8, 4096, 200)
-
-    def started() -> tuple[Any, str]:
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            copier = CudaCopier(shape, memory, time.perf_counter, cache=tmp_path)
-        copier.close()
-        return copier.choice.measured, caplog.records[-1].message
-
-    measured, told = started()
-    np.testing.assert_array_equal(array.get(), before)
-    assert {(row.path, row.loads, row.blocks) for row in measured} == {
-        (path, loads, blocks) for path in FORCED for loads in (False, True) for blocks in (1, 8, 64, 200)
-    }
-    assert all(row.took_s > 0 for row in measured)
-    assert any(row.taken_s > 0 for row in measured)
-    assert "(measured now)" in told
-    assert "\nload 200: " in told
-    again, told = started()
-    assert again == measured
-    assert f"(read from {tmp_path})" in told
-    [file] = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:-20])
-    assert "(measured now)" in started()[1]
-    assert "(read from" in started()[1]
-    memory.close()
+@pytest.mark.parametrize(("blocks", "path"), [(MANY_BLOCKS - 1, "rows"), (MANY_BLOCKS, "staged")])
+def test_without_a_setting_the_number_of_blocks_decides_the_path(blocks: int, path: str) -> None:
+    with opened("auto") as rig:
+        for pending in rig.there_and_back(range(blocks)):
+            assert (pending.paths, pending.fallbacks) == ({path: blocks}, {})
 
 
 class Broken:
@@ -185,21 +154,6 @@ class Broken:
 INVALID = "cudaErrorInvalidMemcpyDirection"
 
 
-def test_a_path_that_fails_its_calibration_is_logged_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    cupy = need_gpu()
-    from services.worker.transfer.calibration import calibrate
-    from services.worker.transfer.paths import RowsPath
-
-    array: Any = cupy.zeros((2, 20, 4096), cupy.uint8)
-    shape = BlockShape.layer_major(array.data.ptr, 2, 4096, 20)
-    measured = calibrate({"broken": Broken(RowsPath(shape)), "rows": RowsPath(shape)}, shape, 0, time.perf_counter)
-    assert {row.path for row in measured} == {"rows"}
-    [record] = caplog.records
-    assert record.message.startswith(f"the copy path broken failed its calibration and is not used: {INVALID}")
-    with pytest.raises(DeviceFailed, match="these were tried: broken"):
-        calibrate({"broken": Broken(RowsPath(shape))}, shape, 0, time.perf_counter)
-
-
 @pytest.mark.parametrize("path", FORCED)
 def test_blocks_of_a_failing_path_take_the_next_one_and_the_path_is_left_out_in_the_end(
     path: CopyPath, caplog: pytest.LogCaptureFixture
@@ -207,7 +161,7 @@ def test_blocks_of_a_failing_path_take_the_next_one_and_the_path_is_left_out_in_
     with opened(path) as rig:
         for direction in rig.copier.directions.values():
             direction.paths[path] = Broken(direction.paths[path])
-        following = rig.copier.choice.order(SLOTS, loads=True)[1]
+        following = path_order(SLOTS, FORCED, fragments=FRAGMENTS, forced=path)[1]
         for turn in range(MOST_IN_A_ROW + 2):
             fell = {f"{path}: {INVALID}": SLOTS} if turn < MOST_IN_A_ROW else {}
             for pending in rig.there_and_back(rig.draw.sample(range(ARENA.slots), SLOTS)):
@@ -266,7 +220,7 @@ def test_without_room_for_both_staging_rings_the_staged_path_is_left_out(
     array: Any = cupy.asarray(before)
     shape = BlockShape.layer_major(array.data.ptr, 8, 4096, 200)
     memory = DeviceMemory(0)
-    CudaCopier(shape, memory, time.perf_counter, path="zero_copy").close()  # kernels are loaded
+    CudaCopier(shape, memory, time.perf_counter, path="rows").close()  # kernels are loaded
     hog, on = DeviceMemory(0), new_stream()
     held: list[int] = []
     room = cupy.cuda.runtime.memGetInfo()[0] - (left_mib << 20)
@@ -278,9 +232,8 @@ def test_without_room_for_both_staging_rings_the_staged_path_is_left_out(
         room = min(room, cupy.cuda.runtime.memGetInfo()[0] - (left_mib << 20))
     copier = CudaCopier(shape, memory, time.perf_counter)
     assert any("has no room" in record.message for record in caplog.records)
-    assert {row.path for row in copier.choice.measured} == {"rows", "batch", "zero_copy"}
     np.testing.assert_array_equal(array.get(), before)
-    with pytest.raises(ConfigError, match="one of: auto, rows, batch, zero_copy"):
+    with pytest.raises(ConfigError, match=r"one of: auto, rows, batch$"):
         CudaCopier(shape, memory, time.perf_counter, path="staged")
     copier.close()
     for address in held:

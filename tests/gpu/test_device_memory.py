@@ -30,7 +30,6 @@ def test_a_reserve_is_there_from_the_start_and_stays(cupy: Any) -> None:
     assert memory.statistics().reserved_bytes >= 256 * MIB
     assert memory.statistics().used_bytes == 0
     address = memory.allocate(64 * MIB, on)
-    assert memory.statistics().reserved_bytes == memory.statistics().most_reserved_bytes
     assert memory.statistics().used_bytes >= 64 * MIB
     assert memory.statistics().allocations == 1
     memory.free(address)
@@ -47,7 +46,6 @@ def test_memory_over_the_threshold_goes_back_to_the_device(cupy: Any) -> None:
     memory, on = DeviceMemory(0, reserve_bytes=64 * MIB), new_stream()
     memory.free(memory.allocate(1024 * MIB, on))
     on.synchronize()
-    assert memory.statistics().most_reserved_bytes >= 1024 * MIB
     assert memory.statistics().reserved_bytes < 1024 * MIB
     memory.close()
 
@@ -63,8 +61,7 @@ def test_too_much_is_refused_by_name_after_unused_memory_was_given_back(cupy: An
     assert caught.value.asked_bytes == 1 << 45
     assert caught.value.reserved_bytes == 0
     assert caught.value.free_bytes > 0
-    told = memory.statistics()
-    assert (told.trims, told.refused, told.allocations) == (1, 1, 0)
+    assert memory.statistics().allocations == 0
     memory.free(memory.allocate(MIB, on))  # it goes on
     on.synchronize()
     memory.close()
@@ -80,7 +77,6 @@ def test_memory_that_another_size_left_unused_makes_room_after_a_trim(cupy: Any)
     on.synchronize()
     assert memory.statistics().reserved_bytes >= free_bytes // 2
     address = memory.allocate(free_bytes * 3 // 4, on)
-    assert memory.statistics().refused == 0
     memory.free(address)
     on.synchronize()
     for pool in (memory, other):

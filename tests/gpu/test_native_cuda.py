@@ -20,6 +20,7 @@ from services.worker.runner import Drawn, Work
 from shared.messages import KvLayout, Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
+from tests.worker.native.golden.cases import CASES
 from tests.worker.native.works import GREEDY, work
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +46,41 @@ SHAPES: dict[str, dict[str, Any]] = {
     "head of 16": {"heads": 4, "kv_heads": 2, "hidden": 64, "intermediate": 128},
     "odd widths": {"heads": 2, "kv_heads": 1, "head_dim": 10, "hidden": 18, "intermediate": 30, "tied": False},
 }
+WINDOWED: dict[str, dict[str, Any]] = {
+    "head of 128, a window of 3": {
+        **{"heads": 4, "kv_heads": 2, "head_dim": 128, "hidden": 256, "intermediate": 512},
+        **{"architecture": "MistralForCausalLM", "settings": {"sliding_window": 3}},
+    },
+    "head of 64, a window of 200": {
+        **{"heads": 14, "kv_heads": 1, "head_dim": 64, "hidden": 192, "intermediate": 320},
+        **{"architecture": "MistralForCausalLM", "settings": {"sliding_window": 200}},
+    },
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        **{"heads": 8, "kv_heads": 2, "head_dim": 128, "hidden": 256, "intermediate": 512, "bias": True},
+        **{"architecture": "Qwen3ForCausalLM"},
+    },
+    "qwen3, odd widths": {
+        **{"heads": 2, "kv_heads": 1, "head_dim": 10, "hidden": 18, "intermediate": 30},
+        **{"architecture": "Qwen3ForCausalLM"},
+    },
+    "gemma": {**CASES["gemma"], "head_dim": 64, "hidden": 256, "intermediate": 512},
+    "gemma2": {**CASES["gemma2"], "head_dim": 256, "hidden": 256, "intermediate": 512},
+    "gemma3": {**CASES["gemma3"], "head_dim": 64, "hidden": 256, "intermediate": 512},
+    "phi3": {**CASES["phi3"], "head_dim": 96, "hidden": 384, "intermediate": 512},
+    "phi3, partial rotation": {
+        **{"heads": 4, "kv_heads": 2, "head_dim": 64, "hidden": 256, "intermediate": 512},
+        **{"architecture": "Phi3ForCausalLM", "settings": {"partial_rotary_factor": 0.75}},
+    },
+    "granite": {**CASES["granite"], "head_dim": 64, "hidden": 256, "intermediate": 512},
+    "smollm3": {
+        **{"heads": 4, "kv_heads": 2, "head_dim": 128, "hidden": 256, "intermediate": 512},
+        **{"architecture": "SmolLM3ForCausalLM", "settings": {"no_rope_layers": [1, 0]}},
+    },
+    "olmo2": {**CASES["olmo2"], "head_dim": 64, "hidden": 256, "bias": True},
+}
+"""Models whose arithmetic differs from Llama's."""
 BOUNDS = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
 """Bounds of ‖difference‖ / ‖reference‖: some roundings of each type, as narrow models average little."""
 
@@ -88,12 +124,27 @@ def sequences(seed: int, lengths: list[int], vocab: int = 320) -> tuple[list[lis
     return tokens, [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
 
 
+def named(name: str) -> str:
+    return name.replace(" ", "-").replace(",", "")
+
+
 @pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda name: name.replace(" ", "-").replace(",", ""))
+@pytest.mark.parametrize("shape", [*SHAPES, *WINDOWED], ids=named)
 def test_chunked_prefill_and_decode_give_the_numpy_decoders_logits(
     tmp_path: Path, shape: str, element_type: Any
 ) -> None:
-    both = Both(write_tiny_model(tmp_path, dtype=element_type, **SHAPES[shape]), element_type)
+    check_steps(tmp_path, {**SHAPES, **WINDOWED}[shape], element_type)
+
+
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=named)
+def test_every_architecture_has_the_numpy_decoders_logits(tmp_path: Path, architecture: str, element_type: Any) -> None:
+    check_steps(tmp_path, ARCHITECTURES[architecture], element_type)
+
+
+def check_steps(directory: Path, shape: dict[str, Any], element_type: Any) -> None:
+    """Compare prefill in chunks, decode, and both in one step."""
+    both = Both(write_tiny_model(directory, **{**shape, "dtype": element_type}), element_type)
     tokens, blocks = sequences(7, [700, 131, 40, 16, 1])
     both.check(
         [work(tokens[0][:300], blocks[0]), work(tokens[1][:17], blocks[1], draws=False), work(tokens[4], blocks[4])]
@@ -111,9 +162,15 @@ def test_chunked_prefill_and_decode_give_the_numpy_decoders_logits(
     both.check(mixed)
 
 
+WIDE_WINDOW = {"architecture": "MistralForCausalLM", "settings": {"sliding_window": 2500}}
+
+
 @pytest.mark.parametrize("element_type", ["float16", "bfloat16"])
-def test_a_long_context_in_many_splits_with_a_short_one_in_the_same_step(tmp_path: Path, element_type: Any) -> None:
-    shape = SHAPES["head of 128, 8 share"]
+@pytest.mark.parametrize("changes", [{}, WIDE_WINDOW], ids=["whole", "window"])
+def test_a_long_context_in_many_splits_with_a_short_one_in_the_same_step(
+    tmp_path: Path, changes: dict[str, Any], element_type: Any
+) -> None:
+    shape: dict[str, Any] = {**SHAPES["head of 128, 8 share"], **changes}
     both = Both(write_tiny_model(tmp_path, context_length=6400, dtype=element_type, **shape), element_type)
     tokens, blocks = sequences(3, [5000, 3])
     both.check([work(tokens[0][:4999], blocks[0]), work(tokens[1][:2], blocks[1])])
@@ -122,8 +179,10 @@ def test_a_long_context_in_many_splits_with_a_short_one_in_the_same_step(tmp_pat
 
 
 @pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
-def test_graphs_give_what_eager_steps_give_padded_or_not(tmp_path: Path, element_type: Any) -> None:
-    directory = write_tiny_model(tmp_path, dtype=element_type, **SHAPES["head of 64, 4 share"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "granite", "olmo2"])
+def test_graphs_give_what_eager_steps_give_padded_or_not(tmp_path: Path, architecture: str, element_type: Any) -> None:
+    shape: dict[str, Any] = {**ARCHITECTURES, "llama": SHAPES["head of 64, 4 share"]}[architecture]
+    directory = write_tiny_model(tmp_path, **{**shape, "dtype": element_type})
     eager = Both(directory, element_type)
     graphs = Both(directory, element_type, graphs_up_to=8)
     tokens, blocks = sequences(11, [90, 33, 5, 61, 17, 200, 64])

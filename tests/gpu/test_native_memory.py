@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.worker.config import CudaConfig, EngineConfig, WorkerConfig
+from services.worker.config import CudaConfig, WorkerConfig
 from services.worker.messages import Loading
 from services.worker.mover import Copy
 from services.worker.native.config import read_config
@@ -52,19 +52,18 @@ def everything_from(memory: DeviceMemory) -> Iterator[None]:
         cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
 
 
-def settings(model: Path, cache: Path, **changes: Any) -> EngineConfig:
+def settings(model: Path, cache: Path, **changes: Any) -> WorkerConfig:
     """Return the settings of an engine on a GPU."""
     cuda = CudaConfig(**changes.pop("cuda", {}))
-    config = WorkerConfig(model=str(model), cache=str(cache), device="cuda", cuda=cuda, **changes)
-    return EngineConfig.of(config, "tiny", "one", parent_pid=1)
+    return WorkerConfig(model=str(model), cache=str(cache), device="cuda", cuda=cuda, **changes)
 
 
 @contextmanager
-def loaded(config: EngineConfig) -> Iterator[tuple[CudaRunner, list[Loading]]]:
+def loaded(config: WorkerConfig) -> Iterator[tuple[CudaRunner, list[Loading]]]:
     """Load a runner as the engine process does."""
     told: list[Loading] = []
     try:
-        runner = load_cuda(config)(told.append)
+        runner = load_cuda(config, told.append)
         assert isinstance(runner, CudaRunner)
         yield runner, told
         runner.close()
@@ -264,7 +263,7 @@ def _all_of(memory: DeviceMemory) -> list[int]:
 def test_a_missing_gpu_is_a_config_error_that_lists_the_present_ones(tmp_path: Path) -> None:
     config = settings(write_tiny_model(tmp_path / "model"), tmp_path / "cache", cuda={"gpu": 99})
     with pytest.raises(ConfigError, match=r"cuda\.gpu is 99, but CUDA shows"):
-        load_cuda(config)(lambda _loading: None)
+        load_cuda(config, lambda _loading: None)
 
 
 @pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])

@@ -13,7 +13,7 @@ import pytest
 
 from services.worker.config import CudaConfig
 from tests.gpu.device import cupy_on_a_device
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import MODEL_TYPES, write_tiny_model
 from tests.worker.native.works import work
 
 pytestmark = pytest.mark.gpu
@@ -29,8 +29,23 @@ LLAMA3_ROPE = {
 }
 
 
-@pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 150},
+    "Gemma2ForCausalLM": {"sliding_window": 150, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "Gemma3ForCausalLM": {"sliding_window": 150, "sliding_window_pattern": 2},
+    "Gemma3ForConditionalGeneration": {"sliding_window": 150, "sliding_window_pattern": 2},
+    "Phi3ForCausalLM": {"partial_rotary_factor": 0.75},
+    "GraniteForCausalLM": {"attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+}
+
+
+TYPES = {"LlamaForCausalLM": ("float32", "float16", "bfloat16"), "Qwen2ForCausalLM": ("float32", "float16", "bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "element_type"),
+    [(name, each) for name in MODEL_TYPES for each in TYPES.get(name, ("float32", "bfloat16"))],
+)
 def test_logits_of_prefill_and_decode_are_those_of_transformers(
     tmp_path: Path, architecture: Any, element_type: Any
 ) -> None:
@@ -43,8 +58,11 @@ def test_logits_of_prefill_and_decode_are_those_of_transformers(
         "intermediate": 1024,
         "layers": 4,
     }
-    write_tiny_model(tmp_path, architecture=architecture, dtype=element_type, rope_scaling=scaling, **shape)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    shape |= {"architecture": architecture, "settings": SETTINGS.get(architecture), "rope_scaling": scaling}
+    write_tiny_model(tmp_path, dtype=element_type, **shape)
+    # eager: the other implementations of attention have no bound by tanh
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     runner = cuda_runner(tmp_path, CudaConfig(dtype=element_type, graph_upper_bound=2), capacity_blocks=100)
     tokens = np.random.default_rng(1).integers(0, 320, 500).tolist()
     with torch.no_grad():

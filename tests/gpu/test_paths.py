@@ -22,7 +22,7 @@ SHAPES = {  # fragments, bytes of each, slots
     "a segment in pieces": (8, 131072, 12),
     "larger than a segment": (96, 196608, 3),
 }
-PATHS = ("rows", "batch", "staged", "staged, one by one", "zero_copy")
+PATHS = ("rows", "batch", "staged", "staged, one by one")
 
 
 class PathRig:
@@ -68,7 +68,6 @@ class PathRig:
             "batch": paths.BatchPath(self.shape, memcpy),
             "staged": paths.StagedPath(self.shape, kernel, self.ring, memcpy),
             "staged, one by one": paths.StagedPath(self.shape, kernel, self.ring, None),
-            "zero_copy": paths.ZeroCopyPath(kernel),
         }
         cupy.cuda.get_current_stream().synchronize()
 

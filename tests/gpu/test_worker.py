@@ -28,6 +28,8 @@ SHAPE: dict[str, Any] = {
     **{"layers": 4, "tied": False},
 }
 """Without tied embeddings, each token of an answer depends on all before; with them, it repeats one."""
+PATIENT = ("--kvbm-wait-s", "60", "--kvbm-timeout-s", "4")
+"""A slow machine must not make loading blocks lose against computing them."""
 POOL_BYTES = 256 << 20
 VECTORS_APART = 1e-5
 """The largest length of the difference of two vectors of length 1, if all compute in float32."""
@@ -49,7 +51,9 @@ def running(folder: Path, nats_url: str, kind: Kind) -> Iterator[WorkerRig]:
     """Run the module's workers; no loaded block may differ from the pool's."""
     model = write_tiny_model(folder / "tiny", **SHAPE)
     with kind.pool(folder) as pool, fleet(folder, nats_url, *Machine.where(folder)) as processes:
-        machine = Machine(processes, folder, model, POOL_BYTES, *kind.flags, "--capacity-blocks", "2048", pool=pool)
+        machine = Machine(
+            processes, folder, model, POOL_BYTES, *kind.flags, *PATIENT, "--capacity-blocks", "2048", pool=pool
+        )
         machine.start_kvbm()
         machine.start_worker("first")
         machine.start_worker("second", "--kvbm-verify", "true")

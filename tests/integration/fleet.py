@@ -17,7 +17,7 @@ from pathlib import Path
 from shared.messages import ServiceName
 from tests.integration.stack import ROOT, eventually
 
-READY_LIMIT_S = 40.0
+READY_LIMIT_S = 120.0
 STOP_LIMIT_S = 60.0
 _LISTENS = re.compile(r"listening on (http://[^\s\"]+)")
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,10 +73,11 @@ class Up:
 
 
 @contextlib.contextmanager
-def running(state: Path, *flags: str) -> Iterator[Up]:
-    """`headrace up` on free ports, until it says ready; ended afterwards."""
+def running(state: Path, *flags: str, variables: Mapping[str, str] = {}) -> Iterator[Up]:
+    """`headrace up` on free ports, until it says ready; ended afterwards. Models are kept in the state directory."""
     port = free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+    environment |= {"HEADRACE_CACHE": str(state / "models"), **variables}
     process = subprocess.Popen(
         [sys.executable, "-m", "deploy.local.cli", "up", "--port", str(port), "--state", str(state), *ONE_EACH, *flags],
         cwd=ROOT,

@@ -22,10 +22,7 @@ from shared import kvbm_messages as wire
 from shared import subjects
 from shared.blocks import Content
 from shared.bus.contract import LAST_HEADER, Bus, Message
-from shared.bus.faults import Delivery, deliver_at_once
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.discovery.contract import Registration
-from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import ContentKey, event_hash
 from shared.kvbm_messages import StoreLayout
 from shared.messages import (
@@ -46,6 +43,9 @@ from shared.pool.lock import POOL, HeldLock, hold_owner, kvbm_of
 from shared.pool.map import ArenaMap, PoolMap
 from shared.runtime.lifecycle import Runtime
 from tests.fake_runtime import fake_runtime
+from tests.fakes.faults import Delivery, deliver_at_once
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 
 NAMESPACE = "test"
 LIMIT_S = 60.0
@@ -333,7 +333,7 @@ class Store:
     async def router(self, layout: StoreLayout = LAYOUT) -> Router:
         """Follow one layout from now on; it must be open and have published nothing yet."""
         router = Router()
-        MemoryEventBus(self.world.broker).subscribe(self.service.layouts.open[layout.digest].source, router.take)
+        MemoryEventBus(self.world.broker).subscribe(self.service.layouts.open[layout.digest].log.source, router.take)
         return router
 
     async def snapshot(self, layout: StoreLayout = LAYOUT) -> tuple[int, dict[str, list[int]]]:

@@ -33,8 +33,8 @@ from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector import connector, stores
 from shared import kvbm_messages as wire
 from shared.blocks import Content
-from shared.bus.memory_bus import MemoryEventBus
 from shared.errors import Unavailable
+from tests.fakes.memory_bus import MemoryEventBus
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (
     LAYOUT,
@@ -63,7 +63,7 @@ RECORD_BYTES = 4096 + 8192
 AT_ONCE = 4
 FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A machine's real disk would take most of the time."""
-POLICIES = ("lru", "s3-fifo", "reuse")
+POLICIES = ("lru", "reuse")
 T = TypeVar("T")
 
 
@@ -87,7 +87,6 @@ def storm_settings(draw: Random, folder: Path, arenas: int) -> KvbmConfig:
             disk_policy=draw.choice(POLICIES),
             disk_sightings=draw.choice((1, 2)),
             held_share=draw.choice((0.3, 1.0)),
-            leaves_first=draw.random() < 0.3,
         ),
     )
 
@@ -167,7 +166,9 @@ class Storm:
         for layout in list(store.service.layouts.open.values()):
             mark = layout.log.flush_all()
             router = Router()
-            subscription = MemoryEventBus(self.world.broker).subscribe(layout.source, lambda _sequence, _payload: None)
+            subscription = MemoryEventBus(self.world.broker).subscribe(
+                layout.log.source, lambda _sequence, _payload: None
+            )
             for sequence, payload in await subscription.replay(0, timeout_s=LIMIT_S):
                 if sequence <= mark.sequence:
                     router.take(sequence, payload)

@@ -17,7 +17,7 @@ from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, StatisticsC
 from services.kvbm.tickets.errors import RefusalCode
 from services.kvbm.tickets.results import TicketLimits
 from services.kvbm.tiers.host_slots import SlotState
-from services.kvbm.tiers.policies import BUILT_IN, GuardedPolicy, named
+from services.kvbm.tiers.policies import BUILT_IN, GuardedPolicy, make_policy
 from services.worker.config import KVConnectorConfig as OfWorker
 from services.worker.kv_connector import connector
 from shared.hashing import ContentKey
@@ -75,7 +75,7 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_the_policy_in_it_lets_go_what_was_used_least_often(policy: str) -> None:
-    made = named(policy, 3)
+    made = make_policy(policy, 3)
     assert isinstance(made, GuardedPolicy)
     one, two, three = (bytes([number] * 16) for number in (1, 2, 3))
     for key in (one, two, three):

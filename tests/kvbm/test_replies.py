@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.replies import ReplySender
 from shared.bus.contract import LAST_HEADER, Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import JSON_HEADER
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 
 class Rig:

@@ -18,9 +18,9 @@ from services.kvbm.service import KvbmService
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmDown, KvbmReply, KvbmUp
-from shared.bus.memory_bus import MemoryBus
 from shared.runtime.lifecycle import Runtime
 from tests.fake_runtime import fake_runtime
+from tests.fakes.memory_bus import MemoryBus
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE
 from tests.kvbm.store_rig import World as Machine
 from tests.worker import kvbm_world

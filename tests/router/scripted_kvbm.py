@@ -11,9 +11,7 @@ import msgspec
 
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
-from shared.bus.memory_bus import MemoryEventBus
 from shared.discovery.contract import Discovery, Registration
-from shared.discovery.memory import MemoryDiscovery
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
 from shared.kvbm_messages import KVBM_REPORT, KvbmReport, LayoutReport
 from shared.messages import (
@@ -30,6 +28,8 @@ from shared.messages import (
     SnapshotBlock,
     SnapshotChunk,
 )
+from tests.fakes.memory_bus import MemoryEventBus
+from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.router.fleet import BLOCK_SIZE, MODEL, NAMESPACE, RouterFleet, until
 
 LowerTier = Literal["host", "disk"]

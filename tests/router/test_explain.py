@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from services.router.config import RouterConfig
-from services.router.explain import DECISIONS_IN_ANSWER, explain, model_states, policy_problem, requested_id
+from services.router.explain import DECISIONS_IN_ANSWER, explain, model_state, policy_problem, requested_id
 from services.router.selection.candidates import CandidateState, RoutingRequest
 from services.router.selection.decision_log import KEPT_CANDIDATES
 from services.router.selection.model_router import ModelRouter
@@ -42,7 +42,9 @@ def ask(router: ModelRouter, request: str, now_s: float = 0.0, *, attempt: int =
     router.select(Select(request, attempt, "f", router.model, pack_hashes([1, 2]), 9, 10), now_s)
 
 
-@pytest.mark.parametrize("payload", [b"abc", b"chatcmpl-abc", b"cmpl-abc", b"embd-abc", b'"chatcmpl-abc"', b" abc\n"])
+@pytest.mark.parametrize(
+    "payload", [b"abc", b"chatcmpl-abc", b"cmpl-abc", b"embd-abc", b"msg_abc", b'"chatcmpl-abc"', b" abc\n"]
+)
 def test_a_request_is_found_by_its_bare_id_or_its_answers_id(payload: bytes) -> None:
     assert requested_id(payload) == "abc"
 
@@ -168,4 +170,4 @@ def test_the_problem_shown_for_a_policy_is_that_of_the_worst_model() -> None:
 def test_a_models_state_has_its_sizes() -> None:
     router = model("m", "a", "b")
     ask(router, "r")
-    assert model_states({"m": router}) == [ModelState("m", 2, 1, 0, 0)]
+    assert model_state(router) == ModelState("m", 2, 1, 0, 0)

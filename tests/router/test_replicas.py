@@ -14,7 +14,6 @@ from services.router import queries
 from services.router.config import RouterConfig
 from shared import subjects
 from shared.bus.contract import Message
-from shared.bus.memory_bus import MemoryBus
 from shared.bus.outbox import EVENTS_A_MESSAGE
 from shared.messages import (
     EXPLANATIONS,
@@ -31,6 +30,7 @@ from shared.messages import (
     RouterState,
     Selected,
 )
+from tests.fakes.memory_bus import MemoryBus
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, NO_SPECULATION, RouterFleet, fleet, select, tokens_of, until
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from services.router.config import RouterConfig
 from shared import subjects
-from shared.discovery.memory import MemoryDiscovery, MemoryRegistration
 from shared.errors import NoResponders
 from shared.messages import (
     INSTANCE,
@@ -23,6 +22,7 @@ from shared.messages import (
     Reserved,
     SelectRefused,
 )
+from tests.fakes.memory_discovery import MemoryDiscovery, MemoryRegistration
 from tests.router.fleet import (
     BLOCK_SIZE,
     LIMIT_S,

@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Literal, NoReturn
 
-from msgspec import Struct
-
-from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+from shared.config import ServiceConfig
 from shared.errors import ModelError
 from shared.metrics import counter
-from shared.runtime.lifecycle import ProcessSettings, Runtime, run
+from shared.runtime.lifecycle import Runtime, run
 
 
-class SmallConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    namespace: str = "default"
+class SmallConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     mode: Literal["good", "stubborn", "crash", "model", "idle tasks", "uncancellable"] = "good"
     drain_limit_s: float = 30.0
-    nats: NatsConfig = NatsConfig()
-    discovery: DiscoveryConfig = DiscoveryConfig()
-    observe: ObserveConfig = ObserveConfig()
 
 
 async def serve(runtime: Runtime, config: SmallConfig) -> None:
@@ -52,13 +46,7 @@ async def refuse() -> NoReturn:
 
 
 def main() -> NoReturn:
-    run(
-        "worker",
-        SmallConfig,
-        lambda config: ProcessSettings.of(config, config.drain_limit_s),
-        serve,
-        check=check,
-    )
+    run("worker", SmallConfig, serve, lambda config: config.drain_limit_s, check=check)
 
 
 if __name__ == "__main__":

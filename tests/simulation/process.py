@@ -40,20 +40,20 @@ from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.messages import Ready
 from services.worker.scheduler.scheduler import Scheduler
 from services.worker.service import Worker
-from services.worker.simulated.engine import SimulatedEngine
 from services.worker.simulated.model import SimulatedModel
 from services.worker.simulated.timing import Timing
 from shared import subjects
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
-from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.errors import ConfigError
 from shared.messages import KvLayout, ServiceName
 from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
 from shared.runtime.lifecycle import Runtime, answer_pings
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
+from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.simulation.clock import OWNER, SimulatedLoop
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Sizes
+from tests.simulation.simulated_engine import SimulatedEngine
 
 NAMESPACE = "simulated"
 MODEL = "sim"
@@ -280,7 +280,7 @@ class Process:
         """As SimulatedEngine.start does, with a model that has no directory."""
         model = model_of(facts_of(config.capacity_blocks), speed=self._sizes.speed, copy_s=self._sizes.copy_s)
         engine_config = EngineConfig.of(config, model_name, instance, parent_pid=0)
-        mover = model.mover(self._loop.time) if self._pool else None
+        mover = model.timing.mover(BLOCK_SIZE, self._loop.time) if self._pool else None
         attachment = PoolAttachment(Path(self._pool), instance) if self._pool else None
         core = EngineCore.of(engine_config, model.facts, mover, attachment)
         self.scheduler = core._scheduler

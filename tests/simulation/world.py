@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import Context
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,10 @@ from typing import Any, assert_never
 import msgspec
 
 from shared.bus.contract import Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
-from shared.discovery.memory import MemoryStore
 from shared.errors import RequestTimeout
 from shared.messages import ServiceName
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
+from tests.fakes.memory_discovery import MemoryStore
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
 from tests.simulation.invariants import troubles, violations
@@ -285,17 +285,19 @@ class World:
 
     async def _settle(self, when: str) -> None:
         limit_s = self._loop.time() + QUIET_S
-        while (found := self._found()) and self._loop.time() < limit_s:  # noqa: ASYNC110 - it looks at everything
+        while next(self._found(), None) is not None:
+            if self._loop.time() >= limit_s:
+                self.wrong += [f"{when}: {line}" for line in self._found()]
+                return
             await asyncio.sleep(LOOK_S)
-        self.wrong += [f"{when}: {line}" for line in found]
 
-    def _found(self) -> list[str]:
-        waiting = [f"{answer.request.name} has no end" for answer in self.answers if answer.end is None]
-        crashed = [f"{process.instance} crashed" for process in self.processes if _crashed(process)]
+    def _found(self) -> Iterator[str]:
+        yield from (f"{answer.request.name} has no end" for answer in self.answers if answer.end is None)
+        yield from (f"{process.instance} crashed" for process in self.processes if _crashed(process))
         try:
-            return [*waiting, *crashed, *violations(self.processes)]
+            yield from violations(self.processes)
         except AssertionError:
-            return [traceback.format_exc(limit=-2)]
+            yield traceback.format_exc(limit=-2)
 
     def _judge(self, answer: Answer) -> str:
         """What is wrong with an answer and its time; empty: nothing."""

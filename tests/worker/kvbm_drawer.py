@@ -127,7 +127,9 @@ class Drawer:
         for slot in granted.slots:
             self.slots.grant(slot)
         self.checksums.clear(granted.slots)
-        return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
+        return wire.Granted(
+            granted.ticket, self.tickets.limits.store_time_s, granted.indices, pack_slots(granted.slots)
+        )
 
     def _commit(self, commit: wire.Commit, now_s: float) -> None:
         slots = unpack_slots(commit.slots)
@@ -147,7 +149,7 @@ class Drawer:
         if more:
             self.advanced[found.ticket] = []
         ready = found.slots[: found.ready]
-        reply = self._fetched(found.ticket, found.time_left_s, 0, ready, len(found.slots), disk=False)
+        reply = self._fetched(found.ticket, self.tickets.limits.fetch_time_s, 0, ready, len(found.slots), disk=False)
         return reply, more
 
     def _fetched(

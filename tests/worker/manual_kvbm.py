@@ -102,7 +102,7 @@ class Kvbm:
 
     def take_offers(self, most: int = 64) -> list[Content]:
         """Begin to copy the offered blocks; return them."""
-        offers = self.engine.scheduler.kv_cache.offers(most)
+        offers = self.engine.scheduler.kv_cache.offloading.offers(most)
         assert len(offers) <= most
         slots = self.engine.scheduler.kv_cache.pin([content.key for content in offers])
         for content, slot in zip(offers, slots, strict=True):

@@ -16,8 +16,6 @@ from services.worker.engine.supervisor import StartEngine
 from services.worker.service import Worker
 from shared import subjects
 from shared.bus.contract import Bus, Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
-from shared.discovery.memory import MemoryStore
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import (
     CANCEL,
@@ -38,6 +36,8 @@ from shared.messages import (
 )
 from shared.runtime.lifecycle import Runtime
 from tests.fake_runtime import fake_runtime
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from tests.fakes.memory_discovery import MemoryStore
 
 NAMESPACE = "test"
 WORKER = "a1"

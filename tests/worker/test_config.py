@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from services.worker.config import WorkerConfig
+from services.worker.config import EngineConfig, WorkerConfig
 from shared.config import load
 from shared.errors import ConfigError
 from tests.worker.shell import LIMIT_S, write_model
@@ -26,8 +27,11 @@ WRONG = [
     ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
     (
         "--cuda-copy-path teleport",
-        "Invalid enum value 'teleport' - at `$.cuda.copy_path`;"
-        " cuda.copy_path is one of auto, rows, batch, staged, zero_copy",
+        "Invalid enum value 'teleport' - at `$.cuda.copy_path`; cuda.copy_path is one of auto, rows, batch, staged",
+    ),
+    (
+        "--cuda-copy-path zero_copy",
+        "Invalid enum value 'zero_copy' - at `$.cuda.copy_path`; cuda.copy_path is one of auto, rows, batch, staged",
     ),
     ("--cuda-memory-share 0", "Expected `float` > 0.0 - at `$.cuda.memory_share`"),
     ("--cuda-memory-share 1.5", "Expected `float` <= 1.0 - at `$.cuda.memory_share`"),
@@ -90,3 +94,10 @@ def test_a_worker_for_a_gpu_without_cupy_says_how_to_get_it(nats_url: str, tmp_p
     assert status == 2, said
     assert last.startswith("headrace-worker: ")
     assert "device is cuda, which needs CuPy: ./headrace install-gpu" in last
+
+
+def test_the_engine_gets_no_address_or_password_of_other_services() -> None:
+    flags = ["--model", "m", "--nats-url", "nats://worker:secret@host:4222", "--max-running", "7"]
+    config = EngineConfig.of(load(WorkerConfig, environ={}, flags=flags), "m", "w1", parent_pid=1)
+    assert config.worker.max_running == 7
+    assert b"secret" not in msgspec.json.encode(config)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from services.kvbm.tickets.results import TicketLimits
-from services.worker.config import Dtype, EngineConfig, KVConnectorConfig, SimulatedConfig, WorkerConfig
+from services.worker.config import Dtype, KVConnectorConfig, SimulatedConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.process import EngineProcess
 from services.worker.engine_main import _first, _load
@@ -312,7 +312,7 @@ def test_blocks_are_compared_where_the_settings_say_so(
         capacity_blocks=8,
         kvbm=KVConnectorConfig(verify=verify),
     )
-    runner = _load(EngineConfig.of(config, "tiny", "w1", parent_pid=os.getpid()), lambda _progress: None)
+    runner = _load(config, lambda _progress: None)
     geometry = make_pool(tmp_path / "pool", 1 << 20)
     slots = PoolMap(tmp_path / "pool").arena(geometry.arena(0, 1, runner.facts.kv_layout.block_bytes))
     mover = runner.mover(time.monotonic)

@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.worker.config import SamplingConfig
 from services.worker.messages import Ready
 from services.worker.model_card import card_of
-from services.worker.model_facts import facts_of, read_pooling
+from services.worker.model_facts import facts_of, read_pooling, read_sampling
 from shared.errors import ModelError
+from shared.messages import SamplingDefaults
 from tests.tiny_model import write_tiny_model
 
 SOUND = {"max_position_embeddings": 128, "vocab_size": 300, "eos_token_id": 2, "rope_theta": 1e4}
@@ -135,3 +137,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "1_Pooling" / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"1_Pooling/config\.json"):
         read_pooling(tmp_path)
+
+
+def test_what_the_model_recommends_is_read_and_settings_take_its_place(tmp_path: Path) -> None:
+    assert read_sampling(tmp_path, SamplingConfig()) == SamplingDefaults()
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": None, "do_sample": True, "eos_token_id": [1, 2]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    assert read_sampling(tmp_path, SamplingConfig()) == SamplingDefaults(temperature=0.6, top_p=0.95)
+    set_ = SamplingConfig(temperature=0.0, top_k=5)
+    assert read_sampling(tmp_path, set_) == SamplingDefaults(temperature=0.0, top_p=0.95, top_k=5)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"temperature": 5}', '{"top_p": 0}', '{"top_k": "x"}', '{"repetition_penalty": -1}']
+)
+def test_a_recommendation_that_no_engine_could_follow_names_its_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        read_sampling(tmp_path, SamplingConfig())

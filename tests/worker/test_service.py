@@ -13,8 +13,6 @@ import pytest
 from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.messages import KvbmAsk, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
-from shared.bus.memory_bus import MemoryBroker, MemoryBus
-from shared.discovery.memory import MemoryDiscovery
 from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens
 from shared.messages import (
@@ -38,6 +36,8 @@ from shared.messages import (
     SnapshotRequest,
 )
 from shared.pool.lock import LOCK, HeldLock
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus
+from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.logged import logged
 from tests.worker.scripted_engine import ScriptedEngines
 from tests.worker.shell import (

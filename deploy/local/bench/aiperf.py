@@ -12,7 +12,7 @@ from shared.errors import ConfigError
 
 def run(options: BenchOptions) -> int:
     """Run all points. Return the exit status of the first run that failed, or 0. Each point's files are in a directory
-    below `out`. Raises ConfigError."""
+    below `out`. Raise ConfigError."""
     program = shutil.which("aiperf")
     if program is None:
         raise ConfigError(

@@ -53,7 +53,7 @@ class Client:
             return asking.result("ended early", f"{type(wrong).__name__}: {wrong}")
 
     async def models(self) -> list[str]:
-        """Return the models that the endpoint serves. Raises Unavailable."""
+        """Return the models that the endpoint serves. Raise Unavailable."""
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S), self._http.get(f"{self._url}/models") as response:
                 answer = await response.json(content_type=None)
@@ -76,7 +76,7 @@ class _Measurement:
         self._events = ChatStream()
 
     def feed(self, data: bytes) -> None:
-        """Count the events in received bytes. Raises ProtocolError."""
+        """Count the events in received bytes. Raise ProtocolError."""
         now_s = self._clock() - self._sent_s
         texts = self._events.feed(data)
         if not texts:

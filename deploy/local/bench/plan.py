@@ -41,7 +41,7 @@ class Point(Struct, frozen=True):
 
 
 def points(concurrency: str, rate: str, requests: int) -> list[Point]:
-    """Return the points that the flags ask for. If `requests` is 0, each load gets a suitable number. Raises
+    """Return the points that the flags ask for. If `requests` is 0, each load gets a suitable number. Raise
     ConfigError."""
     if bool(concurrency) == bool(rate):
         raise ConfigError("give either --concurrency or --rate")
@@ -94,7 +94,7 @@ def prompts(words: int, shared_words: int, given: Sequence[str], seed: int) -> I
 
 
 def lines(text: str, name: str) -> list[str]:
-    """Return the prompts of a file, one per line. Raises ConfigError if there is none."""
+    """Return the prompts of a file, one per line. Raise ConfigError if there is none."""
     found = [line for line in text.splitlines() if line.strip()]
     if not found:
         raise ConfigError(f"{name}: contains no prompt")

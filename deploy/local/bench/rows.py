@@ -73,6 +73,10 @@ class Row(Struct, frozen=True):
     complete: bool
     """True if all planned requests were sent and have ended."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.load} {self.value:g}"
+
 
 def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: float) -> Row:
     """Return the row of a point. Latencies count only requests that were done; tokens count all that arrived."""
@@ -118,46 +122,33 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 def render(rows: Sequence[Row]) -> str:
     """Return the rows as a table with latencies in ms, and notes."""
-    head = (
-        "LOAD",
-        "DONE",
-        "FAILED",
-        "TTFT MS P50",
-        "P99",
-        "INTER-TOKEN MS P50",
-        "P99",
-        "WHOLE MS P50",
-        "P99",
-        "TOKENS/S",
-        "REQ/S",
-    )
-    cells: list[tuple[str, ...]] = [head]
+    head = "LOAD  DONE  FAILED  TTFT MS P50  P99  INTER-TOKEN MS P50  P99  WHOLE MS P50  P99  TOKENS/S  REQ/S"
+    cells: list[Sequence[object]] = []
     for row in rows:
         done = row.outcomes.get("done", 0)
         spreads = (row.first_token_s, row.inter_token_s, row.whole_s)
         latencies = [_ms(share) for each in spreads for share in (each.p50, each.p99)]
         rates = (f"{row.tokens_per_s:,.0f}", f"{row.requests_per_s:,.1f}")
-        cells.append((f"{row.load} {row.value:g}", str(done), str(row.requests - done), *latencies, *rates))
-    return "\n".join([table(cells), *(note for row in rows for note in _notes(row))])
+        cells.append((row.name, done, row.requests - done, *latencies, *rates))
+    return "\n".join([table(head, cells), *(note for row in rows for note in _notes(row))])
 
 
 def _notes(row: Row) -> list[str]:
     """Return warnings about a row."""
-    load = f"{row.load} {row.value:g}"
     failed = {name: number for name, number in row.outcomes.items() if name != "done"}
     notes: list[str] = []
     if failed:
         reason = next(iter(row.reasons), "")
         counts = ", ".join(f"{number} {name}" for name, number in failed.items())
-        notes.append(f"{load}: {counts}" + (f" ({reason})" if reason else ""))
+        notes.append(f"{row.name}: {counts}" + (f" ({reason})" if reason else ""))
     if row.tokens_by == "events":
-        notes.append(f"{load}: the server sent no usage; each event counts as one token")
+        notes.append(f"{row.name}: the server sent no usage; each event counts as one token")
     if row.driver_cpu > 0.8:
         notes.append(
-            f"{load}: this driver used {row.driver_cpu:.0%} of a core: it may be the limit instead of the server"
+            f"{row.name}: this driver used {row.driver_cpu:.0%} of a core: it may be the limit instead of the server"
         )
     if not row.complete:
-        notes.append(f"{load}: not complete")
+        notes.append(f"{row.name}: not complete")
     return notes
 
 

@@ -2,7 +2,7 @@
 
     bytes ─▶ lines ─▶ `data: {…}` ─▶ text, usage, finish reason, error ─▶ [DONE]
 
-Raises ProtocolError for a line that is not an SSE field and for data that is not a JSON object.
+The parser raises ProtocolError for a line that is not an SSE field and for data that is not a JSON object.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ChatStream:
         self._rest = b""
 
     def feed(self, data: bytes) -> int:
-        """Parse further bytes; return how many events with text they complete. Raises ProtocolError."""
+        """Parse further bytes; return how many events with text they complete. Raise ProtocolError."""
         before = self.texts
         *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LINE_LIMIT_BYTES:

@@ -22,38 +22,21 @@ from deploy.local.bench.client import Client, client
 from deploy.local.bench.plan import Point, arrivals, prompts
 from deploy.local.bench.rows import Result, Row, render, row_of
 from deploy.local.terminal import Terminal
+from deploy.local.usage import BenchFlags
 from shared.errors import Unavailable
 
 REFUSED_WAIT_S = 0.5
 """Wait of a closed loop's slot after a refusal without Retry-After."""
 
 
-class BenchOptions(Struct, frozen=True):
-    """Options of `bench`, checked."""
+class BenchOptions(BenchFlags, frozen=True, kw_only=True):
+    """Flags of `bench` that were checked, and what follows from them. `url` ends with /v1."""
 
-    url: str
-    """URL of the endpoint; it ends with /v1."""
     points: list[Point]
     command: str
-    model: str = ""
-    """Name of the model; empty: the first one served."""
-    words: int = 512
-    shared_words: int = 0
-    output_tokens: int = 128
     given: Sequence[str] = ()
     """Prompts to send instead of generated ones."""
-    warmup: int = 2
-    """Number of unmeasured requests before each point."""
-    timeout_s: float = 120.0
-    """Time limit of each request."""
-    seed: int = 0
     api_key: str = ""
-    out: str = "bench"
-    """Path of the written files without their suffix."""
-    tokenizer: str = ""
-    """Tokenizer for aiperf: a directory or a name on the hub."""
-    may_stop: bool = False
-    """True if answers may end before `output_tokens`: then only OpenAI's own fields are sent."""
 
 
 class Report(Struct, frozen=True):
@@ -70,8 +53,8 @@ class Report(Struct, frozen=True):
     goals: list[str] = []
 
 
-def bench(options: BenchOptions, *, as_json: bool) -> int:
-    """Run the sweep and return the exit status. Raises Unavailable if the endpoint cannot be measured at all."""
+def bench(options: BenchOptions) -> int:
+    """Run the sweep and return the exit status. Raise Unavailable if the endpoint cannot be measured at all."""
     sweep = _Sweep(options)
     interrupted = False
     try:
@@ -86,7 +69,7 @@ def bench(options: BenchOptions, *, as_json: bool) -> int:
     named = (options.command, options.url, sweep.model, when)
     report = Report("headrace bench", machine, *named, interrupted, sweep.rows)
     text = msgspec.json.format(msgspec.json.encode(report)).decode()
-    print(text if as_json else render(sweep.rows))
+    print(text if options.json else render(sweep.rows))
     Path(f"{options.out}.json").write_text(text + "\n", encoding="utf-8")
     _draw(sweep.rows, options.out)
     if interrupted:
@@ -137,7 +120,7 @@ class _Sweep:
                 self._terminal.clear()
 
     async def _warm_up(self, one: Client, point: Point) -> None:
-        """Send the unmeasured requests. Raises Unavailable if none is answered before the first point."""
+        """Send the unmeasured requests. Raise Unavailable if none is answered before the first point."""
         answers = await asyncio.gather(*(one.ask(next(self._prompts)) for _ in range(self._options.warmup)))
         if answers and not self.rows and not any(answer.outcome == "done" for answer in answers):
             raise Unavailable(f"{point.name}: no request of the warm-up was answered: {answers[0].reason}")

@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from deploy.local.colour import highlight
 from deploy.local.show.explain_tables import merge, render_candidates, render_list
 from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, instances_of
 from shared import subjects
@@ -22,7 +23,7 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
     """Print the routing decisions of `request`, or the latest of all requests if it is None. Return 1 if no router
     knows it.
 
-    Raises Unavailable if discovery, NATS or every router cannot be reached.
+    Raise Unavailable if discovery, NATS or every router cannot be reached.
     """
     logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops
     nameless = request is not None and not request.strip(
@@ -35,7 +36,7 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode({"decisions": decisions})).decode())
     elif decisions:
-        print(render_list(decisions) if request is None else render_candidates(decisions))
+        print(highlight(render_list(decisions) if request is None else render_candidates(decisions), sys.stdout))
     elif request is None:
         print("no request was routed yet")
     if request is not None and not decisions:
@@ -52,7 +53,7 @@ async def _ask(config: FleetConfig, request: str) -> tuple[list[Explanations], l
     async with connect_bus(config, "headrace explain") as bus:
         subject = partial(subjects.explain, config.namespace)
         question = request.encode(errors="surrogateescape")
-        answers, notes = await ask_each(bus, "router", routers, subject, question, EXPLANATIONS)
+        answers, notes = await ask_each(bus, "router", routers, subject, EXPLANATIONS, question)
     if not answers:
         raise Unavailable(f"no router answers: {'; '.join(notes)}")
     return answers, notes

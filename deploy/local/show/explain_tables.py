@@ -24,16 +24,14 @@ def render_candidates(decisions: Sequence[Explanation]) -> str:
 
 
 def _decision(one: Explanation) -> str:
-    cells: list[tuple[str, ...]] = [
-        ("", "INSTANCE", "RANK", "DEVICE", "HOST", "DISK", "HELD", "QUEUED", "PREDICTED", "SCORE", "REASON")
-    ]
-    cells += [_candidate(row, chosen=(row.instance, row.rank) == (one.instance, one.rank)) for row in one.candidates]
+    head = "  INSTANCE  RANK  DEVICE  HOST  DISK  HELD  QUEUED  PREDICTED  SCORE  REASON"
+    rows = [_candidate(row, chosen=(row.instance, row.rank) == (one.instance, one.rank)) for row in one.candidates]
     return "\n".join(
         (
             f"request {one.request}, attempt {one.attempt}, {age(one.age_s)} ago",
             f"model {one.model}, chosen by router {one.router}: {one.reason}",
             "",
-            table(cells),
+            table(head, rows),
             "",
             f"cached tokens      {_cached(one)} of {one.prompt_tokens}",
             f"first token after  {_first_token(one)}",
@@ -42,13 +40,12 @@ def _decision(one: Explanation) -> str:
     )
 
 
-def _candidate(row: Candidate, *, chosen: bool) -> tuple[str, ...]:
+def _candidate(row: Candidate, *, chosen: bool) -> tuple[object, ...]:
     """Return a row of the table; overlap and held are in blocks, queued in tokens."""
     overlap = (row.overlap.device, row.overlap.host, row.overlap.disk)
-    numbers = (row.rank, *overlap, row.active_blocks, row.queued_tokens)
-    predicted = _seconds(row.predicted_s) if row.predicted_s is not None else "?"
-    mark = "*" if chosen else ""
-    return (mark, row.instance, *(str(number) for number in numbers), predicted, f"{row.score:.4g}", row.reason)
+    load = (row.active_blocks, row.queued_tokens)
+    predicted = _seconds(row.predicted_s) or "?"
+    return ("*" if chosen else "", row.instance, row.rank, *overlap, *load, predicted, f"{row.score:.4g}", row.reason)
 
 
 def _cached(one: Explanation) -> str:
@@ -57,8 +54,8 @@ def _cached(one: Explanation) -> str:
 
 
 def _first_token(one: Explanation) -> str:
-    predicted = _predicted_s(one)
-    said = f"{_seconds(predicted)} predicted, " if predicted is not None else ""
+    predicted = [row.predicted_s for row in one.candidates if (row.instance, row.rank) == (one.instance, one.rank)]
+    said = f"{_seconds(predicted[0])} predicted, " if predicted and predicted[0] is not None else ""
     if one.first_token_s is not None:
         return f"{said}{_seconds(one.first_token_s)} as the client saw it"
     if one.actual_cached_tokens is not None:
@@ -66,27 +63,18 @@ def _first_token(one: Explanation) -> str:
     return f"{said}not reported yet"
 
 
-def _predicted_s(one: Explanation) -> float | None:
-    """Return the predicted time of the chosen candidate; None: unknown."""
-    rows = (row.predicted_s for row in one.candidates if (row.instance, row.rank) == (one.instance, one.rank))
-    return next(rows, None)
-
-
-def _seconds(seconds: float) -> str:
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def render_list(decisions: Sequence[Explanation]) -> str:
     """Return the latest decisions of all requests, one line each."""
-    cells: list[tuple[str, ...]] = [
-        ("AGO", "REQUEST", "ATTEMPT", "INSTANCE", "PROMPT", "PREDICTED", "FOUND", "FIRST TOKEN", "ENDED", "REASON")
-    ]
+    head = "AGO  REQUEST  ATTEMPT  INSTANCE  PROMPT  PREDICTED  FOUND  FIRST TOKEN  ENDED  REASON"
+    rows = []
     for one in decisions:
-        found = "" if one.actual_cached_tokens is None else str(one.actual_cached_tokens)
-        first = "" if one.first_token_s is None else _seconds(one.first_token_s)
-        ended = "" if one.ended_s is None else _seconds(one.ended_s)
-        numbers = (str(one.prompt_tokens), str(one.predicted_cached_tokens))
-        cells.append(
-            (age(one.age_s), one.request, str(one.attempt), one.instance, *numbers, found, first, ended, one.reason)
-        )
-    return table(cells)
+        tokens = (one.prompt_tokens, one.predicted_cached_tokens, one.actual_cached_tokens)
+        times = (_seconds(one.first_token_s), _seconds(one.ended_s))
+        rows.append((age(one.age_s), one.request, one.attempt, one.instance, *tokens, *times, one.reason))
+    return table(head, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from deploy.local.state import CACHE_VARIABLE
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
-from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig, load
+from shared.config import ServiceConfig, environment, load
 from shared.discovery.backends import open_discovery
 from shared.discovery.catalogue import read_entry
 from shared.errors import BusDown, ProtocolError, Unavailable
@@ -25,14 +26,11 @@ ANSWER_LIMIT_S = 1.0
 T = TypeVar("T", bound=Struct)
 
 
-class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Addresses of a fleet. Users and passwords come from the environment, for instance HEADRACE_NATS_PASSWORD."""
+class FleetConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
+    """Addresses of a fleet. Users and passwords come from the environment, for instance HEADRACE_NATS_PASSWORD.
 
-    namespace: str = "default"
-    nats: NatsConfig = NatsConfig()
-    discovery: DiscoveryConfig = DiscoveryConfig()
-    observe: ObserveConfig = ObserveConfig()
-    """Unused here; the same file also configures services that join the fleet."""
+    `observe` is unused here; the same file also configures services that join the fleet.
+    """
 
     @property
     def nats_shown(self) -> str:
@@ -50,7 +48,7 @@ class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 def fleet_config(*, namespace: str, nats: str, etcd: str, path: str = "", file: Path | None = None) -> FleetConfig:
     """Return the settings: flags take precedence over the environment, that over the file. Empty arguments are not set.
-    Raises ConfigError."""
+    Raise ConfigError."""
     flags = [f"--namespace={namespace}"]
     if nats:
         flags.append(f"--nats-url={nats}")
@@ -58,11 +56,12 @@ def fleet_config(*, namespace: str, nats: str, etcd: str, path: str = "", file: 
         flags += ["--discovery-backend=etcd", f"--discovery-endpoints={etcd}"]
     elif path:
         flags += ["--discovery-backend=file", f"--discovery-path={path}"]
-    return load(FleetConfig, file=file, flags=flags)
+    variables = {name: value for name, value in environment().items() if name != CACHE_VARIABLE}
+    return load(FleetConfig, file=file, flags=flags, environ=variables)
 
 
 async def discovery_entries(config: FleetConfig) -> dict[str, bytes]:
-    """Return discovery's keys and values. Raises DiscoveryDown."""
+    """Return discovery's keys and values. Raise DiscoveryDown."""
     discovery = open_discovery(config.discovery)
     try:
         return dict(await discovery.list(subjects.namespace_prefix(config.namespace)))
@@ -72,30 +71,24 @@ async def discovery_entries(config: FleetConfig) -> dict[str, bytes]:
 
 @asynccontextmanager
 async def connect_bus(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
-    """Yield a connection to the fleet's bus. Raises BusDown."""
-    refused = asyncio.get_running_loop().create_future()
+    """Yield a connection to the fleet's bus. Raise BusDown."""
 
-    def on_state(why: str) -> None:
-        if why and not refused.done():
-            refused.set_result(why)
+    def refuse(why: str) -> None:
+        if why:
+            raise BusDown(why)
 
-    connecting = asyncio.ensure_future(connect(config.nats, name, on_state))
     try:
-        await asyncio.wait((connecting, refused), timeout=CONNECT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        if not connecting.done():
-            late = f"NATS did not answer within {CONNECT_LIMIT_S:g} s at {config.nats_shown}"
-            raise BusDown(refused.result() if refused.done() else late)
-    finally:
-        connecting.cancel()
-        await asyncio.wait((connecting,))
-    bus = connecting.result()
+        async with asyncio.timeout(CONNECT_LIMIT_S):
+            bus = await connect(config.nats, name, refuse)
+    except TimeoutError:
+        raise BusDown(f"NATS did not answer within {CONNECT_LIMIT_S:g} s at {config.nats_shown}") from None
     try:
         yield bus
     finally:
         await bus.drain()
 
 
-def instances_of(service: ServiceName, config: FleetConfig, values: dict[str, bytes]) -> list[str]:
+def instances_of(service: ServiceName, config: FleetConfig, values: Mapping[str, bytes]) -> list[str]:
     """Return the ids of all instances of a service. Unreadable entries are skipped; `status` shows them."""
     found: list[str] = []
     for key, value in values.items():
@@ -113,8 +106,8 @@ async def ask_each(
     service: ServiceName,
     instances: Sequence[str],
     subject: Callable[[str], str],
-    payload: bytes,
     codec: Codec[T],
+    payload: bytes = b"",
 ) -> tuple[list[T], list[str]]:
     """Send a request to each instance. Return the answers, and a note for each instance that did not answer in time."""
 

@@ -10,42 +10,32 @@ k1    0011223344556677  m      float32  2        1 store 2 fetch  host  on     3
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from deploy.local.table import age, size, table
-from shared.kvbm_messages import KvbmState, LayoutState, TierState
+from shared.kvbm_messages import KvbmState
 
-_POOLS = ("KVBM", "POOL", "MEMORY", "RESERVED", "HITS OVER")
-_TIERS = ("KVBM", "LAYOUT", "MODEL", "DTYPE", "ENGINES", "TICKETS", "TIER", "STATE", "BLOCKS", "OF", "HITS")
+_POOLS = "KVBM  POOL  MEMORY  RESERVED  HITS OVER"
+_TIERS = "KVBM  LAYOUT  MODEL  DTYPE  ENGINES  TICKETS  TIER  STATE  BLOCKS  OF  HITS"
 
 
 def block_stores(states: Sequence[KvbmState]) -> list[str]:
     """Return two tables, and a line for each tier that gives a reason for its state."""
-    pools: list[tuple[str, ...]] = [_POOLS]
-    for state in states:
-        memory = (size(state.pool_bytes), f"{int(100 * state.reserved)} %")
-        pools.append((state.instance, state.pool, *memory, age(state.window_s)))
-    layouts = [(state.instance, layout) for state in states for layout in state.layouts]
-    parts = [table(pools)]
-    if layouts:
-        parts += ["", table([_TIERS, *(row for kvbm, layout in layouts for row in _rows(kvbm, layout))])]
-    for kvbm, layout in layouts:
-        for tier, tier_state in _tiers(layout):
-            if tier_state.reason:
-                parts.append(f"{tier} tier of {layout.layout} at kvbm {kvbm}: {tier_state.state}: {tier_state.reason}")
-    return parts
-
-
-def _rows(kvbm: str, layout: LayoutState) -> Iterator[tuple[str, ...]]:
-    tickets = " ".join(f"{count} {kind}" for kind, count in layout.tickets.items() if count) or "0"
-    whose: tuple[str, ...] = (kvbm, layout.layout, layout.model, layout.kv.dtype, str(layout.owners), tickets)
-    for tier, state in _tiers(layout):
-        hits = "-" if state.hit_rate is None else f"{100 * state.hit_rate:.0f} %"
-        yield (*whose, tier, state.state, str(state.blocks), str(state.capacity_blocks), hits)
-        whose = ("",) * len(whose)
-
-
-def _tiers(layout: LayoutState) -> Iterator[tuple[str, TierState]]:
-    yield "host", layout.host
-    if layout.disk is not None:
-        yield "disk", layout.disk
+    pools = [
+        (each.instance, each.pool, size(each.pool_bytes), f"{int(100 * each.reserved)} %", age(each.window_s))
+        for each in states
+    ]
+    tiers: list[tuple[object, ...]] = []
+    reasons: list[str] = []
+    for kvbm, layout in ((state.instance, layout) for state in states for layout in state.layouts):
+        tickets = " ".join(f"{count} {kind}" for kind, count in layout.tickets.items() if count) or "0"
+        whose: tuple[object, ...] = (kvbm, layout.layout, layout.model, layout.kv.dtype, layout.owners, tickets)
+        for name, tier in (("host", layout.host), ("disk", layout.disk)):
+            if tier is None:
+                continue
+            hits = "-" if tier.hit_rate is None else f"{100 * tier.hit_rate:.0f} %"
+            tiers.append((*whose, name, tier.state, tier.blocks, tier.capacity_blocks, hits))
+            whose = ("",) * len(whose)
+            if tier.reason:
+                reasons.append(f"{name} tier of {layout.layout} at kvbm {kvbm}: {tier.state}: {tier.reason}")
+    return [table(_POOLS, pools), *(["", table(_TIERS, tiers)] if tiers else []), *reasons]

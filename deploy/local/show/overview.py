@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from msgspec import Struct
 
@@ -102,23 +104,38 @@ def overview(
         except ProtocolError as wrong:
             unreadable.append(f"{key}: {wrong}")
     catalogue = _catalogue(entries)
+    cards = [card for _, card in sorted(catalogue.cards.items())]
     devices = {card.instance: card.device for card in catalogue.cards.values()}
-    instances = sorted(catalogue.instances.values(), key=lambda each: (each.service, each.started, each.instance))
+    instances = [
+        InstanceRow(
+            service=each.service,
+            instance=each.instance,
+            epoch=each.epoch,
+            pid=each.pid,
+            pid_usable=each.pid_namespace in (0, MACHINES_OWN, pid_namespace),
+            machine=each.machine,
+            age_s=round(max(0.0, now - each.started), 1),
+            version=each.version,
+            http=each.http,
+            device=devices.get(each.instance, ""),
+            load=reports.get(each.instance),
+        )
+        for each in sorted(catalogue.instances.values(), key=lambda each: (each.service, each.started, each.instance))
+    ]
+    unchosen = [
+        f"worker {card.instance} serves {card.model} in the role {card.role!r}, which no router chooses"
+        for card in cards
+        if not card.routed
+    ]
     return Overview(
         namespace=namespace,
         nats=nats,
         discovery=discovery,
-        instances=tuple(
-            _instance_row(each, devices.get(each.instance, ""), reports.get(each.instance), now, pid_namespace)
-            for each in instances
-        ),
-        models=tuple(
-            _model_row(model, [card for (name, _), card in sorted(catalogue.cards.items()) if name == model], reports)
-            for model in sorted({model for model, _ in catalogue.cards})
-        ),
+        instances=tuple(instances),
+        models=tuple(_model_row(model, list(served), reports) for model, served in groupby(cards, attrgetter("model"))),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
-        notes=(*notes, *_unchosen(catalogue)),
+        notes=(*notes, *unchosen),
         routers=tuple(states),
         stores=tuple(stores),
     )
@@ -131,31 +148,6 @@ def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
     for key, entry in sorted(entries.items(), key=lambda item: started.get(item[1].instance, 0.0)):
         catalogue.set(key, entry)
     return catalogue
-
-
-def _unchosen(catalogue: Catalogue) -> Iterator[str]:
-    """Yield a note for each worker that no router chooses because of its role."""
-    for _, card in sorted(catalogue.cards.items()):
-        if not card.routed:
-            yield f"worker {card.instance} serves {card.model} in the role {card.role!r}, which no router chooses"
-
-
-def _instance_row(
-    instance: Instance, device: str, report: LoadReport | None, now: float, pid_namespace: int
-) -> InstanceRow:
-    return InstanceRow(
-        service=instance.service,
-        instance=instance.instance,
-        epoch=instance.epoch,
-        pid=instance.pid,
-        pid_usable=instance.pid_namespace in (0, MACHINES_OWN, pid_namespace),
-        machine=instance.machine,
-        age_s=round(max(0.0, now - instance.started), 1),
-        version=instance.version,
-        http=instance.http,
-        device=device,
-        load=report,
-    )
 
 
 def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, LoadReport]) -> ModelRow:
@@ -174,16 +166,23 @@ def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, Loa
 def render(view: Overview) -> str:
     """Return the overview as tables for people."""
     parts = [f"namespace {view.namespace}, NATS {view.nats}, {view.discovery}", ""]
-    parts.append(_instances(view.instances) if view.instances else "no process is alive in this namespace")
+    parts.append(
+        table(_INSTANCES, map(_instance, view.instances)) if view.instances else "no process is alive in this namespace"
+    )
     if not all(row.pid_usable for row in view.instances):
         parts.append("PID -: the process runs in a container; MACHINE is the name of that container")
     if any(row.service == "worker" and row.load is None for row in view.instances):
         parts.append("?: no load report arrived; a process that died is listed until its lease ends, about 10 s")
     if view.models:
-        parts += ["", _models(view.models)]
+        parts += ["", table(_MODELS, map(_model, view.models))]
     if view.routers:
-        parts += ["", _routers(view.routers)]
-        parts += [_trouble(state.router, source) for state in view.routers for source in state.sources if source.reason]
+        parts += ["", table(_ROUTERS, map(_router, view.routers))]
+        parts += [
+            f"events of {source.instance} at router {state.router}: {source.state}: {source.reason}"
+            for state in view.routers
+            for source in state.sources
+            if source.reason
+        ]
     if view.stores:
         parts += ["", *block_stores(view.stores)]
     parts += [f"refused: {row.model} at {row.instance}: {row.reason}" for row in view.refused]
@@ -192,39 +191,30 @@ def render(view: Overview) -> str:
     return "\n".join(parts)
 
 
-def _instances(rows: Sequence[InstanceRow]) -> str:
-    head = ("SERVICE", "INSTANCE", "EPOCH", "PID", "MACHINE", "DEVICE", "AGE")
-    cells: list[tuple[str, ...]] = [(*head, "RUNNING", "WAITING", "HELD", "CACHED", "BLOCKS")]
-    for row in rows:
-        if row.load is None:
-            load: tuple[str, ...] = ("?" if row.service == "worker" else "",) * 5
-        else:
-            counts = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks)
-            load = tuple(str(count) for count in (*counts, row.load.total_blocks))
-        pid = str(row.pid) if row.pid_usable else "-"
-        process = (row.service, row.instance, str(row.epoch), pid, row.machine, row.device, age(row.age_s))
-        cells.append((*process, *load))
-    return table(cells)
+_INSTANCES = "SERVICE  INSTANCE  EPOCH  PID  MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS"
+_MODELS = "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS"
+_ROUTERS = "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX SIZE  EVENT SOURCES"
 
 
-def _models(rows: Sequence[ModelRow]) -> str:
-    cells: list[tuple[str, ...]] = [("MODEL", "INSTANCES", "CONTEXT", "BLOCK", "HELD", "CACHED", "BLOCKS")]
-    for row in rows:
-        numbers = (len(row.instances), row.context_length, row.block_size)
-        blocks = (row.held_blocks, row.cached_blocks, row.total_blocks)
-        cells.append((row.model, *(str(number) for number in (*numbers, *blocks))))
-    return table(cells)
+def _instance(row: InstanceRow) -> tuple[object, ...]:
+    load: tuple[object, ...] = ("?" if row.service == "worker" else "",) * 5
+    if row.load is not None:
+        load = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks, row.load.total_blocks)
+    pid = row.pid if row.pid_usable else "-"
+    return (row.service, row.instance, row.epoch, pid, row.machine, row.device, age(row.age_s), *load)
 
 
-def _routers(rows: Sequence[RouterState]) -> str:
-    cells: list[tuple[str, ...]] = [("ROUTER", "POLICY", "RESERVED", "INDEX BLOCKS", "INDEX SIZE", "EVENT SOURCES")]
-    for row in rows:
-        reserved = sum(model.reservations for model in row.models)
-        blocks = sum(model.index_blocks for model in row.models)
-        size_bytes = sum(model.index_bytes for model in row.models)
-        policy = f"{row.policy} ({row.policy_trouble})" if row.policy_trouble else row.policy
-        cells.append((row.router, policy, str(reserved), str(blocks), size(size_bytes), _sources(row.sources)))
-    return table(cells)
+def _model(row: ModelRow) -> tuple[object, ...]:
+    blocks = (row.block_size, row.held_blocks, row.cached_blocks, row.total_blocks)
+    return (row.model, len(row.instances), row.context_length, *blocks)
+
+
+def _router(row: RouterState) -> tuple[object, ...]:
+    reserved = sum(model.reservations for model in row.models)
+    blocks = sum(model.index_blocks for model in row.models)
+    size_bytes = sum(model.index_bytes for model in row.models)
+    policy = f"{row.policy} ({row.policy_trouble})" if row.policy_trouble else row.policy
+    return (row.router, policy, reserved, blocks, size(size_bytes), _sources(row.sources))
 
 
 def _sources(sources: Sequence[SourceState]) -> str:
@@ -234,7 +224,3 @@ def _sources(sources: Sequence[SourceState]) -> str:
     words += ["not exact" for source in sources if not source.exact]
     words += ["silent" for source in sources if source.silent]
     return ", ".join(f"{count} {word}" for word, count in Counter(words).items()) or "none"
-
-
-def _trouble(router: str, source: SourceState) -> str:
-    return f"events of {source.instance} at router {router}: {source.state}: {source.reason}"

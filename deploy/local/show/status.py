@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
 
+from deploy.local.colour import highlight
 from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, instances_of
 from deploy.local.show.overview import Overview, overview, render
 from shared import subjects
@@ -25,41 +28,38 @@ LISTEN_S = 0.3
 
 
 def show(config: FleetConfig, *, as_json: bool) -> int:
-    """Print the overview. Raises DiscoveryDown; if NATS is down, a note says so."""
+    """Print the overview. Raise DiscoveryDown; if NATS is down, a note says so."""
     logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops; the notes have the reason
-    view = asyncio.run(_collect(config))
-    print(msgspec.json.format(msgspec.json.encode(view)).decode() if as_json else render(view))
+    view = asyncio.run(_look(config))
+    json = msgspec.json.format(msgspec.json.encode(view)).decode() if as_json else ""
+    print(json or highlight(render(view), sys.stdout))
     return 0
 
 
-async def _collect(config: FleetConfig) -> Overview:
-    values = await discovery_entries(config)
+async def _look(config: FleetConfig) -> Overview:
+    return await collect(config, await discovery_entries(config))
+
+
+async def collect(config: FleetConfig, values: Mapping[str, bytes], remarks: Sequence[str] = ()) -> Overview:
+    """Return the overview of a fleet with these entries in discovery. `remarks` are added to its notes."""
     reports: dict[str, LoadReport] = {}
     states: list[RouterState] = []
     stores: list[KvbmState] = []
     notes: list[str] = []
+    namespace = config.namespace
+    routers, kvbms = instances_of("router", config, values), instances_of("kvbm", config, values)
     try:
         async with connect_bus(config, "headrace status") as bus:
             (states, silent), (stores, mute), _ = await asyncio.gather(
-                _routers(bus, config, values), _stores(bus, config, values), _listen(bus, config.namespace, reports)
+                ask_each(bus, "router", routers, partial(subjects.router_state, namespace), ROUTER_STATE),
+                ask_each(bus, "kvbm", kvbms, lambda kvbm: subjects.kvbm(namespace, kvbm, "stat"), KVBM_STATE),
+                _listen(bus, namespace, reports),
             )
             notes = silent + mute
     except BusDown as wrong:
         notes = [f"{wrong}; so no load is known"]
-    where = (config.namespace, config.nats_shown, config.discovery_shown)
-    return overview(*where, values, reports, states, stores, notes, time.time(), pid_namespace())
-
-
-async def _routers(bus: NatsBus, config: FleetConfig, values: dict[str, bytes]) -> tuple[list[RouterState], list[str]]:
-    routers = instances_of("router", config, values)
-    return await ask_each(bus, "router", routers, partial(subjects.router_state, config.namespace), b"", ROUTER_STATE)
-
-
-async def _stores(bus: NatsBus, config: FleetConfig, values: dict[str, bytes]) -> tuple[list[KvbmState], list[str]]:
-    def stat(instance: str) -> str:
-        return subjects.kvbm(config.namespace, instance, "stat")
-
-    return await ask_each(bus, "kvbm", instances_of("kvbm", config, values), stat, b"", KVBM_STATE)
+    where = (namespace, config.nats_shown, config.discovery_shown)
+    return overview(*where, values, reports, states, stores, [*remarks, *notes], time.time(), pid_namespace())
 
 
 async def _listen(bus: NatsBus, namespace: str, reports: dict[str, LoadReport]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from msgspec import Struct
+import msgspec
 
 from deploy.local.stack.private_pool import MEMORY, private_pool
 from deploy.local.stack.stack import BlockStoreOptions
@@ -28,35 +28,26 @@ _SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class StoreRequest(Struct, frozen=True):
-    """The block store that the flags ask for."""
-
-    pool_bytes: int
-    """Size in memory; 0: no block store."""
-    disk: str
-    disk_bytes: int
-    explicit: bool
-    """True if a flag asked for it: then `up` fails if it cannot start, instead of going on without it."""
-
-
-def store_request(size: str, disk: Path | None, disk_size: str, *, engine: str, device: str = "cpu") -> StoreRequest:
-    """Return the request in `--kvbm-bytes`, `--kvbm-disk` and `--kvbm-disk-bytes` (empty or None: not given). Raises
-    ConfigError."""
+def store_request(
+    size: str, disk: Path | None, disk_size: str, *, engine: str, device: str = "cpu"
+) -> BlockStoreOptions:
+    """Return what `--kvbm-bytes`, `--kvbm-disk` and `--kvbm-disk-bytes` ask for (empty or None: not given): a block
+    store without a pool yet, of 0 bytes if there is to be none. Raise ConfigError."""
     if disk_size and disk is None:
         raise ConfigError("--kvbm-disk-bytes needs a --kvbm-disk")
     disk_bytes = parse_size(disk_size, "--kvbm-disk-bytes") if disk_size else DISK_BYTES
     if not size and disk is None:
-        return StoreRequest(_default_bytes(device) if engine in ENGINES_WITH_STORE else 0, "", 0, explicit=False)
+        return BlockStoreOptions("", _default_bytes(device) if engine in ENGINES_WITH_STORE else 0, needed=False)
     pool_bytes = parse_size(size, "--kvbm-bytes") if size else _default_bytes(device)
     if pool_bytes == 0 and disk is not None:
         raise ConfigError("--kvbm-disk needs some --kvbm-bytes: blocks get there through memory")
     if pool_bytes and engine in ENGINES_WITHOUT_BLOCKS:
         raise ConfigError(f"--kvbm-bytes: engine {engine} has no blocks to store")
-    return StoreRequest(pool_bytes, "" if disk is None else str(disk.absolute()), disk_bytes, explicit=True)
+    return BlockStoreOptions("", pool_bytes, "" if disk is None else str(disk.absolute()), disk_bytes)
 
 
 def parse_size(size: str, flag: str) -> int:
-    """Return the bytes of a size such as 512M; K, M, G and T are powers of 1024. Raises ConfigError that names the
+    """Return the bytes of a size such as 512M; K, M, G and T are powers of 1024. Raise ConfigError that names the
     flag."""
     match = _SIZE.fullmatch(size.strip().upper())
     if match is None:
@@ -66,12 +57,12 @@ def parse_size(size: str, flag: str) -> int:
 
 @contextmanager
 def block_store(
-    request: StoreRequest, notice: Callable[[str], None], memory: Path = MEMORY
+    request: BlockStoreOptions, notice: Callable[[str], None], memory: Path = MEMORY
 ) -> Iterator[BlockStoreOptions | None]:
     """Yield the settings of the block store, whose directory exists until the block ends; None without one.
 
     If there is no memory for it, a block store that a flag asked for raises ConfigError; a default one is left out with
-    a notice. Raises ConfigError too if the disk's directory cannot be used.
+    a notice. Raise ConfigError too if the disk's directory cannot be used.
     """
     if request.disk:
         _check_disk(Path(request.disk))
@@ -80,18 +71,16 @@ def block_store(
         try:
             if request.pool_bytes:
                 pool = held.enter_context(private_pool(memory))
-                store = BlockStoreOptions(
-                    str(pool), request.pool_bytes, request.disk, request.disk_bytes, request.explicit
-                )
+                store = msgspec.structs.replace(request, pool=str(pool))
         except ConfigError as wrong:
-            if request.explicit:
+            if request.needed:
                 raise
             notice(f"without kvbm: {wrong}")
         yield store
 
 
 def _check_disk(directory: Path) -> None:
-    """Create the directory if it is missing, but not its parents, as kvbm does. Raises ConfigError if it cannot be
+    """Create the directory if it is missing, but not its parents, as kvbm does. Raise ConfigError if it cannot be
     used: later, kvbm would only turn its disk tier off."""
     try:
         with suppress(FileExistsError):

@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import Launch, ServiceName, StateDirectory, UpOptions, plan, ports_needed
+from deploy.local.stack.stack import Launch, ServiceName, UpOptions, plan, ports_needed
+from deploy.local.state import StateDirectory
 from shared.config import environment
 from shared.errors import ConfigError
 
@@ -37,7 +38,7 @@ def check(
     model: bool,
     notice: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run the check of each service that the user has configured. Raises ConfigError with the service's own message.
+    """Run the check of each service that the user has configured. Raise ConfigError with the service's own message.
 
     `model` says that the model is on this machine and is checked too. `notice` is called for a check that takes long.
     A service whose settings all come from `up` itself is not checked, which saves time.
@@ -59,7 +60,7 @@ def check(
                 running.append((service, program))
         until_s = time.monotonic() + LIMIT_S
         for service, program in running:
-            files = f"the model {options.model}" if model and service == "worker" else "its files"
+            files = f"the model {options.model_name}" if model and service == "worker" else "its files"
             said = _said(service, program, until_s, partial(notice, f"{service}: checking its settings and {files}"))
             if program.returncode:
                 wrong = _translated(service, said, aside)
@@ -99,7 +100,7 @@ def _started(launch: Launch, state_dir: StateDirectory, aside: str, flag: str) -
 
 
 def _said(service: ServiceName, program: subprocess.Popen[str], until_s: float, long: Callable[[], None]) -> str:
-    """Wait for the program and return its stderr. Call `long` if that takes a while. Raises ConfigError at the
+    """Wait for the program and return its stderr. Call `long` if that takes a while. Raise ConfigError at the
     limit."""
     with suppress(subprocess.TimeoutExpired):
         return program.communicate(timeout=min(NOTICE_AFTER_S, max(0.0, until_s - time.monotonic())))[1]

@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Replace this process by the program. Returns only if the parent has died already or the program cannot start."""
+    """Replace this process by the program. Return only if the parent has died already or the program cannot start."""
     parent, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux" and ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         print("prctl(PR_SET_PDEATHSIG) failed", file=sys.stderr)

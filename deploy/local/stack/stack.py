@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from deploy.local.stack import servers
 from deploy.local.stack.supervise import Program
+from deploy.local.state import StateDirectory
 
 Value = str | int | float | bool | list[str]
 Settings = Mapping[str, "Value | Mapping[str, Value]"]
@@ -34,7 +35,7 @@ class BlockStoreOptions(Struct, frozen=True):
     """Absolute path of a directory; empty: no disk tier."""
     disk_bytes: int = 0
     needed: bool = True
-    """True if `up` stops when the block store cannot start."""
+    """True if a flag asked for it: `up` stops when it cannot start, instead of going on without it."""
 
 
 class Gpus(Struct, frozen=True):
@@ -66,6 +67,12 @@ class UpOptions(Struct, frozen=True):
     model: str
     """Absolute path of a directory or GGUF file."""
     model_name: str
+    cache: str = ""
+    """Absolute path of the directory of converted weights; empty: in the state directory."""
+    chat_template: str = ""
+    """The absolute path of a chat template, or the name of one that Headrace has; empty: the model's own."""
+    sampling: Mapping[str, Value] = {}
+    """Sampling parameters of requests that do not set them; those that are missing are the model's own."""
     port: int = 8000
     frontends: int = 1
     """Number of frontends; several share the port."""
@@ -88,38 +95,6 @@ class UpOptions(Struct, frozen=True):
     log_level: str = "info"
     overrides: Mapping[ServiceName, Sequence[Setting]] = {}
     """Settings of services that take precedence over those that `plan` derives."""
-
-
-DEFAULT_HOME = Path(__file__).resolve().parents[3] / ".headrace"
-
-
-class StateDirectory(Struct, frozen=True):
-    """The directory where `up` keeps its state (`--state`): `.headrace` in the checkout by default."""
-
-    home: Path
-
-    @property
-    def run(self) -> Path:
-        """The directory that each `up` empties at its start and writes again."""
-        return self.home / "run"
-
-    @property
-    def logs(self) -> Path:
-        return self.home / "logs"
-
-    @property
-    def models(self) -> Path:
-        return self.home / "models"
-
-    @property
-    def record(self) -> Path:
-        """The file that says what runs now, for `status`, `chat` and people."""
-        return self.run / "up.json"
-
-    @property
-    def fleet(self) -> Path:
-        """The settings with which a further process joins this fleet, the password of NATS included."""
-        return self.run / "fleet.toml"
 
 
 class Launch(Struct, frozen=True):
@@ -185,22 +160,17 @@ def plan(
         program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
         launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}"))
 
-    def common() -> dict[str, Value | Mapping[str, Value]]:
-        services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
-        return {
-            "namespace": options.namespace,
-            "nats": {"url": nats, **({} if options.nats else services)},
-            "discovery": {
-                "backend": options.discovery,
-                "endpoints": [etcd] if etcd else [],
-                "path": str(state_dir.run / "discovery"),
-            },
-        }
-
-    wiring = common()
-    files[state_dir.fleet] = toml(
-        {"nats": wiring["nats"], "discovery": wiring["discovery"], "observe": {"events": str(state_dir.run)}}
-    )
+    services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
+    wiring: dict[str, Value | Mapping[str, Value]] = {
+        "nats": {"url": nats, **({} if options.nats else services)},
+        "discovery": {
+            "backend": options.discovery,
+            "endpoints": [etcd] if etcd else [],
+            "path": str(state_dir.run / "discovery"),
+        },
+    }
+    common = {"namespace": options.namespace, **wiring}
+    files[state_dir.fleet] = toml({**wiring, "observe": {"events": str(state_dir.run)}})
     if not options.nats:
         files[state_dir.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_authorization(password)
         launches.append(
@@ -218,19 +188,21 @@ def plan(
     if options.frontends > 1:
         http["reuse_port"] = True
     for name in _names("frontend", options.frontends):
-        service(name, "frontend", 0, common() | {"http": http, "access": {"keys_file": access.keys}})
+        service(name, "frontend", 0, common | {"http": http, "access": {"keys_file": access.keys}})
     for name in _names("router", options.routers):
-        service(name, "router", 2, common() | {"policy": options.policy})
+        service(name, "router", 2, common | {"policy": options.policy})
     store = options.store
     if store is not None:
         # On two cores, starting it with the others delays the first token by a tenth. So the default block store starts
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
-        service("kvbm", "kvbm", 2, common() | _tiers(store), needed=store.needed, late=not store.needed)
+        service("kvbm", "kvbm", 2, common | _tiers(store), needed=store.needed, late=not store.needed)
     for index in range(options.workers):
-        settings = common() | {
+        settings = common | {
             "model": options.model,
             "model_name": options.model_name,
-            "cache": str(state_dir.models),
+            "chat_template": options.chat_template,
+            "sampling": options.sampling,
+            "cache": options.cache or str(state_dir.models),
             "engine": options.engine,
             "threads": max(1, cores // options.workers),
             "simulated": options.simulated,

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import assert_never
 
 from deploy.local import probe
+from deploy.local.colour import paint
 from deploy.local.stack import servers
-from deploy.local.stack.stack import DEFAULT_HOME, Launch, Stack, StateDirectory, UpOptions, plan, ports_needed
+from deploy.local.stack.stack import Launch, Stack, UpOptions, plan, ports_needed
 from deploy.local.stack.supervise import (
     CONFIG_STATUS,
     AllEnded,
@@ -37,6 +38,7 @@ from deploy.local.stack.supervise import (
     Terminate,
     Tick,
 )
+from deploy.local.state import DEFAULT_HOME, StateDirectory
 from deploy.local.terminal import Terminal
 from shared.config import environment
 from shared.errors import ConfigError
@@ -71,7 +73,7 @@ def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal) -> int
 def exclusive(state_dir: StateDirectory, port: int) -> Iterator[None]:
     """Lock the state directory and check the port. The lock ends with the process, however that ends.
 
-    Raises ConfigError if another `up` runs there, the port is taken or the directory cannot be written.
+    Raise ConfigError if another `up` runs there, the port is taken or the directory cannot be written.
     """
     try:
         state_dir.home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -265,7 +267,7 @@ class Shell:
         by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
         certificate = shlex.quote(access.tls_cert)
         trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
-        print(f"ready {url}/v1", flush=True)
+        print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
         print(
             f"""
 ask:     {trust}./headrace chat{state}{by_file} "What is the capital of France?"
@@ -307,6 +309,7 @@ stop:    Ctrl-C
         record = {
             "pid": os.getpid(),
             "url": f"{self._stack.url}/v1",
+            "keys": self._stack.access.keys,
             "nats": self._stack.nats,
             "etcd": self._stack.etcd,
             "discovery": str(self._state_dir.run / "discovery") if not self._stack.etcd else "",

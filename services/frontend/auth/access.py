@@ -33,7 +33,7 @@ class Authenticator:
         return self._file is not None
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Read the keys file now, and in a task whenever it changes. Raises ConfigError."""
+        """Read the keys file now, and in a task whenever it changes. Raise ConfigError."""
         if self._file is None:
             return
         self._metrics.register_accounts(self._accounts)
@@ -45,11 +45,10 @@ class Authenticator:
             self._use,
             self._metrics.stale_files.labels("keys"),
         )
-        await keys.load()
-        tasks.create_task(keys.run(), name="reload the keys file")
+        await keys.start(tasks, "reload the keys file")
 
     def authenticate(self, authorization: str | None) -> Account | None:
-        """Return the account whose key the header carries; None if no key is needed. Raises InvalidRequest with 401."""
+        """Return the account whose key the header carries; None if no key is needed. Raise InvalidRequest with 401."""
         if self._file is None:
             return None
         try:

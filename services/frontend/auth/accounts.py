@@ -30,6 +30,14 @@ RefusalReason = Literal["requests", "tokens", "concurrency", "share"]
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
 
+_Unit = Literal["requests", "tokens"]
+_UNITS: tuple[_Unit, ...] = get_args(_Unit)
+
+
+def _rates(entry: KeyEntry) -> dict[_Unit, int | None]:
+    return {"requests": entry.requests_per_minute, "tokens": entry.tokens_per_minute}
+
+
 class TokenUse(Struct, frozen=True):
     """Tokens that one request was charged in advance, and those that it used."""
 
@@ -46,7 +54,6 @@ class Account:
 
     def __init__(self, name: str, entry: KeyEntry, now: float) -> None:
         self.name = name
-        self.entry = entry
         self.running = 0
         """Requests that have begun and not ended."""
         self.requests = 0
@@ -54,48 +61,49 @@ class Account:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.refused: dict[RefusalReason, int] = dict.fromkeys(REFUSAL_REASONS, 0)
-        self._requests = _bucket(None, entry.requests_per_minute, now)
-        self._tokens = _bucket(None, entry.tokens_per_minute, now)
+        self._buckets: dict[_Unit, TokenBucket] = {}
+        """The buckets of the rates that are limited."""
+        self.update(entry, now)
 
     def update(self, entry: KeyEntry, now: float) -> None:
         """Change the limits to those of a new entry; what was used stays used."""
         self.entry = entry
-        self._requests = _bucket(self._requests, entry.requests_per_minute, now)
-        self._tokens = _bucket(self._tokens, entry.tokens_per_minute, now)
+        for unit, per_minute in _rates(entry).items():
+            if per_minute is None:
+                self._buckets.pop(unit, None)
+            else:
+                self._buckets.setdefault(unit, TokenBucket(per_minute, now)).set_rate(per_minute, now)
 
     def begin_request(self, now: float) -> None:
-        """Count a request that has come. Raises RateLimited."""
+        """Count a request that has come. Raise RateLimited."""
         if self.entry.concurrency is not None and self.running >= self.entry.concurrency:
             self.refused["concurrency"] += 1
             running = f"{self.running} requests of the key {self.name} are running already"
             raise RateLimited(f"{running}; wait for one to end", kind="requests")
-        self._check("tokens", self._tokens, 1, now)  # tokens owed are known before the body is read
-        self._check("requests", self._requests, 1, now)
-        if self._requests is not None:
-            self._requests.spend(1, now)
+        self._check("tokens", 1, now)  # tokens owed are known before the body is read
+        self._check("requests", 1, now)
+        self._spend("requests", 1, now)
         self.running += 1
         self.requests += 1
 
     def charge_tokens(self, tokens: int, now: float) -> None:
-        """Charge a tokenised request for its prompt and the `max_tokens` that its client gave. Raises RateLimited."""
-        self._check("tokens", self._tokens, tokens, now)
-        if self._tokens is not None:
-            self._tokens.spend(tokens, now)
+        """Charge a tokenised request for its prompt and the `max_tokens` that its client gave. Raise RateLimited."""
+        self._check("tokens", tokens, now)
+        self._spend("tokens", tokens, now)
 
     def end_request(self, spent: TokenUse, now: float) -> None:
         """Count a request that has ended, whether it succeeded or not, and correct its charge to what it used."""
         self.running -= 1
         self.prompt_tokens += spent.prompt
         self.output_tokens += spent.output
-        if self._tokens is not None:
-            self._tokens.spend(spent.prompt + spent.output - spent.charged, now)
+        self._spend("tokens", spent.prompt + spent.output - spent.charged, now)
 
     def rate_limit_headers(self, now: float) -> dict[str, str]:
         """Return OpenAI's rate limit headers: each limit, how much of it is left, and when it will be full again."""
         return {
             name: value
-            for unit, bucket in (("requests", self._requests), ("tokens", self._tokens))
-            if bucket is not None
+            for unit in _UNITS
+            if (bucket := self._buckets.get(unit)) is not None
             for name, value in (
                 (f"x-ratelimit-limit-{unit}", str(bucket.per_minute)),
                 (f"x-ratelimit-remaining-{unit}", str(max(0, int(bucket.level(now))))),
@@ -103,7 +111,12 @@ class Account:
             )
         }
 
-    def _check(self, bound: Literal["requests", "tokens"], bucket: TokenBucket | None, amount: int, now: float) -> None:
+    def _spend(self, unit: _Unit, amount: int, now: float) -> None:
+        if unit in self._buckets:
+            self._buckets[unit].spend(amount, now)
+
+    def _check(self, bound: _Unit, amount: int, now: float) -> None:
+        bucket = self._buckets.get(bound)
         if bucket is None or not (wait_s := bucket.wait_s(amount, now)):
             return
         self.refused[bound] += 1
@@ -118,11 +131,8 @@ class Account:
     def validate(self) -> None:
         """Assert every invariant."""
         assert 0 <= self.running <= self.requests
-        for bucket, limit in (
-            (self._requests, self.entry.requests_per_minute),
-            (self._tokens, self.entry.tokens_per_minute),
-        ):
-            assert (None if bucket is None else bucket.per_minute) == limit
+        limits = {unit: limit for unit, limit in _rates(self.entry).items() if limit is not None}
+        assert {unit: bucket.per_minute for unit, bucket in self._buckets.items()} == limits
 
 
 class Accounts:
@@ -144,7 +154,7 @@ class Accounts:
             self.by_name[name] = self._by_digest[bytes.fromhex(entry.sha256)] = account
 
     def authenticate(self, authorization: str | None) -> Account:
-        """Return the account whose key the header `Authorization` carries. Raises InvalidRequest with OpenAI's 401.
+        """Return the account whose key the header `Authorization` carries. Raise InvalidRequest with OpenAI's 401.
 
         The time that this takes reveals nothing about a key: only the key's digest is looked up, and knowing how a
         digest begins does not help to find the key.
@@ -167,15 +177,6 @@ class Accounts:
         for name, account in self.by_name.items():
             assert name == account.name
             account.validate()
-
-
-def _bucket(before: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
-    if per_minute is None:
-        return None
-    if before is None:
-        return TokenBucket(per_minute, now)
-    before.set_rate(per_minute, now)
-    return before
 
 
 def format_duration(seconds: float) -> str:

@@ -54,7 +54,7 @@ def key_digest(key: str) -> bytes:
 
 
 def read_keys(file: bytes) -> dict[str, KeyEntry]:
-    """Parse a keys file; return name → entry. Raises ConfigError, which says what is wrong where, quoting no value."""
+    """Parse a keys file; return name → entry. Raise ConfigError, which says what is wrong where, quoting no value."""
     if len(file) > FILE_LIMIT_BYTES:
         raise ConfigError(f"the file is larger than {FILE_LIMIT_BYTES} bytes")
     named = _parse(file)

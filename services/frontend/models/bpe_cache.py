@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import msgspec
 from msgspec import Struct
@@ -219,10 +220,6 @@ def _written_out(word: str, characters: Iterable[int]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending code points as the inside of a regex class."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return "".join(f"\\u{first:04x}-\\u{last:04x}" for first, last in ranges)
+    # Within a run, a number and its place grow alike.
+    runs = [[*run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return "".join(f"\\u{run[0][1]:04x}-\\u{run[-1][1]:04x}" for run in runs)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import loopcontrols
@@ -40,7 +41,7 @@ class ChatTemplate:
     """One model's compiled template."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
-        """Compile a template. `tokens` has names such as `bos_token`, as tokenizer_config.json gives them. Raises
+        """Compile a template. `tokens` has names such as `bos_token`, as tokenizer_config.json gives them. Raise
         ModelError."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do", loopcontrols]
@@ -73,10 +74,10 @@ class ChatTemplate:
         answer_begins: bool = True,
     ) -> str:
         """Return the prompt; with `answer_begins` it ends where the assistant's answer begins. `more` has values for
-        names that the template `reads`. Raises InvalidRequest, and StepLimitReached after `steps`."""
+        names that the template `reads`. Raise InvalidRequest, and StepLimitReached after `steps`."""
+        refused = partial(InvalidRequest, param="messages")
         pieces: list[str] = []
-        size = 0
-        left = steps
+        size, left = 0, steps
 
         def step() -> None:
             nonlocal left
@@ -97,17 +98,13 @@ class ChatTemplate:
                 pieces.append(piece)
                 size += len(piece)
                 if size > RENDERED_LIMIT_CHARACTERS:
-                    raise InvalidRequest(
-                        f"the prompt is longer than {RENDERED_LIMIT_CHARACTERS} characters", param="messages"
-                    )
+                    raise refused(f"the prompt is longer than {RENDERED_LIMIT_CHARACTERS} characters")
         except (InvalidRequest, StepLimitReached):
             raise
         except TemplateError as wrong:
-            raise InvalidRequest(f"the chat template refuses the messages: {wrong}", param="messages") from None
+            raise refused(f"the chat template refuses the messages: {wrong}") from None
         except Exception as wrong:  # noqa: BLE001  a template is a plug-in: its expressions may raise anything
-            raise InvalidRequest(
-                f"the chat template fails on the messages: {type(wrong).__name__}: {wrong}", param="messages"
-            ) from None
+            raise refused(f"the chat template fails on the messages: {type(wrong).__name__}: {wrong}") from None
         return "".join(pieces)
 
 
@@ -126,25 +123,17 @@ def _counting(environment: Environment, source: str) -> nodes.Template:
     return template
 
 
-class TemplateSources(NamedTuple):
-    """The templates of a model; empty if it has none."""
-
-    chat: str
-    tools: str
-    """The template for requests with tools."""
-
-
-def pick_templates(given: object, where: str) -> TemplateSources:
-    """Return the templates of tokenizer_config.json's `chat_template`: a text, or a list of named ones. Raises
-    ModelError."""
+def pick_templates(given: object, where: str) -> tuple[str, str]:
+    """Return the templates of tokenizer_config.json's `chat_template`, a text or a list of named ones: the template for
+    requests without tools, and that for requests with tools; empty if there is none. Raise ModelError."""
     if given is None or isinstance(given, str):
-        return TemplateSources(given or "", given or "")
+        return given or "", given or ""
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
         named = {one.get("name"): one.get("template") for one in given}
         default = named.get("default")
         tools = named.get("tool_use", default)
         if isinstance(default, str) and isinstance(tools, str):
-            return TemplateSources(default, tools)
+            return default, tools
     raise ModelError(f"{where}: chat_template is neither a text nor a list with one named default")
 
 

@@ -81,7 +81,7 @@ def read_fim_tokens(
         if len(ids) < len(marks):
             continue
         ends = [one for end in family.ends if (one := token_id(end)) is not None]
-        prefix, suffix, middle = [*map(_packed, ids), b""][:3]
+        prefix, suffix, middle = [*(pack_tokens([mark]) for mark in ids), b""][:3]
         return FimTokens(_head(encode), prefix, suffix, middle, (*ids, *ends), _joint(encode))
     return None
 
@@ -96,7 +96,3 @@ def _joint(encode: Callable[[str, bool], Sequence[int]]) -> bytes:
     joint, joined = list(encode(JOINT, False)), list(encode(f"{JOINT}a", False))
     behind = joined[len(joint) :]
     return pack_tokens(joint) if joined[: len(joint)] == joint and behind != list(encode("a", False)) else b""
-
-
-def _packed(token: int) -> bytes:
-    return pack_tokens([token])

@@ -21,16 +21,11 @@ from services.frontend.output.detokenize import TokenBytes, read_token_bytes
 from services.frontend.output.tokenizer_json import TokenizerJson, parse_tokenizer_json
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName, ReasoningName, detect_format, detect_reasoning
+from shared import model_file
+from shared.chat_templates import template_file
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
-from shared.messages import ModelCard, Pooling
-from shared.model_file import (
-    CONFIG_LIMIT_BYTES,
-    LIST_LIMIT_BYTES,
-    TOKENIZER_LIMIT_BYTES,
-    read_model_file,
-    read_model_json,
-)
+from shared.messages import ModelCard, Pooling, SamplingDefaults
 
 
 class ParserNames(Struct, frozen=True):
@@ -71,6 +66,8 @@ class Model(Struct, frozen=True):
     """The tokens for an answer between a prompt and a suffix; None if its tokenizer has none."""
     tokenizer_digest: str
     block_size: int
+    template_digest: str = ""
+    """The digest of the chat template's file, as the worker's card has it."""
 
 
 class ModelLimits(Struct, frozen=True):
@@ -84,12 +81,14 @@ class ModelLimits(Struct, frozen=True):
     """Whether all workers support `logit_bias`."""
     embedding_size: int = 0
     """The count of numbers in an embedding; 0 if not all workers make embeddings of the same size."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """What the model recommends, as the latest worker's card has it."""
     pooling: Pooling = ""
     """The pooling of embeddings; empty if it is not supported, or not the same for all workers."""
 
 
 def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
-    """Return the limits of a model; `cards` are those of its workers, at least one."""
+    """Return the limits of a model; `cards` are those of its workers, at least one, the latest last."""
     sizes = {card.embedding_size for card in cards}
     poolings: set[Pooling] = {card.pooling for card in cards}
     return ModelLimits(
@@ -98,28 +97,28 @@ def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
         all(card.grammars for card in cards),
         all(card.biases for card in cards),
         sizes.pop() if len(sizes) == 1 else 0,
+        cards[-1].sampling,
         poolings.pop() if len(poolings) == 1 else "",
     )
 
 
 def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPLATE) -> Model:
-    """Load a model from tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raises ModelError."""
-    content = read_model_file(directory / "tokenizer.json", TOKENIZER_LIMIT_BYTES)
+    """Load a model from tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raise ModelError."""
+    path = directory / "tokenizer.json"
+    content = model_file.read_model_file(path, model_file.TOKENIZER_LIMIT_BYTES)
     digest = hashlib.sha256(content).hexdigest()
     if digest != card.tokenizer_digest:
-        raise ModelError(
-            f"{directory / 'tokenizer.json'}: SHA-256 {digest[:16]}… is not the workers' {card.tokenizer_digest[:16]}…"
-        )
+        raise ModelError(f"{path}: SHA-256 {digest[:16]}… is not the workers' {card.tokenizer_digest[:16]}…")
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
-        raise ModelError(f"{directory / 'tokenizer.json'}: {wrong}") from None
+        raise ModelError(f"{path}: {wrong}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     file = parse_tokenizer_json(content)
     words, around = _read_words(tokenizer, file)
     token_bytes = read_token_bytes(file)
-    template, tool_template = _load_templates(directory)
+    template, tool_template = _load_templates(directory, card)
     source = "" if tool_template is None else tool_template.source
     if parsers.tools == "auto":
         tool_format = detect_format(source)
@@ -144,6 +143,7 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
         fim=_read_fim(tokenizer),
         tokenizer_digest=digest,
         block_size=card.block_size,
+        template_digest=card.template_digest,
     )
 
 
@@ -181,25 +181,30 @@ def _around(tokenizer: Tokenizer, words: WordCache, probe: str) -> tuple[bytes, 
     return None
 
 
-def _load_templates(directory: Path) -> tuple[ChatTemplate | None, ChatTemplate | None]:
-    """Return the template for requests without tools and that for requests with tools, mostly the same."""
+def _load_templates(directory: Path, card: ModelCard) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """Return the template for requests without tools and that for requests with tools, mostly the same. Raise
+    ModelError."""
     path = directory / "tokenizer_config.json"
-    config = read_model_json(path, dict[str, object], limit_bytes=LIST_LIMIT_BYTES, missing=b"{}")
-    own_file = directory / "chat_template.jinja"
-    if own_file.exists():  # it takes precedence, as in transformers
+    config = model_file.read_model_json(path, dict[str, object], limit_bytes=model_file.LIST_LIMIT_BYTES, missing=b"{}")
+    own_file = template_file(directory, card.chat_template)
+    if own_file != path:  # it takes precedence, as in transformers
+        content = model_file.read_model_file(own_file, model_file.CONFIG_LIMIT_BYTES)
+        digest = hashlib.sha256(content).hexdigest()
+        if card.chat_template and digest != card.template_digest:
+            raise ModelError(f"{own_file}: SHA-256 {digest[:16]}… is not the workers' {card.template_digest[:16]}…")
         try:
-            sources = pick_templates(read_model_file(own_file, CONFIG_LIMIT_BYTES).decode(), str(own_file))
+            chat, tools = pick_templates(content.decode(), str(own_file))
         except UnicodeDecodeError as wrong:
             raise ModelError(f"{own_file}: {wrong}") from None
     else:
-        sources = pick_templates(config.get("chat_template"), str(path))
-    if not sources.chat:
+        chat, tools = pick_templates(config.get("chat_template"), str(path))
+    if not chat:
         return None, None
     named = _named_tokens(config)
-    for source in {sources.chat, sources.tools}:
+    for source in {chat, tools}:
         template_trial.try_template(source, named)
-    chat = ChatTemplate(sources.chat, named)
-    return chat, chat if sources.tools == sources.chat else ChatTemplate(sources.tools, named)
+    template = ChatTemplate(chat, named)
+    return template, template if tools == chat else ChatTemplate(tools, named)
 
 
 def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:

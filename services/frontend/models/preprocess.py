@@ -59,7 +59,7 @@ async def render_chat(
     answer_begins: bool = True,
 ) -> str:
     """Return the text of a conversation up to the beginning of its answer, unless `answer_begins` is false. `more` has
-    values for the template's own names. Raises InvalidRequest."""
+    values for the template's own names. Raise InvalidRequest."""
     template = _template(model, messages, with_tools=bool(tools))
     for name in more:
         if name not in template.reads or name == "tools":
@@ -77,7 +77,7 @@ async def render_chat(
 
 
 def _template(model: Model, messages: Sequence[Mapping[str, Any]], *, with_tools: bool) -> ChatTemplate:
-    """Return the template that has a place for everything in the request. Raises InvalidRequest."""
+    """Return the template that has a place for everything in the request. Raise InvalidRequest."""
     if model.template is None:
         raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", param="model")
     template = model.template
@@ -100,20 +100,9 @@ def _not_read(wrong: str, param: str) -> InvalidRequest:
     return InvalidRequest(wrong, param=param, code="unsupported_parameter")
 
 
-async def encode_chat(model: Model, rendered: str, pool: Executor) -> bytes:
-    """Return the packed tokens of a rendered conversation. Raises InvalidRequest."""
-    return await encode(model, rendered, pool, special=False, param="messages")
-
-
-async def encode_text(model: Model, text: str, pool: Executor, *, param: str = "prompt") -> bytes:
-    """Return the packed tokens of a text, with the special tokens that the tokenizer puts around it (Llama: `<s>`).
-    Raises InvalidRequest."""
-    return await encode(model, text, pool, special=True, param=param)
-
-
 async def encode_between(model: Model, before: str, after: str, pool: Executor, *, param: str) -> bytes:
     """Return the packed tokens of a prompt for the text between two others. `param` names the field of the first.
-    Raises InvalidRequest."""
+    Raise InvalidRequest."""
     fim = model.fim
     if fim is None:
         raise _not_read(f"suffix: {model.name!r} has no tokens for filling in the middle", "suffix")
@@ -125,7 +114,7 @@ async def encode_between(model: Model, before: str, after: str, pool: Executor, 
 
 async def encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
     """Return the packed tokens of a text; with `special`, also those that the tokenizer puts around it. `param` names
-    the field that it came from. Raises InvalidRequest."""
+    the field that it came from. Raise InvalidRequest."""
     words = model.words
     if words is None:
         return await _tokenize(model.tokenizer, text, pool, special=special, param=param)
@@ -167,9 +156,8 @@ def check_vocabulary(tokens: Sequence[int], limits: ModelLimits, *, param: str) 
     """Raise InvalidRequest for a token id outside the vocabulary. `param` names the field that the tokens came from."""
     if tokens and (min(tokens) < 0 or max(tokens) >= limits.vocab_size):
         at, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < limits.vocab_size)
-        raise InvalidRequest(
-            f"token id {token} at index {at} is outside the vocabulary of {limits.vocab_size}", param=f"{param}[{at}]"
-        )
+        why = f"token id {token} at index {at} is outside the vocabulary of {limits.vocab_size}"
+        raise InvalidRequest(why, param=f"{param}[{at}]")
 
 
 def check_encoded(model: Model, tokens: bytes, limits: ModelLimits, *, param: str) -> None:
@@ -190,7 +178,7 @@ def fit_context(
     """Return the packed prompt and how many tokens may follow: `max_tokens`, else `default`, else the rest of the
     context.
 
-    `param` and `limit_param` name the fields that the prompt and `max_tokens` came from. Raises InvalidRequest.
+    `param` and `limit_param` name the fields that the prompt and `max_tokens` came from. Raise InvalidRequest.
     """
     if not tokens:
         raise InvalidRequest("the prompt is empty", param=param)
@@ -198,17 +186,9 @@ def fit_context(
     room = limits.context_length - count
     context = f"the model's context of {limits.context_length} tokens"
     if room < 1:
-        raise InvalidRequest(
-            f"the prompt has {count} tokens; with at least one to answer it does not fit {context}",
-            param=param,
-            code="context_length_exceeded",
-        )
+        why = f"the prompt has {count} tokens; with at least one to answer it does not fit {context}"
+        raise InvalidRequest(why, param=param, code="context_length_exceeded")
     if max_tokens is not None and max_tokens > room:
-        raise InvalidRequest(
-            f"the prompt's {count} tokens and {limit_param} of {max_tokens} do not fit {context}",
-            param=limit_param,
-            code="context_length_exceeded",
-        )
-    wanted = room if max_tokens is None and default is None else max_tokens or default
-    assert wanted is not None
-    return Prompt(tokens, min(wanted, room))
+        why = f"the prompt's {count} tokens and {limit_param} of {max_tokens} do not fit {context}"
+        raise InvalidRequest(why, param=limit_param, code="context_length_exceeded")
+    return Prompt(tokens, min(max_tokens or default or room, room))

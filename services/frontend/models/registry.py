@@ -64,6 +64,10 @@ class _Entry:
             card.block_size,
         )
 
+    def is_current(self, card: ModelCard) -> bool:
+        """Whether the loaded model is the card's, with its chat template."""
+        return self.matches(card) and self.model is not None and self.model.template_digest == card.template_digest
+
 
 class ModelRegistry:
     """All known models by name."""
@@ -94,7 +98,7 @@ class ModelRegistry:
             await self._loaded.wait()
 
     def find(self, name: str | None) -> tuple[Model, ModelLimits]:
-        """Return the model of that name, or the only model without a name. Raises InvalidRequest (404) for a name that
+        """Return the model of that name, or the only model without a name. Raise InvalidRequest (404) for a name that
         no worker has served, and Unavailable while it cannot be served."""
         if name is None:
             name = self._only()
@@ -140,20 +144,21 @@ class ModelRegistry:
             _log.error("model %s is left out: %d models are known already", card.model, MODELS_LIMIT)
             return
         entry = self._entries.setdefault(card.model, _Entry())
-        entry.cards[card.instance] = card
+        entry.cards.pop(card.instance, None)
+        entry.cards[card.instance] = card  # the latest is the last
         if not entry.matches(card):
             entry.model = None  # its tokens would mean something else to the new workers
             entry.reason = _LOADING
-            if not entry.loading:
-                entry.loading = True
-                self._tasks.create_task(self._load(card.model, entry), name=f"load {card.model}")
+        if not entry.is_current(card) and not entry.loading:
+            entry.loading = True
+            self._tasks.create_task(self._load(card.model, entry), name=f"load {card.model}")
 
     async def _load(self, name: str, entry: _Entry) -> None:
-        """Try until the model of the current cards is loaded, or there are no cards."""
+        """Try until the model of the latest card is loaded, or there are no cards."""
         loop = asyncio.get_running_loop()
         while entry.cards:
-            card = next(iter(entry.cards.values()))
-            if entry.matches(card):
+            card = next(reversed(entry.cards.values()))
+            if entry.is_current(card):
                 break
             directory = Path(self._directories.get(name, card.path))
             try:

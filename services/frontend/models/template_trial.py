@@ -59,14 +59,14 @@ class TrialInput(Struct, frozen=True):
 
 
 def try_template(source: str, tokens: Mapping[str, str]) -> None:
-    """Try a template in a process; blocks. Raises ModelError if it takes too much, or if the trial failed."""
+    """Try a template in a process; blocks. Raise ModelError if it takes too much, or if the trial failed."""
     if wrong := _verdict(source, tuple(sorted(tokens.items()))):
         raise ModelError(f"the chat template: {wrong}")
 
 
 @lru_cache(KNOWN)
 def _verdict(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
-    """Return the objection to a template; empty if there is none. Raises ModelError if the trial failed."""
+    """Return the objection to a template; empty if there is none. Raise ModelError if the trial failed."""
     program = (sys.executable, "-m", "services.frontend.models.template_trial")
     given = msgspec.json.encode(TrialInput(source, dict(tokens)))
     try:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from services.frontend.protocol.chat_chunks import ChatLogprobs, CompletionLogprobs, ToolCall, Usage
+from services.frontend.protocol.chat_chunks import AnswerIdentity, ChatLogprobs, CompletionLogprobs, ToolCall, Usage
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Index = Annotated[int, Meta(ge=0)]
@@ -34,12 +34,9 @@ class ChatChunkChoice(Struct, frozen=True):
     finish_reason: FinishReason | None
 
 
-class ChatChunk(Struct, frozen=True):
+class ChatChunk(AnswerIdentity, frozen=True):
     """One event of a streamed chat. It has one choice, or none in the event with the usage."""
 
-    id: str
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"]
     usage: Usage | UnsetType | None = UNSET
@@ -57,12 +54,9 @@ class CompletionChunkChoice(Struct, frozen=True):
     finish_reason: FinishReason | None
 
 
-class CompletionChunk(Struct, frozen=True):
+class CompletionChunk(AnswerIdentity, frozen=True):
     """One event of a streamed completion. It has one choice, or none in the event with the usage."""
 
-    id: str
-    created: int
-    model: str
     choices: list[CompletionChunkChoice]
     object: Literal["text_completion"]
     usage: Usage | UnsetType | None = UNSET

@@ -5,22 +5,33 @@ openapi/operations.py: request and answer of each operation ─▶ openapi/schem
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from services.frontend.openapi.chunk_structs import Health, Version
+from services.frontend.openapi.foreign import AS_CHAT, ERRORS, FOREIGN_DESCRIPTIONS
 from services.frontend.openapi.operations import DESCRIPTIONS, OperationDescription
 from services.frontend.openapi.schemas import Schema, components, ref
 from services.frontend.protocol.errors import ErrorBody
+from services.frontend.protocol.ignored_fields import IGNORED_HEADER
 from services.frontend.protocol.model_list import ModelEntry, ModelList
-from services.frontend.protocol.operations import PATHS, STORED_METHODS, STORED_PATH, Operation
+from services.frontend.protocol.operations import (
+    FOREIGN_PATHS,
+    PATHS,
+    STORED_METHODS,
+    STORED_PATH,
+    ForeignOperation,
+    Operation,
+)
 from services.frontend.protocol.responses_events import Response, ResponseDeleted
 from shared.version import VERSION
 
 PATH = "/openapi.json"
-_ABOUT = """OpenAI's API, and some of vLLM's, served by Headrace. A field that is not named here is refused by name.
+_ABOUT = """OpenAI's API, and some of vLLM's, served by Headrace. A field that is not named here is ignored and
+named in X-Headrace-Ignored, or refused by name.
 Each operation's description lists the rules that its schema cannot express; a request that breaks one gets 400 too."""
 _REFUSED = {
     "400": "The request is invalid; `param` names the field",
@@ -35,37 +46,15 @@ _REFUSED = {
     "503": "A service that the request needs is unavailable, or every worker refused",
     "504": "The request's deadline has passed",
 }
-_STATUSES_WITH_BODY = ("400", "404", "408", "413", "415", "417", "429", "500", "503", "504")
-_RETRYABLE = ("429", "503")
-"""Statuses with a Retry-After header."""
-_EXTRA_HEADERS = {"401": ("WWW-Authenticate",), "415": ("Accept-Encoding",)}
-
-
-@lru_cache
-def document(*, keys: bool) -> bytes:
-    """Return the document as JSON. `keys`: API keys are required."""
-    requests = [struct for one in DESCRIPTIONS.values() for struct in (one.request, *one.items)]
-    answers = [struct for one in DESCRIPTIONS.values() for struct in (one.answer, *one.events)]
-    parts: dict[str, Any] = {
-        "schemas": components(requests, [*answers, ResponseDeleted, ModelEntry, ModelList, Health, Version, ErrorBody]),
-        "responses": {f"Refused{status}": _refusal(status, keys=keys) for status in _REFUSED},
-        "headers": _HEADERS,
-        "parameters": _PARAMETERS,
-    }
-    whole: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": "Headrace", "version": VERSION, "description": _ABOUT},
-        "paths": {
-            **{PATHS[operation]: {"post": _operation(operation, one, keys)} for operation, one in DESCRIPTIONS.items()},
-            **_others(keys=keys),
-        },
-        "components": parts,
-    }
-    if keys:
-        parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        whole["security"] = [{"key": []}]
-    return msgspec.json.encode(whole)
-
+_OK = "The answer"
+_STATUSES_WITH_BODY = ("400", "404", "408", "413", "415", "417", "429", "503", "504")
+"""What a request with a body may be refused with, in addition to 401 and 500."""
+_REFUSAL_HEADERS = {
+    "401": ("WWW-Authenticate",),
+    "415": ("Accept-Encoding",),
+    "429": ("Retry-After",),
+    "503": ("Retry-After",),
+}
 
 _MEANINGS = {"limit": "The limit", "remaining": "What is left", "reset": "The time until all is available again"}
 _HEADERS: dict[str, Schema] = {
@@ -73,6 +62,10 @@ _HEADERS: dict[str, Schema] = {
         "description": "The request's id: the client's, if it is short and plain, or one of ours. Only a request that"
         " was not read has none",
         "schema": {"type": "string", "pattern": "^[0-9A-Za-z._:-]{1,64}$"},
+    },
+    IGNORED_HEADER: {
+        "description": "The fields of the request that had no effect, if there are any",
+        "schema": {"type": "string"},
     },
     "Retry-After": {
         "description": "Seconds until a retry makes sense",
@@ -90,44 +83,166 @@ _HEADERS: dict[str, Schema] = {
         for what in ("limit", "remaining", "reset")
     },
 }
+
+
+def _parameter(name: str, place: str, schema: Schema, **more: Any) -> Schema:
+    return {"name": name, "in": place, **more, "schema": {"type": "string", **schema}}
+
+
 _PARAMETERS: dict[str, Schema] = {
-    "RequestId": {
-        "name": "X-Request-Id",
-        "in": "header",
-        "description": "An id for the request; it is ignored unless it is 1 to 64 of 0-9, A-Z, a-z and ._:-",
-        "schema": {"type": "string"},
-    },
-    "Deadline": {
-        "name": "Headrace-Deadline-S",
-        "in": "header",
-        "description": "Seconds that the request may take, more than 0; the server has a limit",
-        "schema": {"type": "string", "pattern": "^[0-9]{1,9}(\\.[0-9]{1,9})?$"},
-    },
+    "RequestId": _parameter(
+        "X-Request-Id",
+        "header",
+        {},
+        description="An id for the request; it is ignored unless it is 1 to 64 of 0-9, A-Z, a-z and ._:-",
+    ),
+    "Deadline": _parameter(
+        "Headrace-Deadline-S",
+        "header",
+        {"pattern": "^[0-9]{1,9}(\\.[0-9]{1,9})?$"},
+        description="Seconds that the request may take, more than 0; the server has a limit",
+    ),
+}
+_SHARED: list[Schema] = [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
+_STORED: dict[Operation, tuple[str, type[msgspec.Struct]]] = {
+    "retrieve_response": ("Return a stored response", Response),
+    "delete_response": ("Delete a stored response", ResponseDeleted),
 }
 
 
-_SHARED: list[Schema] = [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
-
-
-def _operation(operation: Operation, one: OperationDescription, keys: bool) -> Schema:
-    rules = "\n".join(f"- {rule}" for rule in one.rules)
-    return {
-        "operationId": operation,
-        "summary": one.summary,
-        "description": rules,
-        "parameters": _SHARED,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": ref(one.request)}}},
-        "responses": {"200": _answer(one, keys=keys), **_refusals(_STATUSES_WITH_BODY, keys=keys)},
+@lru_cache
+def document(*, keys: bool, closed: bool = False) -> bytes:
+    """Return the document as JSON. `keys`: API keys are required; `closed`: unknown fields are refused, not ignored."""
+    paths = _Paths(keys)
+    requests = [struct for one in DESCRIPTIONS.values() for struct in (one.request, *one.items)]
+    requests += [one.request for one in FOREIGN_DESCRIPTIONS.values()]
+    answers = [struct for one in DESCRIPTIONS.values() for struct in (one.answer, *one.events)]
+    parts: dict[str, Any] = {
+        "schemas": components(
+            requests, [*answers, ResponseDeleted, ModelEntry, ModelList, Health, Version, ErrorBody], closed=closed
+        ),
+        "responses": {
+            f"{provider}Refused{status}": paths.refusal(status, error)
+            for provider, error in (("", ref(ErrorBody)), *ERRORS.items())
+            for status in _REFUSED
+        },
+        "headers": _HEADERS,
+        "parameters": _PARAMETERS,
     }
+    whole: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Headrace", "version": VERSION, "description": _ABOUT},
+        "paths": paths.all(),
+        "components": parts,
+    }
+    if keys:
+        parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        whole["security"] = [{"key": []}]
+    return msgspec.json.encode(whole)
 
 
-def _answer(one: OperationDescription, *, keys: bool) -> Schema:
-    content: Schema = {"application/json": {"schema": ref(one.answer)}}
-    description = "The answer"
-    if one.events:
-        content["text/event-stream"] = {"schema": _event(one.events)}
-        description = "The answer; as events with `stream: true`"
-    return {"description": description, "headers": _headers((), keys=keys), "content": content}
+class _Paths:
+    """Describes the paths. If keys are required, a request may get 401, and answers have headers about the key."""
+
+    def __init__(self, keys: bool) -> None:
+        self._keys = keys
+
+    def all(self) -> dict[str, Schema]:
+        """Return the description of each path."""
+        open_ = _Paths(keys=False)  # paths that need no key
+        health = open_._endpoint("health", "Tell whether a request would be served", _json(ref(Health)))
+        health["responses"]["503"] = open_._answer(_json(ref(Health)), "No request would be served")
+        live = open_._endpoint("live", "Tell that the process is alive", _TEXT)
+        security: Schema = {"security": []} if self._keys else {}
+        model = _parameter("model", "path", {"minLength": 1}, required=True)
+        stored = _parameter("response_id", "path", {"minLength": 1, "maxLength": 256}, required=True)
+        paths: dict[str, Schema] = {
+            **{PATHS[operation]: {"post": self._operation(operation, one)} for operation, one in DESCRIPTIONS.items()},
+            **{FOREIGN_PATHS[operation]: {"post": self._foreign(operation)} for operation in FOREIGN_PATHS},
+            "/v1/models": {"get": self._endpoint("models", "List the models that are served", _json(ref(ModelList)))},
+            "/v1/models/{model}": {
+                "parameters": [model],
+                "get": self._endpoint("model", "Describe one model", _json(ref(ModelEntry)), ("400", "404", "503")),
+            },
+            PATH: {"get": self._endpoint("openapi", "Return this document", _json({"type": "object"}))},
+            "/version": {"get": self._endpoint("version", "Return the version of this frontend", _json(ref(Version)))},
+            "/live": {"get": live | security},
+            "/health": {"get": health | security},
+            STORED_PATH: {"parameters": [stored]}
+            | {method.lower(): self._stored(one) for one, method in STORED_METHODS.items()},
+        }
+        if not self._keys:  # with keys, metrics are on another port
+            metrics = self._endpoint("metrics", "Return metrics in Prometheus' text format", _TEXT)
+            paths["/metrics"] = {"get": metrics}
+        return paths
+
+    def refusal(self, status: str, error: Schema) -> Schema:
+        """Return the description of an error response."""
+        public = self if status != "401" else _Paths(keys=False)
+        return public._answer(_json(error), _REFUSED[status], _REFUSAL_HEADERS.get(status, ()))
+
+    def _operation(self, operation: Operation, one: OperationDescription) -> Schema:
+        content = _json(ref(one.answer))
+        if one.events:
+            content["text/event-stream"] = {"schema": _event(one.events)}
+        endpoint = self._endpoint(
+            operation,
+            one.summary,
+            content,
+            _STATUSES_WITH_BODY,
+            ok="The answer; as events with `stream: true`" if one.events else _OK,
+            description="\n".join(f"- {rule}" for rule in one.rules()),
+            parameters=_SHARED,
+            requestBody={"required": True, "content": _json(ref(one.request))},
+        )
+        endpoint["responses"]["200"]["headers"][IGNORED_HEADER] = {"$ref": f"#/components/headers/{IGNORED_HEADER}"}
+        return endpoint
+
+    def _foreign(self, operation: ForeignOperation) -> Schema:
+        one = FOREIGN_DESCRIPTIONS[operation]
+        endpoint = self._endpoint(
+            operation,
+            one.summary,
+            _json({"type": "object"}) | one.streamed,
+            _STATUSES_WITH_BODY,
+            provider=one.provider,
+            description="\n".join(f"- {rule}" for rule in (one.rule, AS_CHAT) if rule),
+            parameters=_SHARED,
+            requestBody={"required": True, "content": _json(ref(one.request))},
+        )
+        endpoint["responses"]["200"]["headers"][IGNORED_HEADER] = {"$ref": f"#/components/headers/{IGNORED_HEADER}"}
+        return endpoint
+
+    def _stored(self, operation: Operation) -> Schema:
+        summary, answer = _STORED[operation]
+        return self._endpoint(operation, summary, _json(ref(answer)), _STATUSES_WITH_BODY, parameters=_SHARED)
+
+    def _endpoint(
+        self,
+        operation: str,
+        summary: str,
+        content: Schema,
+        refused: Iterable[str] = (),
+        ok: str = _OK,
+        provider: str = "",
+        **request: Any,
+    ) -> Schema:
+        statuses = sorted({*refused, "500", *(("401",) if self._keys else ())})
+        refusals = {status: {"$ref": f"#/components/responses/{provider}Refused{status}"} for status in statuses}
+        responses = {"200": self._answer(content, ok), **refusals}
+        return {"operationId": operation, "summary": summary, **request, "responses": responses}
+
+    def _answer(self, content: Schema, description: str = _OK, headers: tuple[str, ...] = ()) -> Schema:
+        limits = [name for name in _HEADERS if name.startswith("x-ratelimit")] if self._keys else []
+        found = {name: {"$ref": f"#/components/headers/{name}"} for name in ("X-Request-Id", *headers, *limits)}
+        return {"description": description, "headers": found, "content": content}
+
+
+_TEXT: Schema = {"text/plain": {"schema": {"type": "string"}}}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
 
 
 def _event(structs: tuple[type[msgspec.Struct], ...]) -> Schema:
@@ -136,102 +251,10 @@ def _event(structs: tuple[type[msgspec.Struct], ...]) -> Schema:
     payload = {"anyOf": [ref(one) for one in structs] + ([] if names else [ref(ErrorBody)])}
     data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
     if names:
-        return {
-            "type": "object",
-            "properties": {"event": {"enum": names}, "data": data},
-            "required": ["event", "data"],
-        }
+        return {"type": "object", "properties": {"event": {"enum": names}, "data": data}, "required": ["event", "data"]}
     return {
         "description": "The last event is `[DONE]`, or a failure",
         "type": "object",
         "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
         "required": ["data"],
     }
-
-
-def _others(*, keys: bool) -> dict[str, Schema]:
-    """Return the paths whose requests have no body."""
-    open_: Schema = {"security": []} if keys else {}
-    model: Schema = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    paths = {
-        "/v1/models": _read("models", "List the models that are served", _json(ModelList, keys=keys), (), keys=keys),
-        "/v1/models/{model}": {
-            "parameters": [model],
-            **_read("model", "Describe one model", _json(ModelEntry, keys=keys), ("400", "404", "503"), keys=keys),
-        },
-        PATH: _read("openapi", "Return this document", _json(None, keys=keys), (), keys=keys),
-        "/version": _read("version", "Return the version of this frontend", _json(Version, keys=keys), (), keys=keys),
-        "/live": _read("live", "Tell that the process is alive", _text("text/plain", keys=False), (), keys=False),
-        "/health": _read("health", "Tell whether a request would be served", _json(Health, keys=False), (), keys=False),
-    }
-    for operation, method in STORED_METHODS.items():
-        paths.setdefault(STORED_PATH, {"parameters": [_RESPONSE_ID]})[method.lower()] = _stored(operation, keys=keys)
-    paths["/health"]["get"]["responses"]["503"] = {
-        **_json(Health, keys=False),
-        "description": "No request would be served",
-    }
-    for path in ("/live", "/health"):
-        paths[path]["get"] |= open_
-    if not keys:  # with keys, metrics are on another port
-        answer = _text("text/plain", keys=False)
-        paths["/metrics"] = _read("metrics", "Return metrics in Prometheus' text format", answer, (), keys=False)
-    return paths
-
-
-_RESPONSE_ID: Schema = {
-    "name": "response_id",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string", "minLength": 1, "maxLength": 256},
-}
-
-
-def _stored(operation: Operation, *, keys: bool) -> Schema:
-    summary, answer = _STORED[operation]
-    return {
-        "operationId": operation,
-        "summary": summary,
-        "parameters": _SHARED,
-        "responses": {"200": _json(answer, keys=keys), **_refusals(_STATUSES_WITH_BODY, keys=keys)},
-    }
-
-
-_STORED: dict[Operation, tuple[str, type[msgspec.Struct]]] = {
-    "retrieve_response": ("Return a stored response", Response),
-    "delete_response": ("Delete a stored response", ResponseDeleted),
-}
-
-
-def _read(operation: str, summary: str, answer: Schema, refused: tuple[str, ...], *, keys: bool) -> Schema:
-    responses = {"200": answer, **_refusals((*refused, "500"), keys=keys)}
-    return {"get": {"operationId": operation, "summary": summary, "responses": responses}}
-
-
-def _json(struct: type[msgspec.Struct] | None, *, keys: bool) -> Schema:
-    schema: Schema = {"type": "object"} if struct is None else ref(struct)
-    content = {"application/json": {"schema": schema}}
-    return {"description": "The answer", "headers": _headers((), keys=keys), "content": content}
-
-
-def _text(media: str, *, keys: bool) -> Schema:
-    content = {media: {"schema": {"type": "string"}}}
-    return {"description": "The answer", "headers": _headers((), keys=keys), "content": content}
-
-
-def _refusals(statuses: tuple[str, ...], *, keys: bool) -> dict[str, Schema]:
-    answered = sorted({*statuses, "401"} if keys else statuses)
-    return {status: {"$ref": f"#/components/responses/Refused{status}"} for status in answered}
-
-
-def _refusal(status: str, *, keys: bool) -> Schema:
-    names = ("Retry-After",) if status in _RETRYABLE else _EXTRA_HEADERS.get(status, ())
-    return {
-        "description": _REFUSED[status],
-        "headers": _headers(names, keys=keys and status != "401"),
-        "content": {"application/json": {"schema": ref(ErrorBody)}},
-    }
-
-
-def _headers(names: tuple[str, ...], *, keys: bool) -> Schema:
-    limits = [name for name in _HEADERS if name.startswith("x-ratelimit")] if keys else []
-    return {name: {"$ref": f"#/components/headers/{name}"} for name in ("X-Request-Id", *names, *limits)}

@@ -5,7 +5,7 @@ Rules are what a schema cannot express: they relate fields to each other, to the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from msgspec import Struct
@@ -33,119 +33,57 @@ class OperationDescription(Struct, frozen=True):
     it."""
     items: tuple[type[Struct], ...] = ()
     """Structs in the request that its type does not name."""
-    rules: tuple[str, ...] = ()
+
+    def rules(self) -> list[str]:
+        """Return the rules of the fields that the request has."""
+        own = set(self.request.__struct_fields__)
+        return [rule for fields, rule in _RULES if own & set(fields.split())]
 
 
-_MODEL = "`model` may be left out if only one model is served; a model that is not served is 404"
-_DEADLINE = "`deadline_s` is at most the server's `limits.deadline_most_s`"
-_CONTEXT = "the prompt and `max_tokens` together fit into the model's context"
-_VOCABULARY = "token ids are less than the size of the model's vocabulary"
-_WORKERS = "grammars and `logit_bias` are refused unless every worker of the model supports them"
-_MESSAGES = (
-    "a message has content, calls or reasoning, the latter two only an assistant's; a message of role tool names the"
-    " call that it answers; the arguments of calls are JSON"
-)
-_TOOLS = (
-    "tools have different names; their schemas are of objects, with at most 64 KiB and 64 levels each and 512 KiB"
-    " together; the model's template supports tools"
-)
-_CONSTRAINT = (
-    "one constraint applies to an answer: `response_format`, exactly one member of `structured_outputs`, or calls;"
-    " together with tools, `response_format` is allowed only for models that write calls as Hermes does; a schema,"
-    " expression or grammar compiles within the server's limits"
-)
-_ECHO = "`echo` excludes `logprobs`; `suffix` needs prompts that are texts, and a model that can fill in the middle"
-_ITEMS = "calls have different ids, and JSON as arguments; each output comes after its call, and is the only one"
-_PREVIOUS = (
-    "`previous_response_id` is a response of the same key that is still stored; its conversation and this input have at"
-    " most 4 MiB"
-)
-_INCLUDE = (
-    "`include` accepts only `message.output_text.logprobs`, which excludes tools and models that reason;"
-    " `top_logprobs` needs it"
-)
-_INPUTS = (
-    "an input is not empty and fits into the context; a list holds token ids, which are one input, or at most 2,048"
-    " inputs; all inputs have at most 1 Mi tokens together"
-)
-_DIMENSIONS = "`dimensions` is at most the model's; some workers compute no embeddings"
-_PROMPT = "a prompt is not empty; a list holds token ids, which are one prompt, or prompts"
-_TEMPLATE_KWARGS = "`chat_template_kwargs` are variables that the model's template reads"
-_STREAM = "`stream_options` needs `stream`; padding (`include_obfuscation`) is not built"
+_RULES: Sequence[Sequence[str]] = [
+    line.split(": ", 1)
+    for line in """\
+model: `model` may be left out if only one model is served; a model that is not served is 404
+messages: a message has content, calls or reasoning, the latter two only an assistant's; a message of role tool names \
+the call that it answers; the arguments of calls are JSON
+echo: a prompt is not empty; a list holds token ids, which are one prompt, or prompts
+echo: `echo` excludes `logprobs`; `suffix` needs prompts that are texts, and a model that can fill in the middle
+previous_response_id: calls have different ids, and JSON as arguments; each output comes after its call, and is the \
+only one
+previous_response_id: `previous_response_id` is a response of the same key that is still stored; its conversation and \
+this input have at most 4 MiB
+include: `include` accepts only `message.output_text.logprobs`, which excludes tools and models that reason; \
+`top_logprobs` needs it
+tools: tools have different names; their schemas are of objects, with at most 64 KiB and 64 levels each and 512 KiB \
+together; the model's template supports tools
+encoding_format: an input is not empty and fits into the context; a list holds token ids, which are one input, or at \
+most 2,048 inputs; all inputs have at most 1 Mi tokens together
+dimensions: `dimensions` is at most the model's; some workers compute no embeddings
+response_format text: one constraint applies to an answer: `response_format`, exactly one member of \
+`structured_outputs`, or calls; together with tools, `response_format` is allowed only for models that write calls as \
+Hermes does; a schema, expression or grammar compiles within the server's limits
+chat_template_kwargs: `chat_template_kwargs` are variables that the model's template reads
+max_tokens max_output_tokens: the prompt and `max_tokens` together fit into the model's context
+stop_token_ids encoding_format tokens: token ids are less than the size of the model's vocabulary
+logit_bias: grammars and `logit_bias` are refused unless every worker of the model supports them
+deadline_s: `deadline_s` is at most the server's `limits.deadline_most_s`
+max_completion_tokens: `top_logprobs` needs `logprobs`; `max_tokens` and `max_completion_tokens` are equal if both are \
+given
+add_generation_prompt: either `prompt` or `messages` is given
+add_generation_prompt: `add_generation_prompt`, `tools` and `chat_template_kwargs` are allowed only with messages
+add_generation_prompt: at most 1 Mi tokens
+tokens: at most 8 Mi characters
+""".splitlines()
+]
+"""Fields, and a rule for each operation whose body has one of them."""
 
 DESCRIPTIONS: Mapping[Operation, OperationDescription] = {
-    "chat": OperationDescription(
-        "Answer a conversation",
-        ChatRequest,
-        ChatAnswer,
-        (ChatChunk,),
-        rules=(
-            *(
-                _MODEL,
-                _MESSAGES,
-                _TOOLS,
-                _CONSTRAINT,
-                _TEMPLATE_KWARGS,
-                _STREAM,
-                _CONTEXT,
-                _VOCABULARY,
-                _WORKERS,
-                _DEADLINE,
-            ),
-            "`top_logprobs` needs `logprobs`; `max_tokens` and `max_completion_tokens` are equal if both are given",
-        ),
-    ),
-    "completions": OperationDescription(
-        "Continue a text",
-        CompletionRequest,
-        CompletionAnswer,
-        (CompletionChunk,),
-        rules=(_MODEL, _PROMPT, _ECHO, _CONSTRAINT, _STREAM, _CONTEXT, _VOCABULARY, _WORKERS, _DEADLINE),
-    ),
+    "chat": OperationDescription("Answer a conversation", ChatRequest, ChatAnswer, (ChatChunk,)),
+    "completions": OperationDescription("Continue a text", CompletionRequest, CompletionAnswer, (CompletionChunk,)),
     "responses": OperationDescription(
-        "Answer a conversation, and store it",
-        ResponseRequest,
-        Response,
-        get_args(ResponseEvent),
-        INPUT_ITEMS,
-        rules=(
-            *(
-                _MODEL,
-                _ITEMS,
-                _PREVIOUS,
-                _INCLUDE,
-                _TOOLS,
-                _CONSTRAINT,
-                _TEMPLATE_KWARGS,
-                _STREAM,
-                _CONTEXT,
-                _VOCABULARY,
-                _WORKERS,
-            ),
-            _DEADLINE,
-        ),
+        "Answer a conversation, and store it", ResponseRequest, Response, get_args(ResponseEvent), INPUT_ITEMS
     ),
-    "embeddings": OperationDescription(
-        "Return texts as vectors of their meaning",
-        EmbeddingRequest,
-        EmbeddingAnswer,
-        rules=(_MODEL, _INPUTS, _DIMENSIONS, _VOCABULARY, _DEADLINE),
-    ),
-    "tokenize": OperationDescription(
-        "Return the tokens of a prompt or of messages",
-        TokenizeRequest,
-        Tokenized,
-        rules=(
-            *(_MODEL, _MESSAGES, _TOOLS, _TEMPLATE_KWARGS),
-            "either `prompt` or `messages` is given",
-            "`add_generation_prompt`, `tools` and `chat_template_kwargs` are allowed only with messages",
-            "at most 1 Mi tokens",
-        ),
-    ),
-    "detokenize": OperationDescription(
-        "Return the text of tokens",
-        DetokenizeRequest,
-        Detokenized,
-        rules=(_MODEL, _VOCABULARY, "at most 8 Mi characters"),
-    ),
+    "embeddings": OperationDescription("Return texts as vectors of their meaning", EmbeddingRequest, EmbeddingAnswer),
+    "tokenize": OperationDescription("Return the tokens of a prompt or of messages", TokenizeRequest, Tokenized),
+    "detokenize": OperationDescription("Return the text of tokens", DetokenizeRequest, Detokenized),
 }

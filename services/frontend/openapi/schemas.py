@@ -19,13 +19,17 @@ _NOTHING: Schema = {}
 _ANYTHING: Schema = {"description": "Anything; it is not read."}
 
 
-def components(requests: Sequence[type[Struct]], answers: Sequence[type[Struct]]) -> dict[str, Schema]:
+def components(requests: Sequence[type[Struct]], answers: Sequence[type[Struct]], *, closed: bool) -> dict[str, Schema]:
     """Return the schemas of these Structs, and of all Structs in them, by name. No two Structs may have the same name.
-    A Struct in both requests and answers is described as in requests."""
+    A Struct in both requests and answers is described as in requests. `closed`: requests have no other fields."""
     _, found = msgspec.json.schema_components([*requests, *answers], schema_hook=_any, ref_template=_REF)
     asked = set(_structs(requests))
     optional = {one.__name__: _optional(one) for one in _structs(answers) if one not in asked}
-    return {name: _component(schema, optional.get(name)) for name, schema in sorted(found.items())}
+    described = {name: _component(schema, optional.get(name)) for name, schema in sorted(found.items())}
+    for schema in () if closed else described.values():
+        if schema.get("additionalProperties") is False:
+            del schema["additionalProperties"]
+    return described
 
 
 def ref(struct: type[Struct]) -> Schema:

@@ -91,7 +91,7 @@ class Detokenizer:
 
 
 def read_token_bytes(file: TokenizerJson) -> TokenBytes:
-    """Return the table of a tokenizer.json. Raises ModelError if its decoder is of neither known family."""
+    """Return the table of a tokenizer.json. Raise ModelError if its decoder is of neither known family."""
     byte_level, strip_first_space = _family(file.decoder)
     vocab = file.model.vocab
     ids = vocab if isinstance(vocab, dict) else {text: number for number, (text, _) in enumerate(vocab)}

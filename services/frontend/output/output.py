@@ -30,11 +30,9 @@ class TopLogprobEntry(Struct, frozen=True):
     logprob: float
 
 
-class LogprobEntry(Struct, frozen=True):
+class LogprobEntry(TopLogprobEntry, frozen=True):
     """The log-probabilities of one output token."""
 
-    token: bytes
-    logprob: float
     top: tuple[TopLogprobEntry, ...]
     text_offset: int
     """The index of its first character in the output."""
@@ -69,6 +67,11 @@ class Output:
         self._waiting: deque[LogprobEntry] = deque()
         self.counted = 0
         """The number of tokens so far, up to and including the one that completed a stop string."""
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the output; empty if none did."""
+        return self._scanner.found
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
         """Add tokens. `logprobs` has one item for each token, if they were asked for."""

@@ -35,6 +35,11 @@ class ParsedOutput:
         """The number of tokens so far, including those that completed the last call if that ended the output."""
         return self._output.counted
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the output; empty if none did."""
+        return self._output.stop_string
+
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
         """Add tokens, as `Output.push` does."""
         found = self._parser.result

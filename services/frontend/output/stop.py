@@ -22,6 +22,8 @@ class StopScanner:
         self._held = ""
         self.stopped = False
         """Whether a stop string was found; nothing is passed on after it."""
+        self.found = ""
+        """The stop string that was found."""
 
     def push(self, text: str) -> str:
         """Return the part of the text that is now known to lie before any stop string and was not returned yet."""
@@ -32,7 +34,9 @@ class StopScanner:
         if found:
             self.stopped = True
             self._held = ""
-            return text[: min(found)[1]]
+            end, at = min(found)
+            self.found = text[at:end]
+            return text[:at]
         keep = self._candidate(text)
         self._held = text[keep:]
         return text[:keep]

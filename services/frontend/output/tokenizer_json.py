@@ -52,7 +52,7 @@ class TokenizerJson(Struct):
 
 
 def parse_tokenizer_json(content: bytes) -> TokenizerJson:
-    """Parse a tokenizer.json. Raises ModelError."""
+    """Parse a tokenizer.json. Raise ModelError."""
     try:
         return msgspec.json.decode(content, type=TokenizerJson)
     except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:

@@ -1,11 +1,12 @@
 """The body of /v1/chat/completions, and the fields that completions share with it.
 
-A field is in one of four classes:
+A field is in one of five classes:
 
     built         does what OpenAI (or vLLM, for its own fields) documents
     harmless      accepted without effect, because it asks for nothing of the answer: user, metadata, …
-    not built     accepted only if its value asks for nothing (null, false, an empty list); else refused by name
-    unknown       refused by name; nothing is ever silently ignored
+    advisory      checked, then ignored: the answer is what it would be without it; reported to the client
+    not built     would change the answer: accepted only if its value asks for nothing (null, false); else refused
+    unknown       ignored and reported to the client, or refused (`unknown_fields`); nothing is ignored silently
 
 protocol/completions.py has the other fields of completions; protocol/decoding.py refuses what is not built.
 
@@ -15,15 +16,17 @@ protocol/completions.py has the other fields of completions; protocol/decoding.p
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body, not_supported
+from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
-from services.frontend.protocol.structured import ResponseFormat, StructuredOutputs, ToolChoice
+from services.frontend.protocol.structured import GrammarChoices, ResponseFormat, StructuredOutputs, Text, ToolChoice
 from services.frontend.protocol.tools import (
     Calls,
     Tools,
@@ -33,7 +36,7 @@ from services.frontend.protocol.tools import (
     tools_as_rendered,
 )
 from shared.errors import InvalidRequest
-from shared.messages import Sampling
+from shared.messages import Sampling, SamplingDefaults
 
 if TYPE_CHECKING:
     from services.frontend.protocol.completions import CompletionRequest
@@ -47,6 +50,9 @@ TOP_LOGPROBS_LIMIT = 20
 LOGIT_BIAS_LIMIT = 300
 CHOICES_LIMIT = 128
 """OpenAI's limit for `n`."""
+
+OPENAI_DEFAULTS = SamplingDefaults()
+"""OpenAI's sampling parameters of a request that sets none."""
 
 _INT32_MAX = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
@@ -72,6 +78,8 @@ TokenKey = Annotated[str, Meta(max_length=512, extra_json_schema={"pattern": "^(
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
+Verbosity = Literal["low", "medium", "high"]
+PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 TemplateKwargs = Annotated[dict[Label, bool | int | float | Label | None], Meta(max_length=16)]
 LogitBias = Annotated[dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_LIMIT)]
@@ -82,13 +90,14 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
-    """Padding against traffic analysis is not built, so only false is accepted."""
+    include_obfuscation: Annotated[bool | None, Advisory(), Harmless(False)] = None
+    """Padding against traffic analysis; there is none."""
 
 
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a message's content; images, audio and files are not built."""
 
+    type: Literal["text"]
     text: str
 
 
@@ -141,6 +150,11 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ignore_eos: bool | None = None
     stop_token_ids: StopIds | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    """What older clients of vLLM send in place of `structured_outputs.json`; so are the next three."""
+    guided_regex: Text | None = None
+    guided_choice: GrammarChoices | None = None
+    guided_grammar: Text | None = None
     response_format: ResponseFormat | None = None
     """OpenAI has this for chats only."""
     cache_salt: CacheName | None = None
@@ -152,6 +166,23 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Number of answers."""
     # harmless
     user: Label | None = None
+    # advisory
+    spaces_between_special_tokens: Annotated[bool | None, Advisory()] = None
+    """vLLM's field; tokenizers as ours do not put spaces there."""
+    # not built
+    add_special_tokens: NotBuilt = None
+    allowed_token_ids: Annotated[NotBuilt, Harmless([])] = None
+    bad_words: Annotated[NotBuilt, Harmless([])] = None
+    include_stop_str_in_output: Annotated[NotBuilt, Harmless(False)] = None
+    kv_transfer_params: NotBuilt = None
+    length_penalty: Annotated[NotBuilt, Harmless(1.0)] = None
+    logits_processors: Annotated[NotBuilt, Harmless([])] = None
+    min_tokens: Annotated[NotBuilt, Harmless(0)] = None
+    prompt_logprobs: NotBuilt = None
+    return_token_ids: Annotated[NotBuilt, Harmless(False)] = None
+    skip_special_tokens: Annotated[NotBuilt, Harmless(True)] = None
+    truncate_prompt_tokens: NotBuilt = None
+    use_beam_search: Annotated[NotBuilt, Harmless(False)] = None
 
 
 class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -169,6 +200,8 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     """False: the answer ends after its first call."""
     chat_template_kwargs: TemplateKwargs | None = None
     """vLLM's field: variables of the chat template, such as `enable_thinking`."""
+    enable_thinking: bool | None = None
+    """A variable of many chat templates, as `chat_template_kwargs.enable_thinking`."""
     reasoning_effort: Effort | None = None
     thinking_token_budget: ThinkingBudget | None = None
     """vLLM's field: tokens of reasoning at most."""
@@ -177,16 +210,26 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     # harmless
     metadata: Metadata | None = None
     safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
+    # advisory
+    prediction: Annotated[dict[str, Any] | None, Advisory()] = None
+    """Text that the answer may repeat; it would only make the answer faster."""
+    prompt_cache_retention: Annotated[PromptCacheRetention | None, Advisory(), Harmless("in_memory")] = None
+    store: Annotated[bool | None, Advisory(), Harmless(False)] = None
+    """Chats are not stored; /v1/responses stores its own."""
+    verbosity: Annotated[Verbosity | None, Advisory()] = None
     # not built
-    store: Annotated[NotBuilt, Harmless(False)] = None
+    add_generation_prompt: Annotated[NotBuilt, Harmless(True)] = None
     audio: NotBuilt = None
+    best_of: Annotated[NotBuilt, Harmless(1)] = None
+    chat_template: NotBuilt = None
+    continue_final_message: Annotated[NotBuilt, Harmless(False)] = None
+    documents: Annotated[NotBuilt, Harmless([])] = None
+    echo: Annotated[NotBuilt, Harmless(False)] = None
     function_call: NotBuilt = None
     functions: Annotated[NotBuilt, Harmless([])] = None
     modalities: Annotated[NotBuilt, Harmless(["text"])] = None
+    mm_processor_kwargs: NotBuilt = None
     moderation: NotBuilt = None
-    prediction: NotBuilt = None
-    prompt_cache_retention: Annotated[NotBuilt, Harmless("in_memory")] = None
-    verbosity: NotBuilt = None
     web_search_options: NotBuilt = None
 
 
@@ -194,16 +237,16 @@ _CHAT = msgspec.json.Decoder(ChatRequest)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-def decode_chat(body: bytes) -> ChatRequest:
-    """Decode and check the body of a chat. Raises InvalidRequest, naming the field."""
-    request = decode_body(_CHAT, body)
-    check_chat(request)
+def decode_chat(body: bytes, ignored: IgnoredFields = REFUSE) -> ChatRequest:
+    """Decode and check the body of a chat. Raise InvalidRequest, naming the field."""
+    request = decode_body(_CHAT, body, ignored)
+    check_chat(request, ignored)
     return request
 
 
-def check_chat(request: ChatRequest) -> None:
-    """Check what the types of a chat do not. Raises InvalidRequest, naming the field."""
-    check_common(request)
+def check_chat(request: ChatRequest, ignored: IgnoredFields = REFUSE) -> None:
+    """Check what the types of a chat do not. Raise InvalidRequest, naming the field."""
+    check_common(request, ignored)
     for at, message in enumerate(request.messages):
         check_message(message, f"messages[{at}]")
     check_tools(request.tools or ())
@@ -212,20 +255,20 @@ def check_chat(request: ChatRequest) -> None:
 
 
 def check_message(message: ChatMessage, where: str) -> None:
-    """Check what the type of a message does not; `where` is its place in the body. Raises InvalidRequest."""
+    """Check what the type of a message does not; `where` is its place in the body. Raise InvalidRequest."""
     check_not_built(message, f"{where}.")
     for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, field) and message.role != role:
-            raise InvalidRequest(f"{where}.{field}: only role {role} may have it", param=f"{where}.{field}")
+            raise field_error(f"{where}.{field}", f"only role {role} may have it")
     if message.role == "tool" and not message.tool_call_id:
         where = f"{where}.tool_call_id"
-        raise InvalidRequest(f"{where}: a message of role tool must name the call that it answers", param=where)
+        raise field_error(where, "a message of role tool must name the call that it answers")
     if message.content is None and not message.tool_calls and not message.reasoning_content:
-        raise InvalidRequest(f"{where}.content: the message has no content", param=f"{where}.content")
+        raise field_error(f"{where}.content", "the message has no content")
 
 
 def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages in the form that chat templates read. Raises InvalidRequest."""
+    """Return the messages in the form that chat templates read. Raise InvalidRequest."""
     called: dict[str, str] = {}
     rendered: list[dict[str, Any]] = []
     for at, message in enumerate(messages):
@@ -240,16 +283,25 @@ def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]
 def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
     content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    if message.name is not None:
-        turn["name"] = message.name
-    if message.tool_calls:
-        turn["tool_calls"] = calls_as_rendered(message.tool_calls, f"{where}.tool_calls")
-    if message.tool_call_id is not None:
-        turn["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        turn["reasoning_content"] = message.reasoning_content
-    return turn
+    turn = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": text,
+        "name": message.name,
+        "tool_calls": calls_as_rendered(message.tool_calls or (), f"{where}.tool_calls") or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+    }
+    return {name: value for name, value in turn.items() if value is not None}
+
+
+def template_kwargs(request: ChatRequest) -> Mapping[str, Any]:
+    """Return the variables that a request sets for the chat template. Raise InvalidRequest if two contradict."""
+    given = request.chat_template_kwargs or {}
+    if request.enable_thinking is None:
+        return given
+    if given.get("enable_thinking", request.enable_thinking) != request.enable_thinking:
+        raise field_error("enable_thinking", "chat_template_kwargs.enable_thinking contradicts it")
+    return {**given, "enable_thinking": request.enable_thinking}
 
 
 def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
@@ -266,7 +318,7 @@ def stop_strings(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
 def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, str]:
     """Return how many tokens the client allows (None: it does not say), and the field that says it.
 
-    Raises InvalidRequest if two fields contradict each other."""
+    Raise InvalidRequest if two fields contradict each other."""
     if not isinstance(request, ChatRequest) or request.max_completion_tokens is None:
         return request.max_tokens, "max_tokens"
     if request.max_tokens not in (None, request.max_completion_tokens):
@@ -283,19 +335,23 @@ def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
 
 
 def sampling_of(
-    request: ChatRequest | CompletionRequest, max_tokens: int, drawn_seed: int, grammar: str = ""
+    request: ChatRequest | CompletionRequest,
+    max_tokens: int,
+    drawn_seed: int,
+    grammar: str = "",
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> Sampling:
     """Return the sampling parameters of a request. `drawn_seed` is used if the client gave no seed."""
     return Sampling(
         max_tokens=max_tokens,
-        temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
-        top_k=max(0, _or(request.top_k, 0)),
-        min_p=_or(request.min_p, 0.0),
+        temperature=_or(request.temperature, defaults.temperature),
+        top_p=_or(request.top_p, defaults.top_p),
+        top_k=max(0, _or(request.top_k, defaults.top_k)),
+        min_p=_or(request.min_p, defaults.min_p),
         seed=_or(request.seed, drawn_seed) & ((1 << 64) - 1),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         logprobs=logprobs_of(request),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
@@ -311,16 +367,17 @@ def _or(given: N | None, default: N) -> N:
     return default if given is None else given
 
 
-def check_common(request: ChatRequest | CompletionRequest) -> None:
-    """Check the fields that chats and completions share. Raises InvalidRequest, naming the field."""
-    check_not_built(request)
+def check_common(request: ChatRequest | CompletionRequest, ignored: IgnoredFields = REFUSE) -> None:
+    """Check the fields that chats and completions share. Raise InvalidRequest, naming the field."""
+    check_not_built(request, "", ignored)
     for token in request.logit_bias or ():
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidRequest(f"logit_bias: {token!r} is not a token id", param=f"logit_bias[{token}]")
     options = request.stream_options
     if options is not None:
+        check_not_built(options, "stream_options.", ignored)
         if not request.stream:
-            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-        if options.include_obfuscation:
-            raise not_supported("stream_options.include_obfuscation")
+            if ignored.refuse:
+                raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+            ignored.add("stream_options")
     token_limit(request)

@@ -13,10 +13,11 @@ If the text is parsed, "reasoning_content" (DeepSeek's name) and "tool_calls" co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from services.frontend.output.output import Delta, LogprobEntry
 from services.frontend.tool_parsers.parse_result import CallPiece
@@ -69,48 +70,21 @@ def usage_of(
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
-class FinishedChoice(Struct, frozen=True):
-    """A choice whose output has ended."""
+class AnswerIdentity(Struct, frozen=True):
+    """The fields that answers and their chunks begin with."""
 
-    index: int
-    delta: Delta
-    """Its whole output."""
-    finish: str
-
-
-class AnswerEncoder(Protocol):
-    """Encodes one choice of an answer in chunks, or the whole answer; every result is one JSON object."""
-
-    def first_chunk(self) -> bytes | None:
-        """Return the chunk before the first text; None if the operation has none."""
-        ...
-
-    def delta_chunk(self, delta: Delta) -> bytes: ...
-
-    def last_chunk(self, finish: str) -> bytes:
-        """Return the chunk that says why the output ended."""
-        ...
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """Return the chunk with the usage, which follows the last one and has no choices."""
-        ...
-
-    def keepalive_chunk(self) -> bytes:
-        """Return a chunk without choices."""
-        ...
-
-    def full_body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """Return the body of an answer with all choices."""
-        ...
+    id: str
+    created: int
+    model: str
 
 
-class _ChunkFrame:
+class ChunkFrame:
     """The bytes before and after the one choice of a chunk."""
 
     def __init__(
-        self, request: str, kind: str, created: int, model: str, index: int, *, with_usage: bool, tier: bool = False
+        self, kind: str, answer_id: str, created: int, model: str, index: int, *, with_usage: bool, tier: bool = False
     ) -> None:
-        named = {"id": request, "object": kind, "created": created, "model": model}
+        named = {"id": answer_id, "object": kind, "created": created, "model": model}
         head = _encode(named | {"service_tier": SERVICE_TIER} if tier else named)
         self._head = head[:-1] + b',"choices":'
         self._tail = b',"usage":null}' if with_usage else b"}"
@@ -119,9 +93,11 @@ class _ChunkFrame:
         self.close = b"}]" + self._tail
 
     def keepalive_chunk(self) -> bytes:
+        """Return a chunk without choices."""
         return self._head + b"[]" + self._tail
 
     def usage_chunk(self, usage: Usage) -> bytes:
+        """Return the chunk with the usage, which follows the last one and has no choices."""
         return self._head + b'[],"usage":' + _encode(usage) + b"}"
 
 
@@ -134,10 +110,7 @@ class TopLogprob(Struct, frozen=True):
     bytes: list[int]
 
 
-class TokenLogprobs(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprobs(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
@@ -164,10 +137,6 @@ class ToolCall(Struct, frozen=True):
         if piece.name:
             return ToolCall(piece.index, piece.id, "function", FunctionCall(piece.name, piece.arguments))
         return ToolCall(piece.index, UNSET, UNSET, FunctionCall(UNSET, piece.arguments))
-
-    @staticmethod
-    def of_call(call: CallPiece) -> ToolCall:
-        return ToolCall(UNSET, call.id, "function", FunctionCall(call.name, call.arguments))
 
 
 class ChatDelta(Struct, frozen=True):
@@ -197,10 +166,7 @@ class ChatChoice(Struct, frozen=True):
     finish_reason: str
 
 
-class ChatAnswer(Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class ChatAnswer(AnswerIdentity, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
@@ -222,25 +188,22 @@ class ChatEncoder:
         tier: bool = False,
         index: int = 0,
     ) -> None:
-        """`parsed`: the answer may have reasoning and calls, and missing content is null. `tier`: the request named a
-        service tier. `index`: the choice of the chunks."""
+        """Create it. `parsed`: the answer may have reasoning and calls, and missing content is null. `tier`: the
+        request named a service tier. `index`: the choice of the chunks."""
         self._identity = (f"chatcmpl-{request}", created, model)
         self._tier: Literal["default"] | UnsetType = SERVICE_TIER if tier else UNSET
         self._with_logprobs = with_logprobs
         self._parsed = parsed
         self._plain = not (with_logprobs or parsed)
-        named = (f"chatcmpl-{request}", "chat.completion.chunk", created, model)
-        self._frame = _ChunkFrame(*named, index, with_usage=with_usage, tier=tier)
-        self._before_text = self._frame.choice + b'"delta":{"content":'
-        self._after_text = b'},"logprobs":null,"finish_reason":null' + self._frame.close
+        self.frame = ChunkFrame("chat.completion.chunk", *self._identity, index, with_usage=with_usage, tier=tier)
+        self._before_text = self.frame.choice + b'"delta":{"content":'
+        self._after_text = b'},"logprobs":null,"finish_reason":null' + self.frame.close
 
     def first_chunk(self) -> bytes:
+        """Return the chunk before the first text."""
         content = b"null" if self._parsed else b'""'
-        return (
-            self._frame.choice
-            + (b'"delta":{"role":"assistant","content":' + content + b'},"logprobs":null,"finish_reason":null')
-            + self._frame.close
-        )
+        role = b'"delta":{"role":"assistant","content":%b' % content
+        return self.frame.choice + role + self._after_text
 
     def delta_chunk(self, delta: Delta) -> bytes:
         if self._plain or not (self._with_logprobs or delta.reasoning or delta.calls):
@@ -248,27 +211,21 @@ class ChatEncoder:
         added = _encode(ChatDelta.of(delta))
         logprobs = _encode(chat_logprobs(delta.entries)) if self._with_logprobs else b"null"
         middle = b'"delta":' + added + b',"logprobs":' + logprobs + b',"finish_reason":null'
-        return self._frame.choice + middle + self._frame.close
+        return self.frame.choice + middle + self.frame.close
 
     def last_chunk(self, finish: str) -> bytes:
-        return self._frame.choice + b'"delta":{},"logprobs":null,"finish_reason":' + _encode(finish) + self._frame.close
+        return self.frame.choice + b'"delta":{},"logprobs":null,"finish_reason":' + _encode(finish) + self.frame.close
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._frame.usage_chunk(usage)
-
-    def keepalive_chunk(self) -> bytes:
-        return self._frame.keepalive_chunk()
-
-    def full_body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        encoded = [self._choice(one) for one in choices]
+    def full_body(self, choices: Sequence[tuple[Delta, str]], usage: Usage) -> bytes:
+        """Return the body of an answer; each choice is its whole output and the reason why it ended."""
+        encoded = [self._choice(index, *one) for index, one in enumerate(choices)]
         return _encode(ChatAnswer(*self._identity, encoded, usage, service_tier=self._tier))
 
-    def _choice(self, one: FinishedChoice) -> ChatChoice:
-        delta = one.delta
+    def _choice(self, index: int, delta: Delta, finish: str) -> ChatChoice:
         logprobs = chat_logprobs(delta.entries) if self._with_logprobs else None
-        calls = [ToolCall.of_call(call) for call in delta.calls]
+        calls = [replace(ToolCall.of_piece(call), index=UNSET) for call in delta.calls]
         content = None if self._parsed and not delta.text else delta.text
-        return ChatChoice(one.index, Message(content, delta.reasoning or UNSET, calls or UNSET), logprobs, one.finish)
+        return ChatChoice(index, Message(content, delta.reasoning or UNSET, calls or UNSET), logprobs, finish)
 
 
 def chat_logprobs(entries: Sequence[LogprobEntry]) -> ChatLogprobs:
@@ -302,10 +259,7 @@ class CompletionChoice(Struct, frozen=True):
     finish_reason: str
 
 
-class CompletionAnswer(Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class CompletionAnswer(AnswerIdentity, frozen=True):
     choices: list[CompletionChoice]
     usage: Usage
     object: Literal["text_completion"] = "text_completion"
@@ -317,14 +271,15 @@ class CompletionEncoder:
     def __init__(
         self, request: str, created: int, model: str, *, with_logprobs: bool, with_usage: bool, index: int = 0
     ) -> None:
-        """`index`: the choice of the chunks."""
+        """Create it. `index`: the choice of the chunks."""
         self._identity = (f"cmpl-{request}", created, model)
         self._with_logprobs = with_logprobs
-        self._frame = _ChunkFrame(f"cmpl-{request}", "text_completion", created, model, index, with_usage=with_usage)
-        self._before_text = self._frame.choice + b'"text":'
-        self._after_text = b',"logprobs":null,"finish_reason":null' + self._frame.close
+        self.frame = ChunkFrame("text_completion", *self._identity, index, with_usage=with_usage)
+        self._before_text = self.frame.choice + b'"text":'
+        self._after_text = b',"logprobs":null,"finish_reason":null' + self.frame.close
 
-    def first_chunk(self) -> None:
+    def first_chunk(self) -> bytes | None:
+        """Return None, since a completion has no chunk before its first text."""
         return None
 
     def delta_chunk(self, delta: Delta) -> bytes:
@@ -333,23 +288,20 @@ class CompletionEncoder:
             return self._before_text + text + self._after_text
         logprobs = _encode(_text_logprobs(delta.entries))
         middle = b',"logprobs":' + logprobs + b',"finish_reason":null'
-        return self._before_text + text + middle + self._frame.close
+        return self._before_text + text + middle + self.frame.close
 
     def last_chunk(self, finish: str) -> bytes:
-        return self._before_text + b'"","logprobs":null,"finish_reason":' + _encode(finish) + self._frame.close
+        return self._before_text + b'"","logprobs":null,"finish_reason":' + _encode(finish) + self.frame.close
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._frame.usage_chunk(usage)
+    def full_body(self, choices: Sequence[tuple[Delta, str]], usage: Usage) -> bytes:
+        """Return the body of an answer; each choice is its whole output and the reason why it ended."""
+        return _encode(
+            CompletionAnswer(*self._identity, [self._choice(index, *one) for index, one in enumerate(choices)], usage)
+        )
 
-    def keepalive_chunk(self) -> bytes:
-        return self._frame.keepalive_chunk()
-
-    def full_body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        return _encode(CompletionAnswer(*self._identity, [self._choice(one) for one in choices], usage))
-
-    def _choice(self, one: FinishedChoice) -> CompletionChoice:
-        logprobs = _text_logprobs(one.delta.entries) if self._with_logprobs else None
-        return CompletionChoice(one.index, one.delta.text, logprobs, one.finish)
+    def _choice(self, index: int, delta: Delta, finish: str) -> CompletionChoice:
+        logprobs = _text_logprobs(delta.entries) if self._with_logprobs else None
+        return CompletionChoice(index, delta.text, logprobs, finish)
 
 
 def _text_logprobs(entries: Sequence[LogprobEntry]) -> CompletionLogprobs:
@@ -372,3 +324,7 @@ def _by_text(entry: LogprobEntry) -> dict[str, float]:
 
 def _text(token: bytes) -> str:
     return token.decode("utf-8", "replace")
+
+
+AnswerEncoder = ChatEncoder | CompletionEncoder
+"""Encodes one choice of an answer in chunks, or the whole answer; every result is one JSON object."""

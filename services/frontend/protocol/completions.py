@@ -11,8 +11,9 @@ from typing import Annotated
 import msgspec
 
 from services.frontend.protocol.chat import CommonFields, TokenId, TopLogprobs, check_common
-from services.frontend.protocol.decoding import Harmless, NotBuilt, decode_body
-from shared.errors import InvalidRequest
+from services.frontend.protocol.decoding import Harmless, NotBuilt, decode_body, texts_or_ids
+from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 
 DEFAULT_TOKENS = 16
 """OpenAI's default for `max_tokens`."""
@@ -43,35 +44,21 @@ class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, k
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
 
-def decode_completion(body: bytes) -> CompletionRequest:
-    """Decode and check the body of a completion. Raises InvalidRequest, naming the field."""
-    request = decode_body(_COMPLETION, body)
-    check_common(request)
+def decode_completion(body: bytes, ignored: IgnoredFields = REFUSE) -> CompletionRequest:
+    """Decode and check the body of a completion. Raise InvalidRequest, naming the field."""
+    request = decode_body(_COMPLETION, body, ignored)
+    check_common(request, ignored)
     if request.best_of is not None and request.n not in (None, 1):
-        raise InvalidRequest("best_of: must not be less than n", param="best_of")
+        raise field_error("best_of", "must not be less than n")
     if request.echo and request.logprobs is not None:
-        wrong = "echo: cannot be combined with logprobs, since prompts have none"
-        raise InvalidRequest(wrong, param="echo", code="unsupported_parameter")
+        raise field_error("echo", "cannot be combined with logprobs, since prompts have none", UNSUPPORTED)
     prompts = prompts_of(request)
     if request.suffix and not all(isinstance(prompt, str) for _, prompt in prompts):
-        raise InvalidRequest("suffix: the prompt must be a text, not token ids", param="suffix")
+        raise field_error("suffix", "the prompt must be a text, not token ids")
     return request
 
 
 def prompts_of(request: CompletionRequest) -> list[tuple[str, Prompt]]:
-    """Return the prompts, each with the name of its place in the body. Raises InvalidRequest."""
-    given = request.prompt
-    if isinstance(given, str):
-        return [("prompt", given)]
-    tokens = [one for one in given if isinstance(one, int)]
-    if len(tokens) == len(given):
-        return [("prompt", tokens)]
-    if len(given) > PROMPTS_LIMIT:
-        raise InvalidRequest(f"prompt: {len(given)} prompts are more than the limit of {PROMPTS_LIMIT}", param="prompt")
-    prompts: list[tuple[str, Prompt]] = []
-    for at, one in enumerate(given):
-        if isinstance(one, int):
-            wrong = f"prompt[{at}]: a token id in a list of prompts; put the ids of one prompt in a list of their own"
-            raise InvalidRequest(wrong, param=f"prompt[{at}]")
-        prompts.append((f"prompt[{at}]" if len(given) > 1 else "prompt", one))
-    return prompts
+    """Return the prompts, each with the name of its place in the body. Raise InvalidRequest."""
+    prompts: list[tuple[str, Prompt]] = list(texts_or_ids(request.prompt, "prompt", PROMPTS_LIMIT).items())
+    return prompts if len(prompts) > 1 else [("prompt", prompts[0][1])]

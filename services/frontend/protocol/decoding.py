@@ -1,23 +1,28 @@
-"""Decodes request bodies, and refuses fields that are not built, each by its name. Pure.
+"""Decodes request bodies; fields without effect are refused or ignored, each by its name. Pure.
 
-A field that is not built has the type `NotBuilt`. Null asks for nothing, and so do the values that `Harmless` lists:
+A field that is not built has the type `NotBuilt`, a field that only advises has an `Advisory`. Null asks for nothing,
+and so do the values that `Harmless` lists:
 
-    store: Annotated[NotBuilt, Harmless(False)] = None
+    background: Annotated[NotBuilt, Harmless(False)] = None
+    store: Annotated[bool | None, Advisory(), Harmless(False)] = None
 
-Any other value is refused with `unsupported_parameter`.
+Any other value of a field that is not built is refused with `unsupported_parameter`. Other values of advisory fields,
+and fields that are not known at all, are noted in `IgnoredFields`, or refused if that says so.
 """
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
+from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields, without_unknown
 from shared.errors import InvalidRequest
 
 BODY_LIMIT_BYTES = 4 << 20
@@ -29,45 +34,72 @@ NotBuilt = Annotated[object, _NOT_BUILT]
 """The type of a field that is only read to refuse it. It is not in the OpenAPI document."""
 
 _PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN = "Object contains unknown field"
+_VALUE = re.compile(r"Invalid (?:enum )?value '(\w+)'")
+NOT_SERVED = {
+    **dict.fromkeys(("image", "image_url", "input_image", "image_generation"), "images"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "sounds"),
+    **dict.fromkeys(("video", "video_url"), "videos"),
+    **dict.fromkeys(("document", "file", "input_file"), "files"),
+    **dict.fromkeys(("web_search", "web_search_preview", "file_search", "code_interpreter"), "tools of the server"),
+    **dict.fromkeys(("computer_use_preview", "mcp", "local_shell", "shell", "custom"), "tools of this kind"),
+}
+"""Values of `type` that OpenAI's API has → what is not served."""
+_INDEX = re.compile(r"\[\d+\]")
 _FIELD = re.compile(r"(?:unknown|required) field `(?P<field>[^`]*)`")
 
 
 class Harmless:
-    """The values of a field of type `NotBuilt`, in addition to null, that ask for nothing and so are accepted."""
+    """The values of a field, in addition to null, that ask for nothing and so are accepted."""
 
     def __init__(self, *values: object) -> None:
         self.values = values
 
 
-def check_not_built(struct: Struct, where: str = "") -> None:
-    """Refuse fields of a Struct that are not built; `where` is its own place in the body, with a dot at its end.
+def check_not_built(struct: Struct, where: str = "", ignored: IgnoredFields = REFUSE) -> None:
+    """Refuse fields of a Struct that are not built, and note those that advise; `where` is its own place in the body,
+    with a dot at its end.
 
-    Raises InvalidRequest for the first field whose value asks for something.
+    Raise InvalidRequest for the first field that asks for something that is not built.
     """
-    for field, harmless in fields_not_built(type(struct)).items():
-        value = getattr(struct, field)
-        # `1 == True` in Python, but a flag is not a count.
-        if value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
-        ):
-            raise not_supported(where + field)
+    for fields, may_ignore in ((fields_not_built(type(struct)), False), (advisory_fields(type(struct)), True)):
+        for field, harmless in fields.items():
+            value = getattr(struct, field)
+            # `1 == True` in Python, but a flag is not a count.
+            if value is None or any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
+            ):
+                continue
+            if not may_ignore or ignored.refuse:
+                raise not_supported(where + field)
+            ignored.add(_INDEX.sub("[]", where) + field)
 
 
 @cache
 def fields_not_built(struct: type[Struct]) -> Mapping[str, tuple[object, ...]]:
     """Return each field of type `NotBuilt` with its harmless values, in the order of the fields."""
+    return _marked(struct, lambda mark: mark is _NOT_BUILT)
+
+
+@cache
+def advisory_fields(struct: type[Struct]) -> Mapping[str, tuple[object, ...]]:
+    """Return each advisory field with its harmless values, in the order of the fields."""
+    return _marked(struct, lambda mark: isinstance(mark, Advisory))
+
+
+def _marked(struct: type[Struct], chosen: Callable[[object], bool]) -> Mapping[str, tuple[object, ...]]:
     hints = get_type_hints(struct, include_extras=True)
     metadata = {field: getattr(hints[field], "__metadata__", ()) for field in struct.__struct_fields__}
     return {
         field: tuple(value for mark in marks if isinstance(mark, Harmless) for value in mark.values)
         for field, marks in metadata.items()
-        if _NOT_BUILT in marks
+        if any(map(chosen, marks))
     }
 
 
 def not_supported(field: str) -> InvalidRequest:
     """Return the error for a field, or a value of it, that is not built."""
-    return InvalidRequest(f"{field}: this value is not supported yet", param=field, code="unsupported_parameter")
+    return field_error(field, "this value is not supported yet", UNSUPPORTED)
 
 
 def body_too_large(size_bytes: int | None) -> InvalidRequest:
@@ -81,8 +113,10 @@ def body_too_large(size_bytes: int | None) -> InvalidRequest:
 R = TypeVar("R")
 
 
-def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-    """Decode a JSON body. Raises InvalidRequest, naming the field."""
+def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredFields = REFUSE, where: str = "") -> R:
+    """Decode a JSON body, without the fields that it may ignore; `where` is its own place, if it is part of another.
+
+    Raise InvalidRequest, naming the field."""
     if len(body) > BODY_LIMIT_BYTES:
         raise body_too_large(len(body))
     # 4 MiB of brackets are 1.4 million lists, which the collector would scan repeatedly: 0.8 s instead of 0.3.
@@ -90,9 +124,14 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     if paused:
         gc.disable()
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as wrong:
+            if ignored.refuse or not str(wrong).startswith(_UNKNOWN):
+                raise
+        return decoder.decode(without_unknown(body, decoder.type, _INDEX.sub("[]", where), ignored))
     except msgspec.ValidationError as wrong:
-        raise _invalid(str(wrong)) from None
+        raise _invalid(str(wrong), where) from None
     except msgspec.DecodeError as wrong:
         raise InvalidRequest(f"the body is not JSON: {wrong}") from None
     except UnicodeDecodeError as wrong:
@@ -104,12 +143,35 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
             gc.enable()
 
 
-def _invalid(message: str) -> InvalidRequest:
+def _invalid(message: str, where: str) -> InvalidRequest:
     """Turn msgspec's message with its path, `Expected … - at `$.messages[0].role``, into OpenAI's message and param."""
     found = _PATH.match(message)
     assert found is not None, "the pattern matches any text"
-    path = found["path"] or ""
-    named = _FIELD.search(found["message"])
-    if named is not None:
+    path, said = found["path"] or "", found["message"]
+    if (named := _FIELD.search(said)) is not None:
         path = f"{path}.{named['field']}" if path else named["field"]
-    return InvalidRequest(f"{path}: {found['message']}" if path else found["message"], param=path or None)
+    if where:
+        path = f"{where}.{path}" if path else where
+    code = None
+    if (value := _VALUE.search(said)) is not None and path.endswith(".type") and value[1] in NOT_SERVED:
+        said, code = f"{value[1]}: {NOT_SERVED[value[1]]} are not served", "unsupported_value"
+    return InvalidRequest(f"{path}: {said}" if path else said, param=path or None, code=code)
+
+
+def texts_or_ids(given: str | Sequence[int | str | list[int]], field: str, limit: int) -> dict[str, str | list[int]]:
+    """Return the texts or lists of token ids that a field has, each by the name of its place in the body.
+
+    A list of token ids alone is one of them. Raise InvalidRequest, naming the place.
+    """
+    if isinstance(given, str):
+        return {field: given}
+    ids = [one for one in given if isinstance(one, int)]
+    if len(ids) == len(given):
+        return {field: ids}
+    if len(given) > limit:
+        raise field_error(field, f"{len(given)} {field}s are more than the limit of {limit}")
+    for at, one in enumerate(given):
+        if isinstance(one, int):
+            why = f"a token id in a list of {field}s; put the ids of one {field} in a list of their own"
+            raise field_error(f"{field}[{at}]", why)
+    return {f"{field}[{at}]": one for at, one in enumerate(given) if not isinstance(one, int)}

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend.protocol.chat import CacheName, Label, Seconds, TokenCount, TokenId
-from services.frontend.protocol.decoding import decode_body
+from services.frontend.protocol.decoding import decode_body, texts_or_ids
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from shared.errors import InvalidRequest
 
 INPUTS_LIMIT = 2048
@@ -75,30 +76,16 @@ class EmbeddingAnswer(Struct, frozen=True, kw_only=True):
 _EMBEDDINGS = msgspec.json.Decoder(EmbeddingRequest)
 
 
-def decode_embeddings(body: bytes) -> EmbeddingRequest:
-    """Decode and check the body of an embeddings request. Raises InvalidRequest, naming the field."""
-    request = decode_body(_EMBEDDINGS, body)
+def decode_embeddings(body: bytes, ignored: IgnoredFields = REFUSE) -> EmbeddingRequest:
+    """Decode and check the body of an embeddings request. Raise InvalidRequest, naming the field."""
+    request = decode_body(_EMBEDDINGS, body, ignored)
     inputs_of(request)
     return request
 
 
 def inputs_of(request: EmbeddingRequest) -> dict[str, Input]:
-    """Return the inputs by the name of their place in the body. Raises InvalidRequest."""
-    given = request.input
-    inputs: dict[str, Input] = {}
-    ids = [one for one in given if isinstance(one, int)]
-    if isinstance(given, str):
-        inputs["input"] = given
-    elif len(ids) == len(given):
-        inputs["input"] = ids
-    elif len(given) > INPUTS_LIMIT:
-        raise InvalidRequest(f"input: {len(given)} inputs are more than the limit of {INPUTS_LIMIT}", param="input")
-    else:
-        for at, one in enumerate(given):
-            if isinstance(one, int):
-                wrong = "input: a list must hold token ids, or texts and lists of token ids; not both"
-                raise InvalidRequest(wrong, param=f"input[{at}]")
-            inputs[f"input[{at}]"] = one
+    """Return the inputs by the name of their place in the body. Raise InvalidRequest."""
+    inputs = texts_or_ids(request.input, "input", INPUTS_LIMIT)
     for name, one in inputs.items():
         if not one:
             raise InvalidRequest(f"{name} is empty", param=name)

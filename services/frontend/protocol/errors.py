@@ -8,15 +8,8 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
-from shared.errors import (
-    HeadraceError,
-    InvalidRequest,
-    Overloaded,
-    PayloadTooLarge,
-    RateLimited,
-    RequestTimeout,
-    Unavailable,
-)
+from shared import errors
+from shared.errors import HeadraceError, InvalidRequest
 
 
 class Error(Struct, frozen=True):
@@ -69,16 +62,25 @@ def failure_of(error: HeadraceError) -> Failure:
     match error:
         case InvalidRequest():
             return failure(error.status, text, "invalid_request_error", param=error.param, code=error.code)
-        case PayloadTooLarge():
+        case errors.PayloadTooLarge():
             return failure(413, text, "invalid_request_error", code="request_too_large")
-        case RequestTimeout():
+        case errors.RequestTimeout():
             return failure(504, text, "timeout_error", code="deadline_exceeded")
-        case RateLimited():
+        case errors.RateLimited():
             wrong = failure(429, text, error.kind, code="rate_limit_exceeded")
-        case Overloaded():
+        case errors.Overloaded():
             wrong = failure(429, text, "rate_limit_error", code="overloaded")
-        case Unavailable():
+        case errors.Unavailable():
             wrong = failure(503, text, "service_unavailable_error", code="unavailable")
         case _:
             return failure(500, text, "server_error")
     return msgspec.structs.replace(wrong, retry_after_s=max(1, math.ceil(error.retry_after_s)))
+
+
+UNSUPPORTED = "unsupported_parameter"
+"""The code of an error about a field, a value or a combination that is not supported."""
+
+
+def field_error(field: str, why: str, code: str | None = None, status: int = 400) -> InvalidRequest:
+    """Return the error about a field or a header of a request; its message begins with the name."""
+    return InvalidRequest(f"{field}: {why}", param=field, code=code, status=status)

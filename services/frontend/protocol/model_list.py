@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from shared.messages import SamplingDefaults
+
 
 class ModelEntry(Struct, frozen=True):
     """A model that is served."""
@@ -17,6 +19,8 @@ class ModelEntry(Struct, frozen=True):
     """Length of the context in tokens."""
     object: Literal["model"] = "model"
     owned_by: Literal["headrace"] = "headrace"
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """The sampling parameters of requests that do not set them."""
 
 
 class ModelList(Struct, frozen=True):

@@ -21,3 +21,14 @@ STORED_PATH = "/v1/responses/{response_id}"
 STORED_METHODS: dict[Operation, str] = {"retrieve_response": "GET", "delete_response": "DELETE"}
 """The HTTP method of each operation at STORED_PATH. Its path and query hold what its body has over NATS."""
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+ForeignOperation = Literal["messages", "count_tokens", "ollama_chat", "ollama_generate", "ollama_embed", "ollama_show"]
+"""An operation in the form of another provider's API. It is there over HTTP only."""
+FOREIGN_PATHS: dict[ForeignOperation, str] = {
+    "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
+    "ollama_chat": "/api/chat",
+    "ollama_generate": "/api/generate",
+    "ollama_embed": "/api/embed",
+    "ollama_show": "/api/show",
+}
+"""The HTTP path of each of them; the method is POST."""

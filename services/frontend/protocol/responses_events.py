@@ -14,6 +14,7 @@ from msgspec import Struct
 from services.frontend.protocol.chat_chunks import SERVICE_TIER, PromptTokensDetails, TokenLogprobs, Usage
 from services.frontend.protocol.responses_items import OutputItem, OutputText, ThoughtText
 from services.frontend.protocol.responses_request import ChosenFunction, DecodedRequest, ResponseTool
+from shared.messages import Sampling
 
 
 class InputTokensDetails(PromptTokensDetails, frozen=True):
@@ -108,7 +109,7 @@ class Response(Struct, frozen=True, kw_only=True):
     user: str | None
 
 
-def new_response(asked: DecodedRequest, response_id: str, created_at: int, model: str) -> Response:
+def new_response(asked: DecodedRequest, response_id: str, created_at: int, model: str, sampling: Sampling) -> Response:
     """Make the response to a request, without output. `created_at` is Unix time in seconds."""
     request = asked.request
     form = None if request.text is None else request.text.format
@@ -116,24 +117,24 @@ def new_response(asked: DecodedRequest, response_id: str, created_at: int, model
         id=response_id,
         created_at=created_at,
         model=model,
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
         metadata=request.metadata or {},
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        previous_response_id=request.previous_response_id,
-        prompt_cache_key=request.prompt_cache_key,
         reasoning=ReasoningSetting(None if request.reasoning is None else request.reasoning.effort),
-        safety_identifier=request.safety_identifier,
         store=asked.is_stored,
-        temperature=1.0 if request.temperature is None else request.temperature,
+        temperature=sampling.temperature,
         text={"format": {"type": "text"} if form is None else form},
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        user=request.user,
+        top_p=sampling.top_p,
+        **{field: getattr(request, field) for field in _COPIED},
     )
+
+
+_COPIED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("safety_identifier", "user"),
+)
 
 
 class ResponseDeleted(Struct, frozen=True, kw_only=True):
@@ -147,136 +148,111 @@ class ResponseDeleted(Struct, frozen=True, kw_only=True):
 # --- events; an event's name is its `type`, which comes first
 
 
-class ResponseCreated(Struct, frozen=True, tag_field="type", tag="response.created"):
-    """The first event."""
-
+class _ResponseState(Struct, frozen=True, tag_field="type"):
     response: Response
     sequence_number: int
 
 
-class ResponseInProgress(Struct, frozen=True, tag_field="type", tag="response.in_progress"):
-    """The second event."""
-
-    response: Response
-    sequence_number: int
-
-
-class ItemAdded(Struct, frozen=True, tag_field="type", tag="response.output_item.added"):
-    """An item begins; it is empty."""
-
+class _WholeItem(Struct, frozen=True, tag_field="type"):
     item: OutputItem
     output_index: int
     sequence_number: int
 
 
-class PartAdded(Struct, frozen=True, tag_field="type", tag="response.content_part.added"):
-    """The only part of a message or of reasoning begins; it is empty."""
-
+class _InItem(Struct, frozen=True, tag_field="type"):
     item_id: str
     output_index: int
+
+
+class _WholePart(_InItem, frozen=True):
     part: OutputText | ThoughtText
     sequence_number: int
     content_index: int = 0
 
 
-class TextDelta(Struct, frozen=True, tag_field="type", tag="response.output_text.delta"):
+class ResponseCreated(_ResponseState, frozen=True, tag="response.created"):
+    """The first event."""
+
+
+class ResponseInProgress(_ResponseState, frozen=True, tag="response.in_progress"):
+    """The second event."""
+
+
+class ItemAdded(_WholeItem, frozen=True, tag="response.output_item.added"):
+    """An item begins; it is empty."""
+
+
+class PartAdded(_WholePart, frozen=True, tag="response.content_part.added"):
+    """The only part of a message or of reasoning begins; it is empty."""
+
+
+class TextDelta(_InItem, frozen=True, tag="response.output_text.delta"):
     """The next text of a message."""
 
-    item_id: str
-    output_index: int
     content_index: int
     logprobs: list[TokenLogprobs]
     delta: str
     sequence_number: int
 
 
-class ThoughtDelta(Struct, frozen=True, tag_field="type", tag="response.reasoning_text.delta"):
+class ThoughtDelta(_InItem, frozen=True, tag="response.reasoning_text.delta"):
     """The next text of reasoning."""
 
-    item_id: str
-    output_index: int
     content_index: int
     delta: str
     sequence_number: int
 
 
-class ArgumentsDelta(Struct, frozen=True, tag_field="type", tag="response.function_call_arguments.delta"):
+class ArgumentsDelta(_InItem, frozen=True, tag="response.function_call_arguments.delta"):
     """The next text of a call's arguments."""
 
-    item_id: str
-    output_index: int
     delta: str
     sequence_number: int
 
 
-class TextDone(Struct, frozen=True, tag_field="type", tag="response.output_text.done"):
+class TextDone(_InItem, frozen=True, tag="response.output_text.done"):
     """The whole text of a message."""
 
-    item_id: str
-    output_index: int
     text: str
     logprobs: list[TokenLogprobs]
     sequence_number: int
     content_index: int = 0
 
 
-class ThoughtDone(Struct, frozen=True, tag_field="type", tag="response.reasoning_text.done"):
+class ThoughtDone(_InItem, frozen=True, tag="response.reasoning_text.done"):
     """The whole text of reasoning."""
 
-    item_id: str
-    output_index: int
     text: str
     sequence_number: int
     content_index: int = 0
 
 
-class ArgumentsDone(Struct, frozen=True, tag_field="type", tag="response.function_call_arguments.done"):
+class ArgumentsDone(_InItem, frozen=True, tag="response.function_call_arguments.done"):
     """The complete arguments of a call."""
 
-    item_id: str
-    output_index: int
     name: str
     arguments: str
     sequence_number: int
 
 
-class PartDone(Struct, frozen=True, tag_field="type", tag="response.content_part.done"):
+class PartDone(_WholePart, frozen=True, tag="response.content_part.done"):
     """A part is complete."""
 
-    item_id: str
-    output_index: int
-    part: OutputText | ThoughtText
-    sequence_number: int
-    content_index: int = 0
 
-
-class ItemDone(Struct, frozen=True, tag_field="type", tag="response.output_item.done"):
+class ItemDone(_WholeItem, frozen=True, tag="response.output_item.done"):
     """An item is complete."""
 
-    item: OutputItem
-    output_index: int
-    sequence_number: int
 
-
-class ResponseCompleted(Struct, frozen=True, tag_field="type", tag="response.completed"):
+class ResponseCompleted(_ResponseState, frozen=True, tag="response.completed"):
     """The last event of a response that is complete."""
 
-    response: Response
-    sequence_number: int
 
-
-class ResponseIncomplete(Struct, frozen=True, tag_field="type", tag="response.incomplete"):
+class ResponseIncomplete(_ResponseState, frozen=True, tag="response.incomplete"):
     """The last event of a response that was cut off."""
 
-    response: Response
-    sequence_number: int
 
-
-class ResponseFailed(Struct, frozen=True, tag_field="type", tag="response.failed"):
+class ResponseFailed(_ResponseState, frozen=True, tag="response.failed"):
     """The last event of a response that failed after it had begun."""
-
-    response: Response
-    sequence_number: int
 
 
 ResponseEvent = (

@@ -18,8 +18,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage
 from services.frontend.protocol.chat_chunks import TokenLogprobs
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
+from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.tools import TOOLS_LIMIT, Call, CalledFunction, ToolName, Unread, decoded_object
-from shared.errors import InvalidRequest
 
 ITEMS_LIMIT = 4096
 """Items of one input."""
@@ -101,8 +102,9 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     content: Annotated[list[ThoughtText], Meta(max_length=PARTS_LIMIT)] | None = None
     status: Status | None = None
-    summary: Annotated[NotBuilt, _EMPTY] = None
-    encrypted_content: Annotated[NotBuilt, _EMPTY] = None
+    summary: Annotated[list[Unread] | None, Advisory(), _EMPTY] = None
+    encrypted_content: Annotated[str | None, Advisory(), _EMPTY] = None
+    """Reasoning of a server that encrypts it; it cannot be read here."""
 
 
 InputItem = InputMessage | PastCall | CallOutput | PastThought
@@ -128,27 +130,22 @@ _DECODERS: dict[str | None, msgspec.json.Decoder[InputItem]] = {
 }
 
 
-def decode_items(given: str | Sequence[msgspec.Raw]) -> list[InputItem]:
-    """Decode the items of `input`; a text is a message of the user. Raises InvalidRequest, naming the field."""
+def decode_items(given: str | Sequence[msgspec.Raw], ignored: IgnoredFields = REFUSE) -> list[InputItem]:
+    """Decode the items of `input`; a text is a message of the user. Raise InvalidRequest, naming the field."""
     if isinstance(given, str):
         return [InputMessage("user", given)]
-    return [_decode_item(bytes(raw), f"input[{at}]") for at, raw in enumerate(given)]
+    return [_decode_item(bytes(raw), f"input[{at}]", ignored) for at, raw in enumerate(given)]
 
 
-def _decode_item(raw: bytes, where: str) -> InputItem:
-    try:
-        kind = decode_body(_KIND, raw).type
-        decoder = _DECODERS.get(kind)
-        if decoder is None:
-            wrong = f"type: items of type {str(kind)[:64]!r} are not supported"
-            raise InvalidRequest(wrong, param="type", code="unsupported_parameter")
-        item = decode_body(decoder, raw)
-        check_not_built(item)
-        if isinstance(item, PastCall):
-            decoded_object(item.arguments or "{}", "arguments")
-    except InvalidRequest as wrong:
-        param, between = (f"{where}.{wrong.param}", ".") if wrong.param else (where, ": ")
-        raise InvalidRequest(f"{where}{between}{wrong}", param=param, code=wrong.code) from None
+def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
+    kind = decode_body(_KIND, raw, where=where).type
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise field_error(f"{where}.type", f"items of type {str(kind)[:64]!r} are not supported", UNSUPPORTED)
+    item = decode_body(decoder, raw, ignored, where)
+    check_not_built(item, f"{where}.", ignored)
+    if isinstance(item, PastCall):
+        decoded_object(item.arguments or "{}", f"{where}.arguments")
     return item
 
 
@@ -242,22 +239,18 @@ def _text(content: str | Sequence[InputText | PastText | OutputText]) -> str:
 def check_calls(before: Iterable[ChatMessage], items: Sequence[InputItem]) -> None:
     """Check that each call has an id of its own, and that each output is the only one of a call before it.
 
-    Raises InvalidRequest."""
+    Raise InvalidRequest."""
     called = {call.id for message in before for call in message.tool_calls or ()}
     answered = {message.tool_call_id for message in before if message.tool_call_id is not None}
     for at, item in enumerate(items):
+        where = f"input[{at}].call_id"
         if isinstance(item, PastCall):
             if item.call_id in called:
-                raise _wrong_call(at, f"there are two calls with the id {item.call_id!r}")
+                raise field_error(where, f"there are two calls with the id {item.call_id!r}")
             called.add(item.call_id)
         elif isinstance(item, CallOutput):
             if item.call_id not in called:
-                raise _wrong_call(at, f"no call {item.call_id!r} comes before this output")
+                raise field_error(where, f"no call {item.call_id!r} comes before this output")
             if item.call_id in answered:
-                raise _wrong_call(at, f"there are two outputs of the call {item.call_id!r}")
+                raise field_error(where, f"there are two outputs of the call {item.call_id!r}")
             answered.add(item.call_id)
-
-
-def _wrong_call(at: int, why: str) -> InvalidRequest:
-    where = f"input[{at}].call_id"
-    return InvalidRequest(f"{where}: {why}", param=where)

@@ -1,44 +1,23 @@
 """The body of /v1/responses, and the chat request that it becomes. Pure.
 
 body ─▶ decode_response ─▶ (former messages) ─▶ as_chat ─▶ a ChatRequest, checked and computed like any other
-                                                    └── InvalidRequest ─▶ with_response_names: this body's field names
+                                                    └── InvalidRequest ─▶ renaming(NAMES): this body's field names
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from services.frontend.protocol.chat import (
-    MESSAGES_LIMIT,
-    CacheName,
-    ChatMessage,
-    ChatRequest,
-    Label,
-    LogitBias,
-    Metadata,
-    MinP,
-    Penalty,
-    RepetitionPenalty,
-    Seconds,
-    Seed,
-    ServiceTier,
-    StopIds,
-    Stops,
-    StreamOptions,
-    Temperature,
-    TemplateKwargs,
-    TokenCount,
-    TopK,
-    TopLogprobs,
-    TopP,
-    check_chat,
-)
+from services.frontend.protocol import chat, structured
+from services.frontend.protocol.chat import ChatMessage, ChatRequest
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.foreign import names, renaming
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
 from services.frontend.protocol.responses_items import (
     ITEMS_LIMIT,
@@ -48,20 +27,22 @@ from services.frontend.protocol.responses_items import (
     decode_items,
     messages_of,
 )
-from services.frontend.protocol.structured import (
-    JsonObjectFormat,
-    JsonSchema,
-    JsonSchemaFormat,
-    NamedFunction,
-    NamedTool,
-    ResponseFormat,
-    TextFormat,
-)
 from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS, TOOLS_LIMIT, Function, Tool, ToolName
 from shared.errors import InvalidRequest
 
 LOGPROBS = "message.output_text.logprobs"
-Included = Annotated[str, Meta(max_length=512, extra_json_schema={"enum": [LOGPROBS]})]
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""OpenAI's values of `include`. All but the first name parts that no answer here has."""
+Summary = Literal["auto", "concise", "detailed"]
 ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -83,7 +64,7 @@ class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True):
     name: ToolName
 
 
-class SchemaFormat(JsonSchema, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class SchemaFormat(structured.JsonSchema, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
     """JSON that follows a schema. It has the fields of a chat's schema, inherited by msgspec, without the second
     level."""
 
@@ -91,8 +72,8 @@ class SchemaFormat(JsonSchema, frozen=True, forbid_unknown_fields=True, tag_fiel
 class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The form of the answer's text."""
 
-    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: NotBuilt = None
+    format: structured.TextFormat | structured.JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Annotated[chat.Verbosity | None, Advisory()] = None
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +81,9 @@ class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     effort: Effort | None = None
     """The effort, as in a chat's `reasoning_effort`."""
-    summary: NotBuilt = None
-    generate_summary: NotBuilt = None
+    summary: Annotated[Summary | None, Advisory()] = None
+    """Reasoning is returned whole; there are no summaries."""
+    generate_summary: Annotated[Summary | None, Advisory()] = None
     context: NotBuilt = None
     mode: NotBuilt = None
 
@@ -119,52 +101,54 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     store: bool | None = None
     """False: the response is not stored, and cannot be continued by its id."""
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_output_tokens: TokenCount | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    stream_options: chat.StreamOptions | None = None
+    max_output_tokens: chat.TokenCount | None = None
+    temperature: chat.Temperature | None = None
+    top_p: chat.TopP | None = None
     include: Annotated[list[Included], Meta(max_length=16)] | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: chat.TopLogprobs | None = None
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=TOOLS_LIMIT)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
-    prompt_cache_key: CacheName | None = None
+    prompt_cache_key: chat.CacheName | None = None
     """Requests with the same key prefer the same worker."""
-    service_tier: ServiceTier | None = None
+    service_tier: chat.ServiceTier | None = None
     """There is only one tier, whichever is requested."""
     # vLLM's
-    seed: Seed | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    stop: Stops | None = None
-    stop_token_ids: StopIds | None = None
-    logit_bias: LogitBias | None = None
+    seed: chat.Seed | None = None
+    top_k: chat.TopK | None = None
+    min_p: chat.MinP | None = None
+    presence_penalty: chat.Penalty | None = None
+    frequency_penalty: chat.Penalty | None = None
+    repetition_penalty: chat.RepetitionPenalty | None = None
+    stop: chat.Stops | None = None
+    stop_token_ids: chat.StopIds | None = None
+    logit_bias: chat.LogitBias | None = None
     ignore_eos: bool | None = None
-    cache_salt: CacheName | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    cache_salt: chat.CacheName | None = None
+    chat_template_kwargs: chat.TemplateKwargs | None = None
     thinking_token_budget: ThinkingBudget | None = None
     # our own
-    deadline_s: Seconds | None = None
+    deadline_s: chat.Seconds | None = None
     # harmless
-    metadata: Metadata | None = None
-    user: Label | None = None
+    metadata: chat.Metadata | None = None
+    user: chat.Label | None = None
     safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
-    max_tool_calls: TokenCount | None = None
+    max_tool_calls: chat.TokenCount | None = None
     """A limit for tools that OpenAI itself runs. There are none, so it has no effect."""
+    # advisory
+    truncation: Annotated[Literal["auto", "disabled"] | None, Advisory(), Harmless("disabled")] = None
+    """A conversation that is too long is refused, not truncated."""
+    prompt_cache_retention: Annotated[chat.PromptCacheRetention | None, Advisory(), Harmless("in_memory")] = None
     # not built
     background: Annotated[NotBuilt, Harmless(False)] = None
-    truncation: Annotated[NotBuilt, Harmless("disabled")] = None
     conversation: NotBuilt = None
     prompt: NotBuilt = None
     context_management: Annotated[NotBuilt, Harmless([])] = None
     moderation: NotBuilt = None
     prompt_cache_options: NotBuilt = None
-    prompt_cache_retention: Annotated[NotBuilt, Harmless("in_memory")] = None
     access_programs: NotBuilt = None
     image: NotBuilt = None
 
@@ -183,74 +167,75 @@ class DecodedRequest(Struct, frozen=True):
         """Whether the response is to be stored."""
         return self.request.store is not False
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer's text is to have log-probabilities."""
+        return LOGPROBS in (self.request.include or ())
 
-def decode_response(body: bytes) -> DecodedRequest:
-    """Decode and check the body of a response request. Raises InvalidRequest, naming the field."""
-    request = decode_body(_RESPONSE, body)
-    check_not_built(request)
+
+def decode_response(body: bytes, ignored: IgnoredFields = REFUSE) -> DecodedRequest:
+    """Decode and check the body of a response request. Raise InvalidRequest, naming the field."""
+    request = decode_body(_RESPONSE, body, ignored)
+    check_not_built(request, "", ignored)
     if request.text is not None:
-        check_not_built(request.text, "text.")
+        check_not_built(request.text, "text.", ignored)
     if request.reasoning is not None:
-        check_not_built(request.reasoning, "reasoning.")
+        check_not_built(request.reasoning, "reasoning.", ignored)
     for at, named in enumerate(request.include or ()):
         if named != LOGPROBS:
-            wrong = f"include[{at}]: {named[:64]!r} is not supported"
-            raise InvalidRequest(wrong, param=f"include[{at}]", code="unsupported_value")
-    if request.top_logprobs and not request.include:
+            if ignored.refuse:
+                raise field_error(f"include[{at}]", f"{named!r} is not supported", "unsupported_value")
+            ignored.add(f"include[].{named}")
+    asked = DecodedRequest(request, decode_items(request.input, ignored))
+    if request.top_logprobs and not asked.wants_logprobs:
         raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
-    if request.include and request.tools and request.tool_choice != "none":
-        wrong = f"include: {LOGPROBS!r} is not supported together with tools that may be called"
-        raise InvalidRequest(wrong, param="include", code="unsupported_value")
-    return DecodedRequest(request, decode_items(request.input))
+    if asked.wants_logprobs and request.tools and request.tool_choice != "none":
+        why = f"{LOGPROBS!r} is not supported together with tools that may be called"
+        raise field_error("include", why, "unsupported_value")
+    return asked
 
 
-def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage]) -> ChatRequest:
+def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage], ignored: IgnoredFields = REFUSE) -> ChatRequest:
     """Return the request as a chat that continues the messages of `before`.
 
-    Raises InvalidRequest, naming fields as this body does."""
+    Raise InvalidRequest, naming fields as this body does."""
     request = asked.request
     check_calls(before, asked.items)
     conversation = [*before, *messages_of(asked.items)]
-    if len(conversation) > MESSAGES_LIMIT:
+    if len(conversation) > chat.MESSAGES_LIMIT:
         param = "previous_response_id" if before else "input"
-        raise InvalidRequest(f"{param}: the whole conversation has more than {MESSAGES_LIMIT} messages", param=param)
+        raise field_error(param, f"the whole conversation has more than {chat.MESSAGES_LIMIT} messages")
     instructions = [] if request.instructions is None else [ChatMessage("system", request.instructions)]
-    chat = ChatRequest(
+    as_asked = ChatRequest(
         messages=[*instructions, *conversation],
-        model=request.model,
-        stream=request.stream,
-        stream_options=request.stream_options,
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        logprobs=bool(request.include),
-        top_logprobs=request.top_logprobs if request.include else None,
+        logprobs=asked.wants_logprobs,
+        top_logprobs=request.top_logprobs if asked.wants_logprobs else None,
         response_format=_format(request.text),
         tools=[Tool("function", _function(tool)) for tool in request.tools or ()] or None,
         tool_choice=_choice(request.tool_choice),
-        parallel_tool_calls=request.parallel_tool_calls,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
-        prompt_cache_key=request.prompt_cache_key,
         **{field: getattr(request, field) for field in _AS_IN_CHAT},
     )
-    try:
-        check_chat(chat)
-    except InvalidRequest as wrong:
-        raise with_response_names(wrong) from None
-    return chat
+    with renaming(NAMES):
+        chat.check_chat(as_asked, ignored)
+    return as_asked
 
 
 _AS_IN_CHAT = (
+    *("model", "stream", "stream_options", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key"),
     *("seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop"),
     *("stop_token_ids", "logit_bias", "ignore_eos", "cache_salt", "chat_template_kwargs"),
     *("thinking_token_budget", "deadline_s"),
 )
 
 
-def _format(text: TextConfig | None) -> ResponseFormat | None:
+def _format(text: TextConfig | None) -> structured.ResponseFormat | None:
     match None if text is None else text.format:
         case SchemaFormat() as asked:
-            return JsonSchemaFormat(JsonSchema(asked.name, asked.schema, asked.description, asked.strict))
+            return structured.JsonSchemaFormat(
+                structured.JsonSchema(asked.name, asked.schema, asked.description, asked.strict)
+            )
         case other:
             return other
 
@@ -261,31 +246,24 @@ def _function(tool: ResponseTool) -> Function:
 
 def _choice(
     choice: Literal["none", "auto", "required"] | ChosenFunction | None,
-) -> Literal["none", "auto", "required"] | NamedTool | None:
-    return NamedTool("function", NamedFunction(choice.name)) if isinstance(choice, ChosenFunction) else choice
-
-
-_RENAMED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^max_(completion_)?tokens$", "max_output_tokens"),
-        (r"^response_format(\.json_schema)?", "text.format"),
-        (r"^reasoning_effort$", "reasoning.effort"),
-        (r"^(tools\[\d+\]|tool_choice)\.function", r"\1"),
-        (r"^messages.*$", "input"),
+) -> Literal["none", "auto", "required"] | structured.NamedTool | None:
+    return (
+        structured.NamedTool("function", structured.NamedFunction(choice.name))
+        if isinstance(choice, ChosenFunction)
+        else choice
     )
+
+
+NAMES = names(
+    {
+        r"^max_(completion_)?tokens$": "max_output_tokens",
+        r"^response_format(\.json_schema)?": "text.format",
+        r"^reasoning_effort$": "reasoning.effort",
+        r"^(tools\[\d+\]|tool_choice)\.function": r"\1",
+        r"^messages.*$": "input",
+    }
 )
-
-
-def with_response_names(wrong: InvalidRequest) -> InvalidRequest:
-    """Turn an error about a chat into one that names fields as the body of /v1/responses does."""
-    param = wrong.param or ""
-    for pattern, name in _RENAMED:
-        if pattern.search(param):
-            here = pattern.sub(name, param)
-            message = str(wrong).replace(param, here)
-            return InvalidRequest(message, param=here, code=wrong.code, status=wrong.status)
-    return wrong
+"""The names of a chat's fields in this body."""
 
 
 # --- stored responses
@@ -309,7 +287,7 @@ _STORED = msgspec.json.Decoder(StoredResponseRequest)
 
 
 def decode_stored(body: bytes) -> str:
-    """Decode a request for a stored response; return the response's id. Raises InvalidRequest, naming the field."""
+    """Decode a request for a stored response; return the response's id. Raise InvalidRequest, naming the field."""
     request = decode_body(_STORED, body)
     check_not_built(request)
     return request.response_id

@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from services.frontend.protocol.closed_schema import closed_schema
+from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.tools import ToolName, check_size, decoded_object
 from services.frontend.tool_parsers.lark import OPTIONS, quote
-from shared.errors import InvalidRequest
 
-UNSUPPORTED = "unsupported_parameter"
-"""The code of an error about a combination that is not supported."""
 TEXT_LIMIT_CHARACTERS = 16 << 10
 """Characters of a regular expression, a choice or a grammar."""
 CHOICES_LIMIT = 1000
@@ -22,6 +21,9 @@ GRAMMAR_LIMIT_CHARACTERS = 160 << 10
 """Characters of the whole grammar that is sent to a worker."""
 
 Text = Annotated[str, Meta(max_length=TEXT_LIMIT_CHARACTERS)]
+
+
+GrammarChoices = Annotated[list[Text], Meta(min_length=1, max_length=CHOICES_LIMIT)]
 
 
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +59,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON Schema, as an object or as a text."""
     regex: Text | None = None
     """A regular expression for the whole answer, in the syntax of Rust's regex crate."""
-    choice: Annotated[list[Text], Meta(min_length=1, max_length=CHOICES_LIMIT)] | None = None
+    choice: GrammarChoices | None = None
     grammar: Text | None = None
     """A grammar in llguidance's dialect of Lark, whose first rule is `start`."""
     json_object: Literal[True] | None = None
@@ -103,8 +105,9 @@ class Constraint(Struct, frozen=True):
     """The grammars that it is made of, if they come from several fields."""
 
 
-def response_format_constraint(asked: ResponseFormat | None) -> Constraint | None:
-    """Return the constraint of `response_format`; None if any text is allowed. Raises InvalidRequest."""
+def response_format_constraint(asked: ResponseFormat | None, *, close: bool = False) -> Constraint | None:
+    """Return the constraint of `response_format`; None if any text is allowed. `close`: whether objects in schemas are
+    closed. Raise InvalidRequest."""
     match asked:
         case None | TextFormat():
             return None
@@ -112,21 +115,21 @@ def response_format_constraint(asked: ResponseFormat | None) -> Constraint | Non
             return Constraint(json_grammar({"type": "object"}), "response_format")
         case JsonSchemaFormat(schema):
             where = "response_format.json_schema.schema"
-            return Constraint(_schema(schema.schema, where), where)
+            return Constraint(_schema(schema.schema, where, close=close), where)
 
 
-def structured_outputs_constraint(asked: StructuredOutputs | None) -> Constraint | None:
-    """Return the constraint of `structured_outputs`; None if it is not set. Raises InvalidRequest."""
-    if asked is None:
-        return None
+def structured_outputs_constraint(
+    asked: StructuredOutputs, prefix: str = "structured_outputs.", *, close: bool = False
+) -> Constraint:
+    """Return the constraint of `structured_outputs`, or of fields with another prefix. `close`: whether objects in
+    schemas are closed. Raise InvalidRequest."""
     named = [field for field in asked.__struct_fields__ if getattr(asked, field) is not None]
     if len(named) != 1:
-        fields = ", ".join(asked.__struct_fields__)
-        raise InvalidRequest(f"structured_outputs: set exactly one of {fields}", param="structured_outputs")
-    where = f"structured_outputs.{named[0]}"
+        raise field_error(prefix.rstrip("._"), f"set exactly one of {', '.join(asked.__struct_fields__)}")
+    where = f"{prefix}{named[0]}"
     if asked.json is not None:
         schema = decoded_object(asked.json, where) if isinstance(asked.json, str) else asked.json
-        return Constraint(_schema(schema, where), where)
+        return Constraint(_schema(schema, where, close=close), where)
     if asked.regex is not None:
         return Constraint({"lark_grammar": f"start: /{_within_slashes(asked.regex)}/"}, where)
     if asked.choice is not None:
@@ -136,11 +139,11 @@ def structured_outputs_constraint(asked: StructuredOutputs | None) -> Constraint
     return Constraint(json_grammar({"type": "object"}), where)
 
 
-def _schema(schema: dict[str, Any], where: str) -> dict[str, Any]:
+def _schema(schema: dict[str, Any], where: str, *, close: bool) -> dict[str, Any]:
     check_size(schema, where)
     if "x-guidance" in schema:
-        raise InvalidRequest(f"{where}.x-guidance: not a keyword of JSON Schema", param=f"{where}.x-guidance")
-    return json_grammar(schema)
+        raise field_error(f"{where}.x-guidance", "not a keyword of JSON Schema")
+    return json_grammar(closed_schema(schema) if close else schema)
 
 
 def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:
@@ -150,11 +153,5 @@ def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _within_slashes(regex: str) -> str:
     """Return a regular expression as it stands between slashes in Lark: with slashes and line ends escaped."""
-    return re.sub(r"\\(.)|[/\n]", _escaped, regex, flags=re.DOTALL)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    character = found[1] or found[0]
-    if character == "\n":
-        return "\\n"
-    return "\\/" if character == "/" else found[0]
+    escapes = {"\n": "\\n", "/": "\\/"}
+    return re.sub(r"\\(.)|[/\n]", lambda found: escapes.get(found[1] or found[0], found[0]), regex, flags=re.DOTALL)

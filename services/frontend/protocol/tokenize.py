@@ -12,8 +12,9 @@ from msgspec import Meta, Struct
 
 from services.frontend.protocol.chat import Messages, TemplateKwargs, TokenId, check_message
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.tools import Tools, check_tools
-from shared.errors import InvalidRequest
 
 TOKENS_LIMIT = 1 << 20
 """Tokens of one request, in either direction."""
@@ -58,25 +59,25 @@ _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
-def decode_tokenize(body: bytes) -> TokenizeRequest:
-    """Decode and check the body of /tokenize. Raises InvalidRequest, naming the field."""
-    request = decode_body(_TOKENIZE, body)
-    check_not_built(request)
+def decode_tokenize(body: bytes, ignored: IgnoredFields = REFUSE) -> TokenizeRequest:
+    """Decode and check the body of /tokenize. Raise InvalidRequest, naming the field."""
+    request = decode_body(_TOKENIZE, body, ignored)
+    check_not_built(request, "", ignored)
     if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
+        raise field_error("prompt", "send either prompt or messages")
     if request.messages is None:
         for field in _ONLY_WITH_MESSAGES:
             if getattr(request, field) is not None:
-                raise InvalidRequest(f"{field}: only allowed with messages", param=field)
+                raise field_error(field, "only allowed with messages")
     for at, message in enumerate(request.messages or ()):
         check_message(message, f"messages[{at}]")
     check_tools(request.tools or ())
     return request
 
 
-def decode_detokenize(body: bytes) -> DetokenizeRequest:
-    """Decode the body of /detokenize. Raises InvalidRequest, naming the field."""
-    return decode_body(_DETOKENIZE, body)
+def decode_detokenize(body: bytes, ignored: IgnoredFields = REFUSE) -> DetokenizeRequest:
+    """Decode the body of /detokenize. Raise InvalidRequest, naming the field."""
+    return decode_body(_DETOKENIZE, body, ignored)
 
 
 # --- answers

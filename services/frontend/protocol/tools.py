@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from shared.errors import InvalidRequest
+from services.frontend.protocol.errors import field_error
 
 TOOLS_LIMIT = 128
 """OpenAI's limit of tools in one request."""
@@ -71,33 +71,33 @@ Calls = Annotated[list[Call], Meta(max_length=TOOLS_LIMIT)]
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Check the names and the sizes of tools. Raises InvalidRequest, naming the field."""
+    """Check the names and the sizes of tools. Raise InvalidRequest, naming the field."""
     names: set[str] = set()
     left = TOOLS_LIMIT_BYTES
     for at, tool in enumerate(tools):
         where, function = f"tools[{at}].function", tool.function
         if function.name in names:
-            raise InvalidRequest(f"{where}.name: there are two tools named {function.name!r}", param=f"{where}.name")
+            raise field_error(f"{where}.name", f"there are two tools named {function.name!r}")
         names.add(function.name)
         _check_schema(function.parameters or {}, f"{where}.parameters")
         left -= len(msgspec.json.encode(tool))
         if left < 0:
-            raise InvalidRequest(f"tools: longer than {TOOLS_LIMIT_BYTES} bytes together", param="tools")
+            raise field_error("tools", f"longer than {TOOLS_LIMIT_BYTES} bytes together")
 
 
 def _check_schema(schema: dict[str, Any], where: str) -> None:
     """Check a schema's type and size. What it says of each parameter is not checked."""
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(f"{where}.type: must be 'object'", param=f"{where}.type")
+        raise field_error(f"{where}.type", "must be 'object'")
     check_size(schema, where)
 
 
 def check_size(schema: dict[str, Any], where: str) -> None:
-    """Check the size of a JSON Schema. Raises InvalidRequest if it is too long or nested too deeply."""
+    """Check the size of a JSON Schema. Raise InvalidRequest if it is too long or nested too deeply."""
     if len(msgspec.json.encode(schema)) > SCHEMA_LIMIT_BYTES:  # first: a long one takes time to measure
-        raise InvalidRequest(f"{where}: longer than {SCHEMA_LIMIT_BYTES} bytes", param=where)
+        raise field_error(where, f"longer than {SCHEMA_LIMIT_BYTES} bytes")
     if _depth(schema) > SCHEMA_DEPTH_LIMIT:
-        raise InvalidRequest(f"{where}: nested deeper than {SCHEMA_DEPTH_LIMIT} levels", param=where)
+        raise field_error(where, f"nested deeper than {SCHEMA_DEPTH_LIMIT} levels")
 
 
 def _depth(schema: dict[str, Any]) -> int:
@@ -123,23 +123,18 @@ def _function(function: Function) -> dict[str, Any]:
 
 
 def calls_as_rendered(calls: Sequence[Call], where: str) -> list[dict[str, Any]]:
-    """Return calls in the form that chat templates read: with their arguments as an object. Raises InvalidRequest."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {
-                "name": call.function.name,
-                "arguments": decoded_object(call.function.arguments or "{}", f"{where}[{at}].function.arguments"),
-            },
-        }
-        for at, call in enumerate(calls)
-    ]
+    """Return calls in the form that chat templates read: with their arguments as an object. Raise InvalidRequest."""
+    rendered: list[dict[str, Any]] = []
+    for at, call in enumerate(calls):
+        arguments = decoded_object(call.function.arguments or "{}", f"{where}[{at}].function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+        rendered.append({"id": call.id, "type": "function", "function": function})
+    return rendered
 
 
 def decoded_object(written: str, where: str) -> dict[str, Any]:
-    """Decode a JSON object that a field holds as a text. Raises InvalidRequest."""
+    """Decode a JSON object that a field holds as a text. Raise InvalidRequest."""
     try:
         return msgspec.json.decode(written, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as wrong:  # a ValidationError is one too
-        raise InvalidRequest(f"{where}: not a JSON object: {wrong}", param=where) from None
+        raise field_error(where, f"not a JSON object: {wrong}") from None

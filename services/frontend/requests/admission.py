@@ -58,7 +58,7 @@ class Admission:
         """The sums of each key that has something, by its name."""
 
     def reserve(self, account: Account | None = None) -> Permit:
-        """Let a request in whose body may still be on its way. Raises Overloaded, or Unavailable once closed."""
+        """Let a request in whose body may still be on its way. Raise Overloaded, or Unavailable once closed."""
         if self.closed:
             raise Unavailable("this frontend is about to end")
         permit = Permit(self, account)
@@ -77,7 +77,7 @@ class Admission:
         own, limit = permit.taken[bound], self._limits[bound]
         others = self.totals[bound] - own
         if others + own + more > limit and (others or bound == "requests"):
-            self._refuse(bound, _full(bound, self.totals[bound], more))
+            self._refuse(bound, _FULL[bound].format(taken=self.totals[bound], more=more))
         if permit.account is not None:
             account = permit.account
             held = self.by_key[account.name][bound] if account.name in self.by_key else 0
@@ -118,25 +118,19 @@ class Admission:
         assert self.by_key == {name: held for name, held in by_key.items() if any(held.values())}
 
 
-def _full(bound: Bound, taken: int, more: int) -> str:
-    match bound:
-        case "requests":
-            return f"{taken} requests are running already"
-        case "body_bytes":
-            return f"the bodies of other requests fill {taken} bytes already"
-        case "tokenising_bytes":
-            return f"{taken} bytes of other requests wait to be tokenised"
-        case "tokens":
-            return f"running requests may come to {taken} tokens already; this one has {more}"
-        case "unasked":
-            return (
-                f"{taken} requests without `stream` run over NATS already; send the header Headrace-Probe, which lets "
-                "the frontend ask whether the client still listens"
-            )
+_FULL: dict[Bound, str] = {
+    "requests": "{taken} requests are running already",
+    "body_bytes": "the bodies of other requests fill {taken} bytes already",
+    "tokenising_bytes": "{taken} bytes of other requests wait to be tokenised",
+    "tokens": "running requests may come to {taken} tokens already; this one has {more}",
+    "unasked": "{taken} requests without `stream` run over NATS already; send the header Headrace-Probe, which lets "
+    "the frontend ask whether the client still listens",
+}
+"""What an error says about each limit that is reached."""
 
 
 class Permit:
-    """What one request has of each limit; given out by `Admission.reserve`. Raises Overloaded at a limit."""
+    """What one request has of each limit; `Admission.reserve` makes it. Its methods raise Overloaded at a limit."""
 
     __slots__ = ("_admission", "account", "spent", "taken", "tokenising")
 
@@ -156,19 +150,13 @@ class Permit:
 
     def add_bytes(self, size_bytes: int) -> None:
         """Count more bytes of its body, or of what belongs to it."""
-        self._admission.check(self, "body_bytes", size_bytes)
-        if self.tokenising:
-            self._admission.check(self, "tokenising_bytes", size_bytes)
-            self._admission.count(self, "tokenising_bytes", size_bytes)
-        self._admission.count(self, "body_bytes", size_bytes)
+        bounds: tuple[Bound, ...] = ("body_bytes", "tokenising_bytes") if self.tokenising else ("body_bytes",)
+        self._take(dict.fromkeys(bounds, size_bytes))
 
     def admit(self) -> None:
         """Count it as one of `requests`: its body is complete and waits to be tokenised."""
         assert not self.admitted
-        self._admission.check(self, "requests", 1)
-        self._admission.check(self, "tokenising_bytes", self.taken["body_bytes"])
-        self._admission.count(self, "requests", 1)
-        self._admission.count(self, "tokenising_bytes", self.taken["body_bytes"])
+        self._take({"requests": 1, "tokenising_bytes": self.taken["body_bytes"]})
         self.tokenising = True
 
     def add_tokens(self, tokens: int, choices: int = 1) -> None:
@@ -177,16 +165,20 @@ class Permit:
         assert self.tokenising
         self.tokenising = False
         self._admission.count(self, "tokenising_bytes", -self.taken["tokenising_bytes"])
-        self._admission.check(self, "tokens", tokens)
-        self._admission.count(self, "tokens", tokens)
+        self._take({"tokens": tokens})
         if choices > 1:  # the first choice is counted already, whatever has come since
-            self._admission.check(self, "requests", choices - 1)
-            self._admission.count(self, "requests", choices - 1)
+            self._take({"requests": choices - 1})
 
     def count_unasked(self) -> None:
         """Count it as one whose client cannot be asked whether it still wants an answer."""
-        self._admission.check(self, "unasked", 1)
-        self._admission.count(self, "unasked", 1)
+        self._take({"unasked": 1})
+
+    def _take(self, amounts: Sums) -> None:
+        """Count all these amounts, or raise Overloaded and count none."""
+        for bound, more in amounts.items():
+            self._admission.check(self, bound, more)
+        for bound, more in amounts.items():
+            self._admission.count(self, bound, more)
 
 
 def may_have(held: int, more: int, taken: int, limit: int) -> bool:

@@ -100,7 +100,7 @@ class BusCalls:
             self._feed(stream, stale)
             return
         # Routers are registered but do not answer: NATS is frozen, or has just come back.
-        connected, expected = self._runtime.bus.connected, bool(self._routers())
+        connected, expected = self._runtime.bus.connected, bool(sample_routers(self._runtime, ROUTERS_TRIED))
         reason = "no router answered" if connected else "NATS is not connected"
         self._feed(stream, Unrouted(action.attempt, reason, away=expected or not connected))
 
@@ -163,9 +163,10 @@ class BusCalls:
 
     def _addressees(self, model: str) -> Iterator[str]:
         yield model
-        yield from self._routers()
+        yield from sample_routers(self._runtime, ROUTERS_TRIED)
 
-    def _routers(self) -> list[str]:
-        """Return a few routers in random order, because any of them may be frozen."""
-        routers = [one.instance for one in self._runtime.directory.instances.values() if one.service == "router"]
-        return self._runtime.draw.sample(routers, min(ROUTERS_TRIED, len(routers)))
+
+def sample_routers(runtime: Runtime, most: int) -> list[str]:
+    """Return a few routers in random order, because any of them may be frozen."""
+    routers = [one.instance for one in runtime.directory.instances.values() if one.service == "router"]
+    return runtime.draw.sample(routers, min(most, len(routers)))

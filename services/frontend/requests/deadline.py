@@ -11,7 +11,7 @@ import re
 from msgspec import Struct
 
 from services.frontend.config import LimitsConfig
-from shared.errors import InvalidRequest
+from services.frontend.protocol.errors import field_error
 
 HEADER = "Headrace-Deadline-S"
 FIELD = "deadline_s"
@@ -29,21 +29,19 @@ class Deadline(Struct, frozen=True):
 
 
 def deadline_of(field: float | None, header: str | None, received_s: float, limits: LimitsConfig) -> Deadline:
-    """Return the deadline of a request whose body was complete at `received_s` on the loop's clock. Raises
+    """Return the deadline of a request whose body was complete at `received_s` on the loop's clock. Raise
     InvalidRequest that names the field or the header."""
     allowed = allowed_s(field, header, limits)
     return Deadline(received_s + allowed, shortened=allowed < limits.deadline_s)
 
 
 def allowed_s(field: float | None, header: str | None, limits: LimitsConfig) -> float:
-    """Return the seconds from the complete body to the deadline; `field` is positive. Raises InvalidRequest that names
+    """Return the seconds from the complete body to the deadline; `field` is positive. Raise InvalidRequest that names
     the field or the header."""
     asked = [] if field is None else [_within(field, FIELD, limits)]
     if header is not None:
         if not _NUMBER.fullmatch(header):
-            raise InvalidRequest(
-                f"{HEADER}: {header[:64]!r} is not a number of seconds, such as 60 or 0.5", param=HEADER
-            )
+            raise field_error(HEADER, f"{header[:64]!r} is not a number of seconds, such as 60 or 0.5")
         asked.append(_within(float(header), HEADER, limits))
     return min(asked, default=limits.deadline_s)
 
@@ -51,5 +49,5 @@ def allowed_s(field: float | None, header: str | None, limits: LimitsConfig) -> 
 def _within(seconds: float, name: str, limits: LimitsConfig) -> float:
     if not 0 < seconds <= limits.deadline_most_s:
         bounds = f"more than 0 and at most {limits.deadline_most_s:g} seconds"
-        raise InvalidRequest(f"{name}: a deadline of {seconds:g} s; it must be {bounds}", param=name)
+        raise field_error(name, f"a deadline of {seconds:g} s; it must be {bounds}")
     return seconds

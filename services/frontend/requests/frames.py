@@ -155,10 +155,7 @@ class Frames:
 
     def poll(self, now_s: float) -> list[RequestResend | EndsLost]:
         """Return what is to be done now about all links."""
-        actions: list[RequestResend | EndsLost] = []
-        for instance in self._links:
-            actions += self.next_actions(instance, now_s)
-        return actions
+        return [action for instance in self._links for action in self.next_actions(instance, now_s)]
 
     def next_actions(self, instance: str, now_s: float) -> list[RequestResend | EndsLost]:
         """Return what is to be done now about one link, after a frame came ahead of its turn."""

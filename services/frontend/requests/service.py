@@ -20,28 +20,11 @@ from services.frontend.auth.accounts import Account
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.protocol.chat_chunks import CachedTokensByTier
+from services.frontend.requests import session as sessions
 from services.frontend.requests.admission import Admission, Permit
 from services.frontend.requests.calls import BusCalls
 from services.frontend.requests.retry import RetryBudget
-from services.frontend.requests.session import (
-    Action,
-    ClientLeft,
-    CountLoss,
-    DispatchAttempt,
-    EmitTokens,
-    Event,
-    Fail,
-    Finish,
-    PartReceived,
-    PublishLoad,
-    RetryDue,
-    RetryLater,
-    SelectWorker,
-    Session,
-    StopFound,
-    TimeExpired,
-    WithdrawAttempt,
-)
+from services.frontend.requests.session import Event, Session
 from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 from services.frontend.requests.watchdog import Watchdog
 from shared import subjects
@@ -92,7 +75,7 @@ class RequestService:
     def reserve(self, account: Account | None = None) -> Iterator[Permit]:
         """Let a request in whose body is still on its way. `account` is that of its API key, if keys are required.
 
-        Raises Overloaded or RateLimited at a bound, and Unavailable once this process is about to end.
+        Raise Overloaded or RateLimited at a bound, and Unavailable once this process is about to end.
         """
         clock = asyncio.get_running_loop().time
         permit = self.admission.reserve(account)
@@ -116,7 +99,7 @@ class RequestService:
 
     @contextmanager
     def admit(self, body_bytes: int, account: Account | None = None) -> Iterator[Permit]:
-        """Let a request in whose body is complete. Raises as `reserve` does."""
+        """Let a request in whose body is complete. Raise what `reserve` raises."""
         with self.reserve(account) as permit:
             permit.add_bytes(body_bytes)
             permit.admit()
@@ -131,13 +114,13 @@ class RequestService:
         """End every running request with an error, so that its client learns of it, and refuse new ones."""
         self._failing_all = True
         for stream in self._running.values():
-            stream.end(Fail(Unavailable("this frontend has ended before the answer was complete")))
+            stream.end(sessions.Fail(Unavailable("this frontend has ended before the answer was complete")))
 
     @asynccontextmanager
     async def open(self, request: InferenceRequest, selector: StreamSelector | None = None) -> AsyncIterator[Stream]:
         """Compute a request; leaving the context before its end cancels it. `selector` waits for several streams.
 
-        Raises Unavailable after `fail_all`.
+        Raise Unavailable after `fail_all`.
         """
         if self._failing_all:
             raise Unavailable("this frontend is about to end")
@@ -151,7 +134,7 @@ class RequestService:
         )
         loop = asyncio.get_running_loop()
         stream = Stream(request, session, selector, started=loop.time())
-        stream.timer = loop.call_at(request.deadline, self._feed, stream, TimeExpired())
+        stream.timer = loop.call_at(request.deadline, self._feed, stream, sessions.TimeExpired())
         self._running[request.id] = stream
         if not request.repeats_prompt:
             self._metrics.input_tokens.observe(request.prompt_tokens)
@@ -160,7 +143,7 @@ class RequestService:
             yield stream
         finally:
             self._cancel_latency.client_gone(session, loop.time())
-            self._feed(stream, ClientLeft())
+            self._feed(stream, sessions.ClientLeft())
             self._close(stream)
 
     # --- events in
@@ -191,13 +174,13 @@ class RequestService:
             if stream is None:
                 self._on_stray(instance, part, now)
             elif (token := stream.session.next_token(instance, part)) < 0:
-                self._feed(stream, PartReceived(instance, part))
+                self._feed(stream, sessions.PartReceived(instance, part))
             else:
                 assert stream.last_tokens is not None, "a stream that continues has had tokens"
                 gaps_s.append(now - stream.last_tokens)
                 stream.last_sign = stream.last_tokens = now
                 if stream.add_tokens((token,), None):
-                    self._feed(stream, StopFound())
+                    self._feed(stream, sessions.StopFound())
         self._metrics.inter_token.observe_all(gaps_s)
 
     def _on_stray(self, instance: str, part: Part, now: float) -> None:
@@ -214,38 +197,38 @@ class RequestService:
 
     # --- actions out
 
-    def _do(self, stream: Stream, actions: Sequence[Action]) -> None:
+    def _do(self, stream: Stream, actions: Sequence[sessions.Action]) -> None:
         tasks, name = self._runtime.tasks, stream.request.id
         for action in actions:
             match action:
-                case EmitTokens():
+                case sessions.EmitTokens():
                     self._emit_tokens(stream, action)
-                case SelectWorker():
+                case sessions.SelectWorker():
                     tasks.create_task(self._calls.select_worker(stream, action), name=f"select {name}")
-                case RetryLater():
+                case sessions.RetryLater():
                     tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
-                case DispatchAttempt():
+                case sessions.DispatchAttempt():
                     if action.attempt > 1:
                         self._metrics.migrations.inc()
                     tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
-                case WithdrawAttempt():
+                case sessions.WithdrawAttempt():
                     self._cancel(action.instance, Cancel(name, action.attempt))
-                case CountLoss():
+                case sessions.CountLoss():
                     self._count_loss(stream, action)
-                case PublishLoad():
+                case sessions.PublishLoad():
                     self._publish_load(stream, action.event)
-                case Finish() | Fail():
+                case sessions.Finish() | sessions.Fail():
                     stream.end(action)
                     self._close(stream)
                 case _:
                     assert_never(action)
 
-    async def _retry_later(self, stream: Stream, later: RetryLater) -> None:
+    async def _retry_later(self, stream: Stream, later: sessions.RetryLater) -> None:
         """Wait with jitter, because a worker that goes leaves many requests that wait."""
         await asyncio.sleep(later.pause_s * self._runtime.draw.uniform(0.5, 1.0))
-        self._feed(stream, RetryDue(later.attempt, asyncio.get_running_loop().time()))
+        self._feed(stream, sessions.RetryDue(later.attempt, asyncio.get_running_loop().time()))
 
-    def _count_loss(self, stream: Stream, action: CountLoss) -> None:
+    def _count_loss(self, stream: Stream, action: sessions.CountLoss) -> None:
         self._metrics.lost.labels(action.loss).inc()
         if action.had_tokens:
             stream.waiting_since = asyncio.get_running_loop().time()
@@ -266,7 +249,7 @@ class RequestService:
                 event = msgspec.structs.replace(event, first_token_s=first_token_s)
         self._outbox.publish_load(stream.request.model, event)
 
-    def _emit_tokens(self, stream: Stream, action: EmitTokens) -> None:
+    def _emit_tokens(self, stream: Stream, action: sessions.EmitTokens) -> None:
         now = asyncio.get_running_loop().time()
         if stream.last_tokens is None:
             self._metrics.first_token.observe(now - stream.started)
@@ -274,7 +257,7 @@ class RequestService:
             self._metrics.inter_token.observe((now - stream.last_tokens) / len(action.tokens))
         stream.last_tokens = now
         if stream.add_tokens(action.tokens, action.logprobs):
-            self._feed(stream, StopFound())
+            self._feed(stream, sessions.StopFound())
 
     def _close(self, stream: Stream) -> None:
         """Forget a request whose session has ended. Idempotent."""

@@ -23,7 +23,7 @@ from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol.chat_chunks import Usage, usage_of
 from services.frontend.requests.session import Fail, Finish, Session
 from services.frontend.tool_parsers.parse_result import join_pieces
-from shared.errors import HeadraceError, RequestTimeout
+from shared.errors import HeadraceError
 from shared.messages import Sampling, TokenLogprob
 
 T = TypeVar("T")
@@ -109,23 +109,24 @@ class Stream:
         self.finish = ""
         """Why the output ended: `stop`, `length` or `tool_calls`; empty before the end and after an error."""
         self.ended = False
+        self.error: HeadraceError | None = None
+        """The error that ended the request."""
         self.awaits_first_token = False
         """Whether the reader must wake for the first token, even if it brings no text."""
         self.embedding = b""
         """The embedding as `Part.embedding` has it, once the request has ended with one."""
-        self._output = request.output
+        self.output = request.output
         self._selector = StreamSelector() if selector is None else selector
         self._waiting: list[Delta] = []
         self._encode: Callable[[Delta], Any] | None = None
         self._send: Callable[[Any], bool] | None = None
-        self._error: HeadraceError | None = None
         self._stopped = False
 
     # --- for the service
 
     def add_tokens(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> bool:
         """Pass new tokens on as text; return whether they completed a stop string."""
-        self._pass_on(self._output.push(tokens, logprobs))
+        self._pass_on(self.output.push(tokens, logprobs))
         return self._stopped
 
     def end(self, last: Finish | Fail) -> None:
@@ -133,12 +134,12 @@ class Stream:
         if self._stopped:
             self.finish = "stop"
         elif isinstance(last, Fail):
-            self._error = last.error
+            self.error = last.error
         else:
-            self._pass_on(self._output.finish(short=last.reason == "length"))
+            self._pass_on(self.output.finish(short=last.reason == "length"))
             self.finish = "stop" if self._stopped else last.reason
             self.embedding = last.embedding
-        if self.finish == "stop" and self._output.calls:
+        if self.finish == "stop" and self.output.calls:
             self.finish = "tool_calls"
         self.ended = True
         self._selector.mark_ready(self)
@@ -167,7 +168,8 @@ class Stream:
             if (delta := self.pop_delta()) is not None:
                 yield delta
             elif self.ended:
-                self.raise_error()
+                if self.error is not None:
+                    raise self.error
                 return
             else:
                 await self._selector.wait_ready()
@@ -179,35 +181,15 @@ class Stream:
         waiting, self._waiting = self._waiting, []
         return waiting[0] if len(waiting) == 1 else join_deltas(waiting)
 
-    def raise_error(self) -> None:
-        """Raise the error that ended the request, if there is one."""
-        if self._error is not None:
-            raise self._error
-
     @property
     def prompt_computed(self) -> bool:
         """Whether a worker has computed the prompt: a token has come, or an end without an error."""
-        return bool(self.session.tokens) or (self.ended and self._error is None)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the request has ended with an error."""
-        return self._error is not None
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether a limit of time ended the request."""
-        return isinstance(self._error, RequestTimeout)
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """The number of output tokens up to the last one that brought reasoning text."""
-        return self._output.thinking_tokens
+        return bool(self.session.tokens) or (self.ended and self.error is None)
 
     @property
     def usage(self) -> Usage:
         """The tokens counted so far. The tokens of a stop string count; those after it do not."""
-        produced = self._output.counted if self._stopped else len(self.session.tokens)
+        produced = self.output.counted if self._stopped else len(self.session.tokens)
         session = self.session
         cached = (session.cached_tokens, session.cached_host_tokens, session.cached_disk_tokens)
         return usage_of(self.request.prompt_tokens, produced, *cached)

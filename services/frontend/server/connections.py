@@ -85,16 +85,15 @@ class Connections(Generic[C]):
 
     def pop_overdue(self, now: float) -> Iterator[tuple[C, CloseReason]]:
         """Remove and yield the connections that have waited too long."""
-        for waiting, limit_s, why in self._waiting():
+        states: tuple[tuple[dict[C, float], float, CloseReason], ...]
+        states = (self._idle, self._idle_s, "idle"), (self._header, self._header_s, "header")
+        for waiting, limit_s, why in states:
             while waiting:
                 connection, since = next(iter(waiting.items()))
                 if now - since < limit_s:
                     break
                 del waiting[connection]
                 yield connection, why
-
-    def _waiting(self) -> tuple[tuple[dict[C, float], float, CloseReason], ...]:
-        return (self._idle, self._idle_s, "idle"), (self._header, self._header_s, "header")
 
     def _discard(self, connection: C) -> bool:
         """Remove the connection from its state; return whether it had one."""

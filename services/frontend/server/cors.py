@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from services.frontend.config import ANY_ORIGIN
 from services.frontend.protocol.errors import Failure, failure
+from services.frontend.protocol.ignored_fields import IGNORED_HEADER
 
 _HEADERS = re.compile(r"[a-z0-9-]{1,64}(, ?[a-z0-9-]{1,64}){0,63}", re.IGNORECASE)
 _METHODS = ("GET", "POST", "DELETE")
-_EXPOSED = (
-    *("Retry-After", "X-Request-Id"),
-    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
-)
+_LIMITS = (f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens"))
+_EXPOSED = ", ".join(("Retry-After", "X-Request-Id", IGNORED_HEADER, *_LIMITS))
 """Response headers that a page may read in addition to those that the standard always allows."""
 _MAX_AGE_S = 600
 """Seconds that a browser may cache the answer to a preflight."""
@@ -34,18 +33,14 @@ class Cors:
         """Return the CORS headers of any answer; `origin` is the request's header of that name."""
         if not self._origins:
             return {}
-        if self._any:
-            return {"Access-Control-Allow-Origin": ANY_ORIGIN, "Access-Control-Expose-Headers": ", ".join(_EXPOSED)}
-        if origin not in self._origins or origin is None:
-            return {"Vary": "Origin"}
-        return {
-            "Access-Control-Allow-Origin": origin,
-            "Access-Control-Expose-Headers": ", ".join(_EXPOSED),
-            "Vary": "Origin",
-        }
+        allowed = ANY_ORIGIN if self._any else origin if origin in self._origins else None
+        vary = {} if self._any else {"Vary": "Origin"}
+        if allowed is None:
+            return vary
+        return {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": _EXPOSED, **vary}
 
     def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
-        """Tell whether a request is a preflight: a browser asks what it may send. It carries no key."""
+        """Return whether a request is a preflight: a browser asks what it may send. It carries no key."""
         wanted = "Origin" in headers and "Access-Control-Request-Method" in headers
         return method == "OPTIONS" and wanted and bool(self._origins)
 

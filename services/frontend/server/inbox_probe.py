@@ -47,7 +47,7 @@ class ClientInbox:
     async def send(self, payload: bytes, headers: Mapping[str, str] = JSON_HEADER) -> None:
         """Send a message of the answer. When the last one is sent, nats-server has them all.
 
-        Raises BusDown, also if an earlier message may be lost: an answer with a gap must not get an end."""
+        Raise BusDown, also if an earlier message may be lost: an answer with a gap must not get an end."""
         if self._connections is None:
             self._connections = self._bus.connections
         elif self._connections != self._bus.connections:
@@ -67,7 +67,7 @@ class ClientInbox:
         await self._bus.publish(self._subject, payload, headers=headers, no_responders=self._found_gone)
 
     async def probe(self) -> None:
-        """Make the next message a probe; if none came since the last call, send a keepalive. Raises BusDown.
+        """Make the next message a probe; if none came since the last call, send a keepalive. Raise BusDown.
 
         To be called every PROBE_S."""
         if self._due and self.keepalive is not None:

@@ -11,27 +11,30 @@ every answer                                    ──▶  X-Request-Id, the key
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from aiohttp import HttpVersion10, web
+from aiohttp.typedefs import Handler
 
 from services.frontend.auth.access import HEADER, Authenticator
 from services.frontend.auth.accounts import Account
 from services.frontend.config import HttpConfig
-from services.frontend.protocol.errors import Failure, failure_of
+from services.frontend.protocol.errors import Failure, failure_of, field_error
+from services.frontend.protocol.operations import FOREIGN_PATHS
 from services.frontend.server.cors import Cors
 from services.frontend.serving.request_context import RequestId, request_id
 from shared.errors import InvalidRequest
 
 REQUEST_ID_HEADER = "X-Request-Id"
 ENCODING_HEADER = "Content-Encoding"
+ANTHROPIC_PATHS = frozenset({FOREIGN_PATHS["messages"], FOREIGN_PATHS["count_tokens"]})
+"""Paths whose answers name the request in Anthropic's header too."""
+ANTHROPIC_KEY_HEADER = "X-Api-Key"
+"""The header that carries the key for Anthropic's clients: the key alone."""
 KEYLESS_PATHS = frozenset({"/live", "/health"})
 """Paths that need no API key, since a load balancer has none."""
 _REQUEST_ID = web.RequestKey("named", RequestId)
 _ACCOUNT = web.RequestKey("account", Account)
 _OPTIONS = 204
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Middleware:
@@ -53,7 +56,7 @@ class Middleware:
             return web.Response(status=_OPTIONS, headers=allowed)
         if request.path not in KEYLESS_PATHS:
             try:
-                account = self._access.authenticate(request.headers.get(HEADER))
+                account = self._access.authenticate(_authorization(request))
             except InvalidRequest as wrong:
                 return error_response(failure_of(wrong))
             if account is not None:
@@ -64,6 +67,8 @@ class Middleware:
         """Add the headers that every response has; an aiohttp `on_response_prepare` signal."""
         headers = response.headers
         headers[REQUEST_ID_HEADER] = request_id_of(request).shown
+        if request.path in ANTHROPIC_PATHS:
+            headers["Request-Id"] = headers[REQUEST_ID_HEADER]
         headers["X-Content-Type-Options"] = "nosniff"
         headers["Cache-Control"] = "no-store"
         headers.pop("Server", None)
@@ -72,19 +77,23 @@ class Middleware:
             headers.update(account.rate_limit_headers(asyncio.get_running_loop().time()))
 
 
+def _authorization(request: web.Request) -> str | None:
+    """Return the request's key as the header `Authorization` has it."""
+    key = request.headers.get(ANTHROPIC_KEY_HEADER)
+    return request.headers.get(HEADER) if key is None else f"Bearer {key}"
+
+
 def _malformed(request: web.Request) -> InvalidRequest | None:
     """Return what makes the request unacceptable on any path."""
     if request.version < HttpVersion10:
         return InvalidRequest("the request's first line names no HTTP version; send HTTP/1.0 or HTTP/1.1")
-    if len(request.headers.getall(HEADER, ())) > 1:
-        return InvalidRequest(f"{HEADER}: the header is there more than once; send one key", param=HEADER)
+    given = request.headers.getall(HEADER, ())
+    others = {f"Bearer {key}" for key in request.headers.getall(ANTHROPIC_KEY_HEADER, ())}
+    if len(given) > 1 or len({*given, *others}) > 1:
+        return field_error(HEADER, f"the request has more than one key, here or in {ANTHROPIC_KEY_HEADER}; send one")
     codings = ",".join(request.headers.getall(ENCODING_HEADER, ())).lower().split(",")
     if request.body_exists and {coding.strip() for coding in codings} - {"", "identity"}:
-        return InvalidRequest(
-            f"{ENCODING_HEADER}: encoded bodies are not supported; send the body uncompressed",
-            param=ENCODING_HEADER,
-            status=415,
-        )
+        return field_error(ENCODING_HEADER, "encoded bodies are not supported; send the body uncompressed", status=415)
     return None
 
 

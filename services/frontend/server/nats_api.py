@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -36,7 +37,7 @@ from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoL
 from services.frontend.server.middleware import REQUEST_ID_HEADER
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.dispatch import Dispatcher
-from services.frontend.serving.request_context import RequestContext, RequestId, request_id
+from services.frontend.serving.request_context import RequestId, ignored_header, request_id
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
@@ -89,7 +90,7 @@ _peek = msgspec.json.Decoder(_Peek).decode
 
 
 def _streams(body: bytes) -> bool:
-    """Tell whether a body asks for a stream. True for a body that is no JSON, since that is refused at once."""
+    """Return whether a body asks for a stream. True for a body that is no JSON, since that is refused at once."""
     try:
         return _peek(body).stream is True
     except (msgspec.DecodeError, RecursionError):
@@ -126,7 +127,7 @@ class NatsApi:
     async def start(self) -> None:
         """Subscribe to the subject of each operation, as a member of the queue group."""
         self._runtime.tasks.create_task(self._inboxes.run(), name="probe NATS clients")
-        receivers: dict[str, _Receiver] = {operation: self._receiver(operation) for operation in OPERATIONS}
+        receivers: dict[str, _Receiver] = {operation: partial(self._receive, operation) for operation in OPERATIONS}
         for operation, receive in (receivers | {"models": self._models}).items():
             subject = subjects.client(self._runtime.namespace, operation)
             self._subscriptions.append(
@@ -139,12 +140,9 @@ class NatsApi:
         """Unsubscribe: no new requests come, and those that run go on."""
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
 
-    def _receiver(self, operation: Operation) -> _Receiver:
-        async def receive(message: Message) -> None:
-            if (request := await self._accept(message)) is not None:
-                self._runtime.tasks.create_task(self._serve(operation, request), name=f"nats {operation}")
-
-        return receive
+    async def _receive(self, operation: Operation, message: Message) -> None:
+        if (request := await self._accept(message)) is not None:
+            self._runtime.tasks.create_task(self._serve(operation, request), name=f"nats {operation}")
 
     async def _models(self, message: Message) -> None:
         if (request := await self._accept(message)) is not None:
@@ -211,7 +209,7 @@ class NatsApi:
             self._metrics.requests.labels(operation, str(status)).inc()
 
     async def _answer(self, operation: Operation, request: _NatsRequest, inbox: ClientInbox) -> int:
-        """Send the answer or a failure; return its HTTP status. Raises BusDown."""
+        """Send the answer or a failure; return its HTTP status. Raise BusDown."""
         message = request.message
         may_probe = PROBE_HEADER in message.headers
         if may_probe:
@@ -220,16 +218,17 @@ class NatsApi:
             with self._frontend.admit(len(message.payload), request.account) as place:
                 if not (may_probe or _streams(message.payload)):
                     place.count_unasked()
-                begun = asyncio.get_running_loop().time()
-                asking = RequestContext(request.id, place, begun, message.headers.get(deadline.HEADER))
-                async with self._exchange.answer(operation, message.payload, asking) as reply:
-                    if not reply.streamed:
-                        await inbox.send(await reply.full_body(), request.last_headers())
+                context = self._exchange.context(request.id, place, message.headers.get(deadline.HEADER))
+                async with self._exchange.answer(operation, message.payload, context) as reply:
+                    ignored = ignored_header(context.ignored)
+                    if isinstance(reply, bytes):
+                        await inbox.send(reply, request.last_headers() | ignored)
                         return 200
                     if inbox.keepalive is None:
                         inbox.keepalive = reply.keepalive_chunk()
                     async for chunk in reply.chunks():
-                        await inbox.send(chunk.payload, request.last_headers() if chunk.last else JSON_HEADER)
+                        headers = request.last_headers() | ignored if chunk.last else JSON_HEADER
+                        await inbox.send(chunk.payload, headers)
                     return 200
         except BusDown:
             raise

@@ -17,19 +17,21 @@ import logging
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import ssl
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
 
 from services.frontend.config import HttpConfig
 from services.frontend.metrics import Metrics
 from services.frontend.protocol.errors import Failure, failure, failure_of
 from services.frontend.server.connections import CloseReason, Connections
-from services.frontend.server.tls import Acceptor, Certificate, Handshake
+from services.frontend.server.tls import SHUTDOWN_S, Acceptor, Handshake, certificate
 from shared.errors import ConfigError, Unavailable
 from shared.runtime.observe import advertised
 
@@ -63,9 +65,6 @@ _no_log = logging.getLogger(f"{__name__}.access")
 _no_log.disabled = True
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
 class Port:
     """The listening side of one process. `track_request` must be the application's outermost middleware."""
 
@@ -80,7 +79,8 @@ class Port:
         self._acceptor: Acceptor | None = None
         """Only with TLS."""
         self._connect: Callable[[Handshake | None], _HttpConnection]
-        self._certificate = Certificate(config, metrics) if config.tls_cert else None
+        self._tls = bool(config.tls_cert)
+        self._context: ssl.SSLContext
         self._tasks: asyncio.TaskGroup
         """The tasks of TLS handshakes."""
         self._sweeping: asyncio.TimerHandle
@@ -123,14 +123,6 @@ class Port:
         self._metrics.connections.set(len(self.connections))
         return True
 
-    def handshake_done(self, connection: Handshake) -> None:
-        """Forget a handshake that succeeded; the HTTP connection that it becomes is added at once."""
-        self.connections.remove(connection)
-
-    def handshake_failed(self) -> None:
-        """Count a TLS handshake that failed: wrong protocol, timeout or disconnect."""
-        self._metrics.closed_connections.labels("handshake").inc()
-
     def bytes_received(self, connection: AnyConnection) -> None:
         """Record that bytes came on a connection."""
         self.connections.bytes_received(connection, self._now())
@@ -145,20 +137,22 @@ class Port:
     # --- start and shutdown
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """With TLS, read the certificate and reload it whenever its files change. Raises ConfigError."""
-        if self._certificate is not None:
+        """With TLS, read the certificate and reload it whenever its files change. Raise ConfigError."""
+        if self._tls:
             self._tasks = tasks
-            await self._certificate.load_and_watch(tasks)
+            await certificate(self._config, self._metrics, self._use_context).start(tasks, "reload the certificate")
+
+    def _use_context(self, context: ssl.SSLContext) -> None:
+        self._context = context
 
     @asynccontextmanager
     async def open(self, app: web.Application) -> AsyncIterator[str]:
-        """Listen while the context is open; yields the base URL. Raises ConfigError if the port cannot be opened."""
+        """Listen while the context is open; yield the base URL. Raise ConfigError if the port cannot be opened."""
         config, loop = self._config, asyncio.get_running_loop()
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         assert runner.server is not None
         self._connect = partial(_HttpConnection, self, runner.server, loop)
-        tls = self._certificate is not None
         self._sweep()
         try:
             try:
@@ -166,14 +160,14 @@ class Port:
                     *(partial(self._connect, None), config.host, config.port),
                     reuse_port=config.reuse_port,
                     backlog=BACKLOG,
-                    start_serving=not tls,
+                    start_serving=not self._tls,
                 )
-                if tls:
+                if self._tls:
                     self._acceptor = Acceptor(self._server, BACKLOG, self._begin_handshake)
             except OSError as wrong:
                 raise ConfigError(f"http: cannot listen on {config.host}:{config.port}: {wrong.strerror}") from None
             host, port = advertised(config.host), self._server.sockets[0].getsockname()[1]
-            scheme = "https" if tls else "http"
+            scheme = "https" if self._tls else "http"
             url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
             _log.info("listening on %s", url)
             yield url
@@ -183,10 +177,26 @@ class Port:
             await runner.cleanup()
 
     def _begin_handshake(self, accepted: socket.socket) -> None:
-        assert self._certificate is not None
-        handshake = Handshake(accepted)
-        plain = partial(self._connect, handshake)
-        handshake.begin(self, self._certificate.context, plain, self._config.header_s, self._tasks)
+        handshake = Handshake()
+        if self.admit_connection(handshake):
+            running = self._shake_hands(handshake, accepted, self._context)
+            handshake.task = self._tasks.create_task(running, name="TLS handshake")
+        else:
+            accepted.close()
+
+    async def _shake_hands(self, handshake: Handshake, accepted: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                partial(self._connect, handshake),
+                accepted,
+                ssl=context,
+                ssl_handshake_timeout=self._config.header_s,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )
+        except OSError:  # SSLError, timeout and connection reset are subclasses
+            self._metrics.closed_connections.labels("handshake").inc()
+        finally:
+            self.connection_closed(handshake)
 
     async def announce_closing(self) -> None:
         """Serve for `drain_delay_s` more; each answer announces that its connection closes."""
@@ -221,11 +231,11 @@ class Port:
                 listener.shutdown(socket.SHUT_RD)  # uvloop may close its own socket only a turn later
         server.close()
         for connection in accepted:
-            if self._certificate is None:
-                await asyncio.get_running_loop().connect_accepted_socket(partial(self._connect, None), connection)
-            else:
+            if self._tls:
                 connection.setblocking(False)
                 self._begin_handshake(connection)
+            else:
+                await asyncio.get_running_loop().connect_accepted_socket(partial(self._connect, None), connection)
         await asyncio.sleep(0)  # connections that uvloop has just accepted appear in the loop's next turn
 
     def _sweep(self) -> None:
@@ -274,7 +284,7 @@ class _HttpConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._handshake is not None:
-            self._port.handshake_done(self._handshake)
+            self._port.connections.remove(self._handshake)  # this connection takes its place
         if self._port.admit_connection(self):
             super().connection_made(transport)
         else:
@@ -305,7 +315,7 @@ class _HttpConnection(web.RequestHandler):
         super().data_received(data)
 
     def may_leak_trailer(self, request: web.Request) -> bool:
-        """Tell whether a trailer of this request may become a header of the next one. Then the connection must close.
+        """Return whether a trailer of this request may become a header of the next one. Then the connection must close.
 
         aiohttp's parser (3.14.5) takes the last trailer of a chunked body for the first header of the next request. A
         request surely has no trailer if it is complete, LAST_CHUNK came last and no other request has come: `0` is no

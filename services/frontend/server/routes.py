@@ -13,10 +13,13 @@ server/middleware.py checks keys and adds the headers that all answers have.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 from aiohttp import HttpVersion11, web
+from aiohttp.typedefs import Handler
+from msgspec import Struct
 
 from services.frontend.config import HttpConfig
 from services.frontend.metrics import Metrics
@@ -24,16 +27,24 @@ from services.frontend.openapi import document
 from services.frontend.openapi.chunk_structs import Version
 from services.frontend.protocol.decoding import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.protocol.errors import failure, failure_of
-from services.frontend.protocol.operations import PATHS, STORED_METHODS, STORED_PATH, Operation
+from services.frontend.protocol.operations import (
+    FOREIGN_PATHS,
+    PATHS,
+    STORED_METHODS,
+    STORED_PATH,
+    ForeignOperation,
+    Operation,
+)
 from services.frontend.requests import deadline
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.service import RequestService
 from services.frontend.server.middleware import Middleware, account_of, error_response, request_id_of
 from services.frontend.server.port import Port
 from services.frontend.server.sse import ResponseBody
-from services.frontend.serving.dispatch import Dispatcher
-from services.frontend.serving.reply import Reply
-from services.frontend.serving.request_context import RequestContext
+from services.frontend.serving.dispatch import Dispatcher, Reply
+from services.frontend.serving.foreign import foreign_error
+from services.frontend.serving.reply import Framing
+from services.frontend.serving.request_context import ignored_header
 from shared.errors import HeadraceError, InvalidRequest
 from shared.version import VERSION
 
@@ -43,86 +54,76 @@ _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "X-Accel-Buffering": "no",  # keeps nginx from collecting chunks
 }
+_HEADERS: dict[Framing, dict[str, str]] = {
+    "data": _SSE_HEADERS,
+    "event": _SSE_HEADERS,
+    "line": {**_SSE_HEADERS, "Content-Type": "application/x-ndjson"},
+}
 CLIENT_GONE = 499
 """nginx's status for a client that disconnected before its answer. It is only counted in metrics, never sent."""
 
 
-class HttpApi:
+class HttpApi(Struct):
     """The aiohttp application and its handlers."""
 
-    def __init__(
-        self,
-        exchange: Dispatcher,
-        frontend: RequestService,
-        metrics: Metrics,
-        config: HttpConfig,
-        port: Port,
-        middleware: Middleware,
-    ) -> None:
-        self._exchange = exchange
-        self._frontend = frontend
-        self._metrics = metrics
-        self._config = config
-        self._port = port
-        self._middleware = middleware
-        self.url = ""
-        """The base URL where the application listens, set once it does."""
+    exchange: Dispatcher
+    frontend: RequestService
+    metrics: Metrics
+    config: HttpConfig
+    port: Port
+    middleware: Middleware
+    url: str = ""
+    """The base URL where the application listens, set once it does."""
 
     def app(self, document_json: bytes) -> web.Application:
         """Make the application with all routes. `document_json` is the OpenAPI document that it serves."""
-        middlewares = [self._port.track_request, _openai_errors, self._middleware.handle]
+        middlewares = [self.port.track_request, _error_bodies, self.middleware.handle]
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
-        app.on_response_prepare.append(self._port.add_connection_header)
-        app.on_response_prepare.append(self._middleware.add_headers)
-        for operation, path in PATHS.items():
-            app.router.add_post(path, self._handler(operation), expect_handler=_continue_later)
+        app.on_response_prepare.append(self.port.add_connection_header)
+        app.on_response_prepare.append(self.middleware.add_headers)
+        for operation, path in (*PATHS.items(), *FOREIGN_PATHS.items()):
+            app.router.add_post(path, partial(self._counted, operation), expect_handler=_continue_later)
         for operation, method in STORED_METHODS.items():
-            app.router.add_route(method, STORED_PATH, self._handler(operation))
+            app.router.add_route(method, STORED_PATH, partial(self._counted, operation))
 
-        async def openapi(_request: web.Request) -> web.Response:
-            return _respond(200, document_json)
-
-        async def version(_request: web.Request) -> web.Response:
-            return _respond(200, msgspec.json.encode(Version(VERSION)))
-
-        app.router.add_get(document.PATH, openapi)
-        app.router.add_get("/version", version)
+        for path, page in self.exchange.foreign.pages().items():
+            app.router.add_get(path, partial(_page, page))
+        app.router.add_get(document.PATH, partial(_respond, document_json))
+        app.router.add_get("/version", partial(_respond, msgspec.json.encode(Version(VERSION))))
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app
 
-    def _handler(self, operation: Operation) -> _Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await self._counted(operation, request)
-
-        return handle
-
-    async def _counted(self, operation: Operation, request: web.Request) -> web.StreamResponse:
+    async def _counted(self, operation: Operation | ForeignOperation, request: web.Request) -> web.StreamResponse:
         status = 500  # aiohttp's answer to an unexpected exception
         try:
             response, status = await self._answer(operation, request)
         except (asyncio.CancelledError, ConnectionError):
             status = CLIENT_GONE
-            self._metrics.disconnected.inc()
+            self.metrics.disconnected.inc()
             raise
         finally:
-            self._metrics.requests.labels(operation, str(status)).inc()
+            self.metrics.requests.labels(operation, str(status)).inc()
         return response
 
-    async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
+    async def _answer(
+        self, operation: Operation | ForeignOperation, request: web.Request
+    ) -> tuple[web.StreamResponse, int]:
         """Return the response and the status to count, which for a failed stream is the failure's."""
         try:
-            with self._frontend.reserve(account_of(request)) as place:
+            with self.frontend.reserve(account_of(request)) as place:
                 sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.admit()
-                begun = asyncio.get_running_loop().time()
-                asking = RequestContext(request_id_of(request), place, begun, request.headers.get(deadline.HEADER))
-                answer = self._exchange.answer(operation, sent, asking)
+                context = self.exchange.context(request_id_of(request), place, request.headers.get(deadline.HEADER))
+                answer = self.exchange.answer(operation, sent, context)
                 del sent  # the operation drops it too once it has decoded it
                 async with answer as reply:
-                    if reply.streamed:
-                        return await self._stream(request, reply)
-                    return await self._whole(request, await reply.full_body()), 200
+                    headers = ignored_header(context.ignored)
+                    if isinstance(reply, bytes):
+                        headers = {"Content-Type": _JSON, **headers}
+                        body = ResponseBody(request, headers, unread_s=self.config.unread_s)
+                        return await body.write_all(reply), 200
+                    return await self._stream(request, reply, {**_HEADERS[reply.framing], **headers})
         except HeadraceError as error:
             wrong = failure_of(error)
             return error_response(wrong), wrong.status
@@ -136,7 +137,7 @@ class HttpApi:
             request.transport.write(_CONTINUE)
         body = bytearray()
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout(self.config.body_timeout_s):
                 while piece := await request.content.readany():
                     if len(body) + len(piece) > BODY_LIMIT_BYTES:
                         raise body_too_large(None)
@@ -148,12 +149,11 @@ class HttpApi:
         except TimeoutError:
             raise InvalidRequest("the body did not arrive in time", code="request_timeout", status=408) from None
 
-    async def _whole(self, request: web.Request, payload: bytes) -> web.StreamResponse:
-        return await ResponseBody(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s).write_all(payload)
-
-    async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
-        body = ResponseBody(request, _SSE_HEADERS, unread_s=self._config.unread_s, typed_events=reply.typed_events)
-        status, last = 200, None if reply.typed_events else b"[DONE]"
+    async def _stream(
+        self, request: web.Request, reply: Reply, headers: Mapping[str, str]
+    ) -> tuple[web.StreamResponse, int]:
+        body = ResponseBody(request, headers, unread_s=self.config.unread_s, framing=reply.framing)
+        status, last = 200, b"[DONE]" if reply.framing == "data" else None
         try:
             async for chunk in reply.chunks(body.try_send):
                 await body.write(chunk.payload, more=chunk.more)
@@ -164,12 +164,12 @@ class HttpApi:
             status, last = wrong.status, reply.error_chunk(wrong)
         return await body.end(last), status
 
-    async def _list_models(self, _request: web.Request) -> web.Response:
-        return _respond(200, self._exchange.models())
+    async def _list_models(self, request: web.Request) -> web.Response:
+        return await _respond(self.exchange.models(), request)
 
     async def _one_model(self, request: web.Request) -> web.Response:
         try:
-            return _respond(200, self._exchange.model(request.match_info["model"]))
+            return await _respond(self.exchange.model(request.match_info["model"]), request)
         except HeadraceError as error:
             return error_response(failure_of(error))
 
@@ -184,14 +184,12 @@ async def _continue_later(_request: web.Request) -> None:
     request has a place."""
 
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
 @web.middleware
-async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Turn aiohttp's own refusals into OpenAI's error object."""
+async def _error_bodies(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn aiohttp's own refusals into OpenAI's error object, and all refusals on paths of another provider's API into
+    that API's form."""
     try:
-        return await handler(request)
+        response = await handler(request)
     except web.HTTPException as refusal:
         if refusal.status < 400:
             raise
@@ -199,8 +197,15 @@ async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamR
         response = error_response(failure(refusal.status, message, "invalid_request_error"))
         if "Allow" in refusal.headers:
             response.headers["Allow"] = refusal.headers["Allow"]
-        return response
+    if response.status >= 400 and isinstance(response, web.Response) and isinstance(response.body, bytes):
+        response.body = foreign_error(request.path, response.status, response.body)
+    return response
 
 
-def _respond(status: int, payload: bytes) -> web.Response:
-    return web.Response(status=status, body=payload, content_type=_JSON)
+async def _page(content: Callable[[], bytes | str], request: web.Request) -> web.Response:
+    page = content()
+    return web.Response(text=page) if isinstance(page, str) else await _respond(page, request)
+
+
+async def _respond(payload: bytes, _request: web.Request) -> web.Response:
+    return web.Response(body=payload, content_type=_JSON)

@@ -1,4 +1,4 @@
-"""Writes the body of an HTTP answer, as server-sent events or as a whole, straight to the transport.
+"""Writes the body of an HTTP answer, as server-sent events, lines or a whole, straight to the transport.
 
     headers ──▶ chunks as the kernel accepts them:  %x CRLF  data: … LF LF  CRLF  ──▶ last events, end of the body
 
@@ -22,6 +22,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
 
+from services.frontend.serving.reply import Framing
+
 UNSENT_BYTES = 16 << 10
 """Bytes that the kernel holds beyond the client's window; its own default would be 4 MiB."""
 CHUNK_BYTES = 64 << 10
@@ -39,10 +41,9 @@ class ResponseBody:
     """The body of one response, from its headers to its end."""
 
     def __init__(
-        self, request: web.Request, headers: Mapping[str, str], *, unread_s: float, typed_events: bool = False
+        self, request: web.Request, headers: Mapping[str, str], *, unread_s: float, framing: Framing = "data"
     ) -> None:
-        """With `typed_events`, each event is named by its first field, `type`. Raises ConnectionError if the client has
-        already disconnected."""
+        """Raise ConnectionError if the client has already disconnected."""
         if request.transport is None:
             raise ConnectionResetError("the client has disconnected")
         self._request = request
@@ -50,7 +51,9 @@ class ResponseBody:
         self._response = _Response(headers=headers)
         self._chunked = request.version >= HttpVersion11
         self._unread_s = unread_s
-        self._typed_events = typed_events
+        self._lead = _LEADS[framing]
+        """What precedes an event; None: its name, which differs."""
+        self._end = b"\n" if framing == "line" else b"\n\n"
         self._held = b""
         """Events that leave together with the next one."""
 
@@ -65,24 +68,24 @@ class ResponseBody:
         transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size():
             return False
-        lead = _lead(payload) if self._typed_events else b"data: "
+        lead, end = _named_lead(payload) if self._lead is None else self._lead, self._end
         if self._chunked:
-            transport.write(b"%x\r\n%b%b\n\n\r\n" % (len(lead) + len(payload) + 2, lead, payload))
+            transport.write(b"%x\r\n%b%b%b\r\n" % (len(lead) + len(payload) + len(end), lead, payload, end))
         else:
-            transport.write(b"%b%b\n\n" % (lead, payload))
+            transport.write(b"%b%b%b" % (lead, payload, end))
         return True
 
     async def write(self, payload: bytes, *, more: bool = False) -> None:
         """Send an event as soon as the client reads; with `more`, hold it until the next one.
 
-        Raises ConnectionError if the client has disconnected or does not read.
+        Raise ConnectionError if the client has disconnected or does not read.
         """
         self._hold(payload)
         if not more:
             await self._flush()
 
     def _hold(self, payload: bytes) -> None:
-        self._held += b"%b%b\n\n" % (_lead(payload) if self._typed_events else b"data: ", payload)
+        self._held += b"%b%b%b" % (_named_lead(payload) if self._lead is None else self._lead, payload, self._end)
 
     async def _flush(self) -> None:
         held, self._held = self._held, b""
@@ -97,7 +100,7 @@ class ResponseBody:
                     await self._response.write(chunk)
 
     async def end(self, payload: bytes | None) -> web.StreamResponse:
-        """Send the last event, if any, and end the body. Raises ConnectionError like `write`."""
+        """Send the last event, if any, and end the body. Raise ConnectionError like `write`."""
         if payload is not None:
             self._hold(payload)
         if len(self._held) > CHUNK_BYTES:
@@ -108,7 +111,7 @@ class ResponseBody:
         return self._response
 
     async def write_all(self, payload: bytes) -> web.StreamResponse:
-        """Send `payload` as the whole body, in place of events. Raises ConnectionError like `write`."""
+        """Send `payload` as the whole body, in place of events. Raise ConnectionError like `write`."""
         self._response.content_length = len(payload)
         await self._begin()
         for start in range(0, len(payload), CHUNK_BYTES):
@@ -144,7 +147,10 @@ class ResponseBody:
             raise ConnectionAbortedError(f"the client has not read for {self._unread_s:g} s") from None
 
 
-def _lead(payload: bytes) -> bytes:
+_LEADS: dict[Framing, bytes | None] = {"data": b"data: ", "event": None, "line": b""}
+
+
+def _named_lead(payload: bytes) -> bytes:
     """Return what precedes an event {"type":"name",…} on the wire: its name."""
     return b"event: %b\ndata: " % payload[_NAME_AT : payload.index(b'"', _NAME_AT)]
 

@@ -19,7 +19,6 @@ import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from services.frontend.auth.file_reload import FileReloader
 from services.frontend.config import HttpConfig
@@ -38,35 +37,21 @@ ACCEPT_RETRY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Certificate:
-    """The certificate and key of the port, as a TLS context."""
-
-    def __init__(self, config: HttpConfig, metrics: Metrics) -> None:
-        self.context: ssl.SSLContext
-        """Set by `load_and_watch`, and again whenever the files change."""
-        cert, key = Path(config.tls_cert), Path(config.tls_key)
-        self._files = FileReloader(
-            f"http.tls_cert {cert}, http.tls_key {key}",
-            [cert, key],
-            FILE_LIMIT_BYTES,
-            lambda _: tls_context(
-                cert, key
-            ),  # OpenSSL reads the files itself; a change in between is noticed at the next poll
-            self._use,
-            metrics.stale_files.labels("tls"),
-        )
-
-    async def load_and_watch(self, tasks: asyncio.TaskGroup) -> None:
-        """Read the files now, and in a task whenever they change. Raises ConfigError."""
-        await self._files.load()
-        tasks.create_task(self._files.run(), name="reload the certificate")
-
-    def _use(self, context: ssl.SSLContext) -> None:
-        self.context = context
+def certificate(
+    config: HttpConfig, metrics: Metrics, use: Callable[[ssl.SSLContext], None]
+) -> FileReloader[ssl.SSLContext]:
+    """Return what reads the certificate and key of the port. `use` gets the TLS context, again whenever the files
+    change."""
+    cert, key = Path(config.tls_cert), Path(config.tls_key)
+    what = f"http.tls_cert {cert}, http.tls_key {key}"
+    # OpenSSL reads the files itself; a change in between is noticed at the next poll.
+    return FileReloader(
+        what, [cert, key], FILE_LIMIT_BYTES, lambda _: tls_context(cert, key), use, metrics.stale_files.labels("tls")
+    )
 
 
 def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Make the TLS context. Raises ConfigError if certificate and key cannot be read or do not belong together."""
+    """Make the TLS context. Raise ConfigError if certificate and key cannot be read or do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -82,65 +67,18 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-class HandshakePort(Protocol):
-    """The part of the port that a handshake reports to."""
-
-    def admit_connection(self, connection: Handshake) -> bool: ...
-
-    def connection_closed(self, connection: Handshake) -> None: ...
-
-    def handshake_failed(self) -> None: ...
-
-
 class Handshake:
     """One connection until its TLS handshake is done."""
 
     transport = None
     """None, since nothing can be written before the handshake."""
-
-    def __init__(self, accepted: socket.socket) -> None:
-        self._accepted = accepted
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(
-        self,
-        port: HandshakePort,
-        context: ssl.SSLContext,
-        make_protocol: Callable[[], asyncio.Protocol],
-        limit_s: float,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        """Start the handshake in a task, or close the connection if the port has no room. `make_protocol` makes the
-        protocol that takes over; that calls the port's `handshake_done`."""
-        if port.admit_connection(self):
-            self._task = tasks.create_task(self._run(port, context, make_protocol, limit_s), name="TLS handshake")
-        else:
-            self._accepted.close()
+    task: asyncio.Task[None] | None = None
+    """Does the handshake."""
 
     def force_close(self) -> None:
         """Abandon the handshake and close the connection."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(
-        self,
-        port: HandshakePort,
-        context: ssl.SSLContext,
-        make_protocol: Callable[[], asyncio.Protocol],
-        limit_s: float,
-    ) -> None:
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                make_protocol,
-                self._accepted,
-                ssl=context,
-                ssl_handshake_timeout=limit_s,
-                ssl_shutdown_timeout=SHUTDOWN_S,
-            )
-        except OSError:  # SSLError, timeout and connection reset are subclasses
-            port.handshake_failed()
-        finally:
-            port.connection_closed(self)
+        if self.task is not None:
+            self.task.cancel()
 
 
 class Acceptor:

@@ -14,24 +14,18 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from services.frontend.auth.accounts import TokenUse
+from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics
-from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
+from services.frontend.models import preprocess
+from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS, ChatTemplate
 from services.frontend.models.model import Model, ModelLimits
-from services.frontend.models.preprocess import (
-    Prompt,
-    check_encoded,
-    check_vocabulary,
-    encode_between,
-    encode_chat,
-    encode_text,
-    fit_context,
-    render_chat,
-)
+from services.frontend.models.preprocess import Prompt
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.output import Output
 from services.frontend.output.parsed_output import ParsedOutput
@@ -39,13 +33,15 @@ from services.frontend.protocol import chat
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
 from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, prompts_of
+from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan, plan_reasoning
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
-from services.frontend.serving.choices import ChatReply, Choices, open_choices
-from services.frontend.serving.reply import Reply
+from services.frontend.serving.choices import Choices, open_choices
+from services.frontend.serving.reply import ChatReply
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.tokenize import detokenize
 from services.frontend.structured.compiler import GrammarCompiler
@@ -56,6 +52,7 @@ from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
+from shared.messages import SamplingDefaults
 
 TextRequest = ChatRequest | CompletionRequest
 """The body of a request for text."""
@@ -77,56 +74,55 @@ class PreparedChat(Struct, frozen=True):
     """Whether the client asked for less time than the server's default."""
 
 
-class ServingChat:
+class ServingChat(Struct, frozen=True):
     """Answers chats and completions."""
 
-    def __init__(
-        self,
-        service: RequestService,
-        models: ModelRegistry,
-        pool: Executor,
-        metrics: Metrics,
-        grammars: GrammarCompiler,
-    ) -> None:
-        self._service = service
-        self._grammars = grammars
-        self._metrics = metrics
-        self._models = models
-        self._pool = pool
+    service: RequestService
+    models: ModelRegistry
+    pool: Executor
+    metrics: Metrics
+    grammars: GrammarCompiler
+    config: FrontendConfig
 
     @asynccontextmanager
-    async def answer(self, request: TextRequest, context: RequestContext) -> AsyncIterator[Reply]:
-        """Answer in the form that the request asks for. Raises as `prepare` and `run` do."""
+    async def answer(self, request: TextRequest, context: RequestContext) -> AsyncIterator[ChatReply | bytes]:
+        """Answer in the form that the request asks for: a stream, or one JSON object. Raise what `prepare` and `run`
+        raise."""
         prepared = await self.prepare(request, context)
         encoders = _encoders(request, context.id, prepared)
         streamed, with_usage = bool(request.stream), _with_usage(request)
         del request  # up to a megabyte of prompt, which the answer does not need
         async with self.run(prepared, context) as choices:
-            yield ChatReply(encoders, choices, prepared.echoes, streamed=streamed, with_usage=with_usage)
+            reply = ChatReply(encoders, choices, prepared.echoes, with_usage)
+            yield reply if streamed else await reply.full_body()
 
-    async def prepare(self, request: TextRequest, context: RequestContext) -> PreparedChat:
-        """Check and tokenise a request, admit its tokens and charge them to its key. Raises InvalidRequest, Overloaded,
-        RateLimited, Unavailable and RequestTimeout."""
-        deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self._service.limits)
-        model, limits = self._models.find(request.model)
+    async def prepare(
+        self, request: TextRequest, context: RequestContext, default_tokens: int | None = DEFAULT_TOKENS
+    ) -> PreparedChat:
+        """Check and tokenise a request, admit its tokens and charge them to its key. `default_tokens` is the limit of a
+        completion that has none; None: the rest of the context. Raise InvalidRequest, Overloaded, RateLimited,
+        Unavailable and RequestTimeout."""
+        deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
+        model, limits = self.models.find(request.model)
         try:
             async with asyncio.timeout_at(deadline.at):
-                prompts, plan = await self._prompts(request, model, limits)
-                grammar = await self._grammar(request, model, limits, plan)
+                prompts, plan = await self._prompts(request, model, limits, context.ignored, default_tokens)
+                grammar = await self._grammar(request, model, limits, plan, context.ignored)
                 echoes = await self._echoes(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         charged = _admit(request, prompts, context.permit)
         return PreparedChat(
             model=model.name,
-            prompts=_requests(
+            prompts=self._requests(
                 context.id.unique,
                 request,
                 model,
                 prompts,
+                plan,
                 grammar,
                 deadline.at,
-                lambda: self._output(request, model, plan),
+                sampling_defaults(limits, self.config),
             ),
             echoes=echoes,
             parsed=_is_parsed(request, plan),
@@ -134,17 +130,27 @@ class ServingChat:
             deadline_shortened=deadline.shortened,
         )
 
+    async def count_prompt(self, request: ChatRequest, context: RequestContext) -> int:
+        """Return how many tokens the prompt of a chat has. Raise InvalidRequest, Unavailable and RequestTimeout."""
+        deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
+        try:
+            async with asyncio.timeout_at(deadline.at):
+                tokens, _ = await self._chat(request, *self.models.find(request.model), context.ignored)
+        except TimeoutError:
+            raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
+        return len(tokens) // 4
+
     @asynccontextmanager
     async def run(self, prepared: PreparedChat, context: RequestContext) -> AsyncIterator[Choices]:
         """Compute a prepared request. Leaving the context cancels what still runs, and notes what it cost its key."""
-        async with open_choices(self._service.open, prepared.prompts) as choices:
+        async with open_choices(self.service.open, prepared.prompts) as choices:
             try:
                 yield choices
             finally:
                 context.permit.spent = _spent(prepared, choices)
 
     async def _echoes(self, request: TextRequest, model: Model) -> list[str]:
-        """Return the text before the answer of each choice. Raises InvalidRequest."""
+        """Return the text before the answer of each choice. Raise InvalidRequest."""
         count = request.n or 1
         if isinstance(request, ChatRequest):
             return [""] * count
@@ -153,83 +159,131 @@ class ServingChat:
             return [""] * (count * len(prompts))
         texts = [one if isinstance(one, str) else await detokenize(model, one, param=param) for param, one in prompts]
         if count * sum(map(len, texts)) > RENDERED_LIMIT_CHARACTERS:
-            wrong = f"echo: the prompts of all answers have more than {RENDERED_LIMIT_CHARACTERS} characters"
-            raise InvalidRequest(wrong, param="echo")
+            why = f"the prompts of all answers have more than {RENDERED_LIMIT_CHARACTERS} characters"
+            raise field_error("echo", why)
         return [text for text in texts for _ in range(count)]
 
-    def _check_choices(self, count: int, prompts: int) -> None:
-        """Raise InvalidRequest if the request wants too many choices."""
-        limits = self._service.limits
-        limit = min(limits.choices, limits.requests)
-        if count * prompts > limit:
-            param = "n" if prompts == 1 else "prompt"
-            raise InvalidRequest(f"{param}: {count * prompts} choices in one request, more than {limit}", param=param)
-
-    async def _prompts(self, request: TextRequest, model: Model, limits: ModelLimits) -> tuple[list[Prompt], ParsePlan]:
-        """Tokenise the prompts; return them and what the answers are parsed for. Raises InvalidRequest."""
-        for at, token in enumerate(request.stop_token_ids or ()):
-            if token >= limits.vocab_size:
-                raise InvalidRequest(
-                    f"token id {token} is outside the vocabulary of {limits.vocab_size}", param=f"stop_token_ids[{at}]"
-                )
+    async def _prompts(
+        self,
+        request: TextRequest,
+        model: Model,
+        limits: ModelLimits,
+        ignored: IgnoredFields,
+        default_tokens: int | None,
+    ) -> tuple[list[Prompt], ParsePlan]:
+        """Tokenise the prompts; return them and what the answers are parsed for. Raise InvalidRequest."""
+        preprocess.check_vocabulary(request.stop_token_ids or (), limits, param="stop_token_ids")
         _check_biases(request.logit_bias or {}, model, limits)
         max_tokens, limit_param = chat.token_limit(request)
-
-        def fitted(tokens: bytes, param: str, default: int | None) -> Prompt:
-            return fit_context(
-                tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param
-            )
-
+        prompts = [] if isinstance(request, ChatRequest) else prompts_of(request)
+        choices = (request.n or 1) * (len(prompts) or 1)
+        if choices > (limit := min(self.service.limits.choices, self.service.limits.requests)):
+            param = "prompt" if len(prompts) > 1 else "n"
+            raise field_error(param, f"{choices} choices in one request, more than {limit}")
+        fitted = partial(preprocess.fit_context, limits=limits, max_tokens=max_tokens, limit_param=limit_param)
         if isinstance(request, ChatRequest):
-            self._check_choices(request.n or 1, 1)
-            tokens, plan = await self._chat(request, model, limits)
-            return [fitted(tokens, "messages", None)], plan
-        prompts = prompts_of(request)
-        self._check_choices(request.n or 1, len(prompts))
+            tokens, plan = await self._chat(request, model, limits, ignored)
+            return [fitted(tokens, default=self.config.default_max_tokens or None, param="messages")], plan
         found: list[Prompt] = []
         for param, given in prompts:
             if found:
                 await asyncio.sleep(0)  # each blocks the loop for a millisecond at most, all of them for 100
             tokens = await self._text(given, request.suffix or "", model, limits, param)
-            found.append(fitted(tokens, param, DEFAULT_TOKENS))
+            found.append(fitted(tokens, default=default_tokens, param=param))
         return found, ParsePlan()
 
-    async def _chat(self, request: ChatRequest, model: Model, limits: ModelLimits) -> tuple[bytes, ParsePlan]:
+    async def _chat(
+        self, request: ChatRequest, model: Model, limits: ModelLimits, ignored: IgnoredFields
+    ) -> tuple[bytes, ParsePlan]:
         tools = chat.offered_tools(request)
-        more = _reasoning(request, model).template_kwargs
-        text = await render_chat(model, chat.messages_as_rendered(request.messages), self._pool, tools, more)
+        template = model.tool_template if tools else model.template
+        more = _read_kwargs(template, _reasoning(request, model, ignored).template_kwargs, ignored)
+        text = await preprocess.render_chat(model, chat.messages_as_rendered(request.messages), self.pool, tools, more)
         plan = ParsePlan(model.tool_format if tools else None, model.thinks, reasoning.open_in(text))
-        tokens = await encode_chat(model, text, self._pool)
-        check_encoded(model, tokens, limits, param="messages")
+        tokens = await preprocess.encode(model, text, self.pool, special=False, param="messages")
+        preprocess.check_encoded(model, tokens, limits, param="messages")
         return tokens, plan
 
     async def _text(
         self, given: str | Sequence[int], suffix: str, model: Model, limits: ModelLimits, param: str
     ) -> bytes:
         if not isinstance(given, str):
-            check_vocabulary(given, limits, param=param)
+            preprocess.check_vocabulary(given, limits, param=param)
             return pack_tokens(given)
         if suffix:
-            tokens = await encode_between(model, given, suffix, self._pool, param=param)
+            tokens = await preprocess.encode_between(model, given, suffix, self.pool, param=param)
         else:
-            tokens = await encode_text(model, given, self._pool, param=param)
-        check_encoded(model, tokens, limits, param=param)
+            tokens = await preprocess.encode(model, given, self.pool, special=True, param=param)
+        preprocess.check_encoded(model, tokens, limits, param=param)
         return tokens
 
     async def _grammar(
-        self, request: TextRequest, model: Model, limits: ModelLimits, plan: ParsePlan
+        self, request: TextRequest, model: Model, limits: ModelLimits, plan: ParsePlan, ignored: IgnoredFields
     ) -> AnswerGrammar | None:
-        """Return the grammar that constrains the answer; None if it is free. Raises InvalidRequest."""
-        plan_of_reasoning = _reasoning(request, model) if isinstance(request, ChatRequest) else DEFAULT_REASONING
-        grammar = answer_grammar(request, plan, model.marks, plan_of_reasoning)
+        """Return the grammar that constrains the answer; None if it is free. Raise InvalidRequest."""
+        thought = DEFAULT_REASONING
+        if isinstance(request, ChatRequest):
+            thought = _reasoning(request, model, ignored)
+        grammar = answer_grammar(
+            request, plan, model.marks, thought, ignored, close=self.config.schema_objects == "closed"
+        )
         if grammar is None:
             return None
         if not limits.grammars:
-            wrong = f"{grammar.param}: not every worker of {model.name!r} supports grammars"
-            raise InvalidRequest(wrong, param=grammar.param, code="unsupported_parameter")
+            raise field_error(grammar.param, f"not every worker of {model.name!r} supports grammars", UNSUPPORTED)
         if grammar.checked:
-            await self._grammars.check(grammar.checked, grammar.param, grammar.parts)
+            await self.grammars.check(grammar.checked, grammar.param, grammar.parts)
         return grammar
+
+    def _requests(
+        self,
+        name: str,
+        request: TextRequest,
+        model: Model,
+        prompts: Sequence[Prompt],
+        plan: ParsePlan,
+        grammar: AnswerGrammar | None,
+        deadline: float,
+        defaults: SamplingDefaults,
+    ) -> list[list[InferenceRequest]]:
+        """Return for each prompt the requests of its choices. Several choices are named `name/0` and so on."""
+        found: list[list[InferenceRequest]] = []
+        salt, count = request.cache_salt or "", request.n or 1
+        affinity_key = (request.prompt_cache_key or "") if isinstance(request, ChatRequest) else ""
+        alone = count * len(prompts) == 1
+        grammar_text, grammar_param = ("", "") if grammar is None else (grammar.grammar, grammar.param)
+        for at, prompt in enumerate(prompts):
+            sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar_text, defaults)
+            if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
+                sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
+            first = InferenceRequest(
+                id=name if alone else f"{name}/{at * count}",
+                model=model.name,
+                prompt=prompt.tokens,
+                prompt_tokens=prompt.count,
+                hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of("", salt))),
+                sampling=sampling,
+                salt=salt,
+                # The choices of a prompt share its blocks, so they prefer one worker.
+                affinity_key=affinity_key or (f"{name}/{at}" if count > 1 else ""),
+                deadline=deadline,
+                output=self._output(request, model, plan),
+                grammar_param=grammar_param,
+                is_follower=at > 0,
+            )
+            other = replace(first, is_follower=True, repeats_prompt=True)
+            others = [
+                replace(
+                    other,
+                    id=f"{name}/{at * count + choice}",
+                    sampling=replace(sampling, seed=seed),
+                    output=self._output(request, model, plan),
+                )
+                for choice in range(1, count)
+                for seed in [(sampling.seed + choice) & ((1 << 64) - 1)]  # as in vLLM
+            ]
+            found.append([first, *others])
+        return found
 
     def _output(self, request: TextRequest, model: Model, plan: ParsePlan) -> Output | ParsedOutput:
         """Return what turns the tokens of one choice into text. Plain content needs no parser."""
@@ -238,7 +292,7 @@ class ServingChat:
             return Output(model.token_bytes, stops)
         if plan.calls is None:
             return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, ParseResult()))
-        count, form = self._metrics.tool_calls, FORMATS[plan.calls]
+        count, form = self.metrics.tool_calls, FORMATS[plan.calls]
         assert isinstance(request, ChatRequest)
         result = ParseResult(
             frozenset(tool.function.name for tool in request.tools or ()),
@@ -249,6 +303,21 @@ class ServingChat:
         return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, result))
 
 
+def sampling_defaults(limits: ModelLimits, config: FrontendConfig) -> SamplingDefaults:
+    """Return the sampling parameters of requests that do not set them."""
+    return limits.sampling if config.sampling_defaults == "model" else chat.OPENAI_DEFAULTS
+
+
+def _read_kwargs(template: ChatTemplate | None, given: Mapping[str, Any], ignored: IgnoredFields) -> Mapping[str, Any]:
+    """Return the variables that the chat template reads. Others are ignored, or left to be refused."""
+    if ignored.refuse or template is None:
+        return given
+    for name in given:
+        if name not in template.reads and name != "tools":
+            ignored.add(f"chat_template_kwargs.{name}")
+    return {name: value for name, value in given.items() if name in template.reads or name == "tools"}
+
+
 def _is_parsed(request: TextRequest, plan: ParsePlan) -> bool:
     """Return whether the answer may have more than content: reasoning, or tool calls."""
     return isinstance(request, ChatRequest) and bool(plan.reasoning or plan.calls)
@@ -256,7 +325,7 @@ def _is_parsed(request: TextRequest, plan: ParsePlan) -> bool:
 
 def _admit(request: TextRequest, prompts: Sequence[Prompt], permit: Permit) -> int:
     """Count the tokens of a request against the limits of the frontend and of its key, and return those charged to the
-    key. Raises Overloaded and RateLimited."""
+    key. Raise Overloaded and RateLimited."""
     count = request.n or 1
     prompt_tokens, choices = sum(prompt.count for prompt in prompts), count * len(prompts)
     permit.add_tokens(prompt_tokens + count * sum(prompt.max_tokens for prompt in prompts), choices)
@@ -274,83 +343,36 @@ def _spent(prepared: PreparedChat, choices: Choices) -> TokenUse:
     so does a client whose own deadline, shorter than the default, has passed.
     """
     usage = choices.usage
-    computed = usage.completion_tokens or (prepared.deadline_shortened and choices.timed_out)
-    if choices.failed and not computed:
+    late = prepared.deadline_shortened and any(isinstance(error, RequestTimeout) for error in choices.errors)
+    if choices.errors and not (usage.completion_tokens or late):
         return TokenUse(prepared.charged)
     return TokenUse(prepared.charged, usage.prompt_tokens, usage.completion_tokens)
-
-
-def _requests(
-    name: str,
-    request: TextRequest,
-    model: Model,
-    prompts: Sequence[Prompt],
-    grammar: AnswerGrammar | None,
-    deadline: float,
-    new_output: Callable[[], Output | ParsedOutput],
-) -> list[list[InferenceRequest]]:
-    """Return for each prompt the requests of its choices. Several choices are named `name/0` and so on."""
-    found: list[list[InferenceRequest]] = []
-    salt, count = request.cache_salt or "", request.n or 1
-    affinity_key = (request.prompt_cache_key or "") if isinstance(request, ChatRequest) else ""
-    alone = count * len(prompts) == 1
-    grammar_text, grammar_param = ("", "") if grammar is None else (grammar.grammar, grammar.param)
-    for at, prompt in enumerate(prompts):
-        sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar_text)
-        if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
-            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
-        first = InferenceRequest(
-            id=name if alone else f"{name}/{at * count}",
-            model=model.name,
-            prompt=prompt.tokens,
-            prompt_tokens=prompt.count,
-            hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of("", salt))),
-            sampling=sampling,
-            salt=salt,
-            # The choices of a prompt share its blocks, so they prefer one worker.
-            affinity_key=affinity_key or (f"{name}/{at}" if count > 1 else ""),
-            deadline=deadline,
-            output=new_output(),
-            grammar_param=grammar_param,
-            is_follower=at > 0,
-        )
-        other = replace(first, is_follower=True, repeats_prompt=True)
-        others = [
-            replace(
-                other, id=f"{name}/{at * count + choice}", sampling=replace(sampling, seed=seed), output=new_output()
-            )
-            for choice in range(1, count)
-            for seed in [(sampling.seed + choice) & ((1 << 64) - 1)]  # as in vLLM
-        ]
-        found.append([first, *others])
-    return found
 
 
 def _encoders(request: TextRequest, request_id: RequestId, prepared: PreparedChat) -> list[AnswerEncoder]:
     """Return the encoder of each choice's answer."""
     identity = (request_id.unique, int(time.time()), prepared.model)
     with_logprobs, with_usage = chat.logprobs_of(request) >= 0, _with_usage(request)
-    indices = range(len(prepared.echoes))
-    if isinstance(request, CompletionRequest):
-        completion = partial(CompletionEncoder, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
-        return [completion(index=index) for index in indices]
-    tier = request.service_tier is not None
-    encoder = partial(ChatEncoder, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
-    return [encoder(parsed=prepared.parsed, tier=tier, index=index) for index in indices]
+    kind: Callable[..., AnswerEncoder] = CompletionEncoder
+    if isinstance(request, ChatRequest):
+        kind = partial(ChatEncoder, parsed=prepared.parsed, tier=request.service_tier is not None)
+    encoder = partial(kind, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
+    return [encoder(index=index) for index in range(len(prepared.echoes))]
 
 
 def _with_usage(request: TextRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 
-def _reasoning(request: ChatRequest, model: Model) -> ReasoningPlan:
-    """Return how the model is to reason before its answer. Raises InvalidRequest."""
+def _reasoning(request: ChatRequest, model: Model, ignored: IgnoredFields) -> ReasoningPlan:
+    """Return how the model is to reason before its answer. Raise InvalidRequest."""
     offers = request.tools and request.tool_choice != "none"
     template = model.tool_template if offers else model.template
     return plan_reasoning(
         request.reasoning_effort,
         request.thinking_token_budget,
-        request.chat_template_kwargs or {},
+        chat.template_kwargs(request),
+        ignored,
         reads=() if template is None else template.reads,
         reasons=model.thinks,
     )
@@ -359,8 +381,7 @@ def _reasoning(request: ChatRequest, model: Model) -> ReasoningPlan:
 def _check_biases(biases: Mapping[str, float], model: Model, limits: ModelLimits) -> None:
     """Raise InvalidRequest for a `logit_bias` that a worker would not apply."""
     if biases and not limits.biases:
-        wrong = f"logit_bias: not every worker of {model.name!r} supports it"
-        raise InvalidRequest(wrong, param="logit_bias", code="unsupported_parameter")
+        raise field_error("logit_bias", f"not every worker of {model.name!r} supports it", UNSUPPORTED)
     for token in biases:
         if int(token) >= limits.vocab_size:
             wrong = f"token id {token} is outside the vocabulary of {limits.vocab_size}"

@@ -3,7 +3,7 @@
     a prompt's first choice ── its first token ──▶ the prompt's other choices       all of them ──▶ one StreamSelector
     another prompt's first choice ── …                 find its blocks in a cache
 
-    Choices ─▶ deltas, each of one choice ─▶ its AnswerEncoder ─▶ ChatReply: one body, or chunks
+    Choices ─▶ deltas, each of one choice ─▶ serving/reply.py
 
 Each choice is a request of its own to routers and workers. So all that can happen to a request happens to one choice:
 it is routed by itself, and continues elsewhere if its worker is lost. The client sees one answer: it fails once a
@@ -16,10 +16,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from services.frontend.output.output import Delta
-from services.frontend.protocol.chat_chunks import AnswerEncoder, FinishedChoice, Usage, usage_of
-from services.frontend.protocol.errors import Failure
-from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector, join_deltas
-from services.frontend.serving.reply import Chunk
+from services.frontend.protocol.chat_chunks import Usage, usage_of
+from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
+from shared.errors import HeadraceError
 
 OpenStream = Callable[[InferenceRequest, StreamSelector], AbstractAsyncContextManager[Stream]]
 """Starts a request, as `RequestService.open` does; leaving the context cancels it."""
@@ -54,7 +53,7 @@ class Choices:
             self.streams[first].awaits_first_token = count > 1
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | None]]:
-        """Yield the next delta of any choice with its index; None for its end. Raises the error that ended a choice.
+        """Yield the next delta of any choice with its index; None for its end. Raise the error that ended a choice.
 
         While the client does not read, the choices that wait for another one's first token wait too.
         """
@@ -69,7 +68,8 @@ class Choices:
                 while (delta := stream.pop_delta()) is not None:
                     yield index, delta
                 if stream.ended and index in unfinished:
-                    stream.raise_error()
+                    if stream.error is not None:
+                        raise stream.error
                     unfinished.remove(index)
                     yield index, None
 
@@ -79,14 +79,9 @@ class Choices:
         self._index[stream] = index
 
     @property
-    def failed(self) -> bool:
-        """Whether a choice has ended with an error."""
-        return any(stream.failed for stream in self.streams.values())
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether a limit of time ended a choice."""
-        return any(stream.timed_out for stream in self.streams.values())
+    def errors(self) -> list[HeadraceError]:
+        """The errors that ended choices."""
+        return [stream.error for stream in self.streams.values() if stream.error is not None]
 
     @property
     def usage(self) -> Usage:
@@ -119,72 +114,9 @@ class Choices:
 async def open_choices(
     open_stream: OpenStream, prompts: Sequence[Sequence[InferenceRequest]]
 ) -> AsyncIterator[Choices]:
-    """Start the choices of each prompt, at least one; leaving cancels all that have not ended. Raises as `open_stream`
-    does."""
+    """Start the choices of each prompt, at least one; leaving cancels all that have not ended. Raise what `open_stream`
+    raises."""
     async with AsyncExitStack() as stack:
         choices = Choices(open_stream, prompts, stack)
         await choices.start()
         yield choices
-
-
-class ChatReply:
-    """The answer of a chat or a completion, in the form of its operation."""
-
-    typed_events = False
-
-    def __init__(
-        self,
-        encoders: Sequence[AnswerEncoder],
-        choices: Choices,
-        echoes: Sequence[str],
-        *,
-        streamed: bool,
-        with_usage: bool,
-    ) -> None:
-        """Create it with an encoder and an echo for each choice. An echo is text before the answer, mostly empty."""
-        self.streamed = streamed
-        self._with_usage = with_usage
-        self._encoders = encoders
-        self._choices = choices
-        self._echoes = echoes
-
-    async def full_body(self) -> bytes:
-        """Return the answer as one JSON object. Raises the error that ended the request."""
-        deltas = [[Delta(echo)] for echo in self._echoes]
-        async for index, delta in self._choices:
-            if delta is not None:
-                deltas[index].append(delta)
-        streams = self._choices.streams
-        ended = [FinishedChoice(index, join_deltas(found), streams[index].finish) for index, found in enumerate(deltas)]
-        return self._encoders[0].full_body(ended, self._choices.usage)
-
-    def keepalive_chunk(self) -> bytes:
-        """Return a chunk that adds nothing to the answer. It may be sent at any time before the last chunk."""
-        [first, *others] = self._encoders
-        # With several choices the first may have ended, so a chunk without choices is sent.
-        return first.keepalive_chunk() if others else first.delta_chunk(join_deltas(()))
-
-    def error_chunk(self, failure: Failure) -> bytes:
-        """Return the last chunk of an answer that failed after it had begun."""
-        return failure.payload
-
-    async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
-        """Yield the answer in chunks; `Reply.chunks` explains `send`."""
-        choices, begun, left = self._choices, set[int](), len(self._encoders)
-        async for index, delta in choices:
-            encoder, stream = self._encoders[index], choices.streams[index]
-            if index not in begun:
-                begun.add(index)
-                if (first := encoder.first_chunk()) is not None:
-                    yield Chunk(first, more=True)
-                if self._echoes[index]:
-                    yield Chunk(encoder.delta_chunk(Delta(self._echoes[index])), more=True)
-            if delta is not None:
-                yield Chunk(encoder.delta_chunk(delta))
-                if send is not None:
-                    stream.send_directly(encoder.delta_chunk, send)
-                continue
-            left -= 1
-            yield Chunk(encoder.last_chunk(stream.finish), more=not left, last=not left and not self._with_usage)
-        if self._with_usage:
-            yield Chunk(self._encoders[0].usage_chunk(choices.usage), more=True, last=True)

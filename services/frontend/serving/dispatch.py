@@ -3,64 +3,89 @@
 body ─▶ decode ─┬─▶ chat, completions: serving/chat.py
                 ├─▶ responses: serving/responses.py, over serving/chat.py
                 ├─▶ embeddings: serving/embeddings.py
-                └─▶ tokenize, detokenize: serving/tokenize.py
+                ├─▶ tokenize, detokenize: serving/tokenize.py
+                └─▶ those of other providers' APIs: serving/foreign.py
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from typing import assert_never
 
 import msgspec
 
-from services.frontend.metrics import Metrics
-from services.frontend.models.registry import ModelRegistry
-from services.frontend.protocol import chat
+from services.frontend.models.model import ModelLimits
+from services.frontend.protocol.chat import decode_chat
 from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.model_list import ModelEntry, ModelList
-from services.frontend.protocol.operations import Operation
-from services.frontend.requests.service import RequestService
-from services.frontend.serving.chat import ServingChat
+from services.frontend.protocol.operations import ForeignOperation, Operation
+from services.frontend.requests.admission import Permit
+from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
-from services.frontend.serving.reply import JsonReply, Reply
-from services.frontend.serving.request_context import RequestContext
+from services.frontend.serving.foreign import ServingForeign
+from services.frontend.serving.reply import ChatReply, EventReply
+from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.responses import ServingResponses
 from services.frontend.serving.tokenize import ServingTokenize
-from services.frontend.structured.compiler import GrammarCompiler
+
+Reply = ChatReply | EventReply
+"""A streamed answer while it is made."""
+
+NAMES_COUNTED = 200
+"""Names of ignored fields that the metric tells apart."""
 
 
 class Dispatcher:
     """All operations, and the list of models."""
 
-    def __init__(
-        self,
-        service: RequestService,
-        models: ModelRegistry,
-        pool: Executor,
-        metrics: Metrics,
-        grammars: GrammarCompiler,
-        directory: ResponseDirectory,
-    ) -> None:
-        self._models = models
-        self._chat = ServingChat(service, models, pool, metrics, grammars)
-        self._responses = ServingResponses(self._chat, models, directory, service.limits)
-        self._embeddings = ServingEmbeddings(service, models, pool)
-        self._tokenize = ServingTokenize(models, pool, service.limits)
+    def __init__(self, chat: ServingChat, directory: ResponseDirectory) -> None:
+        self._config = chat.config
+        self._ignored = chat.metrics.ignored_fields
+        self._counted_names: set[str] = set()
+        self._models = chat.models
+        self._chat = chat
+        self._responses = ServingResponses(chat, directory)
+        self._embeddings = ServingEmbeddings(chat.service, chat.models, chat.pool)
+        self.foreign = ServingForeign(chat, self._embeddings)
+        """The operations of other providers' APIs."""
+        self._tokenize = ServingTokenize(chat.models, chat.pool, chat.service.limits)
+
+    def context(self, id_: RequestId, permit: Permit, deadline_header: str | None) -> RequestContext:
+        """Return the context of a request whose body is complete now."""
+        now = asyncio.get_running_loop().time()
+        ignored = IgnoredFields(refuse=self._config.unknown_fields == "refuse")
+        return RequestContext(id_, permit, now, deadline_header, ignored)
 
     @asynccontextmanager
-    async def answer(self, operation: Operation, body: bytes, context: RequestContext) -> AsyncIterator[Reply]:
-        """Answer a request. Leaving the context cancels what still runs, and notes what it cost its key.
+    async def answer(
+        self, operation: Operation | ForeignOperation, body: bytes, context: RequestContext
+    ) -> AsyncIterator[Reply | bytes]:
+        """Answer a request with a stream or one JSON object. Leaving the context cancels what still runs, and notes
+        what it cost its key.
 
-        Raises InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout.
+        Raise InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout.
         """
+        answering = self._answer(operation, body, context)
+        del body
+        async with answering as reply:
+            for name in context.ignored.names:
+                if len(self._counted_names) < NAMES_COUNTED:
+                    self._counted_names.add(name)
+                self._ignored.labels(name if name in self._counted_names else "other").inc()
+            yield reply
+
+    @asynccontextmanager
+    async def _answer(
+        self, operation: Operation | ForeignOperation, body: bytes, context: RequestContext
+    ) -> AsyncIterator[Reply | bytes]:
         match operation:
             case "chat" | "completions":
-                request = chat.decode_chat(body) if operation == "chat" else decode_completion(body)
+                request = (decode_chat if operation == "chat" else decode_completion)(body, context.ignored)
                 generating = self._chat.answer(request, context)
                 del body, request  # the answer does not need them
                 async with generating as reply:
@@ -71,27 +96,36 @@ class Dispatcher:
                 async with responding as reply:
                     yield reply
             case "retrieve_response":
-                yield JsonReply(await self._responses.retrieve(body, context))
+                yield await self._responses.retrieve(body, context)
             case "delete_response":
-                yield JsonReply(await self._responses.delete(body, context))
+                yield await self._responses.delete(body, context)
             case "embeddings":
-                embedding = self._embeddings.answer(decode_embeddings(body), context)
+                embedding = self._embeddings.answer(decode_embeddings(body, context.ignored), context)
                 del body
-                yield JsonReply(await embedding)
+                yield await embedding
             case "tokenize" | "detokenize":
-                yield JsonReply(await self._tokenize.answer(operation, body, deadline_header=context.deadline_header))
+                yield await self._tokenize.answer(
+                    operation, body, context.ignored, deadline_header=context.deadline_header
+                )
             case _:
-                assert_never(operation)
+                answering = self.foreign.answer(operation, body, context)
+                del body
+                async with answering as reply:
+                    yield reply
 
     def models(self) -> bytes:
         """Return the body of /v1/models."""
         served = self._models.served().items()
-        return msgspec.json.encode(ModelList([ModelEntry(name, _STARTED, one.context_length) for name, one in served]))
+        return msgspec.json.encode(ModelList([self._entry(name, limits) for name, limits in served]))
 
     def model(self, name: str) -> bytes:
-        """Return the body of /v1/models/{name}. Raises InvalidRequest and Unavailable."""
+        """Return the body of /v1/models/{name}. Raise InvalidRequest and Unavailable."""
         _, limits = self._models.find(name)
-        return msgspec.json.encode(ModelEntry(name, _STARTED, limits.context_length))
+        return msgspec.json.encode(self._entry(name, limits))
+
+    def _entry(self, name: str, limits: ModelLimits) -> ModelEntry:
+        defaults = sampling_defaults(limits, self._config)
+        return ModelEntry(name, _STARTED, limits.context_length, sampling_defaults=defaults)
 
 
 _STARTED = int(time.time())

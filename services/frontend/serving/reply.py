@@ -1,13 +1,33 @@
-"""The answer of an operation, as the HTTP and NATS APIs get it: one body, or chunks."""
+"""An answer in the form of its operation: one body, or chunks.
+
+Choices ─▶ deltas, each of one choice ─▶ its AnswerEncoder ─▶ ChatReply ──▶ HTTP or NATS
+Stream ──▶ deltas ─▶ the AnswerWriter of another API than chat's ─▶ EventReply ─┘
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
-from services.frontend.protocol.errors import Failure
+from services.frontend.anthropic.writer import MessageWriter
+from services.frontend.ollama.answers import OllamaWriter
+from services.frontend.output.output import Delta
+from services.frontend.protocol.chat_chunks import AnswerEncoder
+from services.frontend.protocol.errors import ErrorBody, Failure
+from services.frontend.protocol.foreign import Ended
+from services.frontend.requests.stream import Stream, join_deltas
+from services.frontend.serving.choices import Choices
+from services.frontend.serving.responses_writer import ResponseWriter
+
+Framing = Literal["data", "event", "line"]
+"""How chunks are framed over HTTP. data: server-sent events that end with [DONE]. event: server-sent events with the
+name that is in their first field, `type`. line: lines, without events."""
 
 
 class Chunk(Struct, frozen=True):
@@ -19,60 +39,133 @@ class Chunk(Struct, frozen=True):
     last: bool = False
 
 
-class Reply(Protocol):
-    """An answer that is being made."""
+class ChatReply(Struct, frozen=True):
+    """The answer of a chat or a completion while it is made. EventReply has the same methods."""
 
-    @property
-    def streamed(self) -> bool:
-        """Whether the client wants chunks."""
-        ...
-
-    @property
-    def typed_events(self) -> bool:
-        """Whether chunks are events with a name in their first field, `type`. Such an answer needs no other sign of its
-        end; others end with [DONE] over HTTP."""
-        ...
+    encoders: Sequence[AnswerEncoder]
+    """The encoder of each choice."""
+    choices: Choices
+    echoes: Sequence[str]
+    """The text before each choice's answer, mostly empty."""
+    with_usage: bool
+    framing: Framing = "data"
 
     async def full_body(self) -> bytes:
-        """Return the answer as one JSON object. Raises the error that ended the request."""
-        ...
+        """Return the answer as one JSON object. Raise the error that ended the request."""
+        deltas = [[Delta(echo)] for echo in self.echoes]
+        async for index, delta in self.choices:
+            if delta is not None:
+                deltas[index].append(delta)
+        streams = self.choices.streams
+        ended = [(join_deltas(found), streams[index].finish) for index, found in enumerate(deltas)]
+        return self.encoders[0].full_body(ended, self.choices.usage)
 
     def keepalive_chunk(self) -> bytes:
         """Return a chunk that adds nothing to the answer. It may be sent at any time before the last chunk."""
-        ...
+        [first, *others] = self.encoders
+        # With several choices the first may have ended, so a chunk without choices is sent.
+        return first.frame.keepalive_chunk() if others else first.delta_chunk(join_deltas(()))
 
     def error_chunk(self, failure: Failure) -> bytes:
         """Return the last chunk of an answer that failed after it had begun."""
-        ...
+        return failure.payload
 
-    def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
+    async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
         """Yield the answer in chunks. The first comes with the first text, so that earlier errors are raised.
 
         Once it is out, chunks go to `send`, if there is one; only those that `send` does not take are yielded.
         """
-        ...
+        begun, left = set[int](), len(self.encoders)
+        async for index, delta in self.choices:
+            encoder, stream = self.encoders[index], self.choices.streams[index]
+            if index not in begun:
+                begun.add(index)
+                if (first := encoder.first_chunk()) is not None:
+                    yield Chunk(first, more=True)
+                if self.echoes[index]:
+                    yield Chunk(encoder.delta_chunk(Delta(self.echoes[index])), more=True)
+            if delta is not None:
+                yield Chunk(encoder.delta_chunk(delta))
+                if send is not None:
+                    stream.send_directly(encoder.delta_chunk, send)
+                continue
+            left -= 1
+            yield Chunk(encoder.last_chunk(stream.finish), more=not left, last=not left and not self.with_usage)
+        if self.with_usage:
+            yield Chunk(self.encoders[0].frame.usage_chunk(self.choices.usage), more=True, last=True)
 
 
-class JsonReply:
-    """An answer in one piece that is complete already."""
+AnswerWriter = MessageWriter | OllamaWriter | ResponseWriter
+"""Writes an answer as events, each method as its docstring there says."""
 
-    streamed = typed_events = False
 
-    def __init__(self, payload: bytes) -> None:
-        self._payload = payload
+class EventReply(Struct):
+    """The answer of one choice in the events of another API than chat's while it is made; its methods are those of
+    ChatReply."""
+
+    writer: AnswerWriter
+    stream: Stream
+    received_s: float
+    """When the request's body was complete, on the loop's clock."""
+    first_text_s: float | None = None
+    """When the first text came, on the loop's clock."""
+
+    @property
+    def framing(self) -> Framing:
+        """How chunks are framed over HTTP."""
+        return self.writer.framing
 
     async def full_body(self) -> bytes:
-        """Return the answer."""
-        return self._payload
+        """Return the answer. Raise the error that ended the request."""
+        deltas = [delta async for delta in self._deltas()]
+        return self.writer.full_body(join_deltas(deltas), self._ended())
 
     def keepalive_chunk(self) -> bytes:
-        """Return nothing, since the answer is not streamed."""
-        return b""
+        """Return an event that adds nothing to the answer."""
+        return self.writer.keepalive
 
     def error_chunk(self, failure: Failure) -> bytes:
-        """Return the error's body."""
-        return failure.payload
+        """Return the last event of an answer that failed after it had begun."""
+        return self.writer.error(failure.status, message_of(failure.payload))
 
-    async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:  # noqa: ARG002
-        """Yield the answer as the only chunk."""
-        yield Chunk(self._payload, last=True)
+    async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
+        """Yield the events. The first ones come with the first text; `ChatReply.chunks` explains `send`."""
+        writer, opened = self.writer, False
+        async for delta in self._deltas():
+            events = writer.push(delta) if opened else [*writer.first_events(self.stream.usage), *writer.push(delta)]
+            opened = True
+            for at, event in enumerate(events, 1):
+                yield Chunk(event, more=at < len(events))
+            if send is not None:
+                self.stream.send_directly(lambda delta: delta, partial(self._send_continuation, send))
+        first = [] if opened else writer.first_events(self.stream.usage)
+        *events, last = *first, *writer.last_events(self._ended())
+        for event in events:
+            yield Chunk(event, more=True)
+        yield Chunk(last, more=True, last=True)
+
+    def _send_continuation(self, send: Callable[[bytes], bool], delta: Delta) -> bool:
+        """Send a delta that is one event. Return whether it was sent; `chunks` yields others."""
+        event = self.writer.continuation(delta)
+        if event is None or not send(event):
+            return False
+        self.writer.continued(delta)
+        return True
+
+    async def _deltas(self) -> AsyncIterator[Delta]:
+        async for delta in self.stream:
+            if self.first_text_s is None:
+                self.first_text_s = asyncio.get_running_loop().time()
+            yield delta
+
+    def _ended(self) -> Ended:
+        stream, now = self.stream, asyncio.get_running_loop().time()
+        first = now if self.first_text_s is None else self.first_text_s
+        times = (int(time.time()), now - self.received_s, first - stream.started, now - first)
+        output = stream.output
+        return Ended(stream.finish, output.stop_string, stream.usage, output.thinking_tokens, *times)
+
+
+def message_of(payload: bytes) -> str:
+    """Return the message of a failure in OpenAI's form."""
+    return msgspec.json.decode(payload, type=ErrorBody).error.message

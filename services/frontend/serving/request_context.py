@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from services.frontend.protocol.ignored_fields import IGNORED_HEADER, IgnoredFields
 from services.frontend.requests.admission import Permit
 
 _PLAIN = re.compile(r"[0-9A-Za-z._:-]{1,64}")
@@ -29,6 +30,11 @@ def request_id(given: str = "") -> RequestId:
     return RequestId(f"{given}-{own}", given) if _PLAIN.fullmatch(given) else RequestId(own, own)
 
 
+def ignored_header(ignored: IgnoredFields) -> dict[str, str]:
+    """Return the header of an answer that names the fields of the request without effect, if there are any."""
+    return {IGNORED_HEADER: ", ".join(ignored.names)} if ignored.names else {}
+
+
 class RequestContext(Struct, frozen=True):
     """The context of one request while it is answered."""
 
@@ -38,3 +44,5 @@ class RequestContext(Struct, frozen=True):
     received_s: float
     """When its body was complete, on the loop's clock."""
     deadline_header: str | None = None
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)
+    """The fields of its body that have no effect."""

@@ -9,9 +9,7 @@ frontend that has ended are lost: no frontend answers for their ids, and they ar
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, assert_never
-
-from msgspec import Struct
+from typing import assert_never
 
 from services.frontend.config import ResponsesConfig
 from services.frontend.metrics import Metrics
@@ -31,20 +29,6 @@ PEER_LIMIT_S = 10.0
 """Seconds to wait for all of another frontend's answer, within the request's own deadline."""
 EXPIRE_EVERY_S = 30.0
 """Seconds between two removals of old responses."""
-
-
-class ResponseKey(Struct, frozen=True):
-    """The id of a response, and the account that asks for it."""
-
-    id: str
-    account: str
-
-    @property
-    def frontend(self) -> str:
-        """The frontend that stores it; empty if the id has another form."""
-        named, dot, _ = self.id.removeprefix(PREFIX).partition(".")
-        ours = self.id.startswith(PREFIX) and dot and subjects.is_id(named)
-        return named if ours else ""
 
 
 class ResponseDirectory:
@@ -72,18 +56,12 @@ class ResponseDirectory:
         self._store.keep(kept, self._now())
         self._count()
 
-    async def find(self, key: ResponseKey, what: Literal["conversation", "response"], deadline: float) -> bytes | None:
-        """Return the JSON of a stored response; None if it is not stored, or belongs to another account. `deadline` is
-        on the loop's clock. Raises Unavailable and RequestTimeout."""
-        return await self._ask(key, Recall(key.id, key.account, what), deadline)
-
-    async def forget(self, key: ResponseKey, deadline: float) -> bool:
-        """Remove a response; return whether it was stored. Raises Unavailable and RequestTimeout."""
-        return await self._ask(key, Forget(key.id, key.account), deadline) is not None
-
-    async def _ask(self, key: ResponseKey, question: ResponseStoreRequest, deadline: float) -> bytes | None:
-        frontend = key.frontend
-        if not frontend:
+    async def ask(self, question: ResponseStoreRequest, deadline: float) -> bytes | None:
+        """Recall or forget a response, whichever frontend stores it. Return its JSON, empty for Forget; None if it is
+        not stored, or belongs to another account. `deadline` is on the loop's clock. Raise Unavailable and
+        RequestTimeout."""
+        frontend, dot, _ = question.response.removeprefix(PREFIX).partition(".")
+        if not (question.response.startswith(PREFIX) and dot and subjects.is_id(frontend)):
             return None
         if frontend == self._runtime.instance:
             return self._answer(question)

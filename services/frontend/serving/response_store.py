@@ -36,13 +36,12 @@ class StoredResponse(Struct, frozen=True):
         return len(self.conversation) + len(self.response)
 
 
-class _AccountResponses:
+class _AccountResponses(Struct):
     """The responses of one account."""
 
-    def __init__(self) -> None:
-        self.ids: dict[str, None] = {}
-        """The ids, the least recently used first."""
-        self.size_bytes = 0
+    ids: dict[str, None] = {}
+    """The ids, the least recently used first."""
+    size_bytes: int = 0
 
 
 class ResponseStore:

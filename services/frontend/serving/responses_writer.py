@@ -8,39 +8,22 @@ Each item stands where the model wrote it: pieces of calls say how much content 
 the text was cut into deltas does not change the response, and a full answer is one delta that is written like others.
 
 A delta that only continues the open item is one event. Its bytes are joined from a beginning that is made once for each
-item: 0.8 µs, where the chunk of a chat takes 0.3. `continuation_event` makes it, and changes nothing until
-`continuation_sent`.
+item: 0.8 µs, where the chunk of a chat takes 0.3. `continuation` makes it, and changes nothing until `continued`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, assert_never
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from services.frontend.output.output import Delta, LogprobEntry
+from services.frontend.protocol import responses_events as events
 from services.frontend.protocol.chat_chunks import TokenLogprobs, Usage, chat_logprobs
-from services.frontend.protocol.responses_events import (
-    ArgumentsDone,
-    IncompleteDetails,
-    ItemAdded,
-    ItemDone,
-    PartAdded,
-    PartDone,
-    Response,
-    ResponseCompleted,
-    ResponseCreated,
-    ResponseError,
-    ResponseEvent,
-    ResponseFailed,
-    ResponseIncomplete,
-    ResponseInProgress,
-    ResponseUsage,
-    TextDone,
-    ThoughtDone,
-)
+from services.frontend.protocol.foreign import Ended
+from services.frontend.protocol.responses_events import Response
 from services.frontend.protocol.responses_items import (
     OutputCall,
     OutputItem,
@@ -49,7 +32,6 @@ from services.frontend.protocol.responses_items import (
     OutputThought,
     ThoughtText,
 )
-from services.frontend.tool_parsers.parse_result import CallPiece
 
 _encode = msgspec.json.Encoder().encode
 _DONE: Literal["completed"] = "completed"
@@ -71,32 +53,37 @@ class _Open:
         self.logprobs: list[TokenLogprobs] = []
         kind, part, logprobs = _DELTAS[type(item)]
         self.head = b'{"type":"response.%b.delta","item_id":%b,"output_index":%d%b' % (
-            *(kind, _encode(item.id), index, part),
+            kind,
+            _encode(item.id),
+            index,
+            part,
         )
         """The beginning of a delta's event. `plain` goes up to its text, for a delta without log-probabilities."""
         self.plain = b'%b%b,"delta":' % (self.head, logprobs)
 
     def whole(self, status: Literal["completed", "incomplete"]) -> OutputItem:
         text = "".join(self.pieces)
-        match self.item:
-            case OutputMessage():
-                return replace(self.item, content=[OutputText(text, logprobs=self.logprobs)], status=status)
-            case OutputThought():
-                return replace(self.item, content=[ThoughtText(text)], status=status)
-            case OutputCall():
-                return replace(self.item, arguments=text, status=status)
-            case _:
-                assert_never(self.item)
+        if isinstance(self.item, OutputCall):
+            return replace(self.item, arguments=text, status=status)
+        if isinstance(self.item, OutputThought):
+            return replace(self.item, content=[ThoughtText(text)], status=status)
+        return replace(self.item, content=[OutputText(text, logprobs=self.logprobs)], status=status)
 
 
 class ResponseWriter:
-    """Writes one response. `push`, `finish` and `fail` return the events that follow."""
+    """Writes one response."""
 
-    def __init__(self, response: Response, unique: str) -> None:
-        """Create it. `response` is the response as it begins; items are named after `unique`."""
+    framing: Literal["event"] = "event"
+    keepalive = b'{"type":"keepalive"}'
+    """An event that OpenAI's own streams have too; its clients ignore it."""
+
+    def __init__(self, response: Response, unique: str, keep: Callable[[Response, bytes], None]) -> None:
+        """Create it. `response` is the response as it begins; items are named after `unique`. `keep` gets a response
+        that has ended well, and its JSON, before the client does."""
         self.response = response
         """The response; it has no output until the end."""
         self._unique = unique
+        self._keep = keep
         self._items: list[OutputItem] = []
         self._open: _Open | None = None
         self._content = 0
@@ -104,74 +91,87 @@ class ResponseWriter:
         self._sequence = 0
         self._events: list[bytes] = []
 
-    def first_events(self) -> list[bytes]:
+    def first_events(self, usage: Usage) -> list[bytes]:  # noqa: ARG002  other APIs begin with it
         """Return the first events."""
-        self._say(ResponseCreated(self.response, self._sequence))
-        self._say(ResponseInProgress(self.response, self._sequence))
+        self._say(events.ResponseCreated(self.response, self._sequence))
+        self._say(events.ResponseInProgress(self.response, self._sequence))
         return self._said()
 
     def push(self, delta: Delta) -> list[bytes]:
-        """Add a delta to the response."""
+        """Add a delta to the response; return the events that follow."""
         if delta.reasoning:
-            self._grow(self._thought(), delta.reasoning)
+            self._grow(self._text_item(OutputThought), delta.reasoning)
         text = delta.text
         for piece in delta.calls:
             if piece.name:
                 before = piece.content_before - self._content
                 self._say_text(text[:before])
                 text = text[before:]
-                self._begin_call(piece)
+                self._begin(OutputCall(self._name("fc"), piece.id, piece.name, "", "in_progress"))
             if piece.arguments:
                 assert self._open is not None, "a call's first piece begins it"
                 self._grow(self._open, piece.arguments)
         self._say_text(text, delta.entries)
         return self._said()
 
-    def finish(self, finish: str, usage: Usage, reasoning_tokens: int, now: int) -> list[bytes]:
-        """End the response for the reason `finish`, at the time `now` in seconds since 1970."""
-        cut = finish == "length"
+    def last_events(self, ended: Ended) -> list[bytes]:
+        """End the response, and return the events that follow."""
+        self._end(ended)
+        return self._said()
+
+    def full_body(self, delta: Delta, ended: Ended) -> bytes:
+        """Return the response whose whole text is `delta`."""
+        self.push(delta)
+        return self._end(ended)
+
+    def _end(self, ended: Ended) -> bytes:
+        """End the response; return it as JSON."""
+        cut = ended.finish == "length"
         if not self._items and self._open is None:
-            self._message()  # an empty answer is a message too
+            self._text_item(OutputMessage)  # an empty answer is a message too
         self._close("incomplete" if cut else _DONE)
         self.response = replace(
             self.response,
             status="incomplete" if cut else _DONE,
-            completed_at=None if cut else now,
-            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+            completed_at=None if cut else ended.at,
+            incomplete_details=events.IncompleteDetails("max_output_tokens") if cut else None,
             output=self._items,
-            usage=ResponseUsage.of(usage, reasoning_tokens),
+            usage=events.ResponseUsage.of(ended.usage, ended.reasoning_tokens),
         )
-        last = ResponseIncomplete if cut else ResponseCompleted
+        last = events.ResponseIncomplete if cut else events.ResponseCompleted
         self._say(last(self.response, self._sequence))
-        return self._said()
+        payload = _encode(self.response)
+        self._keep(self.response, payload)
+        return payload
 
-    def fail(self, error: ResponseError) -> bytes:
-        """End the response with an error; return the last event."""
+    def error(self, status: int, message: str) -> bytes:
+        """End the response with an error of that HTTP status; return the last event."""
+        error = events.ResponseError("rate_limit_exceeded" if status == 429 else "server_error", message)
         if self._open is not None:
             self._items.append(self._open.whole("incomplete"))
             self._open = None
         self.response = replace(self.response, status="failed", error=error, output=self._items)
-        self._say(ResponseFailed(self.response, self._sequence))
+        self._say(events.ResponseFailed(self.response, self._sequence))
         return self._said()[0]
 
     # --- the fast path
 
-    def continuation_event(self, delta: Delta) -> bytes | None:
+    def continuation(self, delta: Delta) -> bytes | None:
         """Return the event of a delta that only continues the open item; None for others, which are to be pushed."""
         grown, text, calls = self._open, delta.text, delta.calls
         if grown is None or delta.entries:
             return None
+        kind = type(grown.item)
         if text:
-            alone = not calls and not delta.reasoning
-            return self._event(grown, text) if alone and type(grown.item) is OutputMessage else None
+            return self._event(grown.plain, text) if kind is OutputMessage and not (calls or delta.reasoning) else None
         if delta.reasoning:
-            return self._event(grown, delta.reasoning) if not calls and type(grown.item) is OutputThought else None
-        if len(calls) == 1 and not calls[0].name and type(grown.item) is OutputCall:
-            return self._event(grown, calls[0].arguments)
+            return self._event(grown.plain, delta.reasoning) if kind is OutputThought and not calls else None
+        if len(calls) == 1 and not calls[0].name and kind is OutputCall:
+            return self._event(grown.plain, calls[0].arguments)
         return None
 
-    def continuation_sent(self, delta: Delta) -> None:
-        """Record that the `continuation_event` of a delta was sent."""
+    def continued(self, delta: Delta) -> None:
+        """Record that the `continuation` of a delta was sent."""
         assert self._open is not None
         self._open.pieces.append(delta.text or delta.reasoning or delta.calls[0].arguments)
         self._content += len(delta.text)
@@ -179,23 +179,15 @@ class ResponseWriter:
 
     # --- items
 
-    def _thought(self) -> _Open:
-        if self._open is not None and isinstance(self._open.item, OutputThought):
+    def _text_item(self, kind: type[OutputThought | OutputMessage]) -> _Open:
+        """Return the open item; if it is of another kind, begin one of this kind first."""
+        if self._open is not None and type(self._open.item) is kind:
             return self._open
-        return self._begin_text(OutputThought(self._name("rs"), [], "in_progress"), ThoughtText(""))
-
-    def _message(self) -> _Open:
-        if self._open is not None and isinstance(self._open.item, OutputMessage):
-            return self._open
-        return self._begin_text(OutputMessage(self._name("msg"), [], "in_progress"), OutputText(""))
-
-    def _begin_text(self, item: OutputThought | OutputMessage, part: ThoughtText | OutputText) -> _Open:
+        prefix, part = ("rs", ThoughtText("")) if kind is OutputThought else ("msg", OutputText(""))
+        item = kind(self._name(prefix), [], "in_progress")
         grown = self._begin(item)
-        self._say(PartAdded(item.id, grown.index, part, self._sequence))
+        self._say(events.PartAdded(item.id, grown.index, part, self._sequence))
         return grown
-
-    def _begin_call(self, piece: CallPiece) -> None:
-        self._begin(OutputCall(self._name("fc"), piece.id, piece.name, "", "in_progress"))
 
     def _name(self, prefix: str) -> str:
         return f"{prefix}_{self._unique}-{len(self._items) + (self._open is not None)}"
@@ -203,7 +195,7 @@ class ResponseWriter:
     def _begin(self, item: OutputItem) -> _Open:
         self._close(_DONE)
         self._open = _Open(item, len(self._items))
-        self._say(ItemAdded(item, self._open.index, self._sequence))
+        self._say(events.ItemAdded(item, self._open.index, self._sequence))
         return self._open
 
     def _close(self, status: Literal["completed", "incomplete"]) -> None:
@@ -213,42 +205,37 @@ class ResponseWriter:
         index, item = grown.index, grown.whole(status)
         match item:
             case OutputMessage(content=[part]):
-                self._say(TextDone(item.id, index, part.text, part.logprobs, self._sequence))
-                self._say(PartDone(item.id, index, part, self._sequence))
+                self._say(events.TextDone(item.id, index, part.text, part.logprobs, self._sequence))
+                self._say(events.PartDone(item.id, index, part, self._sequence))
             case OutputThought(content=[thought]):
-                self._say(ThoughtDone(item.id, index, thought.text, self._sequence))
-                self._say(PartDone(item.id, index, thought, self._sequence))
+                self._say(events.ThoughtDone(item.id, index, thought.text, self._sequence))
+                self._say(events.PartDone(item.id, index, thought, self._sequence))
             case OutputCall():
-                self._say(ArgumentsDone(item.id, index, item.name, item.arguments, self._sequence))
+                self._say(events.ArgumentsDone(item.id, index, item.name, item.arguments, self._sequence))
         self._items.append(item)
-        self._say(ItemDone(item, index, self._sequence))
+        self._say(events.ItemDone(item, index, self._sequence))
 
     def _say_text(self, text: str, entries: Sequence[LogprobEntry] = ()) -> None:
-        if not (text or entries):
-            return
-        grown = self._message()
+        if text or entries:
+            self._grow(self._text_item(OutputMessage), text, entries)
+            self._content += len(text)
+
+    def _grow(self, grown: _Open, text: str, entries: Sequence[LogprobEntry] = ()) -> None:
+        lead = grown.plain
         if entries:
             logprobs = chat_logprobs(entries).content
             grown.logprobs += logprobs
-            told = (grown.head, _encode(logprobs), _encode(text), self._sequence)
-            self._events.append(b'%b,"logprobs":%b,"delta":%b,"sequence_number":%d}' % told)
-            grown.pieces.append(text)
-            self._sequence += 1
-        else:
-            self._grow(grown, text)
-        self._content += len(text)
-
-    def _grow(self, grown: _Open, text: str) -> None:
-        self._events.append(self._event(grown, text))
+            lead = b'%b,"logprobs":%b,"delta":' % (grown.head, _encode(logprobs))
+        self._events.append(self._event(lead, text))
         grown.pieces.append(text)
         self._sequence += 1
 
     # --- bytes
 
-    def _event(self, grown: _Open, text: str) -> bytes:
-        return b'%b%b,"sequence_number":%d}' % (grown.plain, _encode(text), self._sequence)
+    def _event(self, lead: bytes, text: str) -> bytes:
+        return b'%b%b,"sequence_number":%d}' % (lead, _encode(text), self._sequence)
 
-    def _say(self, event: ResponseEvent) -> None:
+    def _say(self, event: events.ResponseEvent) -> None:
         assert event.sequence_number == self._sequence
         self._events.append(_encode(event))
         self._sequence += 1

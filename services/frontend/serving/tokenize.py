@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Literal, assert_never
+from typing import Literal
 
 import msgspec
+from msgspec import Struct
 
 from services.frontend.config import LimitsConfig
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
@@ -22,19 +23,12 @@ from services.frontend.models.model import Model
 from services.frontend.models.preprocess import check_encoded, check_vocabulary, encode, render_chat
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import Detokenizer
-from services.frontend.protocol import chat
-from services.frontend.protocol.tokenize import (
-    TOKENS_LIMIT,
-    Detokenized,
-    DetokenizeRequest,
-    Tokenized,
-    TokenizeRequest,
-    decode_detokenize,
-    decode_tokenize,
-)
+from services.frontend.protocol import chat, tokenize
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.tools import tools_as_rendered
 from services.frontend.requests.deadline import allowed_s
-from shared.errors import InvalidRequest, RequestTimeout
+from shared.errors import RequestTimeout
 from shared.hashing import token_array
 
 TokenOperation = Literal["tokenize", "detokenize"]
@@ -42,49 +36,48 @@ TOKENS_PER_TURN = 4096
 """The count of tokens that are written before other tasks run: about a millisecond."""
 
 
-class ServingTokenize:
+class ServingTokenize(Struct, frozen=True):
     """Answers /tokenize and /detokenize."""
 
-    def __init__(self, models: ModelRegistry, pool: Executor, limits: LimitsConfig) -> None:
-        self._models = models
-        self._pool = pool
-        self._limits = limits
+    models: ModelRegistry
+    pool: Executor
+    limits: LimitsConfig
 
-    async def answer(self, operation: TokenOperation, body: bytes, *, deadline_header: str | None = None) -> bytes:
-        """Return the JSON answer. Raises InvalidRequest, Unavailable and RequestTimeout."""
+    async def answer(
+        self,
+        operation: TokenOperation,
+        body: bytes,
+        ignored: IgnoredFields = REFUSE,
+        *,
+        deadline_header: str | None = None,
+    ) -> bytes:
+        """Return the JSON answer. Raise InvalidRequest, Unavailable and RequestTimeout."""
         try:
-            async with asyncio.timeout(allowed_s(None, deadline_header, self._limits)):
-                match operation:
-                    case "tokenize":
-                        return await self._tokenize(decode_tokenize(body))
-                    case "detokenize":
-                        return await self._detokenize(decode_detokenize(body))
-                    case _:
-                        assert_never(operation)
+            async with asyncio.timeout(allowed_s(None, deadline_header, self.limits)):
+                if operation == "tokenize":
+                    return await self._tokenize(tokenize.decode_tokenize(body, ignored))
+                return await self._detokenize(tokenize.decode_detokenize(body, ignored))
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its answer was complete") from None
 
-    async def _tokenize(self, request: TokenizeRequest) -> bytes:
-        model, limits = self._models.find(request.model)
+    async def _tokenize(self, request: tokenize.TokenizeRequest) -> bytes:
+        model, limits = self.models.find(request.model)
         if request.messages is None:
             param, special, text = "prompt", True, request.prompt or ""
         else:
             param, special = "messages", False
-            text = await render_chat(
-                *(model, chat.messages_as_rendered(request.messages), self._pool),
-                tools=tools_as_rendered(request.tools or ()),
-                more=request.chat_template_kwargs or {},
-                answer_begins=request.add_generation_prompt is not False,
-            )
+            messages, tools = chat.messages_as_rendered(request.messages), tools_as_rendered(request.tools or ())
+            more, answer_begins = request.chat_template_kwargs or {}, request.add_generation_prompt is not False
+            text = await render_chat(model, messages, self.pool, tools, more, answer_begins=answer_begins)
         if request.add_special_tokens is not None:
             special = request.add_special_tokens
-        packed = await encode(model, text, self._pool, special=special, param=param)
+        packed = await encode(model, text, self.pool, special=special, param=param)
         check_encoded(model, packed, limits, param=param)
         tokens = token_array(packed)
-        if len(tokens) > TOKENS_LIMIT:
-            raise InvalidRequest(f"{param}: {len(tokens)} tokens, more than {TOKENS_LIMIT}", param=param)
+        if len(tokens) > tokenize.TOKENS_LIMIT:
+            raise field_error(param, f"{len(tokens)} tokens, more than {tokenize.TOKENS_LIMIT}")
         return msgspec.json.encode(
-            Tokenized(
+            tokenize.Tokenized(
                 len(tokens),
                 limits.context_length,
                 await _listed(tokens, int),
@@ -92,16 +85,16 @@ class ServingTokenize:
             )
         )
 
-    async def _detokenize(self, request: DetokenizeRequest) -> bytes:
-        model, limits = self._models.find(request.model)
+    async def _detokenize(self, request: tokenize.DetokenizeRequest) -> bytes:
+        model, limits = self.models.find(request.model)
         check_vocabulary(request.tokens, limits, param="tokens")
         text = await detokenize(model, request.tokens, param="tokens")
-        return msgspec.json.encode(Detokenized(text))
+        return msgspec.json.encode(tokenize.Detokenized(text))
 
 
 async def detokenize(model: Model, tokens: Sequence[int], *, param: str) -> str:
     """Return the text of tokens of the vocabulary, special tokens in their written form, as in vLLM. `param` names the
-    field that they came from. Raises InvalidRequest."""
+    field that they came from. Raise InvalidRequest."""
     output = Detokenizer(msgspec.structs.replace(model.token_bytes, table=model.token_bytes.names))
     pieces: list[str] = []
     left = RENDERED_LIMIT_CHARACTERS
@@ -111,8 +104,7 @@ async def detokenize(model: Model, tokens: Sequence[int], *, param: str) -> str:
         pieces.append(output.push(tokens[start : start + TOKENS_PER_TURN]))
         left -= len(pieces[-1])
         if left < 0:
-            wrong = f"{param}: the text is longer than {RENDERED_LIMIT_CHARACTERS} characters"
-            raise InvalidRequest(wrong, param=param)
+            raise field_error(param, f"the text is longer than {RENDERED_LIMIT_CHARACTERS} characters")
     return "".join((*pieces, output.finish()))
 
 

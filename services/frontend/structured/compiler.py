@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.structured import ConstraintPart
 from services.frontend.structured.compiler_process import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
-from shared.errors import InvalidRequest, Overloaded, Unavailable
+from shared.errors import Overloaded, Unavailable
 
 VERDICTS_LIMIT = 4096
 """Verdicts that are remembered; the least recently used one is dropped."""
@@ -44,7 +45,7 @@ class GrammarCompiler:
 
     async def check(self, grammar: str, param: str, parts: Sequence[ConstraintPart] = ()) -> None:
         """Check a grammar. `param` is the field that it comes from; an error names the first of its `parts` that does
-        not compile alone. Raises InvalidRequest; Overloaded or Unavailable if it cannot be checked now."""
+        not compile alone. Raise InvalidRequest; Overloaded or Unavailable if it cannot be checked now."""
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self._known:
             if self._waiting >= WAITING_LIMIT:
@@ -63,7 +64,7 @@ class GrammarCompiler:
         if wrong:
             for part in parts[:SLOW_PARTS_LIMIT] if wrong == _TOO_MUCH else parts:
                 await self.check(msgspec.json.encode({"grammars": [part.piece]}).decode(), part.param)
-            raise InvalidRequest(f"{param}: {wrong}", param=param)
+            raise field_error(param, wrong)
 
     async def aclose(self) -> None:
         """End the process and wait until it has ended."""

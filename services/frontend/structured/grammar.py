@@ -15,25 +15,18 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from services.frontend.protocol import structured
 from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.closed_schema import closed_schema
 from services.frontend.protocol.completions import CompletionRequest
+from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan
-from services.frontend.protocol.structured import (
-    GRAMMAR_LIMIT_CHARACTERS,
-    UNSUPPORTED,
-    Constraint,
-    ConstraintPart,
-    NamedTool,
-    ToolChoice,
-    json_grammar,
-    response_format_constraint,
-    structured_outputs_constraint,
-)
+from services.frontend.protocol.structured import Constraint, ConstraintPart, json_grammar
 from services.frontend.protocol.tools import Tool
 from services.frontend.tool_parsers import lark, reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.parser import ParsePlan
-from shared.errors import InvalidRequest
 
 
 class AnswerGrammar(Struct, frozen=True):
@@ -55,18 +48,20 @@ def answer_grammar(
     plan: ParsePlan,
     tokens: lark.Tokens,
     thought: ReasoningPlan = DEFAULT_REASONING,
+    ignored: IgnoredFields = REFUSE,
+    *,
+    close: bool = False,
 ) -> AnswerGrammar | None:
-    """Return the grammar that constrains an answer, or None. `tokens` are the model's marks.
+    """Return the grammar that constrains an answer, or None. `tokens` are the model's marks; `close`: whether objects
+    in schemas are closed.
 
-    Raises InvalidRequest, naming the field."""
-    form = _constraint(request, plan, tokens)
+    Raise InvalidRequest, naming the field."""
+    form = _constraint(request, plan, tokens, ignored, close=close)
     if form is None and thought.budget is None:
         return None
     param = thought.param if form is None else form.param
     if request.ignore_eos:
-        raise InvalidRequest(
-            f"ignore_eos: cannot be combined with {param}, which decides where the answer ends", param="ignore_eos"
-        )
+        raise field_error("ignore_eos", f"cannot be combined with {param}, which decides where the answer ends")
     named = [] if form is None or form.content is None else [{"name": "content", **form.content}]
     checked = "" if form is None else _text([form.spelled or form.grammar, *named], param)
     if plan.reasoning:
@@ -79,71 +74,87 @@ def answer_grammar(
 
 def _text(grammars: Sequence[dict[str, Any]], param: str) -> str:
     text = msgspec.json.encode({"grammars": grammars}).decode()
-    if len(text) > GRAMMAR_LIMIT_CHARACTERS:
-        raise InvalidRequest(
-            f"{param}: its grammar has {len(text)} characters; the limit is {GRAMMAR_LIMIT_CHARACTERS}", param=param
-        )
+    if len(text) > structured.GRAMMAR_LIMIT_CHARACTERS:
+        why = f"its grammar has {len(text)} characters; the limit is {structured.GRAMMAR_LIMIT_CHARACTERS}"
+        raise field_error(param, why)
     return text
 
 
 # --- the answer
 
 
-def _constraint(request: ChatRequest | CompletionRequest, plan: ParsePlan, tokens: lark.Tokens) -> Constraint | None:
-    """Return the constraint of the answer, without reasoning. Raises InvalidRequest."""
-    found = [
-        structured_outputs_constraint(request.structured_outputs),
-        response_format_constraint(request.response_format),
-    ]
-    forms = [one for one in found if one is not None]
+def _constraint(
+    request: ChatRequest | CompletionRequest,
+    plan: ParsePlan,
+    tokens: lark.Tokens,
+    ignored: IgnoredFields,
+    *,
+    close: bool,
+) -> Constraint | None:
+    """Return the constraint of the answer, without reasoning. Raise InvalidRequest."""
+    forms: list[Constraint] = []
+    if request.structured_outputs is not None:
+        forms.append(structured.structured_outputs_constraint(request.structured_outputs, close=close))
+    guided = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
+    if any(field is not None for field in guided):
+        forms.append(
+            structured.structured_outputs_constraint(structured.StructuredOutputs(*guided), "guided_", close=close)
+        )
+    if (form := structured.response_format_constraint(request.response_format, close=close)) is not None:
+        forms.append(form)
     if len(forms) > 1:
-        wrong = "structured_outputs: cannot be combined with response_format, which constrains the answer already"
-        raise InvalidRequest(wrong, param="structured_outputs")
+        first, second = (one.param.partition(".")[0] for one in forms[:2])
+        raise field_error(first, f"cannot be combined with {second}, which constrains the answer already")
     content = forms[0] if forms else None
     if not isinstance(request, ChatRequest) or request.tool_choice == "none":
         return content
     if content is None or not (request.tools or _forced(request.tool_choice)):
-        return _calls(request, plan.calls, tokens) or content
-    if _forced(request.tool_choice) or request.response_format is None or not _json_apart(plan.calls):
-        wrong = f"{content.param}: cannot be combined with tools that may be called; set tool_choice to none"
-        raise InvalidRequest(wrong, param=content.param, code=UNSUPPORTED)
-    return _calls(request, plan.calls, tokens, content)
+        return _calls(request, plan.calls, tokens, close=close) or content
+    if _forced(request.tool_choice) and not ignored.refuse:  # the answer is calls, so there is no content
+        ignored.add(content.param.partition(".")[0])
+        return _calls(request, plan.calls, tokens, close=close)
+    apart = plan.calls is not None and FORMATS[plan.calls].json_is_never_a_call
+    if _forced(request.tool_choice) or request.response_format is None or not apart:
+        why = "cannot be combined with tools that may be called; set tool_choice to none"
+        raise field_error(content.param, why, UNSUPPORTED)
+    return _calls(request, plan.calls, tokens, content, close=close)
 
 
-def _json_apart(written: FormatName | None) -> bool:
-    return written is not None and FORMATS[written].json_is_never_a_call
-
-
-def _forced(choice: ToolChoice | None) -> bool:
+def _forced(choice: structured.ToolChoice | None) -> bool:
     return choice not in (None, "none", "auto")
 
 
 def _calls(
-    request: ChatRequest, written: FormatName | None, tokens: lark.Tokens, content: Constraint | None = None
+    request: ChatRequest,
+    written: FormatName | None,
+    tokens: lark.Tokens,
+    content: Constraint | None = None,
+    *,
+    close: bool,
 ) -> Constraint | None:
     """Return the constraint of calls; None if no tool is strict, none must be called and any content is allowed.
 
-    Raises InvalidRequest."""
+    Raise InvalidRequest."""
     tools, choice = request.tools or (), request.tool_choice
     forced = _forced(choice)
     if not forced and content is None and not any(tool.function.strict for tool in tools):
         return None
-    named = choice.function.name if isinstance(choice, NamedTool) else None
+    named = choice.function.name if isinstance(choice, structured.NamedTool) else None
     callable_ = [tool for tool in tools if named in (None, tool.function.name)]
     if not callable_:
         wrong = "there are no tools to call" if named is None else f"there is no tool named {named!r}"
-        raise InvalidRequest(f"tool_choice: {wrong}", param="tool_choice")
+        raise field_error("tool_choice", wrong)
     assert written is not None, "a request with tools for such a model has been refused"
     how: lark.AnswerKind = "any" if content is None else "or"
     if forced:
         how = "one" if named is not None or request.parallel_tool_calls is False else "some"
     places = {tool.function.name: f"tools[{at}].function.parameters" for at, tool in enumerate(tools)}
-    calls = [lark.CallableTool(tool.function.name, _arguments(tool, forced=forced)) for tool in callable_]
+    calls = [lark.CallableTool(tool.function.name, _arguments(tool, forced=forced, close=close)) for tool in callable_]
     try:
         rules, spelled = (FORMATS[written].rules(calls, marks, how) for marks in (tokens, {}))
     except lark.UnsupportedSchema as wrong_:
         param = f"{places[wrong_.tool]}.{wrong_.place}"
-        raise InvalidRequest(f"{param}: {wrong_}", param=param, code=UNSUPPORTED) from None
+        raise field_error(param, str(wrong_), UNSUPPORTED) from None
     pieces = [{"lark_grammar": "\n".join(one)} for one in (rules, spelled)]
     parts = [] if content is None else [ConstraintPart(content.grammar, content.param)]
     parts += [
@@ -152,12 +163,14 @@ def _calls(
     return Constraint(pieces[0], "tools", pieces[1], None if content is None else content.grammar, parts)
 
 
-def _arguments(tool: Tool, *, forced: bool) -> dict[str, Any] | None:
+def _arguments(tool: Tool, *, forced: bool, close: bool) -> dict[str, Any] | None:
     """Return the schema that a call's arguments must follow: the tool's if the call is forced or the tool is strict."""
     parameters = tool.function.parameters
     if not forced and not tool.function.strict:
         return None
-    return {"type": "object", "properties": {}, **parameters} if parameters else NO_ARGUMENTS
+    if not parameters:
+        return NO_ARGUMENTS
+    return {"type": "object", "properties": {}, **(closed_schema(parameters) if close else parameters)}
 
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -173,12 +186,12 @@ def _after_reasoning(
     form: Constraint | None, thought: ReasoningPlan, tokens: lark.Tokens, *, begun: bool
 ) -> list[dict[str, Any]]:
     """Return grammars for reasoning and the answer after it. `form` None: any answer; `begun`: the prompt ends within
-    reasoning. Raises InvalidRequest."""
+    reasoning. Raise InvalidRequest."""
     named = [] if form is None else [{"name": "answer", **form.grammar}]
     if not {reasoning.OPEN, reasoning.CLOSE} <= tokens.keys():
         if thought.budget is not None:
-            wrong = f"{thought.param}: this model ends its reasoning with several tokens, which cannot be forced"
-            raise InvalidRequest(wrong, param=thought.param, code=UNSUPPORTED)
+            why = "this model ends its reasoning with several tokens, which cannot be forced"
+            raise field_error(thought.param, why, UNSUPPORTED)
         start = "thought white @answer" if begun else '("<think>" thought white)? @answer'
         rules = [f"start: {start}", "thought[lazy]: /(.|\\n)*<\\/think>/", _WHITE]  # lazy: up to the first tag
         return [{"lark_grammar": "\n".join(rules)}, *named]

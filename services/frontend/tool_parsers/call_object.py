@@ -7,22 +7,20 @@ from __future__ import annotations
 
 from services.frontend.tool_parsers import json_text
 from services.frontend.tool_parsers.parse_result import ParseResult
-from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
+from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader, drop
 
 
 def call_object(reader: TextReader, result: ParseResult) -> Reading[None]:
     """Read one call. Arguments are passed on as they come once the name is known; if they come first, they wait for it.
-    Llama calls them "parameters". Raises Malformed."""
+    Llama calls them "parameters". Raise Malformed."""
     name = ""
     waiting: list[str] = []
     complete = False
     yield from reader.expect("{")
+    yield from reader.read_white()
     while True:
-        yield from reader.read_white()
         key = yield from json_text.short_text(reader)
-        yield from reader.read_white()
-        yield from reader.expect(":")
-        yield from reader.read_white()
+        yield from reader.expect_spaced(":")
         if key == "name" and not name:
             name = yield from json_text.short_text(reader)
             result.check_tool_name(name)
@@ -38,15 +36,10 @@ def call_object(reader: TextReader, result: ParseResult) -> Reading[None]:
             yield from json_text.value(reader, result.add_arguments if name else waiting.append)
             complete = bool(name)
         else:
-            yield from json_text.value(reader, _ignore)
-        yield from reader.read_white()
-        if not (yield from reader.optional(",")):
+            yield from json_text.value(reader, drop)
+        if not (yield from reader.optional_spaced(",")):
             break
     yield from reader.expect("}")
     if not complete:
         raise Malformed("malformed")
     result.end_call()
-
-
-def _ignore(_text: str) -> None:
-    """Drop the value of a key that does not describe the call."""

@@ -17,9 +17,7 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
     """Read text and calls. A call counts even if the model ends its turn without the closing tag."""
     while (yield from reader.read_until(_OPEN, result.add_text)):
         if (yield from result.attempt_call(_call)):
-            yield from reader.read_white()
-            yield from reader.optional(_CLOSE)
-            yield from reader.read_white()
+            yield from reader.optional_spaced(_CLOSE)
 
 
 def _call(reader: TextReader, result: ParseResult) -> Reading[None]:

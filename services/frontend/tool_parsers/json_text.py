@@ -25,7 +25,7 @@ Out = Callable[[str], None]
 
 
 def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
-    """Read any value, without the white space around it. Raises Malformed after the valid part has been passed on."""
+    """Read any value, without the white space around it. Raise Malformed after the valid part has been passed on."""
     first = yield from reader.peek()
     if first == '"':
         yield from text(reader, out)
@@ -52,25 +52,17 @@ def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[No
     while True:
         if close == "}":
             yield from text(reader, out)
-            yield from _mark(reader, out, ":")
+            yield from reader.expect_spaced(":", out)
         yield from value(reader, out, depth + 1)
         yield from reader.read_white(out)
         if (yield from reader.peek()) == close:
             out(reader.read())
             return
-        yield from _mark(reader, out, ",")
-
-
-def _mark(reader: TextReader, out: Out, mark: str) -> Reading[None]:
-    """Read one character and the white space around it."""
-    yield from reader.read_white(out)
-    yield from reader.expect(mark)
-    out(mark)
-    yield from reader.read_white(out)
+        yield from reader.expect_spaced(",", out)
 
 
 def text(reader: TextReader, out: Out, limit_characters: int = sys.maxsize) -> Reading[None]:
-    """Read a text with its quotes. Raises Malformed after the valid part has been passed on."""
+    """Read a text with its quotes. Raise Malformed after the valid part has been passed on."""
     yield from reader.expect('"')
     out('"')
     left = limit_characters
@@ -103,7 +95,7 @@ def _escape(reader: TextReader) -> Reading[str]:
 
 
 def short_text(reader: TextReader) -> Reading[str]:
-    """Read a short text and return its value. Raises Malformed if it is too long."""
+    """Read a short text and return its value. Raise Malformed if it is too long."""
     written: list[str] = []
     yield from text(reader, written.append, KEY_LIMIT_CHARACTERS)
     try:

@@ -27,16 +27,13 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 def _calls(reader: TextReader, result: ParseResult) -> Reading[None]:
     while (yield from result.attempt_call(_call)):
-        yield from reader.read_white()
-        if (yield from reader.optional(";")):
-            yield from reader.read_white()
+        yield from reader.optional_spaced(";")
         if (yield from reader.peek()) != "{":
             return
 
 
 def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
-    if (yield from reader.optional(_TAG)):
-        yield from reader.read_white()
+    yield from reader.optional_spaced(_TAG)
     yield from call_object(reader, result)
 
 

@@ -6,18 +6,15 @@ from v11   [TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]…      also with [CALL_ID]id
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from services.frontend.tool_parsers import json_text, lark
 from services.frontend.tool_parsers.call_object import call_object
-from services.frontend.tool_parsers.parse_result import ParseResult
+from services.frontend.tool_parsers.parse_result import NAME, NAME_LIMIT_CHARACTERS, ParseResult
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 _CALLS, _ARGS, _ID = MARKS
-_NAME = re.compile(r"[0-9A-Za-z_-]+")
-_NAME_LIMIT_CHARACTERS = 64
 
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
@@ -25,10 +22,8 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
     while (yield from reader.read_until(_CALLS, result.add_text)):
         further = yield from result.attempt_call(_first)
         while further:  # in a list
-            yield from reader.read_white()
-            further = yield from reader.optional(",")
+            further = yield from reader.optional_spaced(",")
             if further:
-                yield from reader.read_white()
                 further = yield from result.attempt_call(call_object)
             else:
                 yield from reader.optional("]")
@@ -37,21 +32,16 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
     yield from reader.expect(_CALLS)
-    yield from reader.read_white()
-    if (yield from reader.optional("[")):
-        yield from reader.read_white()
-        yield from call_object(reader, result)
-    elif (yield from reader.peek()) == "{":
+    if (yield from reader.optional_spaced("[")) or (yield from reader.peek()) == "{":
         yield from call_object(reader, result)
     else:
         yield from _named(reader, result)
 
 
 def _named(reader: TextReader, result: ParseResult) -> Reading[None]:
-    name = yield from reader.read_word(_NAME, _NAME_LIMIT_CHARACTERS)
-    result.check_tool_name(name)
+    name = yield from result.read_tool_name()
     if (yield from reader.optional(_ID)):
-        yield from reader.read_word(_NAME, _NAME_LIMIT_CHARACTERS)
+        yield from reader.read_word(NAME, NAME_LIMIT_CHARACTERS)
     yield from reader.optional(_ARGS)
     yield from reader.read_white()
     if (yield from reader.peek()) != "{":

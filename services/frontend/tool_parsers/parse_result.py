@@ -11,6 +11,7 @@ White space before the first content is held back, and dropped if a call comes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -19,6 +20,8 @@ from msgspec.structs import replace
 
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
+NAME = re.compile(r"[0-9A-Za-z_-]+")
+NAME_LIMIT_CHARACTERS = 64
 WHITE_LIMIT_CHARACTERS = 64
 """Characters of white space held back at most; longer white space is content."""
 
@@ -115,8 +118,14 @@ class ParseResult:
             return False
         return True
 
+    def read_tool_name(self) -> Reading[str]:
+        """Read the name of a tool that there is. Raise Malformed."""
+        name = yield from self.reader.read_word(NAME, NAME_LIMIT_CHARACTERS)
+        self.check_tool_name(name)
+        return name
+
     def check_tool_name(self, name: str) -> None:
-        """Check that there is such a tool. Raises Malformed."""
+        """Check that there is such a tool. Raise Malformed."""
         if name not in self._names:
             raise Malformed("unknown_tool")
 
@@ -133,7 +142,7 @@ class ParseResult:
         self._pieces.append(CallPiece(self.calls_begun - 1, text))
 
     def end_call(self) -> None:
-        """End the current call, whose arguments are complete. Raises CallLimitReached if no other may follow."""
+        """End the current call, whose arguments are complete. Raise CallLimitReached if no other may follow."""
         self.reader.release()
         self._open = False
         self._count("complete")
@@ -171,8 +180,5 @@ def join_pieces(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
     """Join neighbouring pieces of the same call."""
     if len(pieces) < 2:
         return tuple(pieces)
-    return tuple(_joined(list(same)) for _, same in groupby(pieces, lambda piece: piece.index))
-
-
-def _joined(pieces: Sequence[CallPiece]) -> CallPiece:
-    return replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
+    calls = [list(same) for _, same in groupby(pieces, lambda piece: piece.index)]
+    return tuple(replace(same[0], arguments="".join(piece.arguments for piece in same)) for same in calls)

@@ -48,7 +48,7 @@ class AnswerParser:
         self.result.finish()
 
     def _is_partial(self, kept_back: str) -> bool:
-        """Tell whether the end of the text is part of a mark or a call. One character before any call may be text."""
+        """Return whether the end of the text is part of a mark or a call. One character before any call may be text."""
         if self.result.calls_begun:
             return True
         return len(kept_back) > 1 and any(

@@ -26,7 +26,7 @@ Out = Callable[[str], None]
 
 
 def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
-    """Read any literal, without the white space around it. Raises Malformed after the valid part has been passed on."""
+    """Read any literal, without the white space around it. Raise Malformed after the valid part has been passed on."""
     first = yield from reader.peek()
     if first in _PLAIN:
         yield from _text(reader, out)
@@ -53,15 +53,11 @@ def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[No
             if (yield from reader.peek()) not in _PLAIN:
                 raise Malformed("malformed")
             yield from _text(reader, out)
-            yield from reader.read_white()
-            yield from reader.expect(":")
+            yield from reader.expect_spaced(":")
             out(": ")
-            yield from reader.read_white()
         yield from value(reader, out, depth + 1)
-        yield from reader.read_white()
-        if not (yield from reader.optional(",")):
+        if not (yield from reader.optional_spaced(",")):
             break
-        yield from reader.read_white()
     yield from reader.expect(close)
     out(close)
 

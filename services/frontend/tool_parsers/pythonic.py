@@ -17,8 +17,6 @@ from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 _START, _END = MARKS
-_NAME = re.compile(r"[0-9A-Za-z_-]+")
-_NAME_LIMIT_CHARACTERS = 64
 _KEYWORD = re.compile(r"\w+")
 _KEYWORD_LIMIT_CHARACTERS = 256
 
@@ -29,9 +27,7 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
     if (yield from reader.peek()) in ("[", "<"):
         further = yield from result.attempt_call(_first)
         while further:
-            yield from reader.read_white()
-            further = yield from reader.optional(",")
-            yield from reader.read_white()
+            further = yield from reader.optional_spaced(",")
             if further and (yield from reader.peek()) != "]":
                 further = yield from result.attempt_call(_call)
             else:
@@ -44,29 +40,22 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
     yield from reader.optional(_START)
-    yield from reader.read_white()
-    yield from reader.expect("[")
-    yield from reader.read_white()
+    yield from reader.expect_spaced("[")
     yield from _call(reader, result)
 
 
 def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
     """Read one call; only keyword arguments are accepted, since positional ones have no name."""
-    name = yield from reader.read_word(_NAME, _NAME_LIMIT_CHARACTERS)
-    result.check_tool_name(name)
-    yield from reader.read_white()
-    yield from reader.expect("(")
-    yield from reader.read_white()
+    name = yield from result.read_tool_name()
+    yield from reader.expect_spaced("(")
     keyword = yield from _keyword(reader)
     result.begin_call(name)
     result.add_arguments("{")
     while keyword:
         result.add_arguments(json.dumps(keyword, ensure_ascii=False) + ": ")
         yield from python_text.value(reader, result.add_arguments)
-        yield from reader.read_white()
-        if not (yield from reader.optional(",")):
+        if not (yield from reader.optional_spaced(",")):
             break
-        yield from reader.read_white()
         keyword = yield from _keyword(reader)
         if keyword:
             result.add_arguments(", ")
@@ -82,9 +71,7 @@ def _keyword(reader: TextReader) -> Reading[str]:
         if (yield from reader.peek()) != ")":
             raise Malformed("malformed")
         return ""
-    yield from reader.read_white()
-    yield from reader.expect("=")
-    yield from reader.read_white()
+    yield from reader.expect_spaced("=")
     return keyword
 
 
@@ -98,7 +85,7 @@ def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.Ans
     """Return the Lark rules that an answer must follow. Text that begins like a list is one of calls.
 
     Arguments come in the order of the schema, and it must name all of them. Their values are JSON, which the parser
-    also accepts, except for booleans, which models write as Python does. Raises lark.UnsupportedSchema.
+    also accepts, except for booleans, which models write as Python does. Raise lark.UnsupportedSchema.
     """
     before, after = (f"({lark.mark_symbol(one, tokens)})? " if one in tokens else "" for one in MARKS)
     further = "" if how == "one" else '(", " call)*'
@@ -137,7 +124,7 @@ def _call_rules(rule: str, call: lark.CallableTool) -> list[str]:
 
 
 def _arguments(tool: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the schemas of arguments by keyword, and the required keywords. Raises lark.UnsupportedSchema."""
+    """Return the schemas of arguments by keyword, and the required keywords. Raise lark.UnsupportedSchema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     for word in sorted(schema.keys() - _WORDS):
         raise lark.UnsupportedSchema(tool, word, "this keyword is not supported for models that write calls as Python")

@@ -28,6 +28,10 @@ RUN_LIMIT_CHARACTERS = 4096
 _WHITE = re.compile(r"[ \t\r\n]*")
 
 
+def drop(_text: str) -> None:
+    """Take text and do nothing with it."""
+
+
 class Malformed(Exception):
     """The text does not follow its format. The message is the reason: malformed, unknown_tool or too_long."""
 
@@ -97,7 +101,7 @@ class TextReader:
         return found[0]
 
     def read_word(self, run: re.Pattern[str], limit_characters: int) -> Reading[str]:
-        """Read a whole run of characters, perhaps empty. Raises Malformed if it is longer than the limit."""
+        """Read a whole run of characters, perhaps empty. Raise Malformed if it is longer than the limit."""
         word = ""
         while (yield from self.peek()) and (piece := self.read_run(run, limit_characters + 1 - len(word))):
             word += piece
@@ -105,11 +109,10 @@ class TextReader:
             raise Malformed("malformed")
         return word
 
-    def read_white(self, out: Callable[[str], None] | None = None) -> Reading[None]:
-        """Read white space, perhaps none; pass it to `out` if given."""
+    def read_white(self, out: Callable[[str], None] = drop) -> Reading[None]:
+        """Read white space, perhaps none; pass it to `out`."""
         while (yield from self.peek()) and (piece := self.read_run(_WHITE)):
-            if out is not None:
-                out(piece)
+            out(piece)
 
     @property
     def at_end(self) -> bool:
@@ -128,9 +131,23 @@ class TextReader:
             yield
 
     def expect(self, literal: str) -> Reading[None]:
-        """Read `literal`. Raises Malformed if the text does not go on with it."""
+        """Read `literal`. Raise Malformed if the text does not go on with it."""
         if not (yield from self.optional(literal)):
             raise Malformed("malformed")
+
+    def optional_spaced(self, literal: str) -> Reading[bool]:
+        """Read `literal` and the white space around it if the text goes on with it; return whether it does."""
+        yield from self.read_white()
+        found = yield from self.optional(literal)
+        yield from self.read_white()
+        return found
+
+    def expect_spaced(self, literal: str, out: Callable[[str], None] = drop) -> Reading[None]:
+        """Read `literal` and the white space around it; pass all of it to `out`. Raise Malformed without it."""
+        yield from self.read_white(out)
+        yield from self.expect(literal)
+        out(literal)
+        yield from self.read_white(out)
 
     def read_until(self, literal: str, out: Callable[[str], None]) -> Reading[bool]:
         """Pass text on up to `literal`, which is not read, and return True. False: it did not come, and all was passed

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from services.frontend.tool_parsers.parse_result import ParseResult
-from services.frontend.tool_parsers.reader import Reading, TextReader
+from services.frontend.tool_parsers.reader import Reading, TextReader, drop
 
 MARKS = ("<think>", "</think>")
 OPEN, CLOSE = MARKS
 
 
 def open_in(prompt: str) -> bool:
-    """Tell whether a prompt ends within reasoning, as some chat templates open it for the model."""
+    """Return whether a prompt ends within reasoning, as some chat templates open it for the model."""
     return prompt[-64:].rstrip().endswith(OPEN)
 
 
@@ -19,7 +19,7 @@ def read_reasoning(reader: TextReader, result: ParseResult, *, inside: bool) -> 
 
     White space after either tag belongs to neither text. If reasoning never ends, there is no answer.
     """
-    yield from reader.read_white(None if inside else result.add_text)
+    yield from reader.read_white(drop if inside else result.add_text)
     if not (yield from reader.optional(OPEN)) and not inside:
         return
     yield from reader.read_white()

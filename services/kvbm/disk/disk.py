@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -36,14 +35,7 @@ from services.kvbm.disk.format import PAGE_BYTES, DiskGeometry, Header, HeaderTo
 from services.kvbm.disk.io_threads import DiskThreads
 from services.kvbm.disk.scan import scan
 from services.kvbm.disk.segments import Segments
-from services.kvbm.tiers.disk_results import (
-    DiskFailure,
-    DiskStatistics,
-    FoundBlock,
-    LoadedFromDisk,
-    LossReason,
-    WrittenToDisk,
-)
+from services.kvbm.tiers.disk_results import DiskFailure, DiskStatistics, FoundBlock, LoadedFromDisk, WrittenToDisk
 from shared.blocks import Content
 from shared.hashing import ContentKey
 
@@ -85,8 +77,7 @@ class Disk:
         self._retry_s = retry_s
         self._segments: Segments | None = None
         """The files that requests go to; None if the tier is off."""
-        self._scanning: Segments | None = None
-        self._scanned_segments = 0
+        self._scanning = False
         self._reason = "not opened yet"
         self._full = ""
         """Why no block is written for now, or only to existing segments; until the next check."""
@@ -96,32 +87,12 @@ class Disk:
         self._errors_in_a_row = 0
         self._failed = asyncio.Event()
         self._sequence = 0
-        self._counts: Counter[Literal["loaded", "written"]] = Counter()
-        self._lost: Counter[LossReason] = Counter()
-        self._under_way: Counter[Literal["read", "write"]] = Counter()
-
-    @property
-    def on(self) -> bool:
-        """Whether requests are taken."""
-        return self._segments is not None
 
     def statistics(self) -> DiskStatistics:
-        """Return the state and the counts."""
-        segments = self._segments or self._scanning
-        return DiskStatistics(
-            state="on" if self._segments else "scanning" if self._scanning else "off",
-            reason=self._full if self._segments else self._reason,
-            direct=segments is not None and segments.direct,
-            segments=0 if segments is None else len(segments.existing()),
-            scanned_segments=self._scanned_segments,
-            reading=self._under_way["read"],
-            writing=self._under_way["write"],
-            loaded=self._counts["loaded"],
-            written=self._counts["written"],
-            loaded_bytes=self._counts["loaded"] * self.geometry.payload_bytes,
-            written_bytes=self._counts["written"] * self.geometry.payload_bytes,
-            lost=dict(self._lost),
-        )
+        """Return the state."""
+        if self._segments is not None:
+            return DiskStatistics("on", self._full)
+        return DiskStatistics("scanning" if self._scanning else "off", self._reason)
 
     # --- requests
 
@@ -192,7 +163,7 @@ class Disk:
             segments.erase(record, page)
             return WrittenToDisk(perf_counter() - start_s)
 
-        self._submit("write", job, done, payload=False)
+        self._submit("write", job, done)
 
     def _check(self, record: int, memory: memoryview) -> None:
         assert 0 <= record < self.geometry.capacity, f"record {record} of {self.geometry.capacity}"
@@ -205,38 +176,27 @@ class Disk:
         kind: Literal["read", "write"],
         job: Callable[[Segments, memoryview], Result | DiskFailure],
         done: Callable[[Result | DiskFailure], None],
-        *,
-        payload: bool = True,
     ) -> None:
-        """Run the job in a thread, then `done` in the loop. `payload` says whether a block's bytes are moved, and
-        counted."""
+        """Run the job in a thread, then `done` in the loop."""
         segments = self._segments
         if segments is None:
             self._refuse(DiskFailure("off", self._reason), done)
             return
 
         def ended(outcome: Result | DiskFailure | Exception) -> None:
-            self._under_way[kind] -= 1
             segments.release()
             if isinstance(outcome, Exception):
                 outcome = self._judge(segments, outcome)
             elif not isinstance(outcome, DiskFailure):
-                if payload:
-                    self._counts["written" if kind == "write" else "loaded"] += 1
                 self._errors_in_a_row = 0
-            if isinstance(outcome, DiskFailure):
-                self._lost[outcome.reason] += 1
             done(outcome)
 
         segments.acquire()
-        self._under_way[kind] += 1
         if not self._threads.submit(kind, lambda page: job(segments, page), ended):
-            self._under_way[kind] -= 1
             segments.release()
             self._refuse(DiskFailure("busy", f"{self._threads.limit} {kind}s are under way"), done)
 
     def _refuse(self, lost: DiskFailure, done: Callable[[DiskFailure], None]) -> None:
-        self._lost[lost.reason] += 1
         asyncio.get_running_loop().call_soon(done, lost)
 
     # --- trouble
@@ -288,18 +248,17 @@ class Disk:
                     )
                 self._fail(error)
             finally:
-                self._segments = self._scanning = None
+                self._segments, self._scanning = None, False
                 self._reason = self._reason or "closed"
                 segments.release()
             await asyncio.sleep(self._retry_s)
 
     async def _come_up(self, segments: Segments) -> None:
-        self._scanning = segments
-        self._scanned_segments = 0
+        self._scanning = True
         await self._upkeep(segments, lambda _: segments.open())
-        found, sequence = await scan(segments, self.geometry, self._upkeep, self._scanned)
+        found, sequence = await scan(segments, self.geometry, self._upkeep)
         self._sequence = max(self._sequence, sequence)
-        self._scanning, self._segments, self._reason = None, segments, ""
+        self._scanning, self._segments, self._reason = False, segments, ""
         self._writes_stopped, self._full, self._full_logged, self._errors_in_a_row = False, "", "", 0
         self._failed.clear()
         how = "with O_DIRECT" if segments.direct else "through the page cache, as O_DIRECT does not work there"
@@ -323,9 +282,6 @@ class Disk:
         except OSError as error:
             self._fail(error)
         self._writes_stopped, self._full = False, ""
-
-    def _scanned(self, segments: int) -> None:
-        self._scanned_segments = segments
 
     async def _upkeep(self, segments: Segments, job: Callable[[memoryview], T]) -> T:
         segments.acquire()

@@ -114,7 +114,7 @@ def disk_geometry(layout: str, payload_bytes: int, limit_bytes: int, segment_byt
 
 
 def encode_header(page: memoryview | bytearray, geometry: DiskGeometry, header: Header) -> None:
-    """Write `header` over the page. Raises HeaderTooLarge, and leaves the page as it was."""
+    """Write `header` over the page. Raise HeaderTooLarge, and leave the page as it was."""
     content = header.content
     lora, salt = content.lora.encode(), content.salt.encode()
     variable = content.tokens + lora + salt

@@ -64,10 +64,6 @@ class DiskThreads:
         for thread in self._threads:
             thread.start()
 
-    def outstanding(self, kind: Kind) -> int:
-        """Return how many requests of this kind were submitted and have not ended."""
-        return self._outstanding[kind]
-
     def submit(self, kind: Kind, job: Callable[[memoryview], T], done: Callable[[T | Exception], None]) -> bool:
         """Run `job` with an aligned page in a thread, then `done` in the loop with its result or its exception. Return
         False, and call neither, if the limit is reached or `close` has begun."""
@@ -81,7 +77,7 @@ class DiskThreads:
         return True
 
     async def upkeep(self, job: Callable[[memoryview], T], over: Callable[[], None]) -> T:
-        """Run `job` in a thread and wait for it. Raises what it raises. If the wait is cancelled the job runs on;
+        """Run `job` in a thread and wait for it. Raise what it raises. If the wait is cancelled the job runs on;
         `over` is called when it has really ended."""
         ended: asyncio.Future[T] = self._loop.create_future()
 

@@ -27,7 +27,7 @@ class StoredLayout(Struct, frozen=True):
 
 
 def stored_layouts(directory: Path) -> list[StoredLayout]:
-    """Return the layouts in the directory, those opened longest ago first. Raises OSError."""
+    """Return the layouts in the directory, those opened longest ago first. Raise OSError."""
     found: list[StoredLayout] = []
     for path in directory.iterdir():
         if _LAYOUT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -39,7 +39,7 @@ def stored_layouts(directory: Path) -> list[StoredLayout]:
 
 def make_room(directory: Path, keep_bytes: int, keep: frozenset[str] = frozenset()) -> list[StoredLayout]:
     """Remove layouts that are neither in `keep` nor in use, those opened longest ago first, until those not in `keep`
-    have at most `keep_bytes`. Return the removed ones. Raises OSError."""
+    have at most `keep_bytes`. Return the removed ones. Raise OSError."""
     others = [layout for layout in stored_layouts(directory) if layout.layout not in keep]
     used_bytes = sum(layout.used_bytes for layout in others)
     removed: list[StoredLayout] = []

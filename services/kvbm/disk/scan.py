@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from operator import itemgetter
-from typing import Protocol
 
 from services.kvbm.disk.format import DiskGeometry, Header
 from services.kvbm.disk.segments import Segments
@@ -22,20 +21,16 @@ AT_ONCE = 4
 Headers = list[tuple[int, Header | HeaderProblem]]
 
 
-class Upkeep(Protocol):
-    """Runs a job with the segments in a thread. Raises OSError."""
-
-    def __call__(self, segments: Segments, job: Callable[[memoryview], Headers]) -> Awaitable[Headers]: ...
+Upkeep = Callable[[Segments, Callable[[memoryview], Headers]], Awaitable[Headers]]
+"""Runs a job with the segments in a thread. Raises OSError."""
 
 
-async def scan(
-    segments: Segments, geometry: DiskGeometry, upkeep: Upkeep, scanned: Callable[[int], None]
-) -> tuple[list[FoundBlock], int]:
+async def scan(segments: Segments, geometry: DiskGeometry, upkeep: Upkeep) -> tuple[list[FoundBlock], int]:
     """Return the blocks that were found, oldest first, and the highest sequence. Of two records with one key the newer
-    counts. `scanned` is called with the number of segments begun. Raises OSError."""
+    counts. Raise OSError."""
     newest: dict[ContentKey, tuple[int, int, Content]] = {}
     highest = 0
-    chunks = _chunks(geometry, segments.existing(), scanned)
+    chunks = _chunks(geometry, segments.existing())
 
     async def work() -> None:
         nonlocal highest
@@ -59,9 +54,8 @@ async def scan(
     return [FoundBlock(record, content) for _, record, content in sorted(newest.values(), key=itemgetter(0))], highest
 
 
-def _chunks(geometry: DiskGeometry, made: list[int], scanned: Callable[[int], None]) -> Iterator[tuple[int, int, int]]:
-    for begun, segment in enumerate(made, 1):
-        scanned(begun)
+def _chunks(geometry: DiskGeometry, made: list[int]) -> Iterator[tuple[int, int, int]]:
+    for segment in made:
         records = geometry.records_in(segment)
         for first in range(0, records, RECORDS):
             yield segment, first, min(RECORDS, records - first)

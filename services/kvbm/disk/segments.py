@@ -77,7 +77,7 @@ class Segments:
 
     def open(self) -> None:
         """Make the two directories where they are missing (never their parents), check and lock them, and open the
-        existing segments. Raises OSError, whose text names the path and what is wrong with it."""
+        existing segments. Raise OSError, whose text names the path and what is wrong with it."""
         top = open_directory(self._directory, None)
         self._directories.append(top)
         self._own = open_directory(self._path, top)
@@ -199,7 +199,7 @@ class Segments:
             page.close()
 
     def _make(self, segment: int) -> None:
-        """Make or complete a segment. Raises ENOSPC at once while `no_space` is set."""
+        """Make or complete a segment. Raise ENOSPC at once while `no_space` is set."""
         with self._growing:
             if segment in self._allocated:
                 return
@@ -244,7 +244,7 @@ class Segments:
 
 def open_directory(path: Path, parent: int | None) -> int:
     """Return a descriptor of a directory that is this user's alone, made if it is missing; relative to `parent`, if
-    given. Raises OSError."""
+    given. Raise OSError."""
     name = path if parent is None else path.name
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
@@ -267,7 +267,7 @@ def open_directory(path: Path, parent: int | None) -> int:
 
 
 def lock(directory: int, path: Path) -> None:
-    """Lock an open directory for as long as its descriptor is open. Raises OSError where another process has the
+    """Lock an open directory for as long as its descriptor is open. Raise OSError where another process has the
     lock."""
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)

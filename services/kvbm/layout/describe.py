@@ -8,6 +8,7 @@ from services.kvbm.hit_window import LookupCounts
 from services.kvbm.tickets.results import TicketStatistics
 from services.kvbm.tiers.disk_results import DiskStatistics
 from shared.kvbm_messages import LayoutState, StoreLayout, TierState
+from shared.messages import Tier
 
 
 class LayoutFacts(Struct, frozen=True):
@@ -20,10 +21,8 @@ class LayoutFacts(Struct, frozen=True):
     """None if there is no disk tier."""
     found: LookupCounts
     """The lookups of the window."""
-    host_problem: str
-    """What is wrong with the host tier's policy; empty if nothing is."""
-    disk_problem: str
-    """What is wrong with the policy of the disk tier; empty if nothing is."""
+    problems: dict[Tier, str]
+    """What is wrong with each tier's policy; empty if nothing is."""
 
 
 def state(facts: LayoutFacts) -> LayoutState:
@@ -42,7 +41,7 @@ def state(facts: LayoutFacts) -> LayoutState:
 
 def _host(facts: LayoutFacts) -> TierState:
     host, awaited = facts.tickets.tiers.host, facts.tickets.awaited
-    reason = facts.host_problem
+    reason = facts.problems["host"]
     if awaited:
         reason = f"{awaited} engines of a former kvbm may still write"
     elif host.quarantined:
@@ -60,7 +59,7 @@ def _disk(facts: LayoutFacts, disk: DiskStatistics) -> TierState:
     records = facts.tickets.tiers.disk
     return TierState(
         state=disk.state,
-        reason=disk.reason or facts.disk_problem,
+        reason=disk.reason or facts.problems["disk"],
         capacity_blocks=records.capacity,
         blocks=records.ready,
         hit_rate=facts.found.rate(facts.found.disk),

@@ -26,11 +26,11 @@ SPILLS_MOST = 64
 
 
 class DiskTraffic:
-    """The disk requests of one layout."""
+    """The disk requests of one layout; without a disk there are none."""
 
     def __init__(
         self,
-        disk: Disk,
+        disk: Disk | None,
         slots: ArenaMap,
         checksums: SlotChecksums,
         spills_most: int,
@@ -40,7 +40,8 @@ class DiskTraffic:
         erased: Callable[[int], None],
         metrics: StoreMetrics,
     ) -> None:
-        self.disk = disk
+        self._disk = disk
+        self._payload_bytes = 0 if disk is None else disk.geometry.payload_bytes
         self._slots = slots
         self._checksums = checksums
         self._spills_most = spills_most
@@ -59,30 +60,33 @@ class DiskTraffic:
     @property
     def room(self) -> int:
         """The number of spills that may be started now."""
-        return self._spills_most - self._spilling
+        return 0 if self._disk is None else self._spills_most - self._spilling
 
     def read(self, reads: Iterable[Read]) -> None:
         """Start these reads, in order."""
         for read in reads:
+            assert self._disk is not None, "a read without a disk"
             self._slots.grant(read.slot)
             self._checksums.clear((read.slot,))
             memory = self._slots.slot(read.slot)
             self._reading += 1
-            self.disk.read(read.record, read.content.key, memory, partial(self._read_ended, read, memory))
+            self._disk.read(read.record, read.content.key, memory, partial(self._read_ended, read, memory))
 
     def spill(self, spills: Iterable[Spill]) -> None:
         """Start these spills, at most `room`."""
         for spill in spills:
+            assert self._disk is not None, "a spill without a disk"
             assert self.room, "more spills than there is room for"
             memory = self._slots.slot(spill.slot)
             self._spilling += 1
             done = partial(self._spill_ended, spill, memory)
-            self.disk.write(spill.record, spill.content, memory, done, checksum=self._checksums.get(spill.slot))
+            self._disk.write(spill.record, spill.content, memory, done, checksum=self._checksums.get(spill.slot))
 
     def erase(self, records: Iterable[int]) -> None:
         """Start erasing these records. Erasing touches no slot: only the record stays in use until the end."""
         for record in records:
-            self.disk.erase(record, partial(self._erase_ended, record))
+            assert self._disk is not None, "a record without a disk"
+            self._disk.erase(record, partial(self._erase_ended, record))
 
     def _erase_ended(self, record: int, outcome: WrittenToDisk | DiskFailure) -> None:
         if isinstance(outcome, DiskFailure):
@@ -94,13 +98,13 @@ class DiskTraffic:
         self._reading -= 1
         if isinstance(outcome, LoadedFromDisk):
             self._checksums.set(read.slot, outcome.checksum)
-        self._metrics.count_disk_request("read", outcome, self.disk.geometry.payload_bytes)
+        self._metrics.count_disk_request("read", outcome, self._payload_bytes)
         self._read_done(read, _of_read(outcome))
 
     def _spill_ended(self, spill: Spill, memory: memoryview, outcome: WrittenToDisk | DiskFailure) -> None:
         memory.release()
         self._spilling -= 1
-        self._metrics.count_disk_request("write", outcome, self.disk.geometry.payload_bytes)
+        self._metrics.count_disk_request("write", outcome, self._payload_bytes)
         self._spill_done(spill, _of_write(outcome))
 
 

@@ -14,10 +14,13 @@ errors of `errors.py`; they have changed nothing then, except as `TicketExpired`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from pathlib import Path
 
 from services.kvbm.config import KvbmConfig
 from services.kvbm.disk.disk import Disk
+from services.kvbm.disk.format import DiskGeometry
+from services.kvbm.disk.io_threads import DiskThreads
 from services.kvbm.hit_window import HitWindow, LookupCounts
 from services.kvbm.layout.describe import LayoutFacts
 from services.kvbm.layout.disk_traffic import SPILLS_MOST, DiskTraffic
@@ -31,7 +34,7 @@ from services.kvbm.tickets.packing import (
     unpack_keys,
     unpack_slots,
 )
-from services.kvbm.tickets.pending_fetches import PendingFetches, SendFetchReply, fetch_reply
+from services.kvbm.tickets.pending_fetches import PendingFetches, SendFetchReply
 from services.kvbm.tickets.results import ExpiredTicket
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers import policies
@@ -42,13 +45,11 @@ from services.kvbm.tiers.tiers import Tiers
 from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.hashing import KEY_BYTES
-from shared.messages import EventSource, Tier
+from shared.messages import Tier
 from shared.pool.map import ArenaMap
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
-MakeDisk = Callable[[Callable[[list[FoundBlock]], None], Callable[[str], None]], Disk]
-"""(ready, failed) → the layout's disk tier, not running yet; `Disk` describes the two callbacks."""
 _TICKET_BITS = 48
 """Ticket ids begin with a random number of this many bits, so that no ticket of another kvbm is mistaken for one of
 ours."""
@@ -67,20 +68,26 @@ class LayoutStore:
         metrics: StoreMetrics,
         *,
         former_owners: Collection[str],
-        disk: MakeDisk | None,
+        disk: tuple[DiskGeometry, DiskThreads] | None,
     ) -> None:
         self.layout = layout
         self.digest = layout.digest
         self.slots = slots
-        self.disk = disk(self._disk_ready, self._disk_failed) if disk is not None else None
+        self.disk: Disk | None = None
+        if disk is not None:
+            self.disk = Disk(
+                *(Path(config.disk.directory), *disk, self._disk_ready, self._disk_failed),
+                min_free_bytes=config.disk.min_free_bytes,
+                retry_s=config.disk.retry_s,
+            )
         self._now = asyncio.get_running_loop().time
         self._block_size = layout.kv.block_size
         self._block_bytes = layout.kv.block_bytes
         self._metrics = metrics
         sizes = config.tiers.sizes(slots.arena.slots, 0 if self.disk is None else self.disk.geometry.capacity)
         self._policies: dict[Tier, policies.EvictionPolicy] = {
-            "host": policies.named(config.tiers.host_policy, sizes.slots),
-            "disk": policies.named(config.tiers.disk_policy, max(1, sizes.records)),
+            "host": policies.make_policy(config.tiers.host_policy, sizes.slots),
+            "disk": policies.make_policy(config.tiers.disk_policy, max(1, sizes.records)),
         }
         self.tiers = Tiers(sizes, self._policies["host"], self._policies["disk"], quarantined=bool(former_owners))
         first_ticket = 1 + runtime.draw.getrandbits(_TICKET_BITS)
@@ -88,30 +95,22 @@ class LayoutStore:
         self.log = EventLog(runtime.events.open_publisher(), self._block_size, self._digests, runtime.wall)
         self._checksums = SlotChecksums(slots.arena.slots)
         self._window = HitWindow(config.statistics.window_s)
-        self._traffic: DiskTraffic | None = None
-        if self.disk is not None:
-            spills_most = max(1, min(SPILLS_MOST, config.disk.queue // config.pool.arenas))
-            self._traffic = DiskTraffic(
-                *(self.disk, slots, self._checksums, spills_most),
-                read_done=self._read_done,
-                spill_done=self._spill_done,
-                erased=self._erased,
-                metrics=metrics,
-            )
+        self._traffic = DiskTraffic(
+            *(self.disk, slots, self._checksums, max(1, min(SPILLS_MOST, config.disk.queue // config.pool.arenas))),
+            read_done=self._read_done,
+            spill_done=self._spill_done,
+            erased=self._erased,
+            metrics=metrics,
+        )
         self._pending = PendingFetches(slots, self._checksums)
         self._limited_log = RateLimitedLog()
         self._settling: asyncio.Handle | None = None
         self._ended = False
 
     @property
-    def source(self) -> EventSource:
-        """Where the KV events come from, for the address book."""
-        return self.log.source
-
-    @property
     def in_use(self) -> bool:
         """Whether the arena must stay, because a living engine is attached or slots are being copied."""
-        return self.tickets.statistics().owners > 0 or (self._traffic is not None and self._traffic.under_way > 0)
+        return self.tickets.statistics().owners > 0 or self._traffic.under_way > 0
 
     # --- owners
 
@@ -152,7 +151,8 @@ class LayoutStore:
         self._checksums.clear(granted.slots)
         self._metrics.count_offer(len(granted.slots), granted.known, granted.declined)
         self._changed(granted.events)
-        return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
+        time_left_s = self.tickets.limits.store_time_s
+        return wire.Granted(granted.ticket, time_left_s, granted.indices, pack_slots(granted.slots))
 
     def commit(self, ask: wire.Commit) -> wire.Settled:
         """Publish the blocks of these slots: they can be found from now on."""
@@ -176,21 +176,17 @@ class LayoutStore:
         self.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
         keys = unpack_keys(ask.keys)
         held = self.tickets.fetch(ask.owner, keys, self._now())
-        found = LookupCounts(1, len(keys), host=len(held.slots) - held.from_disk, disk=held.from_disk)
+        from_disk = len(held.loading)
+        found = LookupCounts(1, len(keys), host=len(held.slots) - from_disk, disk=from_disk)
         self._window.add(found, self._now())
         self._metrics.count_lookup(found, self._block_bytes)
         self._changed(held.events)
-        if held.reads:
-            assert self._traffic is not None, "a read without a disk"
-            self._traffic.read(held.reads)
+        self._traffic.read(held.reads)
         complete = held.ready == len(held.slots)
         if not complete:
             self._pending.add(held.ticket, ask.owner, send_later)
-        ready = held.slots if complete else held.slots[: held.ready]
-        first = fetch_reply(
-            self.slots, self._checksums, held.ticket, held.time_left_s, 0, ready, len(held.slots), disk=False
-        )
-        return first, complete
+        time_left_s, ready = self.tickets.limits.fetch_time_s, held.slots[: held.ready]
+        return self._pending.reply(held.ticket, time_left_s, 0, ready, len(held.slots), disk=False), complete
 
     def release(self, ask: wire.Release) -> wire.Settled:
         """End a fetch ticket: its slots are no longer held."""
@@ -220,10 +216,7 @@ class LayoutStore:
 
     def _erase(self) -> None:
         """Erase the records of discarded blocks, so that no restart finds them."""
-        records = self.tiers.take_erases()
-        if records:
-            assert self._traffic is not None, "records without a disk"
-            self._traffic.erase(records)
+        self._traffic.erase(self.tiers.take_erases())
 
     # --- the disk
 
@@ -276,7 +269,7 @@ class LayoutStore:
             self._settling.cancel()
             self._settling = None
         self._changed(self.tiers.prepare())
-        if self._traffic is not None and self._traffic.room:
+        if self._traffic.room:
             spills, events = self.tiers.take_spills(self._traffic.room)
             self._changed(events)
             self._traffic.spill(spills)
@@ -295,7 +288,7 @@ class LayoutStore:
     def close(self) -> None:
         """Close a store that is stopped and has nothing under way."""
         assert self._ended, "more may be begun"
-        assert self._traffic is None or not self._traffic.under_way, "a copy is under way"
+        assert not self._traffic.under_way, "a copy is under way"
         self.log.close()
 
     # --- questions
@@ -308,17 +301,12 @@ class LayoutStore:
             tickets=self.tickets.statistics(),
             disk=None if self.disk is None else self.disk.statistics(),
             found=self._window.total(self._now()),
-            host_problem=self._problem("host"),
-            disk_problem=self._problem("disk"),
+            problems={tier: self._problem(tier) for tier in self._policies},
         )
 
     def _problem(self, tier: Tier) -> str:
-        policy = self._policies[tier]
-        return (
-            f"its policy is off: {policy.problem}"
-            if isinstance(policy, policies.GuardedPolicy) and policy.problem
-            else ""
-        )
+        problem = getattr(self._policies[tier], "problem", "")
+        return f"its policy is off: {problem}" if problem else ""
 
     def report(self) -> wire.LayoutReport:
         """Return how far the events are, for the load report."""
@@ -342,8 +330,9 @@ class LayoutStore:
         self._pending.validate()
         waiting = len(self._pending) - len(self._pending.with_progress)
         assert waiting <= statistics.fetches, "a fetch has ended and its engine gets no reply"
-        under_way = 0 if self._traffic is None else self._traffic.under_way
-        assert under_way == statistics.tiers.host.loading + statistics.tiers.disk.writing, "a copy is counted wrong"
+        assert self._traffic.under_way == statistics.tiers.host.loading + statistics.tiers.disk.writing, (
+            "a copy is counted wrong"
+        )
         assert self._settling is not None or not (self._pending.with_progress or self.log.waiting), (
             "no turn will report it"
         )

@@ -15,15 +15,14 @@ from pathlib import Path
 
 from services.kvbm.config import KvbmConfig
 from services.kvbm.disk.disk import Disk
-from services.kvbm.disk.format import disk_geometry
+from services.kvbm.disk.format import DiskGeometry, disk_geometry
 from services.kvbm.disk.io_threads import DiskThreads
 from services.kvbm.disk.layouts import make_room
-from services.kvbm.layout.layout import LayoutStore, MakeDisk
+from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.arenas import NoArena
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.tickets.errors import ArenaMissing, NotReady
-from services.kvbm.tiers.disk_results import FoundBlock
 from shared.errors import ConfigError
 from shared.kvbm_messages import StoreLayout
 from shared.pool.format import PoolUnfit
@@ -56,7 +55,7 @@ class Layouts:
 
     def get_or_open(self, layout: StoreLayout, former_owners: Collection[str]) -> LayoutStore:
         """Return the layout's store, opened if it is not open. `former_owners` are the engines of a former kvbm that
-        may still write to any slot. Raises ArenaMissing, and NotReady where a plug-in policy cannot be made for this
+        may still write to any slot. Raise ArenaMissing, and NotReady where a plug-in policy cannot be made for this
         size."""
         digest = layout.digest
         in_use = [other.digest for other in self.open.values() if other.in_use]
@@ -101,25 +100,17 @@ class Layouts:
     def _share_bytes(self) -> int:
         return self._config.disk.limit_bytes // self._config.pool.arenas
 
-    def _disk(self, layout: StoreLayout) -> MakeDisk | None:
-        """Return how the layout's disk tier is made; None if there is none."""
-        threads, config = self._threads, self._config.disk
-        if threads is None:
+    def _disk(self, layout: StoreLayout) -> tuple[DiskGeometry, DiskThreads] | None:
+        """Return where the layout's records are on disk, and the threads for them; None if it has no disk tier."""
+        if self._threads is None:
             return None
+        segment_bytes = self._config.disk.segment_bytes
         try:
-            shape = disk_geometry(layout.digest, layout.kv.block_bytes, self._share_bytes, config.segment_bytes)
+            shape = disk_geometry(layout.digest, layout.kv.block_bytes, self._share_bytes, segment_bytes)
         except ValueError as wrong:
             _log.error("layout %s is not kept on disk: %s", layout.digest, wrong)
             return None
-
-        def make(ready: Callable[[list[FoundBlock]], None], failed: Callable[[str], None]) -> Disk:
-            return Disk(
-                *(Path(config.directory), shape, threads, ready, failed),
-                min_free_bytes=config.min_free_bytes,
-                retry_s=config.retry_s,
-            )
-
-        return make
+        return shape, self._threads
 
     async def _run(self, disk: Disk) -> None:
         if self._ending:

@@ -47,7 +47,7 @@ class Arenas:
 
     def assign(self, layout: str, in_use: Collection[str]) -> AssignedArena:
         """Assign an arena to the layout, the same as before if it has one. `in_use` are the layouts that must keep
-        theirs, because a living engine uses them or a copy is under way. Raises NoArena, and has changed nothing
+        theirs, because a living engine uses them or a copy is under way. Raise NoArena, and change nothing
         then."""
         if layout in self._index:
             index = self._index.pop(layout)

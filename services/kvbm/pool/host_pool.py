@@ -64,7 +64,7 @@ class HostPool:
         """Open the pool under the directory's lock, in the name of `instance`; `size_bytes` is rounded down to what a
         pool can have. Blocks for a moment.
 
-        Raises ConfigError where the machine has no room for the size, or the size none for the arenas; where another
+        Raise ConfigError where the machine has no room for the size, or the size none for the arenas; where another
         kvbm runs here; or where the directory cannot be used."""
         with ExitStack() as closing:
             try:
@@ -127,12 +127,10 @@ class HostPool:
         except PoolUnfit:  # the system allows no further mapping
             self.arenas.undo_assign(layout, given)
             raise
-        dropped = next((other for other in self._placed if self.arenas.index(other) is None), None)
-        if dropped is not None:
-            self._placed[dropped].close()
-            del self._placed[dropped]
+        if given.former_layout is not None:
+            self._placed.pop(given.former_layout).close()
         self._placed[layout] = slots
-        return ArenaAssignment(slots, dropped)
+        return ArenaAssignment(slots, given.former_layout)
 
     def close(self) -> None:
         """Close the pool. The file stays, for the next kvbm here to adopt."""
@@ -143,7 +141,7 @@ class HostPool:
 
 
 def _open_file(path: Path, size_bytes: int, survivors: Collection[str]) -> tuple[PoolMap, bool]:
-    """Map the file. Return it, and whether it was adopted. Raises ConfigError, PoolUnfit, OSError."""
+    """Map the file. Return it, and whether it was adopted. Raise ConfigError, PoolUnfit, OSError."""
     try:
         there_bytes: int | None = path.lstat().st_blocks * 512
     except FileNotFoundError:

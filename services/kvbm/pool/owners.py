@@ -25,7 +25,7 @@ class OwnerLocks:
     """The locks in `directory`/owners. Every call blocks for a few calls of the file system."""
 
     def __init__(self, directory: Path) -> None:
-        """Make the directory if it is missing. Raises OSError."""
+        """Make the directory if it is missing. Raise OSError."""
         self._directory = directory / OWNERS
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._watched: dict[str, int] = {}
@@ -43,7 +43,7 @@ class OwnerLocks:
 
     def is_alive(self, owner: str) -> bool:
         """Return whether the owner's lock is held now, and watch it from now on if there is room. False for a name that
-        no owner may have. Raises OSError where the lock cannot be checked."""
+        no owner may have. Raise OSError where the lock cannot be checked."""
         if not is_owner(owner):
             return False
         if owner not in self._watched and not self._watch(owner):

@@ -101,7 +101,7 @@ def _lower_priority() -> None:
 def make_memory(descriptor: int, start: int, length: int) -> None:
     """Allocate and touch these bytes of the file; what was written there stays. Blocking.
 
-    Raises OSError (ENOSPC, ENOMEM) where there is no memory for them.
+    Raise OSError (ENOSPC, ENOMEM) where there is no memory for them.
     """
     os.posix_fallocate(descriptor, start, length)
     with mmap.mmap(descriptor, length, offset=start) as mapping, memoryview(mapping) as memory:

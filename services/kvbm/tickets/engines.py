@@ -59,7 +59,7 @@ class AttachedEngines:
         return self._attached.pop(owner, None) is not None
 
     def layout_of(self, owner: str) -> str:
-        """Return the digest of an attached engine's layout. Raises UnknownOwner."""
+        """Return the digest of an attached engine's layout. Raise UnknownOwner."""
         known = self._attached.get(owner)
         if known is None:
             raise UnknownOwner(owner)

@@ -31,14 +31,14 @@ def pack_slots(slots: Sequence[int]) -> bytes:
 
 
 def unpack_slots(packed: bytes) -> list[int]:
-    """Unpack slots from u32. Raises BadRequest."""
+    """Unpack slots from u32. Raise BadRequest."""
     if len(packed) % _SLOT_BYTES:
         raise BadRequest(f"slots have {_SLOT_BYTES} bytes each: {len(packed)}")
     return array("I", packed).tolist()
 
 
 def unpack_checksums(packed: bytes, count: int) -> list[int]:
-    """Unpack the checksums of `count` slots, 0 for each if there are none. Raises BadRequest."""
+    """Unpack the checksums of `count` slots, 0 for each if there are none. Raise BadRequest."""
     if not packed:
         return [0] * count
     if len(packed) != _CHECKSUM_BYTES * count:
@@ -47,7 +47,7 @@ def unpack_checksums(packed: bytes, count: int) -> list[int]:
 
 
 def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
-    """Unpack content keys, which follow one another. Raises BadRequest. Check their number first: `struct` caches what
+    """Unpack content keys, which follow one another. Raise BadRequest. Check their number first: `struct` caches what
     it compiles from a format, 40 bytes a key."""
     count, rest = divmod(len(packed), KEY_BYTES)
     if rest:
@@ -56,7 +56,7 @@ def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
 
 
 def to_contents(blocks: Sequence[StoreBlock], block_size: int) -> list[Content]:
-    """Convert blocks that a worker offers. Raises BadRequest where one does not have the tokens of a full block, or has
+    """Convert blocks that a worker offers. Raise BadRequest where one does not have the tokens of a full block, or has
     a label that is too long; `Tickets` checks the keys."""
     size_bytes = 4 * block_size
     for block in blocks:

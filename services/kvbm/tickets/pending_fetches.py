@@ -67,9 +67,7 @@ class PendingFetches:
                 del self._waiting[ticket]
             for disk, run in groupby(ready, itemgetter(1)) if ready else ((True, ()),):
                 slots = [slot for slot, _ in run]
-                reply = fetch_reply(
-                    self._slots, self._checksums, ticket, last.time_left_s, first, slots, last.found, disk=disk
-                )
+                reply = self.reply(ticket, last.time_left_s, first, slots, last.found, disk=disk)
                 first += len(slots)
                 pending.send(reply, complete and first == end)
         self.with_progress.clear()
@@ -88,25 +86,16 @@ class PendingFetches:
         for ticket in [ticket for ticket, pending in self._waiting.items() if owner in (None, pending.owner)]:
             self.refuse(ticket, "unknown_ticket", reason)
 
+    def reply(
+        self, ticket: int, time_left_s: float, first: int, slots: list[int], found: int, *, disk: bool
+    ) -> wire.Fetched:
+        """Return one reply: these slots can be read, as long as their generations stay as they are now."""
+        packed = pack_slots(slots)
+        generations, checksums = self._slots.generations(packed), self._checksums.packed(slots)
+        return wire.Fetched(ticket, time_left_s, first, packed, generations, disk, found, checksums)
+
     def validate(self) -> None:
         """Raise AssertionError where the fetches contradict themselves."""
         assert self.with_progress == {ticket for ticket, pending in self._waiting.items() if pending.progress}, (
             "progress is marked wrong"
         )
-
-
-def fetch_reply(
-    memory: ArenaMap,
-    checksums: SlotChecksums,
-    ticket: int,
-    time_left_s: float,
-    first: int,
-    slots: list[int],
-    found: int,
-    *,
-    disk: bool,
-) -> wire.Fetched:
-    """Return one reply: these slots can be read, as long as their generations stay as they are now."""
-    packed = pack_slots(slots)
-    generations = memory.generations(packed)
-    return wire.Fetched(ticket, time_left_s, first, packed, generations, disk, found, checksums.packed(slots))

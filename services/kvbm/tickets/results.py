@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from services.kvbm.tiers.actions import Read, TierEvent, TierStatistics
+from services.kvbm.tiers.actions import TierStatistics
 
 
 class TicketLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,33 +23,6 @@ class TicketLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """The number of blocks that one Store, Fetch or Discard may have."""
     owner_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
     """The share of the slots that one engine may be writing to, including quarantined ones; at least one slot."""
-
-
-class StoreGrant(Struct, frozen=True):
-    """What a store was granted."""
-
-    ticket: int
-    """The ticket; 0 if nothing was granted."""
-    time_left_s: float
-    indices: list[int]
-    slots: list[int]
-    known: int
-    declined: int
-    events: list[TierEvent]
-
-
-class FetchGrant(Struct, frozen=True):
-    """What a fetch holds: the whole prefix, of which the first `ready` slots can be read at once."""
-
-    ticket: int
-    """The ticket; 0 if nothing was found."""
-    time_left_s: float
-    slots: list[int]
-    ready: int
-    from_disk: int
-    """The number of slots whose blocks come from disk."""
-    reads: list[Read]
-    events: list[TierEvent]
 
 
 class FetchProgress(Struct, frozen=True):

@@ -29,20 +29,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.kvbm.tickets.errors import BadRequest, TicketExpired, TooManyTickets, UnknownOwner, UnknownTicket
-from services.kvbm.tickets.results import (
-    ExpiredTicket,
-    FetchGrant,
-    FetchProgress,
-    StoreGrant,
-    TicketLimits,
-    TicketStatistics,
-)
-from services.kvbm.tiers.actions import Read, ReadOutcome, TierEvent
+from services.kvbm.tickets.results import ExpiredTicket, FetchProgress, TicketLimits, TicketStatistics
+from services.kvbm.tiers.actions import HeldPrefix, Offered, Read, ReadOutcome, TierEvent
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content
 from shared.hashing import KEY_BYTES, ContentKey
@@ -139,7 +133,7 @@ class Tickets:
 
     # --- store
 
-    def store(self, owner: str, contents: Sequence[Content], now_s: float) -> StoreGrant:
+    def store(self, owner: str, contents: Sequence[Content], now_s: float) -> Offered:
         """Grant slots for those of the blocks that are new and worth keeping; a prefix comes first block first. Raises
         BadRequest, UnknownOwner, TooManyTickets."""
         for content in contents:
@@ -147,23 +141,15 @@ class Tickets:
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {content.key.hex()} after {content.parent!r}")
         known = self._admit(owner, len(contents), now_s)
         offered = self._tiers.offer(contents, max(0, self._writing_limit - known.writing))
-        ticket = 0
-        if offered.slots:
-            ticket = self._open(known)
-            self._stores[ticket] = _Store(owner, offered.slots, now_s + self.limits.store_time_s)
-            known.writing += len(offered.slots)
-        return StoreGrant(
-            ticket=ticket,
-            time_left_s=self.limits.store_time_s,
-            indices=offered.indices,
-            slots=list(offered.slots),
-            known=offered.known,
-            declined=offered.declined,
-            events=offered.events,
-        )
+        if not offered.slots:
+            return offered
+        ticket = self._open(known)
+        self._stores[ticket] = _Store(owner, offered.slots, now_s + self.limits.store_time_s)
+        known.writing += len(offered.slots)
+        return replace(offered, ticket=ticket)
 
     def commit(self, owner: str, ticket: int, slots: Collection[int], now_s: float) -> list[TierEvent]:
-        """End a store ticket: these of its slots are written, the others never will be. Raises UnknownOwner,
+        """End a store ticket: these of its slots are written, the others never will be. Raise UnknownOwner,
         UnknownTicket, TicketExpired, BadRequest."""
         if owner not in self._owners:
             raise UnknownOwner(owner)
@@ -186,14 +172,14 @@ class Tickets:
 
     def abort(self, owner: str, ticket: int) -> None:
         """End a store ticket: its owner has stopped writing, and nothing is published. Unknown tickets are ignored.
-        Raises BadRequest."""
+        Raise BadRequest."""
         if self._store_of(owner, ticket) is not None:
             self._tiers.free_slots(self._end_store(ticket).slots)
 
     # --- fetch
 
-    def fetch(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> FetchGrant:
-        """Hold the longest prefix of the keys that is stored. Raises BadRequest, UnknownOwner, TooManyTickets."""
+    def fetch(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> HeldPrefix:
+        """Hold the longest prefix of the keys that is stored. Raise BadRequest, UnknownOwner, TooManyTickets."""
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {key.hex()}")
@@ -201,26 +187,17 @@ class Tickets:
             raise BadRequest("the prefix has a block twice")
         known = self._admit(owner, len(keys), now_s)
         found = self._tiers.fetch(keys)
-        ticket = 0
-        if found.slots:
-            ticket = self._open(known)
-            ready = found.loading[0] if found.loading else len(found.slots)
-            deadline_s = now_s + self.limits.fetch_time_s
-            self._fetches[ticket] = _Fetch(owner, found.slots, ready, set(found.loading), deadline_s)
+        if not found.slots:
+            return found
+        ticket = self._open(known)
+        deadline_s = now_s + self.limits.fetch_time_s
+        self._fetches[ticket] = _Fetch(owner, list(found.slots), found.ready, set(found.loading), deadline_s)
         for index in found.loading:
             self._waiting.setdefault(found.slots[index], set()).add(ticket)
-        return FetchGrant(
-            ticket=ticket,
-            time_left_s=self.limits.fetch_time_s,
-            slots=list(found.slots),
-            ready=found.loading[0] if found.loading else len(found.slots),
-            from_disk=len(found.loading),
-            reads=found.reads,
-            events=found.events,
-        )
+        return replace(found, ticket=ticket)
 
     def release(self, owner: str, ticket: int) -> None:
-        """End a fetch ticket: its owner has stopped reading. Unknown tickets are ignored. Raises BadRequest."""
+        """End a fetch ticket: its owner has stopped reading. Unknown tickets are ignored. Raise BadRequest."""
         fetch = self._fetches.get(ticket)
         if fetch is not None and fetch.owner == owner:
             self._end_fetch(ticket)
@@ -231,7 +208,7 @@ class Tickets:
 
     def discard(self, owner: str, keys: Sequence[ContentKey]) -> tuple[list[int], list[TierEvent]]:
         """Discard these blocks: they cannot be found any more, and what is being written or loaded of them will not be
-        kept. Return the slots that had them, which fetches may read until they end, and the events. Raises BadRequest,
+        kept. Return the slots that had them, which fetches may read until they end, and the events. Raise BadRequest,
         UnknownOwner."""
         if owner not in self._owners:
             raise UnknownOwner(owner)
@@ -297,12 +274,6 @@ class Tickets:
         )
 
     # --- time
-
-    def next_deadline_s(self) -> float | None:
-        """Return the time at which `expire` has work; None if no ticket is open."""
-        stores = [store.deadline_s for store in islice(self._stores.values(), 1)]
-        fetches = [fetch.deadline_s for fetch in islice(self._fetches.values(), 1)]
-        return min([*stores, *fetches], default=None)
 
     def expire(self, now_s: float) -> list[ExpiredTicket]:
         """Expire all tickets whose deadline has come."""

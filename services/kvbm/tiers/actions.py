@@ -36,8 +36,6 @@ class TierSizes(Struct, frozen=True):
     """The share of the slots that readers and the disk's writer may hold at once; the rest is room to write to."""
     spare_slots: int = 64
     """The number of slots that `prepare` keeps free; never more than an eighth of all."""
-    leaves_first: bool = False
-    """Whether a block stays as long as a block that follows it is in the same tier."""
 
 
 class Offered(Struct, frozen=True):
@@ -52,6 +50,8 @@ class Offered(Struct, frozen=True):
     declined: int
     """The number of blocks that are not worth keeping, or have no room."""
     events: list[TierEvent]
+    ticket: int = 0
+    """The ticket that `tickets` opens for the slots; 0 if there is none."""
 
 
 class Read(Struct, frozen=True):
@@ -80,6 +80,13 @@ class HeldPrefix(Struct, frozen=True):
     reads: list[Read]
     """The reads to start, in order."""
     events: list[TierEvent]
+    ticket: int = 0
+    """The ticket that `tickets` opens for the slots; 0 if there is none."""
+
+    @property
+    def ready(self) -> int:
+        """The number of leading slots that can be read at once."""
+        return self.loading[0] if self.loading else len(self.slots)
 
 
 class TierStatistics(Struct, frozen=True):

@@ -65,9 +65,9 @@ class _Write(Struct):
 class DiskRecords:
     """The records of one disk tier, 0 … capacity - 1. A capacity of 0 is a machine without a disk tier."""
 
-    def __init__(self, policy: EvictionPolicy, capacity: int, *, leaves_first: bool) -> None:
+    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         self.capacity = capacity
-        self.resident = Residency(policy, self._may_leave, leaves_first=leaves_first)
+        self.resident = Residency(policy, lambda record: record not in self._reading)
         self.on = False
         self.writing: dict[ContentKey, int] = {}
         """Blocks that are being written, and their records, without the stray ones; for reading only."""
@@ -107,18 +107,12 @@ class DiskRecords:
         assert content.key not in self.writing, f"{content.key.hex()} is being written"
         if self._refuses:
             return None
-        evicted: ContentEvicted | None = None
-        if not self._free:
-            key = self.resident.victim()
-            if key is None:
-                return None
-            record = self.resident.places[key]
-            evicted = self.resident.remove(key)
-        else:
-            record = self._free.pop()
-        self._writes[record] = _Write(content, replaces=evicted is not None)
-        self.writing[content.key] = record
-        return record, evicted
+        taken = (self._free.pop(), None) if self._free else self.resident.evict()
+        if taken is not None:
+            record, evicted = taken
+            self._writes[record] = _Write(content, replaces=evicted is not None)
+            self.writing[content.key] = record
+        return taken
 
     def write_done(self, record: int, outcome: WriteOutcome) -> ContentStored | None:
         """End a write. Return None if it failed, or if the disk failed since it started."""
@@ -218,9 +212,6 @@ class DiskRecords:
         return stored
 
     # --- inside
-
-    def _may_leave(self, record: int) -> bool:
-        return record not in self._reading
 
     def validate(self) -> None:
         """Raise AssertionError where the records contradict themselves. O(capacity)."""

@@ -1,4 +1,4 @@
-"""What the disk tier returns: the outcomes of requests, the blocks that it found, and its statistics. Pure."""
+"""What the disk tier returns: the outcomes of requests, the blocks that it found, and its state. Pure."""
 
 from __future__ import annotations
 
@@ -60,19 +60,8 @@ class FoundBlock(Struct, frozen=True, gc=False):
 
 
 class DiskStatistics(Struct, frozen=True):
-    """Counts since the start, and the state of now."""
+    """The state of the disk tier."""
 
     state: Literal["off", "scanning", "on"]
     reason: str
     """Why the tier is off, or why it does not grow; empty if all is well."""
-    direct: bool
-    segments: int
-    """The number of files."""
-    scanned_segments: int
-    reading: int
-    writing: int
-    loaded: int
-    written: int
-    loaded_bytes: int
-    written_bytes: int
-    lost: dict[LossReason, int]

@@ -5,7 +5,7 @@
               ▲                     │
               └──────── push ───────┘
 
-Some blocks may not go just now: they are being copied, or their children are stored. `first` asks for such a block once
+Some blocks may not go just now, because they are being copied. `first` asks for such a block once
 and then sets it aside, so that it does not ask again for thousands of blocks before the one that may go. Every
 operation is O(1), amortised, except for `first(…, every=True)` where all have been refused.
 """

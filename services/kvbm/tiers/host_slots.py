@@ -55,9 +55,9 @@ class SlotStatistics(Struct, frozen=True):
 class HostSlots:
     """The slots of one host tier, 0 … capacity - 1."""
 
-    def __init__(self, policy: EvictionPolicy, capacity: int, *, quarantined: bool, leaves_first: bool) -> None:
+    def __init__(self, policy: EvictionPolicy, capacity: int, *, quarantined: bool) -> None:
         self.capacity = capacity
-        self.resident = Residency(policy, self._may_leave, leaves_first=leaves_first)
+        self.resident = Residency(policy, lambda slot: self._holds[slot] == 0)
         self.writing: dict[ContentKey, int] = {}
         """Blocks that workers are writing, and their slots; for reading only."""
         self.loading: dict[ContentKey, int] = {}
@@ -112,31 +112,20 @@ class HostSlots:
 
     def _take(self, state: SlotState, content: Content) -> tuple[int, ContentEvicted | None] | None:
         """Take a free slot, or evict a block for one; None if no block may go."""
-        evicted: ContentEvicted | None = None
-        if not self._free:
-            key = self.resident.victim()
-            if key is None:
-                return None
-            slot = self.resident.places[key]
-            evicted = self.resident.remove(key)
-        else:
-            slot = self._free.pop()
-        self._state[slot] = state
-        self._content[slot] = content
-        return slot, evicted
+        taken = (self._free.pop(), None) if self._free else self.resident.evict()
+        if taken is not None:
+            self._state[taken[0]] = state
+            self._content[taken[0]] = content
+        return taken
 
     def evict_one(self) -> ContentEvicted | None:
         """Evict the policy's victim ahead of need; None if no block may go."""
-        key = self.resident.victim()
-        if key is None:
+        taken = self.resident.evict()
+        if taken is None:
             return None
-        slot = self.resident.places[key]
-        evicted = self.resident.remove(key)
+        slot, evicted = taken
         self._set_free(slot)
         return evicted
-
-    def _may_leave(self, slot: int) -> bool:
-        return self._holds[slot] == 0
 
     # --- workers write
 

@@ -3,8 +3,7 @@ Pure.
 
     tier ──stored, used, backed, gone──▶ policy ──victim──▶ tier ──gone──▶ policy
 
-The tier decides which blocks *may* go: none that is held or copied, and with `leaves_first` no parent whose child is
-stored, since a block is of use only after its parents. The policy decides which of them goes.
+The tier decides which blocks *may* go: none that is held or copied. The policy decides which of them goes.
 
 A policy of your own is a class with these methods (`backed` may be left out). It is made with its tier's capacity in
 blocks, and named in the config as `module:attribute`. `GuardedPolicy` runs it, and says what happens when it fails.
@@ -12,7 +11,6 @@ blocks, and named in the config as `module:attribute`. `GuardedPolicy` runs it, 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -55,106 +53,33 @@ class LruPolicy:
 
     def __init__(self, capacity_blocks: int) -> None:
         assert capacity_blocks > 0, f"a tier of {capacity_blocks} blocks"
-        self._line = EvictionQueue()
+        self._queue = EvictionQueue()
 
     def stored(self, key: ContentKey) -> None:
         """Put the block at the end of the queue."""
-        self._line.push(key)
+        self._queue.push(key)
 
     def used(self, key: ContentKey) -> None:
         """Put the block at the end of the queue again."""
-        self._line.push(key)
+        self._queue.push(key)
 
     def backed(self, key: ContentKey, below: bool) -> None:
         """Do nothing: the policy does not look at the tier below."""
 
     def gone(self, key: ContentKey) -> None:
         """Forget the block, which must be in the tier."""
-        self._line.remove(key)
+        self._queue.remove(key)
 
     def victim(self, may_go: MayGo) -> ContentKey | None:
         """Return the oldest block that may go."""
-        return self._line.first(may_go, every=True)
+        return self._queue.first(may_go, every=True)
 
     def __contains__(self, key: ContentKey) -> bool:
-        return key in self._line
+        return key in self._queue
 
     def validate(self) -> None:
         """Raise AssertionError where the policy contradicts itself."""
-        self._line.validate()
-
-
-class S3FifoPolicy:
-    """`s3-fifo`: algorithm 1 of Yang et al., FIFO queues are all you need for cache eviction (SOSP 2023).
-
-    stored ──▶ small (a tenth) ──used twice──▶ main ──used since──▶ back to its end
-       │           └──else──▶ gone, a ghost      └──else──▶ gone
-       └──ghost──▶ main
-    """
-
-    def __init__(self, capacity_blocks: int) -> None:
-        self._small, self._main = EvictionQueue(), EvictionQueue()
-        self._uses: dict[ContentKey, int] = {}
-        """Uses of each stored block, at most 3."""
-        self._ghosts: OrderedDict[ContentKey, None] = OrderedDict()
-        self._small_most = max(1, capacity_blocks // 10)
-        self._ghosts_most = max(1, capacity_blocks - self._small_most)
-
-    def stored(self, key: ContentKey) -> None:
-        """Put the block into main if it left small too early the last time, else into small."""
-        self._uses[key] = 0
-        known = key in self._ghosts
-        if known:
-            del self._ghosts[key]
-        (self._main if known else self._small).push(key)
-
-    def used(self, key: ContentKey) -> None:
-        """Count the use; the block does not move."""
-        self._uses[key] = min(self._uses[key] + 1, 3)
-
-    def backed(self, key: ContentKey, below: bool) -> None:
-        """Do nothing: the policy does not look at the tier below."""
-
-    def gone(self, key: ContentKey) -> None:
-        """Remember a block that left small, for a while."""
-        del self._uses[key]
-        if key in self._main:
-            self._main.remove(key)
-            return
-        self._small.remove(key)
-        self._ghosts[key] = None
-        if len(self._ghosts) > self._ghosts_most:
-            self._ghosts.popitem(last=False)
-
-    def victim(self, may_go: MayGo) -> ContentKey | None:
-        """Return a block of small while small has its tenth, else of main."""
-        order = (self._from_small, self._from_main)
-        if len(self._small) < self._small_most:
-            order = (self._from_main, self._from_small)
-        tries = (look(may_go, every) for every in (False, True) for look in order)
-        return next((key for key in tries if key is not None), None)
-
-    def _from_small(self, may_go: MayGo, every: bool) -> ContentKey | None:
-        while (key := self._small.first(may_go, every=every)) is not None and self._uses[key] > 1:
-            self._uses[key] = 0
-            self._small.remove(key)
-            self._main.push(key)
-        return key
-
-    def _from_main(self, may_go: MayGo, every: bool) -> ContentKey | None:
-        while (key := self._main.first(may_go, every=every)) is not None and self._uses[key] > 0:
-            self._uses[key] -= 1
-            self._main.push(key)
-        return key
-
-    def validate(self) -> None:
-        """Raise AssertionError where the policy contradicts itself. O(capacity)."""
-        self._small.validate()
-        self._main.validate()
-        assert len(self._small) + len(self._main) == len(self._uses), "a block is in no queue, or in two"
-        assert all((key in self._small) != (key in self._main) for key in self._uses)
-        assert self._uses.keys().isdisjoint(self._ghosts), "a block is there and has gone"
-        assert len(self._ghosts) <= self._ghosts_most, f"{len(self._ghosts)} ghosts"
+        self._queue.validate()
 
 
 class GuardedPolicy:
@@ -174,59 +99,52 @@ class GuardedPolicy:
     def stored(self, key: ContentKey) -> None:
         """Pass the call to both."""
         self._lru.stored(key)
-        if self._policy is not None:
-            self._tell(self._policy.stored, key)
+        self._call("stored", key)
 
     def used(self, key: ContentKey) -> None:
         """Pass the call to both."""
         self._lru.used(key)
-        if self._policy is not None:
-            self._tell(self._policy.used, key)
+        self._call("used", key)
 
     def backed(self, key: ContentKey, below: bool) -> None:
         """Pass the call to the plug-in, if it has the method."""
-        told = getattr(self._policy, "backed", None)
-        if told is not None:
-            self._tell(told, key, below)
+        self._call("backed", key, below)
 
     def gone(self, key: ContentKey) -> None:
         """Pass the call to both."""
         self._lru.gone(key)
-        if self._policy is not None:
-            self._tell(self._policy.gone, key)
+        self._call("gone", key)
 
     def victim(self, may_go: MayGo) -> ContentKey | None:
         """Return the plug-in's victim if it is right, else that of LRU."""
         if self._policy is None:
             return self._lru.victim(may_go)
         try:
-            named = self._policy.victim(may_go)
-            right = isinstance(named, bytes) and named in self._lru and may_go(named)
+            victim = self._policy.victim(may_go)
+            right = isinstance(victim, bytes) and victim in self._lru and may_go(victim)
         except FAILURES as wrong:  # a policy is a plug-in: whatever it does, blocks are stored
             self._off(problem_of(wrong))
             return self._lru.victim(may_go)
         if right:
-            return named
+            return victim
         instead = self._lru.victim(may_go)
-        if named is not None or instead is not None:
-            self._off("it named no block, where one may go" if named is None else "it named a block that may not go")
+        if victim is not None or instead is not None:
+            self._off("it named no block, where one may go" if victim is None else "it named a block that may not go")
         return instead
 
-    def _tell(self, told: Callable[..., None], *what: ContentKey | bool) -> None:
-        try:
-            told(*what)
-        except FAILURES as wrong:  # as above
-            self._off(problem_of(wrong))
+    def _call(self, method: str, *arguments: ContentKey | bool) -> None:
+        called = getattr(self._policy, method, None)  # None if the plug-in is off, too
+        if called is not None:
+            try:
+                called(*arguments)
+            except FAILURES as wrong:  # as above
+                self._off(problem_of(wrong))
 
     def _off(self, problem: str) -> None:
         self._policy, self.problem = None, problem
 
 
-BUILT_IN: dict[str, Callable[[int], EvictionPolicy]] = {
-    "reuse": ReusePolicy,
-    "lru": LruPolicy,
-    "s3-fifo": S3FifoPolicy,
-}
+BUILT_IN: dict[str, Callable[[int], EvictionPolicy]] = {"reuse": ReusePolicy, "lru": LruPolicy}
 DEFAULT = "reuse"
 """The host tier's default. By benchmarks/eviction.py it is the best, for memory alone and with a disk."""
 DISK_DEFAULT = "lru"
@@ -234,8 +152,8 @@ DISK_DEFAULT = "lru"
 a disk has many."""
 
 
-def named(name: str, capacity_blocks: int) -> EvictionPolicy:
-    """Make a policy for one tier, built in or `module:attribute`. Raises ConfigError."""
+def make_policy(name: str, capacity_blocks: int) -> EvictionPolicy:
+    """Make a policy for one tier, built in or `module:attribute`. Raise ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name](capacity_blocks)
     plugin = load_plugin("eviction policy", name, BUILT_IN)

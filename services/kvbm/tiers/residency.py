@@ -22,15 +22,12 @@ _UNFLUSHED_MOST = 4096
 class Residency:
     """The blocks in one tier. `may_leave` returns whether the block in a place may go now."""
 
-    def __init__(self, policy: EvictionPolicy, may_leave: Callable[[int], bool], *, leaves_first: bool = False) -> None:
+    def __init__(self, policy: EvictionPolicy, may_leave: Callable[[int], bool]) -> None:
         self.places: dict[ContentKey, int] = {}
         """The place of each block; for reading only."""
         self._policy = policy
         self._may_leave = may_leave
-        self._leaves_first = leaves_first
         self._contents: dict[ContentKey, Content] = {}
-        self._children: dict[ContentKey, int] = {}
-        """Parent → how many resident blocks follow it; the parent itself need not be resident."""
         self._unflushed_uses: list[ContentKey] = []
         """Uses that the policy has not heard of, oldest first; all of these blocks are resident."""
         self.digest = 0
@@ -52,8 +49,6 @@ class Residency:
         assert key not in self.places, f"{key.hex()} is added twice"
         self.places[key] = place
         self._contents[key] = content
-        if content.parent is not None:
-            self._children[content.parent] = self._children.get(content.parent, 0) + 1
         self.digest ^= event_hash(key)
         self.flush_uses()
         self._policy.stored(key)
@@ -83,22 +78,18 @@ class Residency:
         self.flush_uses()
         content = self._contents.pop(key)
         del self.places[key]
-        if content.parent is not None:
-            left = self._children[content.parent] - 1
-            if left:
-                self._children[content.parent] = left
-            else:
-                del self._children[content.parent]
         self.digest ^= event_hash(key)
         self._policy.gone(key)
         return ContentEvicted(content)
 
-    def victim(self) -> ContentKey | None:
-        """Return the block that the policy would evict; it stays until `remove`. None if no block may go."""
+    def evict(self) -> tuple[int, ContentEvicted] | None:
+        """Remove the block that the policy names, and return its place with it. None if no block may go."""
         self.flush_uses()
         key = self._policy.victim(self._may_go)
-        assert key is None or self._may_go(key), "the policy named a block that may not go"
-        return key
+        if key is None:
+            return None
+        assert self._may_go(key), "the policy named a block that may not go"
+        return self.places[key], self.remove(key)
 
     def snapshot(self) -> list[Content]:
         """Return all resident blocks, each after its parent if that is resident. Blocks of which an engine says that
@@ -115,7 +106,7 @@ class Residency:
 
     def _may_go(self, key: ContentKey) -> bool:
         place = self.places.get(key)
-        return place is not None and self._may_leave(place) and not (self._leaves_first and key in self._children)
+        return place is not None and self._may_leave(place)
 
     def validate(self) -> None:
         """Raise AssertionError where the residency contradicts itself. O(blocks)."""
@@ -124,11 +115,7 @@ class Residency:
         assert self.places.keys() >= set(self._unflushed_uses), "a use of a block that has left is recorded"
         assert len(self._unflushed_uses) <= _UNFLUSHED_MOST, "too many uses are recorded"
         digest = 0
-        children: dict[ContentKey, int] = {}
         for key, content in self._contents.items():
             assert content.key == key, f"{key.hex()} is kept under another key"
             digest ^= event_hash(key)
-            if content.parent is not None:
-                children[content.parent] = children.get(content.parent, 0) + 1
         assert digest == self.digest, "digest differs from the content"
-        assert children == self._children, "children are counted wrong"

@@ -46,8 +46,8 @@ class Tiers:
         if sizes.slots < 1 or sizes.records < 0:
             raise ValueError(f"a store of {sizes.slots} slots and {sizes.records} records")
         self.sizes = sizes
-        self._host = HostSlots(host_policy, sizes.slots, quarantined=quarantined, leaves_first=sizes.leaves_first)
-        self._disk = DiskRecords(disk_policy, sizes.records, leaves_first=sizes.leaves_first)
+        self._host = HostSlots(host_policy, sizes.slots, quarantined=quarantined)
+        self._disk = DiskRecords(disk_policy, sizes.records)
         self._frequency = AccessFrequency(sizes.remembered or 4 * sizes.slots + sizes.records)
         self._spill_queue: OrderedDict[ContentKey, None] = OrderedDict()
         """Blocks in the host tier that are worth a record and not on disk, in the order in which they will be

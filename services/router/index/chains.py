@@ -11,7 +11,7 @@ A store and the workers attached to it use the same engine hash for the same blo
 a worker's device while only the store holds the rest of it. So a store also finds the parents of its blocks at its
 workers.
 
-Limits: `limit_blocks` known blocks per tier (more are ignored and counted), and `orphan_limit_blocks` blocks in parked
+Limits: `limit_blocks` known blocks per tier (more are ignored), and `orphan_limit_blocks` blocks in parked
 runs (the oldest run is dropped).
 """
 
@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import msgspec
-from msgspec import Struct
 
 from services.router.index.index import TIERS, CandidateId, Index, Slot
 from services.router.index.kv_events import CacheEvent, ClearedEvent, EngineHash, RemovedEvent, StoredEvent
@@ -37,19 +36,6 @@ _LOW_BITS = (1 << 64) - 1
 
 class CardMismatch(ProtocolError):
     """The source contradicts its model card, so none of its events can be used."""
-
-
-class ChainStatistics(Struct, frozen=True):
-    """Counts of one source."""
-
-    blocks: int
-    """Number of known blocks; a block counts once per tier."""
-    orphans: int
-    """Number of blocks that wait for their parent."""
-    ignored_blocks: int
-    """Number of blocks, since the start, that were stored beyond the limit or in runs dropped at the orphans' limit."""
-    unknown_removals: int
-    """Number of removals of unknown blocks since the start."""
 
 
 @dataclass(slots=True)
@@ -117,10 +103,9 @@ class Chains:
         """Parent → the runs that wait for it; oldest first."""
         self._runs_parked_with: dict[tuple[int, EngineHash], list[_Orphan]] = {}
         """(tier, block) → the parked runs that contain it, without those that it was removed from."""
-        self._orphan_blocks = 0
+        self.orphan_blocks = 0
+        """Number of blocks that wait for their parent."""
         self._vocabulary_checks = _VOCABULARY_CHECKS
-        self._ignored_blocks = 0
-        self._unknown_removals = 0
         self._digests = [0] * len(TIERS)
         self._store: Chains | None = None
         """For a worker: the store that it is attached to."""
@@ -141,7 +126,7 @@ class Chains:
             store._resolve_orphans([parent for parent in store._orphans if self._tier_with(parent, 0) is not None])
 
     def apply(self, event: CacheEvent) -> SlotCleanup | None:
-        """Apply one event. Raises CardMismatch if it contradicts the model card. A returned SlotCleanup is work left to
+        """Apply one event. Raise CardMismatch if it contradicts the model card. A returned SlotCleanup is work left to
         do."""
         match event:
             case StoredEvent():
@@ -153,7 +138,7 @@ class Chains:
         return None
 
     def restore_snapshot(self, blocks: Sequence[SnapshotBlock], tier: int = 0) -> None:
-        """Add blocks of a snapshot, all in one tier, parents first; a block whose parent is unknown is parked. Raises
+        """Add blocks of a snapshot, all in one tier, parents first; a block whose parent is unknown is parked. Raise
         ProtocolError."""
         for block in blocks:
             if len(block.tokens) != 4 * self._block_size:
@@ -190,7 +175,7 @@ class Chains:
         self._tiers = [_TierBlocks() for _ in TIERS]
         self._orphans.clear()
         self._runs_parked_with.clear()
-        self._orphan_blocks = 0
+        self.orphan_blocks = 0
         self._vocabulary_checks = _VOCABULARY_CHECKS
         self._digests = [0] * len(TIERS)
         self.exact = True
@@ -278,7 +263,6 @@ class Chains:
         else:
             parent_tier = self._tier_with(parent, tier_index)
             if parent_tier is None:
-                self._ignored_blocks += len(engine_hashes)
                 self.exact = False
                 return
             parent_sequence = parent_tier.hashes[parent]
@@ -313,7 +297,6 @@ class Chains:
         for position, engine_hash in enumerate(engine_hashes):
             room -= engine_hash not in tier.hashes
             if room < 0:
-                self._ignored_blocks += len(engine_hashes) - position
                 self.exact = False
                 return engine_hashes[:position]
         return engine_hashes
@@ -382,17 +365,15 @@ class Chains:
             if not self._holds(run.tier, engine_hash):
                 self._digests[run.tier] ^= _digest((engine_hash,))
             self._runs_parked_with.setdefault((run.tier, engine_hash), []).append(orphan)
-        self._orphan_blocks += len(run.hashes)
-        while self._orphan_blocks > self._orphan_limit_blocks:
+        self.orphan_blocks += len(run.hashes)
+        while self.orphan_blocks > self._orphan_limit_blocks:
             oldest = next(iter(self._orphans.values()))[0]
-            self._ignored_blocks += len(oldest.run.hashes) - len(oldest.removed)
             self.exact = False
             self._forget_orphan(oldest)
 
     def _remove_parked(self, tier: int, engine_hash: EngineHash) -> None:
         runs = self._runs_parked_with.get((tier, engine_hash))
         if runs is None:
-            self._unknown_removals += 1
             return
         orphan = runs.pop()
         if not runs:
@@ -417,7 +398,7 @@ class Chains:
                 del self._runs_parked_with[run.tier, engine_hash]
                 if not self._holds(run.tier, engine_hash):
                     self._digests[run.tier] ^= _digest((engine_hash,))
-        self._orphan_blocks -= len(run.hashes)
+        self.orphan_blocks -= len(run.hashes)
 
     def _take_orphans_of(self, engine_hashes: Sequence[EngineHash], late: list[RemovedEvent]) -> list[StoredEvent]:
         """Remove and return the runs that wait for one of `engine_hashes`. Their removals are appended to `late`,
@@ -441,15 +422,6 @@ class Chains:
         according to its events. Orphans and blocks that are not routable are included."""
         return self._digests[tier]
 
-    def statistics(self) -> ChainStatistics:
-        """Return counts, in constant time."""
-        return ChainStatistics(
-            blocks=sum(len(tier.hashes) for tier in self._tiers),
-            orphans=self._orphan_blocks,
-            ignored_blocks=self._ignored_blocks,
-            unknown_removals=self._unknown_removals,
-        )
-
     def blocks_in(self, tier: int) -> dict[EngineHash, int | None]:
         """Return a copy of engine hash → sequence hash for the blocks known in a tier."""
         return dict(self._tiers[tier].hashes)
@@ -463,7 +435,7 @@ class Chains:
             assert tier.seeds.keys() <= tier.hashes.keys()
         runs = [orphan for waiting in self._orphans.values() for orphan in waiting]
         assert all(waiting for waiting in self._orphans.values())
-        assert self._orphan_blocks == sum(len(orphan.run.hashes) for orphan in runs) <= self._orphan_limit_blocks
+        assert self.orphan_blocks == sum(len(orphan.run.hashes) for orphan in runs) <= self._orphan_limit_blocks
         assert all(len(orphan.removed) < len(orphan.run.hashes) for orphan in runs)
         assert all(chains._store is self for chains in self._linked_workers)
         assert self._store is None or self in self._store._linked_workers

@@ -133,7 +133,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def decode(payload: bytes) -> DecodedBatch:
-    """Decode one payload. Raises ProtocolError if it is not an event batch, or if its counts contradict each other."""
+    """Decode one payload. Raise ProtocolError if it is not an event batch, or if its counts contradict each other."""
     raw = _read(payload)
     rank = raw.data_parallel_rank
     if rank is not None and rank < 0:

@@ -28,11 +28,13 @@ _COUNT_MOST = (1 << 64) - 1
 
 
 class Decision(Struct):
-    """A choice and its outcome."""
+    """A choice, the inputs that its rows are made from, and its outcome."""
 
     selected: Selected
+    request: RoutingRequest
+    policy: Policy
+    scored: Sequence[ScoredCandidate]
     at_s: float
-    prompt_tokens: int
     predicted_cached_tokens: int
     actual_cached_tokens: int | None = None
     """Cached prompt tokens as the worker counted them; None until it reported them."""
@@ -57,21 +59,12 @@ class Prediction(Struct, frozen=True):
     always computed."""
 
 
-class _LoggedDecision(Struct):
-    """A decision and the inputs that its rows are made from."""
-
-    decision: Decision
-    request: RoutingRequest
-    policy: Policy
-    scored: Sequence[ScoredCandidate]
-
-
 class DecisionLog:
     """The decisions of one model; at the limit the oldest is dropped."""
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._entries: dict[AttemptId, _LoggedDecision] = {}
+        self._entries: dict[AttemptId, Decision] = {}
         """Decisions by attempt; oldest first."""
 
     def add(self, selected: Selected, request: RoutingRequest, choice: PolicyChoice, at_s: float) -> None:
@@ -82,43 +75,41 @@ class DecisionLog:
         cached = selected.overlap.blocks * request.block_size
         attempt = selected.request, selected.attempt
         self._entries.pop(attempt, None)
-        self._entries[attempt] = _LoggedDecision(
-            Decision(selected, at_s, request.prompt_tokens, cached), request, choice.policy, rows
-        )
+        self._entries[attempt] = Decision(selected, request, choice.policy, rows, at_s, cached)
         if len(self._entries) > self._limit:
             del self._entries[next(iter(self._entries))]
 
     def contains(self, attempt: AttemptId, candidate: CandidateId) -> bool:
         """Return whether the log has a choice of this candidate for the attempt."""
         entry = self._entries.get(attempt)
-        return entry is not None and (entry.decision.selected.instance, entry.decision.selected.rank) == candidate
+        return entry is not None and (entry.selected.instance, entry.selected.rank) == candidate
 
     def record_first_token(self, event: Prefilled) -> Prediction | None:
-        """Record a reported first token. Returns None if it was recorded before, or if the log has no such choice: a
+        """Record a reported first token. Return None if it was recorded before, or if the log has no such choice: a
         frontend may ask two routers and use only the first answer."""
-        entry = self._entries.get((event.request, event.attempt))
-        if entry is None or entry.decision.actual_cached_tokens is not None:
+        decision = self._entries.get((event.request, event.attempt))
+        if decision is None or decision.actual_cached_tokens is not None:
             return None
-        if event.instance not in ("", entry.decision.selected.instance):
+        if event.instance not in ("", decision.selected.instance):
             return None
-        decision, block_size = entry.decision, entry.request.block_size
-        actual_tokens = min(max(event.cached_tokens, 0), decision.prompt_tokens)
+        prompt_tokens, block_size = decision.request.prompt_tokens, decision.request.block_size
+        actual_tokens = min(max(event.cached_tokens, 0), prompt_tokens)
         decision.actual_cached_tokens = actual_tokens
         decision.first_token_s = event.first_token_s if event.first_token_s > 0 else None
         return Prediction(
-            decision.prompt_tokens,
+            prompt_tokens,
             decision.predicted_cached_tokens,
             actual_tokens,
             decision.selected.instance,
             decision.at_s,
-            (decision.prompt_tokens - 1) // block_size - actual_tokens // block_size,
+            (prompt_tokens - 1) // block_size - actual_tokens // block_size,
         )
 
     def record_end(self, attempt: AttemptId, now_s: float) -> None:
         """Record the end of an attempt."""
-        entry = self._entries.get(attempt)
-        if entry is not None and entry.decision.ended_s is None:
-            entry.decision.ended_s = now_s - entry.decision.at_s
+        decision = self._entries.get(attempt)
+        if decision is not None and decision.ended_s is None:
+            decision.ended_s = now_s - decision.at_s
 
     def get(self, attempt: AttemptId) -> Decision:
         """Return a decision of the log, with its rows."""
@@ -144,15 +135,15 @@ def _client_ids(name: str) -> tuple[str, str]:
     return whole, whole.rpartition("-")[0]
 
 
-def _with_candidates(entry: _LoggedDecision) -> Decision:
-    rows = tuple(_row(entry, scored) for scored in entry.scored)
-    selected = msgspec.structs.replace(entry.decision.selected, candidates=rows)
-    return msgspec.structs.replace(entry.decision, selected=selected)
+def _with_candidates(decision: Decision) -> Decision:
+    rows = tuple(_row(decision, scored) for scored in decision.scored)
+    selected = msgspec.structs.replace(decision.selected, candidates=rows)
+    return msgspec.structs.replace(decision, selected=selected)
 
 
-def _row(entry: _LoggedDecision, scored: ScoredCandidate) -> Candidate:
+def _row(decision: Decision, scored: ScoredCandidate) -> Candidate:
     candidate = scored.candidate
-    first_token_s = predicted_first_token_s(candidate, entry.request)
+    first_token_s = predicted_first_token_s(candidate, decision.request)
     return Candidate(
         instance=candidate.id[0],
         rank=candidate.id[1],
@@ -160,7 +151,7 @@ def _row(entry: _LoggedDecision, scored: ScoredCandidate) -> Candidate:
         score=_finite(scored.score),
         active_blocks=min(candidate.load.active_blocks, _COUNT_MOST),
         queued_tokens=min(candidate.load.queued_tokens, _COUNT_MOST),
-        reason=explain_candidate(entry.policy, entry.request, candidate)[0],
+        reason=explain_candidate(decision.policy, decision.request, candidate)[0],
         predicted_s=None if first_token_s is None else round(_finite(first_token_s), 6),
     )
 

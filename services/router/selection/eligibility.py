@@ -78,7 +78,7 @@ class Eligibility:
         self._shortest_limit_tokens = min(map(_prompt_limit_tokens, self.cards.values()), default=0)
 
     def eligible(self, select: Select, now_s: float) -> list[EligibleCandidate]:
-        """Return the candidates to choose among, at least one. Raises NoCandidate."""
+        """Return the candidates to choose among, at least one. Raise NoCandidate."""
         candidates = self._by_lora.get(select.lora) or self._serving(select.lora)
         if select.excluded:
             excluded = set(select.excluded)

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from services.router.config import LoadConfig
 from services.router.index.index import CandidateId
 from shared.messages import LoadReport, Reserved
 
@@ -145,20 +146,9 @@ class _WorkerReport:
 class LoadTracker:
     """All reservations of one model. Times are seconds on any monotonic clock."""
 
-    def __init__(
-        self,
-        *,
-        limit: int = 100_000,
-        remembered_limit: int = 65_536,
-        grace_s: float = 3.0,
-        unknown_s: float = 10.0,
-        frozen_s: float = 5.0,
-    ) -> None:
-        self._limit = limit
+    def __init__(self, config: LoadConfig, *, remembered_limit: int = 65_536) -> None:
+        self._config = config
         self._remembered_limit = remembered_limit
-        self._grace_s = grace_s
-        self._unknown_s = unknown_s
-        self._frozen_s = frozen_s
         self._reservations: dict[AttemptId, PromptReservation] = {}
         self._sums: dict[CandidateId, _CandidateSums] = {}
         self._frontends: dict[str, set[AttemptId]] = {}
@@ -180,7 +170,7 @@ class LoadTracker:
         early = self._without_reservation.get(attempt)
         if attempt in self._reservations or early:
             return False
-        if len(self._reservations) >= self._limit:
+        if len(self._reservations) >= self._config.limit:
             self._forgotten += 1
             self._release(next(iter(self._reservations)))
         self._without_reservation.pop(attempt, None)
@@ -196,7 +186,7 @@ class LoadTracker:
         return True
 
     def mark_prefilled(self, attempt: AttemptId) -> PromptReservation | None:
-        """Record the first token of an attempt. Returns its reservation the first time, else None."""
+        """Record the first token of an attempt. Return its reservation the first time, else None."""
         reservation = self._reservations.get(attempt)
         if reservation is None:
             self._remember(attempt, ended=False)
@@ -222,6 +212,7 @@ class LoadTracker:
             self._sums.setdefault((report.instance, 0), _CandidateSums())
         candidates = [(report.instance, rank) for rank in range(ranks) if (report.instance, rank) in self._sums]
         running = set(report.attempts)
+        grace_s, unknown_s = self._config.grace_s, self._config.unknown_s
         for candidate in candidates:
             sums = self._sums[candidate]
             sums.new_tokens = sums.new_blocks = 0
@@ -232,7 +223,7 @@ class LoadTracker:
                 if attempt in running:
                     reservation.known = alone
                     reservation.known_s = now_s
-                elif now_s - max(reservation.since_s + self._grace_s, reservation.known_s) >= self._unknown_s:
+                elif now_s - max(reservation.since_s + grace_s, reservation.known_s) >= unknown_s:
                     self._forgotten += 1
                     self._drop(attempt)
                     continue
@@ -262,12 +253,12 @@ class LoadTracker:
     def frozen_instances(self, now_s: float, *, listening: bool = True) -> frozenset[str]:
         """Return the instances that are frozen now; to be called a few times a second. `listening` is False if reports
         may have been missed since the last call."""
-        asleep = self._checked_s is None or now_s - self._checked_s > self._frozen_s / 2
+        asleep = self._checked_s is None or now_s - self._checked_s > self._config.frozen_s / 2
         self._checked_s = now_s
         if asleep or not listening:
             for worker in self._workers.values():
                 worker.reported_s = worker.progress_s = now_s
-        since_s = now_s - self._frozen_s
+        since_s = now_s - self._config.frozen_s
         return frozenset(
             instance
             for instance, worker in self._workers.items()
@@ -363,7 +354,7 @@ class LoadTracker:
 
     def validate(self) -> None:
         """Assert every invariant. Linear in the reservations."""
-        assert len(self._reservations) <= self._limit
+        assert len(self._reservations) <= self._config.limit
         assert len(self._without_reservation) <= self._remembered_limit
         assert self.speeds.keys() == self._workers.keys()
         assert all(not self._without_reservation.get(attempt) for attempt in self._reservations), (

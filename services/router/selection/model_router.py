@@ -30,11 +30,11 @@ from services.router.selection.candidates import (
     RoutingRequest,
     predicted_first_token_s,
 )
-from services.router.selection.decision_log import Decision, DecisionLog, Prediction
+from services.router.selection.decision_log import DecisionLog, Prediction
 from services.router.selection.eligibility import Eligibility, NoCandidate, Refusal
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.policy import Policy
-from services.router.selection.policy_guard import PolicyChoice, PolicyFault, PolicyGuard
+from services.router.selection.policy_guard import PolicyFault, PolicyGuard
 from services.router.selection.speculation import ExpectedRun, Speculation
 from shared.errors import ProtocolError
 from shared.hashing import unpack_hashes
@@ -86,20 +86,8 @@ class ModelRouter:
         timed."""
         self.model = model
         self.index = Index(limit_bytes=config.index.limit_bytes)
-        self.load = LoadTracker(
-            limit=config.load.limit,
-            grace_s=config.load.grace_s,
-            unknown_s=config.load.unknown_s,
-            frozen_s=config.load.frozen_s,
-        )
-        self.guard = PolicyGuard(
-            policy,
-            draw,
-            name=config.policy,
-            clock=clock,
-            budget_s=config.policy_budget_ms / 1000,
-            strikes=config.policy_strikes,
-        )
+        self.load = LoadTracker(config.load)
+        self.guard = PolicyGuard(policy, draw, config, clock)
         self.eligibility = Eligibility(model, draw, ramp_s=config.load.ramp_s)
         self.cards = self.eligibility.cards
         self.chains: dict[CandidateId, Chains] = {}
@@ -159,8 +147,8 @@ class ModelRouter:
             self.chains[instance, rank].link_store(None if after is None else self.stores.get(after))
 
     def remove_instance(self, instance: str) -> list[SlotCleanup]:
-        """Remove the blocks and reservations of an instance that no longer serves the model. Returns the cleanup left
-        to do."""
+        """Remove the blocks and reservations of an instance that no longer serves the model, and return the cleanup
+        left to do."""
         if instance not in self.cards:
             return []
         self.load.remove_instance(instance)
@@ -181,7 +169,7 @@ class ModelRouter:
         return chains
 
     def remove_store(self, name: StoreId) -> SlotCleanup:
-        """Stop following a store. Returns the cleanup left to do."""
+        """Stop following a store, and return the cleanup left to do."""
         for worker in self._chains_linked_to(name):
             worker.link_store(None)
         return self.stores.pop(name).close()
@@ -251,7 +239,15 @@ class ModelRouter:
         repeated = chosen.id == before
         reserved = None if repeated else self._reserve(select, request, chosen, now_s)
         self._speculate(select, hashes, chosen, remembered, now_s)
-        selected = self._selected(select, choice)
+        selected = Selected(
+            request=select.request,
+            attempt=select.attempt,
+            instance=chosen.id[0],
+            rank=chosen.id[1],
+            router=self._router,
+            overlap=chosen.overlap,
+            reason=choice.reason,
+        )
         if not (repeated and self.decisions.contains(attempt, chosen.id)):
             self.decisions.add(selected, request, choice, now_s)
         if select.explain:
@@ -259,7 +255,7 @@ class ModelRouter:
         return Selection(selected, reserved, choice.fault)
 
     def _validated_hashes(self, select: Select) -> list[int]:
-        """Return the prompt's hashes. Raises ProtocolError, which names the field."""
+        """Return the prompt's hashes. Raise ProtocolError, which names the field."""
         if (
             max(len(select.request), len(select.frontend), len(select.session), len(select.lora)) > _ID_LIMIT
             or not select.request
@@ -328,22 +324,10 @@ class ModelRouter:
         if self.index.nearly_full:
             self.index.touch(hashes[:known])
 
-    def _selected(self, select: Select, choice: PolicyChoice) -> Selected:
-        chosen = choice.chosen.candidate
-        return Selected(
-            request=select.request,
-            attempt=select.attempt,
-            instance=chosen.id[0],
-            rank=chosen.id[1],
-            router=self._router,
-            overlap=chosen.overlap,
-            reason=choice.reason,
-        )
-
     # --- load events and reports
 
     def apply_load_event(self, event: LoadEvent, now_s: float) -> Prediction | None:
-        """Apply a load event of this or another router. Raises ProtocolError if a number is negative."""
+        """Apply a load event of this or another router. Raise ProtocolError if a number is negative."""
         match event:
             case Reserved():
                 if min(event.attempt, event.rank, event.uncached_tokens, event.blocks) < 0:
@@ -368,20 +352,12 @@ class ModelRouter:
         if card is not None:
             self.load.apply_report(report, now_s, ranks=max(card.ranks, 1))
 
-    def remove_frontend(self, frontend: str) -> None:
-        """Release the reservations of a frontend whose lease ended."""
-        self.load.remove_frontend(frontend)
-
     def tick(self, now_s: float, *, listening: bool = True) -> None:
         """Update what depends on time; to be called some ten times a second. `listening` is False if messages may have
         been missed."""
         self.eligibility.frozen = self.load.frozen_instances(now_s, listening=listening)
         self.speculation.expire(now_s, runs=_EXPIRED_PER_TICK)
         self.history.expire(now_s, runs=_EXPIRED_PER_TICK)
-
-    def explain(self, request: str, latest: int = 20) -> list[Decision]:
-        """Return the latest decisions of a request, or of all requests if `request` is empty; oldest first."""
-        return self.decisions.find(request, latest)
 
     def validate(self) -> None:
         """Assert every invariant of every part."""

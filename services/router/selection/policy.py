@@ -63,7 +63,7 @@ BUILT_IN: dict[str, Callable[[], Policy]] = {
 
 
 def load_policy(name: str) -> Callable[[], Policy]:
-    """Return the factory of the policy `name`, which is built in or `module:attribute`. Raises ConfigError."""
+    """Return the factory of the policy `name`, which is built in or `module:attribute`. Raise ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     made = load_plugin("policy", name, BUILT_IN)

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from services.router.config import RouterConfig
 from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
 from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policy import Policy, explain_candidate
@@ -57,36 +58,29 @@ class PolicyGuard:
         self,
         policy: Policy,
         draw: Random,
-        *,
-        name: str = "",
+        config: RouterConfig,
         clock: Callable[[], float] | None = None,
-        budget_s: float = 0.005,
-        strikes: int = 10,
     ) -> None:
-        """Guard `policy`. `name` is its name in logs and reasons. `clock` returns seconds; without it nothing is timed,
-        as is right for the built-in policies."""
-        self._policy = policy
-        self._name = name or type(policy).__name__
+        """Guard the policy that `config` names, within its limits. `clock` returns seconds; without it nothing is
+        timed, as is right for the built-in policies."""
+        self.policy = policy
+        """The policy that is called."""
+        self._name = config.policy
         self._fallback = KvPolicy()
         self.failures = 0
         """Number of choices that kv made because the policy failed."""
         self._draw = draw
         self._clock = clock
-        self._budget_s = budget_s
-        self._strikes_allowed = strikes
+        self._budget_s = config.policy_budget_ms / 1000
+        self._strikes_allowed = config.policy_strikes
         self._strikes = 0
         self._in_time = 0
         """Number of choices within the budget since the last one that was forgiven."""
 
     @property
-    def policy(self) -> Policy:
-        """The policy that is called."""
-        return self._policy
-
-    @property
     def disabled(self) -> bool:
         """Whether the policy is disabled for good."""
-        return self._policy is self._fallback
+        return self.policy is self._fallback
 
     def choose(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> PolicyChoice:
         """Choose one of `candidates`, which is not empty."""
@@ -94,7 +88,7 @@ class PolicyGuard:
         began_s = 0.0 if self._clock is None else self._clock()
         failure = ""
         try:
-            choice = _ask_policy(self._policy, request, candidates, self._draw)
+            choice = _ask_policy(self.policy, request, candidates, self._draw)
             if choice.fault is not None:
                 failure = choice.fault.problem
             elif self.disabled:
@@ -125,7 +119,7 @@ class PolicyGuard:
         problem = f"it took {1000 * took_s:.1f} ms, the budget is {1000 * self._budget_s:g} ms"
         if self._strikes <= self._strikes_allowed:
             return PolicyFault("slow", problem)
-        self._policy, self._clock = self._fallback, None
+        self.policy, self._clock = self._fallback, None
         return PolicyFault("off", f"{problem}; too slow too often, so kv chooses until this router restarts")
 
 

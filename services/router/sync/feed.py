@@ -25,6 +25,7 @@ from msgspec import Struct
 from services.router.config import SourceConfig
 from services.router.index import kv_events
 from services.router.index.chains import CardMismatch, Chains, SlotCleanup
+from services.router.index.index import TIERS
 from services.router.index.kv_events import DecodedBatch, RemovedEvent, StoredEvent
 from services.router.metrics import RouterMetrics
 from services.router.sync.digest_check import DigestCheck, DigestResult, Digests
@@ -350,7 +351,7 @@ class EventFeed:
                         epoch = part.epoch
                     if part.epoch != epoch:
                         raise ProtocolError("the engine restarted between the snapshots of two ranks")
-                    chains.restore_snapshot(part.blocks, part.tier)
+                    chains.restore_snapshot(part.blocks, TIERS.index(part.tier))
                     sequences[rank] = part.sequence
         return (epoch, sequences) if epoch is not None and self.source.is_current(ticket) else None
 

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from services.router.config import RouterConfig
 from services.router.index.chains import Chains, SlotCleanup
@@ -54,7 +55,7 @@ class DirectoryFollower:
         model_added: Callable[[str], None],
         model_dropped: Callable[[str], None],
     ) -> None:
-        """`model_added` and `model_dropped` are called with the model's name. Raises ConfigError if the policy cannot
+        """`model_added` and `model_dropped` are called with the model's name. Raise ConfigError if the policy cannot
         be loaded."""
         self._runtime = runtime
         self._config = config
@@ -112,7 +113,7 @@ class DirectoryFollower:
                 )
             elif instance.service == "frontend" and isinstance(change, InstanceDown):
                 for model in self.models.values():
-                    model.remove_frontend(instance.instance)
+                    model.load.remove_frontend(instance.instance)
         else:
             self._refresh(change.card.instance)
 
@@ -149,7 +150,11 @@ class DirectoryFollower:
                 # A new stream starts from empty: blocks of the old stream must not be kept under it.
                 self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
         if stream is not None and worker not in self.feeds:
-            self._follow_worker(worker, stream, min(cards))
+            model_name = min(cards)
+            origin = SourceOrigin(worker, subjects.worker(self._runtime.namespace, worker, "snapshot"))
+            chains = self._chains(model_name, worker)
+            trust = partial(self.models[model_name].set_sends_events, worker)
+            self._follow(origin, stream, model_name, chains, trust)
         feed = self.feeds.get(worker)
         for name in cards:
             self.models[name].set_sends_events(
@@ -189,23 +194,12 @@ class DirectoryFollower:
 
     # --- events
 
-    def _follow_worker(self, worker: str, stream: EventSource, model: str) -> None:
-        origin = SourceOrigin(worker, subjects.worker(self._runtime.namespace, worker, "snapshot"))
-        self._follow(
-            origin,
-            stream,
-            model,
-            self._chains(model, worker),
-            trust=lambda usable: self.models[model].set_sends_events(worker, usable),
-        )
-
     def _follow(
         self,
         origin: SourceOrigin,
         stream: EventSource,
         model: str,
         chains: dict[int, Chains],
-        *,
         trust: Callable[[bool], None],
     ) -> bool:
         """Open a feed; return whether its address is valid."""
@@ -274,5 +268,5 @@ class DirectoryFollower:
         snapshots = subjects.kvbm(self._runtime.namespace, kvbm_of(store), "snapshot")
         origin = SourceOrigin(store, snapshots, layout_of(store), _STORE_TIERS)
         chains = self.models[model].add_store(store)
-        if not self._follow(origin, stream, model, {0: chains}, trust=lambda _usable: None):
+        if not self._follow(origin, stream, model, {0: chains}, lambda _usable: None):
             self._clear_later([self.models[model].remove_store(store)])

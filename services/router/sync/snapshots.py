@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
-from msgspec import Struct
+import msgspec
 
-from services.router.index.index import TIERS
 from shared.bus.contract import Bus
 from shared.errors import ProtocolError, RequestTimeout
-from shared.messages import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotBlock, SnapshotRequest
+from shared.messages import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk, SnapshotRequest
 
 SNAPSHOT_LIMIT_S = 60.0
 """Seconds after which a snapshot without an end is given up."""
 _SLICE_BLOCKS = 256
 
 
-class SnapshotSlice(Struct, frozen=True):
-    """Blocks of a snapshot, all in one tier, parents first."""
-
-    epoch: int
-    sequence: int
-    """The sequence at which the snapshot was taken; equal in all its slices."""
-    blocks: Sequence[SnapshotBlock]
-    tier: int
-    """The blocks' tier, as an index into TIERS."""
-
-
 async def snapshot_slices(
     bus: Bus, subject: str, asked: SnapshotRequest, *, idle_timeout_s: float
-) -> AsyncGenerator[SnapshotSlice, None]:
-    """Yield the whole snapshot, at least one slice. Raises Unavailable, or ProtocolError if the answer is invalid."""
+) -> AsyncGenerator[SnapshotChunk, None]:
+    """Yield the whole snapshot in smaller chunks, at least one. Raise Unavailable, or ProtocolError if the answer is
+    invalid."""
     mark: tuple[int, int] | None = None
     deadline_s = asyncio.get_running_loop().time() + SNAPSHOT_LIMIT_S
     async with bus.stream(subject, SNAPSHOT_REQUEST.encode(asked), idle_timeout_s=idle_timeout_s) as chunks:
@@ -41,7 +30,7 @@ async def snapshot_slices(
                 raise ProtocolError("the chunks are of different snapshots")
             mark = chunk.epoch, chunk.sequence
             for start in range(0, max(len(chunk.blocks), 1), _SLICE_BLOCKS):
-                yield SnapshotSlice(*mark, chunk.blocks[start : start + _SLICE_BLOCKS], TIERS.index(chunk.tier))
+                yield msgspec.structs.replace(chunk, blocks=chunk.blocks[start : start + _SLICE_BLOCKS])
                 await asyncio.sleep(0)
             if chunk.last:
                 return

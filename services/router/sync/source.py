@@ -31,6 +31,8 @@ from shared.messages import KvState
 
 State = Literal["syncing", "live", "replaying"]
 
+FIRST_DELAY_S, LAST_DELAY_S = 0.2, 10.0
+"""Seconds until all blocks are requested again after a failed answer: the first delay, which doubles, and the last."""
 STALE_FAILURES = 16
 """Number of failed answers in a row, taking about two minutes, after which known blocks are given up."""
 
@@ -74,15 +76,11 @@ class SourceSync:
         replays: bool,
         epochs: bool,
         held_limit_batches: int,
-        retry_first_s: float = 0.2,
-        retry_most_s: float = 10.0,
     ) -> None:
         self._snapshots = snapshots
         self._replays = replays
         self._epochs = epochs
         self._held_limit_batches = held_limit_batches
-        self._retry_first_s = retry_first_s
-        self._retry_most_s = retry_most_s
         self.state: State = "syncing"
         self.partial = False
         """Whether blocks stored before the subscription may be unknown."""
@@ -200,7 +198,7 @@ class SourceSync:
         """→ syncing: request all blocks again."""
         after_s = 0.0
         if self._failures:
-            after_s = min(self._retry_first_s * 2 ** (self._failures - 1), self._retry_most_s)
+            after_s = min(FIRST_DELAY_S * 2 ** (self._failures - 1), LAST_DELAY_S)
         self._failures = min(self._failures + 1, 32)
         self.resyncs += 1
         self.state = "syncing"

@@ -56,16 +56,9 @@ class EngineEnd:
 
     def receive(self, limit_s: float | None) -> list[EngineCommand]:
         """Return all commands that have come. Where there is none, wait for one up to `limit_s` (None: without a
-        limit), or until a watched descriptor is readable; so there may be none. Raises PeerGone."""
+        limit), or until a watched descriptor is readable; so there may be none. Raise PeerGone."""
         if limit_s is None or limit_s > 0:
             self._awake.poll(None if limit_s is None else ceil(1000 * limit_s))
-        return self._read()
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _read(self) -> list[EngineCommand]:
-        """Return the commands that have come already."""
         commands: list[EngineCommand] = []
         while True:
             try:
@@ -78,6 +71,9 @@ class EngineEnd:
                 raise PeerGone("the shell has ended")
             self._buffer += chunk
             commands.extend(COMMANDS.decode(frame) for frame in _whole_frames(self._buffer))
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 class ShellEnd(asyncio.Protocol):
@@ -115,7 +111,7 @@ class ShellEnd(asyncio.Protocol):
         return self._transport.get_write_buffer_size() > self._unread_bytes
 
     async def receive(self) -> EngineReport:
-        """Return the next report; one receiver at a time. Raises PeerGone."""
+        """Return the next report; one receiver at a time. Raise PeerGone."""
         while not self._reports:
             if self._gone.done():
                 raise PeerGone("the engine has ended")

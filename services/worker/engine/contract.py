@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from services.worker.messages import (
-    CancelAttempt,
-    EngineReport,
-    KvbmDown,
-    KvbmReply,
-    KvbmUp,
-    Submit,
-    TakeEngineSnapshot,
-)
+from services.worker.messages import EngineOrder, EngineReport, Submit
 
 
 class Engine(Protocol):
-    """One engine: in a process of its own (EngineProcess), or simulated in this process (SimulatedEngine)."""
+    """One engine: in a process of its own (EngineProcess), or in this process (the tests' SimulatedEngine)."""
 
     @property
     def pid(self) -> int:
@@ -27,10 +19,12 @@ class Engine(Protocol):
         """Send an attempt. Return False where the engine does not read, and nothing was sent."""
         ...
 
-    def send(self, command: CancelAttempt | TakeEngineSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None: ...
+    def send(self, command: EngineOrder) -> None:
+        """Send any other command."""
+        ...
 
     async def receive(self) -> EngineReport:
-        """Return the next report. Raises PeerGone."""
+        """Return the next report. Raise PeerGone."""
         ...
 
     def kill(self) -> None:

@@ -79,17 +79,18 @@ class EngineCore:
     ) -> EngineCore:
         """Return a core with the bounds that the settings give. With mover and attachment it exchanges blocks with a
         kvbm."""
+        settings = config.worker
         limits = SchedulerLimits(
             model=config.model_name,
             context_length=facts.context_length,
             eos_token_ids=frozenset(facts.eos_token_ids),
             block_size=facts.block_size,
             capacity_blocks=facts.capacity_blocks,
-            max_running=config.max_running,
-            max_waiting=config.max_running + config.max_waiting,  # none is running yet when a burst arrives
-            max_waiting_tokens=config.max_waiting_tokens,
-            offload=config.kvbm.offload,
-            wait_s=config.kvbm.wait_s,
+            max_running=settings.max_running,
+            max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives
+            max_waiting_tokens=settings.max_waiting_tokens,
+            offload=settings.kvbm.offload,
+            wait_s=settings.kvbm.wait_s,
         )
         scheduler = Scheduler(limits)
         if mover is None or attachment is None:
@@ -100,9 +101,9 @@ class EngineCore:
             attachment,
             StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout),
             worker=config.instance,
-            timeout_s=config.kvbm.timeout_s,
-            most_blocks=min(config.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
-            checksums=config.kvbm.checksums,
+            timeout_s=settings.kvbm.timeout_s,
+            most_blocks=min(settings.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
+            checksums=settings.kvbm.checksums,
         )
         return EngineCore(scheduler, facts.block_size, connector)
 

@@ -3,29 +3,18 @@ ends, or a time has come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
+from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
-from services.worker.messages import EngineCommand, EngineReport, Shutdown
+from services.worker.messages import Shutdown
 from services.worker.runner import Runner
-
-
-class Channel(Protocol):
-    """The engine's end of the channel, as the loop needs it."""
-
-    def send(self, report: EngineReport) -> None: ...
-
-    def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
-        """Return all commands that have come. Where there is none, wait for one up to `limit_s` (None: without a
-        limit), or until a copy ends."""
-        ...
 
 
 class EngineLoop:
     """Drives a core with a runner and a clock."""
 
-    def __init__(self, channel: Channel, core: EngineCore, runner: Runner, clock: Callable[[], float]) -> None:
+    def __init__(self, channel: EngineEnd, core: EngineCore, runner: Runner, clock: Callable[[], float]) -> None:
         self._channel = channel
         self._core = core
         self._runner = runner
@@ -34,7 +23,7 @@ class EngineLoop:
         """There was nothing to do in the last round."""
 
     def run(self) -> None:
-        """Run until Shutdown. Raises what the runner raises."""
+        """Run until Shutdown. Raise what the runner raises."""
         self._channel.send(self._core.opening())
         while self._handle_commands():
             self._step()

@@ -14,16 +14,7 @@ import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import ShellEnd
-from services.worker.messages import (
-    CancelAttempt,
-    EngineReport,
-    KvbmDown,
-    KvbmReply,
-    KvbmUp,
-    Shutdown,
-    Submit,
-    TakeEngineSnapshot,
-)
+from services.worker.messages import EngineOrder, EngineReport, Shutdown, Submit
 from shared.config import environment
 
 ENGINE_MODULE = "services.worker.engine_main"
@@ -60,13 +51,13 @@ class EngineProcess:
         self.channel.send(command)
         return True
 
-    def send(self, command: CancelAttempt | TakeEngineSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None:
+    def send(self, command: EngineOrder) -> None:
         """Send a command. There is at most one for each submitted attempt and each request of either side, so that they
         need no bound."""
         self.channel.send(command)
 
     async def receive(self) -> EngineReport:
-        """Return the next report. Raises PeerGone."""
+        """Return the next report. Raise PeerGone."""
         return await self.channel.receive()
 
     def kill(self) -> None:
@@ -93,13 +84,7 @@ def _spawn(module: str, config: EngineConfig, channel: int, environ: dict[str, s
 
     Called from the main thread, since the kernel's death signal follows the thread that spawned.
     """
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        msgspec.json.encode(config).decode(),
-        str(channel),
-    ]
+    command = [sys.executable, "-m", module, msgspec.json.encode(config).decode(), str(channel)]
     return subprocess.Popen(command, pass_fds=(channel,), env=environ, stdin=subprocess.DEVNULL)
 
 

@@ -97,7 +97,7 @@ class EngineSupervisor:
         return None if self._engine is None else self._engine.pid
 
     async def run(self) -> None:
-        """Keep an engine going until cancelled; it has ended when this returns. Raises ModelError."""
+        """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
         loop = asyncio.get_running_loop()
         delay_s = BACK_OFF_FIRST_S
         while True:
@@ -127,7 +127,7 @@ class EngineSupervisor:
             self._engine.send(command)
 
     async def snapshot(self, limit_s: float) -> Snapshot:
-        """Return a snapshot of the engine's cache. Raises Unavailable without an engine, or where it does not answer in
+        """Return a snapshot of the engine's cache. Raise Unavailable without an engine, or where it does not answer in
         time."""
         if self._engine is None or self.facts is None:
             raise Unavailable("the engine is starting")

@@ -52,7 +52,7 @@ class LinkLost(HeadraceError):
 
 
 def unpack_slots(packed: bytes, pool_slots: int) -> list[int]:
-    """Return the slots that the kvbm named, of a pool with `pool_slots` slots. Raises LinkLost where the pool has no
+    """Return the slots that the kvbm named, of a pool with `pool_slots` slots. Raise LinkLost where the pool has no
     such slots, or where one comes twice."""
     try:
         slots = unpack_tokens(packed)

@@ -71,7 +71,7 @@ class Attachment(Protocol):
     """This engine process at the pool; `pool_attachment` has the one of a pool file."""
 
     def hold(self) -> str:
-        """Return the owner's name, whose lock this process holds. No copy is under way. Raises PoolUnfit."""
+        """Return the owner's name, whose lock this process holds. No copy is under way. Raise PoolUnfit."""
         ...
 
     def map(self, attached: Attached) -> Slots:
@@ -226,7 +226,7 @@ class KVConnector:
         self._ask(AskKvbm(next(self._numbers), "attach", ATTACH.encode(attach)))
 
     def _finish_attach(self, attached: Attached, now_s: float) -> None:
-        """attaching → attached. Raises LinkLost where the pool is not as it must be."""
+        """attaching → attached. Raise LinkLost where the pool is not as it must be."""
         if attached.kvbm != self._kvbm or attached.layout != self._layout.digest or attached.blocks_per_request < 1:
             raise LinkLost(f"kvbm {self._kvbm} answered for {attached.kvbm}, layout {attached.layout}")
         if attached.slot_bytes < self._layout.kv.block_bytes:
@@ -318,7 +318,7 @@ class KVConnector:
             self._detach(f"{operation}: {wrong}", now_s)
 
     def _handle_answer(self, operation: KvbmOperation, reply: KvbmReply, now_s: float) -> None:
-        """Raises LinkLost, ProtocolError."""
+        """Raise LinkLost, ProtocolError."""
         if reply.failed and operation not in ("fetch", "release", "discard"):
             raise LinkLost(reply.failed)
         match operation:
@@ -374,7 +374,7 @@ Answer = TypeVar("Answer")
 
 
 def _known(reply: Answer | KvbmRefused) -> Answer | KvbmRefused:
-    """Return the reply: a refusal is an answer. Raises LinkLost where the kvbm does not know this engine."""
+    """Return the reply: a refusal is an answer. Raise LinkLost where the kvbm does not know this engine."""
     if isinstance(reply, KvbmRefused) and reply.code == "unknown_owner":
         raise LinkLost(reply.reason)
     return reply

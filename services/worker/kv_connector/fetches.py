@@ -141,7 +141,7 @@ class Fetches:
                 self._kv_cache.end_fetch(number, 0.0)
 
     def fetched(self, number: int, reply: Fetched | KvbmRefused | None, last: bool, now_s: float) -> Iterator[Action]:
-        """A Fetch was answered; `reply` is None where the answer did not come. Raises LinkLost where it does not fit.
+        """A Fetch was answered; `reply` is None where the answer did not come. Raise LinkLost where it does not fit.
 
         Yields each batch as soon as there is room for it, so that the first copies begin before there is room for the
         last.
@@ -243,13 +243,13 @@ class Fetches:
 
 
 def _unpack_checksums(packed: bytes, count: int) -> list[int | None]:
-    """Return the checksums of `count` slots; None where there is none. Raises LinkLost."""
+    """Return the checksums of `count` slots; None where there is none. Raise LinkLost."""
     checksums = _unpack_numbers(packed, count, "checksums") if packed else [0] * count
     return [checksum or None for checksum in checksums]
 
 
 def _unpack_numbers(packed: bytes, count: int, what: str) -> list[int]:
-    """Return one number for each of `count` slots. Raises LinkLost."""
+    """Return one number for each of `count` slots. Raise LinkLost."""
     try:
         numbers = unpack_hashes(packed)
     except ValueError as wrong:

@@ -30,7 +30,7 @@ class PoolAttachment:
 
     def hold(self) -> str:
         """Return the name under which this process holds a lock, the same one as long as its file is there. No copy is
-        under way. Raises PoolUnfit."""
+        under way. Raise PoolUnfit."""
         try:
             if self._lock is None or not self._lock.held:
                 # A new name each time: everything that the kvbm keeps for the old owner ends with the old lock.

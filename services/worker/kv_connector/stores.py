@@ -132,7 +132,7 @@ class Stores:
                 return []
             self._send_s = now_s + COLLECT_S
         if len(self._collected) < most:
-            self._collected += self._kv_cache.offers(most - len(self._collected))
+            self._collected += self._kv_cache.offloading.offers(most - len(self._collected))
         if self._collected and (len(self._collected) >= most or now_s >= self._send_s):
             return [self._send(now_s)]
         return []
@@ -146,7 +146,7 @@ class Stores:
         return AskKvbm(number, "store", STORE.encode(Store(self._owner, body)))
 
     def granted(self, number: int, reply: Granted | KvbmRefused) -> list[Action]:
-        """A Store was answered. Raises LinkLost where the answer does not fit it."""
+        """A Store was answered. Raise LinkLost where the answer does not fit it."""
         asked = self._asked.pop(number)
         self._under_way -= len(asked.blocks)
         if isinstance(reply, KvbmRefused) or not reply.ticket:

@@ -1,1 +1,1 @@
-"""A Llama and Qwen2 decoder over an array module (NumPy here)."""
+"""A decoder of Llama and the models that resemble it, over an array module (NumPy here)."""

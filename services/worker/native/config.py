@@ -1,24 +1,34 @@
 """Reads and checks config.json, which has the shape of the decoder.
 
-It reads Hugging Face's files of the Llama and Qwen2 families, as written by transformers 4 (`rope_theta` and
-`rope_scaling`) and by transformers 5 (`rope_parameters`). A setting that would change the arithmetic and is not
+It reads Hugging Face's files as written by transformers 4 (`rope_theta` and `rope_scaling`) and by transformers 5
+(`rope_parameters`), of the architectures of architectures.py. A setting that would change the arithmetic and is not
 implemented is refused, never ignored.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
+import msgspec
 from msgspec import Struct
 
-from services.worker.native.rope import Rope, parse_rope
+from services.worker.native.architectures import (
+    ARCHITECTURES,
+    Activation,
+    Architecture,
+    NormPlaces,
+    QueryNorm,
+)
+from services.worker.native.rope import LongRope, NoRope, Rope, parse_rope
 from shared.errors import ModelError
 from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json
 
 _LAYERS_LIMIT = 1000
 """The most layers, far beyond any real model. A damaged file must not make us list a billion tensors."""
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""The entries of `layer_types`, which are also keys of `rope_parameters` if these differ."""
 
 
 class _Named(Struct, frozen=True):
@@ -28,7 +38,7 @@ class _Named(Struct, frozen=True):
 
 
 class _Json(Struct, frozen=True):
-    """The keys of config.json that are read; anything else in the file does not concern the arithmetic."""
+    """The keys of config.json that all architectures have."""
 
     hidden_size: int
     intermediate_size: int
@@ -41,8 +51,6 @@ class _Json(Struct, frozen=True):
     head_dim: int | None = None
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
     use_sliding_window: bool = False
     is_causal: bool = True
     """False for an embedding model in which a position attends to later positions too."""
@@ -51,6 +59,31 @@ class _Json(Struct, frozen=True):
     rope_parameters: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
     eos_token_id: int | list[int] | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _AllJson(_Json, frozen=True):
+    """All keys that are read; these count where the architecture reads them or has a default of its own."""
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_activation: str | None = None
+    use_bidirectional_attention: bool | None = None
+    sliding_window: int | None = None
+    sliding_window_pattern: int = 1
+    max_window_layers: int = 0
+    layer_types: list[str] | None = None
+    rope_local_base_freq: float | None = None
+    partial_rotary_factor: float = 1.0
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: int = 0
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    attention_multiplier: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
 
 
 class _Generation(Struct, frozen=True):
@@ -58,7 +91,8 @@ class _Generation(Struct, frozen=True):
 
 
 class ModelConfig(Struct, frozen=True):
-    """A decoder's shape; lengths in elements."""
+    """A decoder's shape and arithmetic; lengths in elements. The fields with defaults are Llama's where they have
+    these."""
 
     layers: int
     hidden: int
@@ -76,6 +110,30 @@ class ModelConfig(Struct, frozen=True):
     output_bias: bool
     """Whether o_proj has a bias; Llama's attention_bias gives it one."""
     eos_token_ids: tuple[int, ...]
+    activation: Activation = "silu"
+    norms: NormPlaces = "before"
+    norm_offset: float = 0.0
+    """The number that is added to the stored weights of norms."""
+    query_norm: QueryNorm = "none"
+    fused: bool = False
+    """Whether q, k and v are stored as one tensor, and gate and up too."""
+    rotary_dim: int = 0
+    """The first elements of each head that are rotated; 0 means all."""
+    other_rope: Rope | None = None
+    """The rotation of the layers of which `other_rope_layers` says so."""
+    other_rope_layers: tuple[bool, ...] = ()
+    windows: tuple[int, ...] = ()
+    """Each layer's sliding window: to how many positions a position attends, itself included. 0 means to all; none at
+    all means 0 for each layer."""
+    query_scale: float = 0.0
+    """The factor of products of queries and keys; 0 means 1 / √head_dim."""
+    score_cap: float = 0.0
+    """The bound to which tanh bends these scaled products; 0 means none. So with logits."""
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """The factor of what attention and the feed-forward part add to the residual stream."""
+    logit_scale: float = 1.0
 
     @property
     def queries(self) -> int:
@@ -87,67 +145,223 @@ class ModelConfig(Struct, frozen=True):
         """The width of all key heads, or of all value heads, together."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def rotated(self) -> int:
+        """The number of elements of each head that are rotated."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of products of queries and keys."""
+        return self.query_scale or 1 / math.sqrt(self.head_dim)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotations; `rope_of` says which of them a layer has."""
+        return (self.rope,) if self.other_rope is None else (self.rope, self.other_rope)
+
+    def rope_of(self, layer: int) -> int:
+        """Return the index of the layer's rotation in `ropes`."""
+        return int(bool(self.other_rope_layers) and self.other_rope_layers[layer])
+
+    def window_of(self, layer: int) -> int:
+        """Return the layer's sliding window; 0 if it has none."""
+        return self.windows[layer] if self.windows else 0
+
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read config.json and generation_config.json (may be missing). Raises ModelError naming file and field."""
+    """Read config.json and generation_config.json (may be missing). Raise ModelError naming file and field."""
     path = directory / "config.json"
     content = read_model_file(path, CONFIG_LIMIT_BYTES)
-    architecture = ", ".join(decode_model_json(path, content, _Named).architectures) or "none"
-    if architecture not in ARCHITECTURES:
-        raise ModelError(f"{path}: architecture {architecture} is not supported; {' and '.join(ARCHITECTURES)} are")
-    raw = decode_model_json(path, content, _Json)
-    llama = architecture == "LlamaForCausalLM"
-    _refuse_unknown_arithmetic(path, raw)
-    kv_heads = raw.num_key_value_heads or raw.num_attention_heads
-    head_dim = raw.head_dim or raw.hidden_size // max(raw.num_attention_heads, 1)
+    name = ", ".join(decode_model_json(path, content, _Named).architectures) or "none"
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
+        raise ModelError(
+            f"{path}: architecture {name} is not supported; {', '.join(ARCHITECTURES)} are. docs/models.md lists them;"
+            " others, such as mixtures of experts, need another engine, such as vLLM"
+        )
+    raw = _settings(path, content, architecture)
+    _refuse_unknown_arithmetic(path, raw, architecture)
+    _check_numbers(path, raw)
     generation = read_model_json(directory / "generation_config.json", _Generation, missing=b"{}")
     eos = raw.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
+    head_dim = raw.head_dim or raw.hidden_size // max(raw.num_attention_heads, 1)
+    sliding = _sliding_layers(path, raw, architecture)
+    parameters, local = _rope_parameters(raw)
+    rotary_dim = head_dim
+    if "partial_rotary_factor" in architecture.reads:
+        share = _positive(path, "partial_rotary_factor", parameters.pop("partial_rotary_factor", None))
+        rotary_dim = int(head_dim * (share or raw.partial_rotary_factor))
     rope, context_length = parse_rope(
-        str(path),
-        raw.rope_parameters or {"rope_theta": raw.rope_theta, **(raw.rope_scaling or {})},
-        raw.max_position_embeddings,
-        raw.original_max_position_embeddings,
+        str(path), parameters, raw.max_position_embeddings, raw.original_max_position_embeddings
     )
+    other_rope, other_rope_layers = _other_rope(path, raw, local, sliding)
+    query_scale = raw.attention_multiplier or 0.0
+    if raw.query_pre_attn_scalar is not None:
+        query_scale = raw.query_pre_attn_scalar**-0.5
+    window = raw.sliding_window or 0
     config = ModelConfig(
         layers=raw.num_hidden_layers,
         hidden=raw.hidden_size,
         intermediate=raw.intermediate_size,
         heads=raw.num_attention_heads,
-        kv_heads=kv_heads,
+        kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
         head_dim=head_dim,
         vocab=raw.vocab_size,
         context_length=context_length,
         norm_epsilon=raw.rms_norm_eps,
         rope=rope,
         tied=raw.tie_word_embeddings,
-        qkv_bias=raw.attention_bias if llama else True,
-        output_bias=raw.attention_bias if llama else False,
+        qkv_bias=architecture.qkv_bias or raw.attention_bias,
+        output_bias=raw.attention_bias,
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
+        activation=architecture.activations[raw.hidden_activation or raw.hidden_act],
+        norms=architecture.norms,
+        norm_offset=architecture.norm_offset,
+        query_norm=architecture.query_norm,
+        fused=architecture.fused,
+        rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
+        other_rope=other_rope,
+        other_rope_layers=other_rope_layers,
+        windows=tuple(window * slides for slides in sliding) if any(sliding) and window < context_length else (),
+        query_scale=query_scale,
+        score_cap=raw.attn_logit_softcapping or 0.0,
+        logit_cap=raw.final_logit_softcapping or 0.0,
+        embedding_scale=raw.hidden_size**0.5 if architecture.scaled_embedding else raw.embedding_multiplier,
+        residual_scale=raw.residual_multiplier,
+        logit_scale=1 / raw.logits_scaling,
     )
     _check(path, config)
     return config
 
 
-def _refuse_unknown_arithmetic(path: Path, raw: _Json) -> None:
-    for field, value, expected in (
-        ("hidden_act", raw.hidden_act, "silu"),
-        ("mlp_bias", raw.mlp_bias, False),
-        ("use_sliding_window", raw.use_sliding_window, False),
-        ("is_causal", raw.is_causal, True),
+def _settings(path: Path, content: bytes, architecture: Architecture) -> _AllJson:
+    """Decode the settings that the architecture reads, with its defaults for those that are missing."""
+    read = {*_Json.__struct_fields__, *architecture.reads}
+    stored = decode_model_json(path, content, dict[str, Any])
+    if architecture.nested:
+        text = stored.get("text_config")
+        if not isinstance(text, dict):
+            raise ModelError(f"{path}: text_config is missing; it has the settings of the model's text part")
+        outer: dict[str, Any] = {
+            name: stored[name] for name in ("eos_token_id", "quantization_config") if name in stored
+        }
+        stored = {**outer, **text}
+    try:
+        return msgspec.convert(
+            {**architecture.defaults, **{name: value for name, value in stored.items() if name in read}}, _AllJson
+        )
+    except msgspec.ValidationError as wrong:
+        raise ModelError(f"{path}: {wrong}") from None
+
+
+def _refuse_unknown_arithmetic(path: Path, raw: _AllJson, architecture: Architecture) -> None:
+    if raw.quantization_config:
+        method = raw.quantization_config.get("quant_method")
+        raise ModelError(
+            f"{path}: quantization_config says that the weights are quantised ({method}); only GGUF files may be."
+            " Take the model's original weights"
+        )
+    named = "hidden_activation" if raw.hidden_activation else "hidden_act"
+    for field, value, served in (
+        (named, raw.hidden_activation or raw.hidden_act, tuple(architecture.activations)),
+        ("mlp_bias", raw.mlp_bias, (False,)),
+        ("use_sliding_window", raw.use_sliding_window, (False, True) if architecture.sliding != "none" else (False,)),
+        ("is_causal", raw.is_causal, (True,)),
+        ("use_bidirectional_attention", raw.use_bidirectional_attention, (None, False)),
     ):
-        if value != expected:
-            raise ModelError(f"{path}: {field} is {value}; only {expected} is supported")
+        if value not in served:
+            raise ModelError(f"{path}: {field} is {value}; only {served[-1]} is supported")
+
+
+def _check_numbers(path: Path, raw: _AllJson) -> None:
+    """Check what lists are made of and what numbers are divided by."""
+    if not 1 <= raw.num_hidden_layers <= _LAYERS_LIMIT:
+        bound = "at least 1" if raw.num_hidden_layers < 1 else f"at most {_LAYERS_LIMIT}"
+        raise ModelError(f"{path}: layers is {raw.num_hidden_layers}; expected {bound}")
+    for field in (
+        *("sliding_window", "sliding_window_pattern", "partial_rotary_factor", "query_pre_attn_scalar"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier", "embedding_multiplier"),
+        *("residual_multiplier", "logits_scaling"),
+    ):
+        _positive(path, field, getattr(raw, field))
+
+
+def _positive(path: Path, field: str, value: Any) -> Any:
+    if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+        raise ModelError(f"{path}: {field} is {value!r}; expected a positive number")
+    return value
+
+
+def _sliding_layers(path: Path, raw: _AllJson, architecture: Architecture) -> tuple[bool, ...]:
+    """Say of each layer whether its attention slides."""
+    layers = range(raw.num_hidden_layers)
+    if raw.sliding_window is None:
+        return (False,) * len(layers)
+    match architecture.sliding:
+        case "none":
+            return (False,) * len(layers)
+        case "all":
+            return (True,) * len(layers)
+        case "upper":
+            if not raw.use_sliding_window:
+                return (False,) * len(layers)
+            slides = tuple(layer >= raw.max_window_layers for layer in layers)
+        case "pattern":
+            slides = tuple((layer + 1) % raw.sliding_window_pattern != 0 for layer in layers)
+        case _:
+            assert_never(architecture.sliding)
+    if raw.layer_types is None:
+        return slides
+    if len(raw.layer_types) != len(layers) or not {_FULL, _SLIDING}.issuperset(raw.layer_types):
+        raise ModelError(f"{path}: layer_types must say {_FULL} or {_SLIDING} of each of {len(layers)} layers")
+    return tuple(kind == _SLIDING for kind in raw.layer_types)
+
+
+def _rope_parameters(raw: _AllJson) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the parameters of the rotation, and those of layers that slide if these differ."""
+    parameters = raw.rope_parameters or {"rope_theta": raw.rope_theta, **(raw.rope_scaling or {})}
+    if raw.rope_local_base_freq is None:
+        return dict(parameters), None
+    local = {"rope_theta": raw.rope_local_base_freq}
+    if raw.rope_parameters is None:
+        return parameters, local
+    full, sliding = parameters.get(_FULL), parameters.get(_SLIDING)  # transformers 5 writes both
+    return {"rope_theta": raw.rope_theta, **(full or {})}, {**local, **(sliding or {})}
+
+
+def _other_rope(
+    path: Path, raw: _AllJson, local: dict[str, Any] | None, sliding: tuple[bool, ...]
+) -> tuple[Rope | None, tuple[bool, ...]]:
+    """Return the second rotation and the layers that have it."""
+    if local is not None and any(sliding):
+        return parse_rope(str(path), local, raw.max_position_embeddings, None)[0], sliding
+    if raw.no_rope_layer_interval:
+        rotates = raw.no_rope_layers or [
+            int((layer + 1) % raw.no_rope_layer_interval != 0) for layer in range(raw.num_hidden_layers)
+        ]
+        if len(rotates) != raw.num_hidden_layers:
+            raise ModelError(f"{path}: no_rope_layers must have a number for each of {raw.num_hidden_layers} layers")
+        return NoRope(), tuple(not each for each in rotates)
+    return None, ()
 
 
 def _check(path: Path, config: ModelConfig) -> None:
     for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context_length"):
         if getattr(config, field) < 1:
             raise ModelError(f"{path}: {field} is {getattr(config, field)}; expected at least 1")
-    if config.layers > _LAYERS_LIMIT:
-        raise ModelError(f"{path}: layers is {config.layers}; expected at most {_LAYERS_LIMIT}")
     if config.heads % config.kv_heads:
         raise ModelError(f"{path}: {config.heads} attention heads cannot share {config.kv_heads} key-value heads")
     if config.head_dim % 2:
         raise ModelError(f"{path}: head_dim is {config.head_dim}; rotary embeddings need an even one")
+    if not 2 <= config.rotated <= config.head_dim or config.rotated % 2:
+        raise ModelError(
+            f"{path}: partial_rotary_factor rotates {config.rotated} of {config.head_dim} elements of a head;"
+            " expected an even number of them"
+        )
+    if isinstance(config.rope, LongRope) and len(config.rope.short_factor) != config.rotated // 2:
+        raise ModelError(
+            f"{path}: short_factor has {len(config.rope.short_factor)} numbers; expected {config.rotated // 2}"
+        )
     if not all(0 <= token < config.vocab for token in config.eos_token_ids):
         raise ModelError(f"{path}: eos_token_id {config.eos_token_ids} is outside the vocabulary of {config.vocab}")

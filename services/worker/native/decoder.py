@@ -1,11 +1,13 @@
-"""The decoder's arithmetic: Llama and Qwen2, one step of many sequences at a time.
+"""The decoder's arithmetic: one step of many sequences at a time, for Llama and the models that resemble it.
 
     embed → for each layer: RMSNorm → q, k, v → rotate → write KV → attend over paged KV → project
                             RMSNorm → SwiGLU                                                        → RMSNorm → logits
                                                                                                             └─▶ sums
 
-All tokens of a step go through a weight together; only attention treats sequences separately. All arithmetic is
-float32; the KV cache may store narrower numbers. This decoder runs on NumPy; `cuda/decoder.py` runs on a GPU.
+What a model has in addition follows from its ModelConfig: norms at other places, norms of queries and keys, a sliding
+window, factors, bounds by tanh, another activation or rotation. All tokens of a step go through a weight together; only
+attention treats sequences separately. All arithmetic is float32; the KV cache may store narrower numbers. This decoder
+runs on NumPy; `cuda/decoder.py` runs on a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from services.worker.runner import Work
 
 _SCORES_LIMIT = 2 << 20
 """The most attention scores that a prefill holds at once (8 MiB); a chunk's rows are tiled to stay below."""
+_GELU_SCALE, _GELU_CUBE = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
 _GATHER_LIMIT_BYTES = 32 << 20
 """The most bytes of one layer's keys and values that a group of decoding sequences copies together."""
 
@@ -39,10 +42,13 @@ class Decoder:
         self._weights = weights
         self._cache = cache
         self._linear = linear
-        cosines, sines = rope_tables(config.rope, config.head_dim, positions)
-        self._cosines = np.concatenate([cosines, cosines], axis=1)
-        self._sines = np.concatenate([-sines, sines], axis=1)
-        self._scale = np.float32(1 / math.sqrt(config.head_dim))
+        self._turns: list[tuple[Array, Array]] = []
+        for rope in config.ropes:
+            cosines, sines = rope_tables(rope, config.rotated, positions)
+            # Elements that are not rotated are multiplied by 1, and 0 times themselves is added.
+            rest = np.zeros((positions, config.head_dim - config.rotated), np.float32)
+            self._turns.append((np.hstack([cosines, cosines, rest + 1]), np.hstack([-sines, sines, rest])))
+        self._scale = np.float32(config.attention_scale)
         self._group_limit = _GATHER_LIMIT_BYTES // (2 * 4 * config.keys)
 
     def step(self, works: Sequence[Work]) -> Array:
@@ -52,42 +58,62 @@ class Decoder:
 
     def pool(self, works: Sequence[Work], spans: Sequence[RowSpan]) -> tuple[Array, Sums]:
         """Compute a step, as `step` does, and also sum the hidden states of each of these spans of rows."""
-        weights = self._weights
+        config, weights = self._config, self._weights
         step = lay_out(works, self._cache.layout.block_size, self._group_limit)
         positions = step.positions
-        turn = (self._cosines[positions][:, None], self._sines[positions][:, None])
+        turns = [(cosines[positions][:, None], sines[positions][:, None]) for cosines, sines in self._turns]
         hidden = weights.embedding[step.tokens]
+        if config.embedding_scale != 1:
+            hidden *= np.float32(config.embedding_scale)
         for number, layer in enumerate(weights.layers):
-            hidden += self._attend(number, layer, self._norm(hidden, layer.input_norm), step, turn)
-            hidden += self._feed(layer, self._norm(hidden, layer.output_norm))
-        sums = np.empty((len(spans), self._config.hidden))
+            attended = self._attend(number, layer, self._normed(hidden, layer.input_norm), step, turns)
+            self._add(hidden, attended, layer.attended_norm)
+            self._add(hidden, self._feed(layer, self._normed(hidden, layer.output_norm)), layer.fed_norm)
+        sums = np.empty((len(spans), config.hidden))
         for number, span in enumerate(spans):
             states = self._norm(hidden[span.first : span.first + span.count], weights.norm)
             states.sum(axis=0, dtype=np.float64, out=sums[number])
-        return self._linear(self._norm(hidden[step.drawing_rows], weights.norm), weights.head), sums
+        logits = self._linear(self._norm(hidden[step.drawing_rows], weights.norm), weights.head)
+        if config.logit_scale != 1:
+            logits *= np.float32(config.logit_scale)
+        return _bent(logits, config.logit_cap), sums
+
+    def _normed(self, hidden: Array, weight: Array | None) -> Array:
+        return hidden if weight is None else self._norm(hidden, weight)
+
+    def _add(self, hidden: Array, part: Array, norm: Array | None) -> None:
+        """Add what attention or the feed-forward part gave to the residual stream."""
+        if norm is not None:
+            part = self._norm(part, norm)
+        if self._config.residual_scale != 1:
+            part *= np.float32(self._config.residual_scale)
+        hidden += part
 
     def _norm(self, x: Array, weight: Array) -> Array:
-        """Apply RMSNorm to each row by itself."""
-        mean_square = (x * x).sum(axis=1, keepdims=True) / self._config.hidden
+        """Apply RMSNorm to each vector of the last axis by itself."""
+        mean_square = (x * x).sum(axis=-1, keepdims=True) / x.shape[-1]
         scale = 1.0 / np.sqrt(mean_square + self._config.norm_epsilon)
         normed = x * scale
         normed *= weight
         return normed
 
     def _feed(self, layer: Layer, x: Array) -> Array:
-        """Apply SwiGLU: down(silu(gate) · up)."""
+        """Apply SwiGLU, down(silu(gate) · up), or the same with GELU."""
         gate = self._linear(x, layer.gate)
-        # silu(g) = g · sigmoid(g), computed with tanh, because exp(-g) overflows where the result is 0.
         half = gate * 0.5
-        gate = half * np.tanh(half) + half
+        if self._config.activation == "silu":
+            # silu(g) = g · sigmoid(g), computed with tanh, because exp(-g) overflows where the result is 0.
+            gate = half * np.tanh(half) + half
+        else:
+            gate = half * np.tanh(_GELU_SCALE * gate * (1 + _GELU_CUBE * gate * gate)) + half
         gate *= self._linear(x, layer.up)
         return self._linear(gate, layer.down)
 
-    def _attend(self, number: int, layer: Layer, x: Array, step: Step, turn: tuple[Array, Array]) -> Array:
-        config = self._config
+    def _attend(self, number: int, layer: Layer, x: Array, step: Step, turns: Sequence[tuple[Array, Array]]) -> Array:
+        config, turn = self._config, turns[self._config.rope_of(number)]
         rows = x.shape[0]
-        q = self._project(x, layer.q, layer.q_bias)
-        k = self._project(x, layer.k, layer.k_bias)
+        q = self._head_norm(self._project(x, layer.q, layer.q_bias), layer.q_norm)
+        k = self._head_norm(self._project(x, layer.k, layer.k_bias), layer.k_norm)
         v = self._project(x, layer.v, layer.v_bias).reshape(rows, config.kv_heads, config.head_dim)
         turned = self._rotate(np.concatenate([q, k], axis=1).reshape(rows, -1, config.head_dim), turn)
         q, k = turned[:, : config.heads], turned[:, config.heads :]
@@ -101,6 +127,12 @@ class Decoder:
             attended[members] = self._attend_group(number, group, q[members])
         return self._project(attended.reshape(rows, config.queries), layer.o, layer.o_bias)
 
+    def _head_norm(self, x: Array, weight: Array | None) -> Array:
+        """Apply RMSNorm to each head of queries or keys, (rows, width), or to each row; `weight` has that length."""
+        if weight is None:
+            return x
+        return self._norm(x.reshape(len(x), -1, len(weight)), weight).reshape(x.shape)
+
     def _project(self, x: Array, weight: Array, bias: Array | None) -> Array:
         y = self._linear(x, weight)
         if bias is not None:
@@ -108,10 +140,10 @@ class Decoder:
         return y
 
     def _rotate(self, x: Array, turn: tuple[Array, Array]) -> Array:
-        """Rotate pairs (i, i + head_dim / 2) of (rows, heads, head_dim), the Hugging Face order."""
+        """Rotate pairs (i, i + rotated / 2) of (rows, heads, head_dim), the Hugging Face order."""
         cosine, sine = turn
-        half = x.shape[2] // 2
-        swapped = np.concatenate([x[:, :, half:], x[:, :, :half]], axis=2)
+        end, half = self._config.rotated, self._config.rotated // 2
+        swapped = np.concatenate([x[:, :, half:end], x[:, :, :half], x[:, :, end:]], axis=2)
         swapped *= sine  # its first half is negative
         rotated = x * cosine
         rotated += swapped
@@ -119,34 +151,55 @@ class Decoder:
 
     def _attend_span(self, number: int, span: Span, q: Array) -> Array:
         """Attend causally from a chunk to its history and itself; return (count, heads, head_dim)."""
-        config = self._config
-        end = span.start + span.count
-        keys, values = self._cache.read(number, span.table, end)
+        config, window = self._config, self._config.window_of(number)
+        # All positions count from `begin`, the start of the first block that is seen.
+        begin = self._first_seen(span.start + 1, window)
+        start, end = span.start - begin, span.start + span.count - begin
+        keys, values = self._cache.read(number, span.table[:, begin // self._cache.layout.block_size :], end)
         keys = keys[0].transpose(1, 2, 0)[:, None]  # kv_heads, 1, head_dim, positions
         values = values[0].transpose(1, 0, 2)[:, None]  # kv_heads, 1, positions, head_dim
         attended = np.empty(q.shape, np.float32)
         tile = max(1, min(span.count, _SCORES_LIMIT // (config.heads * end)))
         for first in range(0, span.count, tile):
             count = min(tile, span.count - first)
-            seen = span.start + first + count
+            seen = start + first + count
             rows = q[first : first + count].reshape(count, config.kv_heads, -1, config.head_dim)
-            scores = np.matmul(rows.transpose(1, 2, 0, 3), keys[..., :seen])  # kv_heads, heads of each, count, seen
+            # scores: kv_heads, heads of each, count, seen
+            scores = self._bent_scores(np.matmul(rows.transpose(1, 2, 0, 3), keys[..., :seen]))
             # Row i does not see the last count - 1 - i positions: only that corner is masked.
             scores[..., seen - count :] += np.triu(np.full((count, count), -np.inf, np.float32), 1)
+            if 0 < window < seen:
+                beyond = np.arange(seen) <= np.arange(seen - count, seen)[:, None] - window
+                scores += np.where(beyond, np.float32(-np.inf), np.float32(0))
             mixed = np.matmul(self._softmax(scores), values[..., :seen, :])
             attended[first : first + count] = mixed.transpose(2, 0, 1, 3).reshape(count, config.heads, -1)
         return attended
 
     def _attend_group(self, number: int, group: Group, q: Array) -> Array:
         """Attend from one token of each sequence to its own history; return (members, heads, head_dim)."""
-        config = self._config
+        config, window = self._config, self._config.window_of(number)
         members = q.shape[0]
-        keys, values = self._cache.read(number, group.table, group.longest)
+        begin = self._first_seen(int(group.lengths.min()), window)
+        table = group.table[:, begin // self._cache.layout.block_size :]
+        keys, values = self._cache.read(number, table, group.longest - begin)
         rows = q.reshape(members, config.kv_heads, -1, config.head_dim)
-        scores = np.matmul(rows, keys.transpose(0, 2, 3, 1))  # members, kv_heads, heads of each, longest
+        # scores: members, kv_heads, heads of each, the longest's positions from `begin` on
+        scores = self._bent_scores(np.matmul(rows, keys.transpose(0, 2, 3, 1)))
         if members > 1:
-            scores += group.mask
+            scores += group.mask[..., begin:]
+        if 0 < window < group.longest:
+            beyond = np.arange(begin, group.longest) < group.lengths[:, None] - window
+            scores += np.where(beyond, np.float32(-np.inf), np.float32(0))[:, None, None]
         return np.matmul(self._softmax(scores), values.transpose(0, 2, 1, 3)).reshape(q.shape)
+
+    def _first_seen(self, length: int, window: int) -> int:
+        """Return the first position of the first block that the last of `length` positions sees."""
+        size = self._cache.layout.block_size
+        return max(0, length - window) // size * size if window else 0
+
+    def _bent_scores(self, scores: Array) -> Array:
+        """Bend scaled scores to the model's bound, if it has one; the result is unscaled again."""
+        return _bent(scores, self._config.score_cap / float(self._scale))
 
     def _softmax(self, scores: Array) -> Array:
         """Apply softmax over the last axis, in place, to unscaled products of queries and keys."""
@@ -155,3 +208,12 @@ class Decoder:
         np.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
         return scores
+
+
+def _bent(x: Array, cap: float) -> Array:
+    """Return cap · tanh(x / cap), in place; a cap of 0 changes nothing."""
+    if cap:
+        x *= np.float32(1 / cap)
+        np.tanh(x, out=x)
+        x *= np.float32(cap)
+    return x

@@ -1,8 +1,8 @@
 """Reads a GGUF model file as if it were a Hugging Face directory.
 
 llama.cpp stores the rows of q and k of the llama architecture interleaved, because its rotation pairs neighbours;
-Hugging Face pairs i with i + head_dim / 2. `floats` restores that order (qwen2 is stored in it). Llama 3.1's frequency
-scaling is stored as a tensor of divisors; `config` finds the parameters that give these divisors.
+Hugging Face pairs i with i + head_dim / 2. `floats` restores that order; other architectures are stored in it. Llama
+3.1's frequency scaling is stored as a tensor of divisors; `config` finds the parameters that give these divisors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, through the `gguf` package.
 """
@@ -18,13 +18,14 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 
+from services.worker.native.architectures import ARCHITECTURES
 from services.worker.native.gguf_tokenizer import GgufVocabulary
 from services.worker.native.rope import Llama3Rope, PlainRope, frequencies
 from services.worker.native.tensor_file import Floats, Shape
 from shared.errors import ModelError
 from shared.model_file import open_model_file
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ARCHITECTURES = {described.gguf: name for name, described in ARCHITECTURES.items() if described.gguf}
 _OUTSIDE_LAYERS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -36,6 +37,8 @@ _IN_LAYERS = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -85,7 +88,7 @@ class GgufFile:
     """A mapped GGUF file of a supported architecture."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file. Raises ModelError if it is missing, torn, or of an unsupported architecture."""
+        """Map the file. Raise ModelError if it is missing, torn, or of an unsupported architecture."""
         self.path = path
         with open_model_file(path) as file:
             head, size_bytes = file.read(_HEAD.size), os.fstat(file.fileno()).st_size
@@ -102,10 +105,13 @@ class GgufFile:
         self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
         self._kind = self._field("general.architecture", str)
         if self._kind not in _ARCHITECTURES:
-            raise ModelError(f"{path}: architecture {self._kind} is not supported; {', '.join(_ARCHITECTURES)} are")
+            raise ModelError(
+                f"{path}: architecture {self._kind} is not supported in GGUF files; {', '.join(_ARCHITECTURES)} are."
+                " docs/models.md lists what is served from Hugging Face directories"
+            )
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json. Raises ModelError that names a missing or strange field."""
+        """Return the content of config.json. Raise ModelError that names a missing or strange field."""
         head_count = self._of_kind("attention.head_count", int)
         hidden = self._of_kind("embedding_length", int)
         head_dim = self._of_kind("attention.key_length", int, hidden // max(head_count, 1))
@@ -125,7 +131,7 @@ class GgufFile:
             "rms_norm_eps": self._of_kind("attention.layer_norm_rms_epsilon", float),
             "rope_theta": self._of_kind("rope.freq_base", float, 10_000.0),
             "rope_scaling": self._rope_scaling(head_dim),
-            "attention_bias": self._kind == "llama" and "blk.0.attn_q.bias" in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "vocab_size": self._shape("token_embd.weight")[0],
             "bos_token_id": self._fields.get("tokenizer.ggml.bos_token_id"),
@@ -141,7 +147,7 @@ class GgufFile:
         return sorted({token for token in [*named, *by_text] if token is not None})
 
     def vocabulary(self) -> GgufVocabulary:
-        """Return the tokenizer's parts. Raises ModelError if the tokenizer is not a byte-level BPE."""
+        """Return the tokenizer's parts. Raise ModelError if the tokenizer is not a byte-level BPE."""
         kind = self._field("tokenizer.ggml.model", str)
         if kind != "gpt2":
             raise ModelError(f"{self.path}: tokenizer {kind} is not supported; gpt2 (byte-level BPE) is")

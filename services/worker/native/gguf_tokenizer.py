@@ -70,7 +70,7 @@ class GgufVocabulary:
     chat_template: str
 
     def __post_init__(self) -> None:
-        """Check the lists. Raises ModelError."""
+        """Check the lists. Raise ModelError."""
         if not all(isinstance(text, str) for text in (*self.tokens, *self.merges)):
             raise ModelError(f"{self.where}: the vocabulary's tokens and merges must be strings")
         if len(set(self.tokens)) != len(self.tokens) or len(self.types) != len(self.tokens):
@@ -81,7 +81,7 @@ class GgufVocabulary:
         return {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _CONTROL}
 
     def tokenizer_json(self) -> str:
-        """Return the content of tokenizer.json. Raises ModelError if the pre-tokenizer is unknown."""
+        """Return the content of tokenizer.json. Raise ModelError if the pre-tokenizer is unknown."""
         splitter = _splitter(self.splitter)
         if splitter is None:
             raise ModelError(f"{self.where}: pre-tokenizer {self.splitter!r} is not supported")

@@ -37,7 +37,7 @@ class GrammarCache:
     """Compiled grammars for one tokenizer. Only one thread may use it at a time."""
 
     def __init__(self, tokenizer_json: str, vocab: int, eos_token_ids: Sequence[int]) -> None:
-        """Read the tokenizer, which takes 0.3 s and 50 MB for 50,000 tokens. Raises ModelError.
+        """Read the tokenizer, which takes 0.3 s and 50 MB for 50,000 tokens. Raise ModelError.
 
         `vocab` is the number of logits in a row.
         """

@@ -31,7 +31,6 @@ class KvCache:
     def __init__(self, layout: KvLayout, capacity_blocks: int) -> None:
         """Map the pages. `layout.dtype` is float32 or bfloat16."""
         self.layout = layout
-        self.capacity_blocks = capacity_blocks
         self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
         shape = (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
         self.pages: Array = _zeros(shape, np.uint16 if self._narrow else np.float32)

@@ -3,12 +3,15 @@
 OpenBLAS's matrix-vector kernel reads weights at half the memory's speed on the CPUs we measured (16 of 33 GB/s on one
 EPYC core), and its matrix kernel first copies them into its own order. `numpy.vecdot`, one BLAS dot product an output,
 reads each weight row once from memory and reuses it from the cache for the other rows. It is twice as fast for one row
-and 1.7 times for four; from about eight rows on the matrix kernel wins. So the crossover is measured at start
-(calibration.py). The price: a row's last bits may depend on how many rows are computed with it, as within BLAS anyway.
+and 1.7 times for four; from about eight rows on the matrix kernel wins. So the crossover is measured at start, by
+`calibrate_linear`. The price: a row's last bits may depend on how many rows are computed with it, as within BLAS
+anyway.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,3 +50,28 @@ def _aligned(x: Array) -> Array:
     moved = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
     moved[...] = x
     return moved
+
+
+def calibrate_linear(weights: Sequence[Array]) -> Linear:
+    """Return a Linear whose crossover is measured on these weights, all of one shape.
+
+    The weights are read in turn, so that most of them come from memory and not from a cache, as in a step.
+    """
+    dot_rows = 0
+    for rows in (1, 2, 4, 6, 8):
+        x = np.ones((rows, weights[0].shape[1]), np.float32)
+        if _fastest_s(Linear(rows), x, weights) > _fastest_s(Linear(0), x, weights):
+            break
+        dot_rows = rows
+    return Linear(dot_rows)
+
+
+def _fastest_s(linear: Linear, x: Array, weights: Sequence[Array]) -> float:
+    """Return the best of a few rounds, because other programs can only make a round slower."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for weight in weights:
+            linear(x, weight)
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -56,7 +56,7 @@ def prepare(
     """Return the directory to serve `source` from, with config, tokenizer and float32 weights.
 
     `source` is a directory or a GGUF file. With `as_stored` a directory is served from itself, for engines that read
-    weights of any type. Raises ModelError that names the file that is missing, torn, of an unsupported kind or shape,
+    weights of any type. Raise ModelError that names the file that is missing, torn, of an unsupported kind or shape,
     or cannot be written.
     """
     if source.is_dir():

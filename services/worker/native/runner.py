@@ -11,27 +11,28 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.config import Dtype
+from services.worker.config import Dtype, WorkerConfig
 from services.worker.messages import Loading, Ready
-from services.worker.native.calibration import calibrate_linear
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.kv_cache import KvCache
-from services.worker.native.linear import Linear
+from services.worker.native.linear import Linear, calibrate_linear
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
 from services.worker.native.weights_digest import weights_digest
-from services.worker.runner import Drawn, LoadRunner, Work
+from services.worker.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.errors import ModelError
 from shared.messages import KvLayout
 
 _CALIBRATION_BYTES = 128 << 20
+CAPACITY_BYTES = 512 << 20
+"""Bytes of KV where no setting says how many."""
 
 
 class NativeRunner:
@@ -47,7 +48,7 @@ class NativeRunner:
         kv_dtype: Dtype = "float32",
         verify: bool = False,
     ) -> None:
-        """Load the model. Raises ModelError, also if the cache would hold no block.
+        """Load the model. Raise ModelError, also if the cache would hold no block.
 
         `directory` is the result of `prepare`. `capacity_blocks` 0 means as many as `capacity_bytes` hold. With
         `verify` every loaded block is compared with the pool's.
@@ -113,31 +114,15 @@ def _linear(weights: Weights) -> Linear:
     return calibrate_linear([layer.up for layer in weights.layers[:layers]])
 
 
-def load_native(
-    source: Path,
-    cache: Path,
-    *,
-    capacity_bytes: int = 0,
-    capacity_blocks: int = 0,
-    block_size: int = 16,
-    kv_dtype: Dtype = "float32",
-    verify: bool = False,
-) -> LoadRunner:
-    """Return a LoadRunner for a model directory or GGUF file.
-
-    `cache` is the directory of converted models; the other arguments are NativeRunner's.
-    """
-
-    def load(progress: Callable[[Loading], None]) -> NativeRunner:
-        directory = prepare(source, cache, progress)
-        progress(Loading("mapping weights", 1.0))
-        return NativeRunner(
-            directory,
-            capacity_bytes=capacity_bytes,
-            capacity_blocks=capacity_blocks,
-            block_size=block_size,
-            kv_dtype=kv_dtype,
-            verify=verify,
-        )
-
-    return load
+def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> NativeRunner:
+    """Return a runner for a worker's model, a directory or a GGUF file. Raise ModelError."""
+    directory = prepare(Path(settings.model), Path(settings.cache), progress)
+    progress(Loading("mapping weights", 1.0))
+    return NativeRunner(
+        directory,
+        capacity_bytes=settings.capacity_bytes or CAPACITY_BYTES,
+        capacity_blocks=settings.capacity_blocks,
+        block_size=settings.block_size,
+        kv_dtype=settings.kept_dtype,
+        verify=settings.kvbm.verify,
+    )

@@ -45,7 +45,7 @@ class TensorFile:
     """A mapped safetensors file. Its arrays stay valid without it, and processes share them in the page cache."""
 
     def __init__(self, path: Path) -> None:
-        """Map `path`. Raises ModelError if the file is missing, torn or not of this format."""
+        """Map `path`. Raise ModelError if the file is missing, torn or not of this format."""
         self.path = path
         with open_model_file(path) as file:
             try:

@@ -1,17 +1,19 @@
 """Maps a directory's weights and checks their names and shapes against config.json.
 
-Names and shapes are those of transformers' LlamaForCausalLM and Qwen2ForCausalLM. Matrices are (outputs, inputs),
-row-major, as stored, so that a float32 file is used in place.
+Names and shapes are those of transformers' classes. Matrices are (outputs, inputs), row-major, as stored, so that a
+float32 file is used in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from msgspec import Struct
 
+from services.worker.native.architectures import NormPlaces
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.tensor_file import Floats, Shape, TensorEntry, TensorFile
@@ -21,9 +23,10 @@ from shared.model_file import LIST_LIMIT_BYTES, read_model_json
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one decoder layer; a bias is None if the model does not have it."""
+    """The weights of one decoder layer; a bias or norm is None if the model does not have it."""
 
-    input_norm: Array
+    input_norm: Array | None
+    """The norm before attention."""
     q: Array
     k: Array
     v: Array
@@ -32,10 +35,30 @@ class Layer:
     k_bias: Array | None
     v_bias: Array | None
     o_bias: Array | None
-    output_norm: Array
+    output_norm: Array | None
+    """The norm before the feed-forward part."""
     gate: Array
     up: Array
     down: Array
+    q_norm: Array | None = None
+    k_norm: Array | None = None
+    attended_norm: Array | None = None
+    """The norm of what attention adds to the residual stream."""
+    fed_norm: Array | None = None
+    """The norm of what the feed-forward part adds."""
+
+
+NORM_NAMES: dict[NormPlaces, dict[str, str]] = {
+    "before": {"input_norm": "input_layernorm", "output_norm": "post_attention_layernorm"},
+    "around": {
+        "input_norm": "input_layernorm",
+        "attended_norm": "post_attention_layernorm",
+        "output_norm": "pre_feedforward_layernorm",
+        "fed_norm": "post_feedforward_layernorm",
+    },
+    "after": {"attended_norm": "post_attention_layernorm", "fed_norm": "post_feedforward_layernorm"},
+}
+"""The fields of `Layer` that have a layer's norms, and the names of their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +80,21 @@ class Checkpoint:
     """The safetensors file of a directory, or several with their index, checked against the config."""
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
-        """Map and check the files. Raises ModelError that names the file, the tensor and what was expected."""
+        """Map and check the files. Raise ModelError that names the file, the tensor and what was expected."""
         self.shapes = tensor_shapes(config)
+        self._norm_offset = config.norm_offset
         self._files, self._where = _open(directory)
+        self._stored = {_text_name(stored): stored for stored in self._where}
         for name, shape in self.shapes.items():
-            file = self._where.get(name)
+            stored = self._stored.get(name, name)
+            file = self._where.get(stored)
             if file is None:
                 raise ModelError(
                     f"{directory}: tensor {name} is in no safetensors file; expected one with shape {shape}"
                 )
-            entry = self._files[file].entries.get(name)
+            entry = self._files[file].entries.get(stored)
             if entry is None:
-                raise ModelError(f"{directory / file}: tensor {name} is missing; the index says it is here")
+                raise ModelError(f"{directory / file}: tensor {stored} is missing; the index says it is here")
             if entry.shape != shape:
                 raise ModelError(f"{directory / file}: tensor {name} has shape {entry.shape}; expected {shape}")
             if entry.dtype not in ("F32", "F16", "BF16"):
@@ -83,48 +109,71 @@ class Checkpoint:
 
     def entry(self, name: str) -> TensorEntry:
         """Return how one tensor is stored."""
-        return self._files[self._where[name]].entries[name]
+        stored = self._stored[name]
+        return self._files[self._where[stored]].entries[stored]
 
     def pieces(self, name: str, most: int, piece_bytes: int) -> Iterator[memoryview]:
         """Yield pieces of one tensor's bytes, as `TensorFile.pieces` does."""
-        return self._files[self._where[name]].pieces(name, most, piece_bytes)
+        stored = self._stored[name]
+        return self._files[self._where[stored]].pieces(stored, most, piece_bytes)
 
     def floats(self, name: str) -> Floats:
         """Return one tensor as float32."""
-        return self._files[self._where[name]].floats(name)
+        stored = self._stored[name]
+        return self._files[self._where[stored]].floats(stored)
+
+    def norm(self, name: str) -> Floats:
+        """Return the factors of one norm."""
+        stored = self.floats(name)
+        return stored + np.float32(self._norm_offset) if self._norm_offset else stored
 
 
 def load_weights(directory: Path, config: ModelConfig) -> Weights:
-    """Map a directory's weights; those that are not float32 are converted. Raises ModelError."""
+    """Map a directory's weights; those that are not float32 are converted. Raise ModelError."""
     checkpoint = Checkpoint(directory, config)
+
+    def optional(name: str, read: Callable[[str], Floats] = checkpoint.floats) -> Floats | None:
+        return read(name) if name in checkpoint.shapes else None
+
+    def parts(stem: str, fused: str, names: Sequence[str], rows: Sequence[int]) -> list[Floats]:
+        """Return the matrices of `names`, which may be stored as one, one above the other."""
+        if config.fused:
+            return np.split(checkpoint.floats(f"{stem}{fused}.weight"), np.cumsum(rows)[:-1])
+        return [checkpoint.floats(f"{stem}{name}.weight") for name in names]
 
     def layer(number: int) -> Layer:
         stem = f"model.layers.{number}."
-
-        def optional(name: str) -> Floats | None:
-            return checkpoint.floats(stem + name) if stem + name in checkpoint.shapes else None
-
+        attention = f"{stem}self_attn."
+        q, k, v = parts(
+            attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), (config.queries, config.keys, config.keys)
+        )
+        gate, up = parts(f"{stem}mlp.", "gate_up_proj", ("gate_proj", "up_proj"), (config.intermediate,) * 2)
+        norms = {field: checkpoint.norm(f"{stem}{name}.weight") for field, name in NORM_NAMES[config.norms].items()}
         return Layer(
-            input_norm=checkpoint.floats(stem + "input_layernorm.weight"),
-            q=checkpoint.floats(stem + "self_attn.q_proj.weight"),
-            k=checkpoint.floats(stem + "self_attn.k_proj.weight"),
-            v=checkpoint.floats(stem + "self_attn.v_proj.weight"),
-            o=checkpoint.floats(stem + "self_attn.o_proj.weight"),
-            q_bias=optional("self_attn.q_proj.bias"),
-            k_bias=optional("self_attn.k_proj.bias"),
-            v_bias=optional("self_attn.v_proj.bias"),
-            o_bias=optional("self_attn.o_proj.bias"),
-            output_norm=checkpoint.floats(stem + "post_attention_layernorm.weight"),
-            gate=checkpoint.floats(stem + "mlp.gate_proj.weight"),
-            up=checkpoint.floats(stem + "mlp.up_proj.weight"),
-            down=checkpoint.floats(stem + "mlp.down_proj.weight"),
+            input_norm=norms.get("input_norm"),
+            q=q,
+            k=k,
+            v=v,
+            o=checkpoint.floats(f"{attention}o_proj.weight"),
+            q_bias=optional(f"{attention}q_proj.bias"),
+            k_bias=optional(f"{attention}k_proj.bias"),
+            v_bias=optional(f"{attention}v_proj.bias"),
+            o_bias=optional(f"{attention}o_proj.bias"),
+            output_norm=norms.get("output_norm"),
+            gate=gate,
+            up=up,
+            down=checkpoint.floats(f"{stem}mlp.down_proj.weight"),
+            q_norm=optional(f"{attention}q_norm.weight", checkpoint.norm),
+            k_norm=optional(f"{attention}k_norm.weight", checkpoint.norm),
+            attended_norm=norms.get("attended_norm"),
+            fed_norm=norms.get("fed_norm"),
         )
 
     embedding = checkpoint.floats("model.embed_tokens.weight")
     return Weights(
         embedding=embedding,
         layers=tuple(layer(number) for number in range(config.layers)),
-        norm=checkpoint.floats("model.norm.weight"),
+        norm=checkpoint.norm("model.norm.weight"),
         head=embedding if config.tied else checkpoint.floats("lm_head.weight"),
     )
 
@@ -132,17 +181,18 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the shape of every tensor that the decoder needs, by its Hugging Face name."""
     hidden, intermediate, queries, keys = config.hidden, config.intermediate, config.queries, config.keys
-    layer: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (intermediate, hidden),
-        "mlp.up_proj.weight": (intermediate, hidden),
-        "mlp.down_proj.weight": (hidden, intermediate),
-    }
+    layer: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in NORM_NAMES[config.norms].values()}
+    if config.fused:
+        layer |= {"self_attn.qkv_proj.weight": (queries + 2 * keys, hidden)}
+        layer |= {"mlp.gate_up_proj.weight": (2 * intermediate, hidden)}
+    else:
+        layer |= {f"self_attn.{name}_proj.weight": (queries if name == "q" else keys, hidden) for name in "qkv"}
+        layer |= {f"mlp.{name}_proj.weight": (intermediate, hidden) for name in ("gate", "up")}
+    layer |= {"self_attn.o_proj.weight": (hidden, queries), "mlp.down_proj.weight": (hidden, intermediate)}
+    if config.query_norm == "heads":
+        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    elif config.query_norm == "whole":
+        layer |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
     if config.qkv_bias:
         layer |= {"self_attn.q_proj.bias": (queries,), "self_attn.k_proj.bias": (keys,)}
         layer |= {"self_attn.v_proj.bias": (keys,)}
@@ -156,8 +206,16 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def _text_name(stored: str) -> str:
+    """Return the name that a tensor has in a model of text alone; models that take images put it below another."""
+    for prefix in ("language_model.model.", "model.language_model."):
+        if stored.startswith(prefix):
+            return f"model.{stored.removeprefix(prefix)}"
+    return stored
+
+
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Return the files of a directory's weights, the index first if there is one. Raises ModelError."""
+    """Return the files of a directory's weights, the index first if there is one. Raise ModelError."""
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists() or not index.exists():
         return [directory / "model.safetensors"]

@@ -25,8 +25,8 @@ _ARITHMETIC = b"headrace 1"
 
 
 def weights_digest(directory: Path, config: ModelConfig) -> str:
-    """Return the digest as 16 hex digits. Raises ModelError."""
-    digest = hashlib.sha256(_ARITHMETIC + msgspec.json.encode(config))
+    """Return the digest as 16 hex digits. Raise ModelError."""
+    digest = hashlib.sha256(_ARITHMETIC + _said(config))
     checkpoint = Checkpoint(directory, config)
     for name in sorted(checkpoint.shapes):
         entry = checkpoint.entry(name)
@@ -34,3 +34,12 @@ def weights_digest(directory: Path, config: ModelConfig) -> str:
         for piece in checkpoint.pieces(name, PIECES, PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()[:16]
+
+
+def _said(config: ModelConfig) -> bytes:
+    """Return the config without fields that have their defaults, so that a new field changes no digest."""
+    fields = msgspec.to_builtins(config)
+    for field in msgspec.structs.fields(config):
+        if getattr(config, field.name) == field.default:
+            del fields[field.name]
+    return msgspec.json.encode(fields)

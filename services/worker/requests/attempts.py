@@ -74,9 +74,10 @@ class Attempts:
         return Accepted(*name), self._admitted
 
     def forget(self, name: Name) -> None:
-        """Forget an attempt that was admitted but could not be sent to the engine; its Generate is refused after
-        all."""
-        self._drop(name)
+        """Forget an attempt, such as one that was admitted but could not be sent to the engine."""
+        living = self._living.pop(name)
+        del self._produced[living.number]
+        self._waiting_tokens -= living.unbegun_tokens
 
     def cancel(self, name: Name) -> bool:
         """Cancel an attempt. Return whether the engine must cancel it."""
@@ -146,13 +147,8 @@ class Attempts:
             return Refused(*name, "overloaded", f"{self._waiting_tokens} tokens are waiting")
         return None
 
-    def _drop(self, name: Name) -> None:
-        living = self._living.pop(name)
-        del self._produced[living.number]
-        self._waiting_tokens -= living.unbegun_tokens
-
     def _end(self, name: Name) -> None:
-        self._drop(name)
+        self.forget(name)
         self._remember(name)
 
     def _remember(self, name: Name) -> None:

@@ -50,7 +50,7 @@ class DeviceProbe:
         self.work = Work(number, array("I", [_PROBE_TOKEN]), 0, 1, [slot], _PROBE_SAMPLING, 1)
 
     def end(self, drawn: Drawn | None) -> None:
-        """The probe was computed. Where its numbers are finite, the failed sequences were at fault. Raises ModelError
+        """The probe was computed. Where its numbers are finite, the failed sequences were at fault. Raise ModelError
         where they are not."""
         assert drawn is not None
         self.work = None

@@ -40,7 +40,7 @@ class KVCacheManager:
         )
         """Which waiting sequences wait for blocks of the kvbm."""
         self.offloading = Offloading(self._pool, limits.offload, limits.offers_limit)
-        """Which blocks the kvbm is offered."""
+        """Which blocks the kvbm is offered, each once; the connector takes its `offers`."""
         self._holders = 0
         """Number of sequences that hold blocks: those that were admitted and not freed."""
         self._discards: list[ContentKey] = []
@@ -50,11 +50,6 @@ class KVCacheManager:
         """Counts the connector's calls that may let a scheduler go on that found nothing to compute."""
 
     # --- for the scheduler: blocks of sequences
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of the device, all together."""
-        return self._pool.capacity
 
     def consider(self, waiting: Seq[Sequence], tokens_per_s: float, now_s: float) -> None:
         """Let the first of these sequences ask the kvbm for blocks, as far as there is room for all of them by
@@ -206,10 +201,6 @@ class KVCacheManager:
         longer; 0: not known."""
         self.onboarding.end_fetch(number, round_trip_s)
         self.changes += 1
-
-    def offers(self, most: int) -> list[Content]:
-        """Return at most `most` blocks that the kvbm may want, parents first. Each block is offered once."""
-        return self.offloading.offers(most)
 
     def pin(self, keys: Seq[ContentKey]) -> list[int | None]:
         """Return the device slots with these blocks, each held for a copy until `unpin`. None: the block was evicted,

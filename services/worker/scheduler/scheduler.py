@@ -101,15 +101,7 @@ class Scheduler:
         assert self._step is None
         if (submit.request, submit.attempt) in self._living:
             return
-        sequence = Sequence.of(
-            submit,
-            arrival=self._arrivals,
-            now_s=now_s,
-            model=self._limits.model,
-            block_size=self._limits.block_size,
-            eos_token_ids=self._limits.eos_token_ids,
-            context_length=self._limits.context_length,
-        )
+        sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
         self._arrivals += 1
         reason = self._unfit(sequence)
         if reason:
@@ -153,7 +145,7 @@ class Scheduler:
 
     def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
         """End the step: it was computed, with one entry of `drawn` per work. Return all that happened since the last
-        call. Raises ModelError where the device is found to be broken."""
+        call. Raise ModelError where the device is found to be broken."""
         step, self._step = self._step, None
         assert step is not None
         assert len(drawn) == len(step) + (self._probe.work is not None)
@@ -256,8 +248,8 @@ class Scheduler:
         was the sequence itself: copies hold the other blocks, or it has ended, since it fills the device alone."""
         while not self.kv_cache.grow(sequence):
             lowest = self._running[-1]
-            if lowest is sequence and len(sequence.blocks) == self.kv_cache.capacity:
-                self._end(sequence, "error", f"the KV cache of {self.kv_cache.capacity} blocks is full")
+            if lowest is sequence and len(sequence.blocks) == self._limits.capacity_blocks:
+                self._end(sequence, "error", f"the KV cache of {self._limits.capacity_blocks} blocks is full")
                 return False
             self._preempt(lowest)
             if lowest is sequence:

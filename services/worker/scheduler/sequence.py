@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from sys import intern
 
+from services.worker.limits import SchedulerLimits
 from services.worker.messages import Submit
 from services.worker.runner import Work
 from shared.blocks import Content
@@ -71,21 +72,12 @@ class Sequence:
     caused."""
 
     @staticmethod
-    def of(
-        submit: Submit,
-        *,
-        arrival: int,
-        now_s: float,
-        model: str,
-        block_size: int,
-        eos_token_ids: frozenset[int],
-        context_length: int,
-    ) -> Sequence:
-        """Return the sequence of a submitted attempt. Hashes its tokens, once."""
-        sampling = submit.sampling
-        root = root_key(model, submit.lora, submit.salt)
+    def of(submit: Submit, limits: SchedulerLimits, arrival: int, now_s: float) -> Sequence:
+        """Return the sequence of a submitted attempt. Hash its tokens, once."""
+        sampling, block_size = submit.sampling, limits.block_size
+        root = root_key(limits.model, submit.lora, submit.salt)
         tokens, blocks = token_array(submit.tokens), list[int]()
-        stop_tokens = frozenset[int]() if sampling.ignore_eos else eos_token_ids
+        stop_tokens = frozenset[int]() if sampling.ignore_eos else limits.eos_token_ids
         return Sequence(
             work=Work(arrival, tokens, 0, 0, blocks, sampling, submit.prompt_tokens),
             tokens=tokens,
@@ -95,7 +87,7 @@ class Sequence:
             prompt_tokens=submit.prompt_tokens,
             number=submit.number,
             stop_tokens=stop_tokens.union(sampling.stop_token_ids) if sampling.stop_token_ids else stop_tokens,
-            most_tokens=min(submit.prompt_tokens + sampling.max_tokens, context_length),
+            most_tokens=min(submit.prompt_tokens + sampling.max_tokens, limits.context_length),
             submit=submit,
             arrival=arrival,
             deadline_s=now_s + submit.time_left_s,

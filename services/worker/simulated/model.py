@@ -7,14 +7,13 @@ itself at a length that depends on the end of its prompt. An embedding depends o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import hypot
 from struct import pack
 from zlib import crc32
 
 from services.worker.messages import Ready
 from services.worker.runner import Drawn, Work
-from services.worker.simulated.mover import SimulatedMover
 from services.worker.simulated.timing import Timing
 from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob
@@ -39,18 +38,10 @@ class SimulatedModel:
     def __init__(self, facts: Ready, timing: Timing, *, output_tokens: int) -> None:
         """`output_tokens` is an answer's mean length; 0: it ends only at its limits."""
         self.facts = facts
-        self._timing = timing
+        self.timing = timing
         self._output_tokens = output_tokens
         self._eos = frozenset(facts.eos_token_ids)
         self._plain = next(token for token in range(facts.vocab_size + 1) if token not in self._eos)
-
-    def step_s(self, works: Sequence[Work]) -> float:
-        """Return the seconds that a step of these works takes."""
-        return self._timing.step_s(works)
-
-    def mover(self, clock: Callable[[], float]) -> SimulatedMover:
-        """Return a mover whose copies take their time by that clock."""
-        return self._timing.mover(self.facts.block_size, clock)
 
     def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
         """Return one entry per work, None for works that do not end."""

@@ -28,13 +28,13 @@ class SimulatedRunner:
         self._model = model
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        ends_s = time.monotonic() + self._model.step_s(works)
+        ends_s = time.monotonic() + self._model.timing.step_s(works)
         drawn = self._model.draw(works)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         return drawn
 
     def mover(self, clock: Callable[[], float]) -> SimulatedMover:
-        return self._model.mover(clock)
+        return self._model.timing.mover(self.facts.block_size, clock)
 
     def close(self) -> None:
         pass
@@ -51,7 +51,7 @@ class EchoRunner:
         return [self._draw(work) if work.draws else None for work in works]
 
     def mover(self, clock: Callable[[], float]) -> Mover:  # noqa: ARG002 - a Runner's
-        """Raises ConfigError: there is no KV."""
+        """Raise ConfigError: there is no KV."""
         raise ConfigError(
             "kvbm.pool is set, but the echo engine has no KV to exchange: empty it, or choose another engine"
         )
@@ -66,7 +66,7 @@ class EchoRunner:
 
 
 def simulated_model(facts: Ready, config: SimulatedConfig) -> SimulatedModel:
-    """Return the model that the settings describe; reads the table of times, if there is one. Raises ConfigError."""
+    """Return the model that the settings describe; reads the table of times, if there is one. Raise ConfigError."""
     table = read_times(config)
     if config.context_length:
         facts = msgspec.structs.replace(facts, context_length=config.context_length)
@@ -74,7 +74,7 @@ def simulated_model(facts: Ready, config: SimulatedConfig) -> SimulatedModel:
 
 
 def read_times(config: SimulatedConfig) -> Table | None:
-    """Return the table of measured times, or None where the formula is used. Raises ConfigError."""
+    """Return the table of measured times, or None where the formula is used. Raise ConfigError."""
     if not config.table:
         return None
     try:

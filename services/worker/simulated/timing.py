@@ -101,7 +101,7 @@ class Table:
 
     @staticmethod
     def parse(toml: bytes, name: str) -> Table:
-        """Read a table. Raises ConfigError, which begins with `name`."""
+        """Read a table. Raise ConfigError, which begins with `name`."""
         try:
             points = msgspec.toml.decode(toml, type=_TableFile)
             return Table(_Grid(points.prefill, "prefill"), _Grid(points.decode, "decode"))
@@ -128,7 +128,7 @@ class _Grid:
     above it the last slope goes on."""
 
     def __init__(self, points: Sequence[Point], name: str) -> None:
-        """Raises ValueError where the points are no complete grid."""
+        """Raise ValueError where the points are no complete grid."""
         self._seconds = {(x, y): seconds for x, y, seconds in points}
         self._xs = sorted({x for x, _, _ in points})
         self._ys = sorted({y for _, y, _ in points})

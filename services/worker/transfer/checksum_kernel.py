@@ -70,7 +70,7 @@ class ChecksumKernel:
     def checksums(self, slots: Sequence[int], on: Stream) -> list[int]:
         """Return the checksum of each of these device slots, after all earlier work on `on`.
 
-        The calling thread sleeps until then. Raises DeviceFailed.
+        The calling thread sleeps until then. Raise DeviceFailed.
         """
         sums: list[int] = []
         for first in range(0, len(slots), MOST_BLOCKS):

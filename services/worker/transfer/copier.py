@@ -33,7 +33,7 @@ class Pending(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until none of the blocks is read or written any more; other threads can run. Raises DeviceFailed."""
+        """Wait until none of the blocks is read or written any more; other threads can run. Raise DeviceFailed."""
         ...
 
 
@@ -67,7 +67,7 @@ class Copier(Protocol):
         ...
 
     def prepare(self) -> bool:
-        """Prepare one more piece of the pool for later copies. Returns False once all of it is prepared."""
+        """Prepare one more piece of the pool for later copies. Return False once all of it is prepared."""
         ...
 
     def begin(self, copies: Sequence[Copy], *, loads: bool) -> Pending:

@@ -6,8 +6,7 @@ Needs CuPy and a device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import cupy  # pyright: ignore[reportMissingImports]
@@ -26,8 +25,6 @@ OUT_OF_MEMORY = 2
 """The status code cudaErrorMemoryAllocation."""
 SPIN_BYTES = 16 << 20
 """Up to this many bytes, a thread spins until copies end: 0.3 ms on an H200's link."""
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
-"""The first line of this file has the kernel module's release, and when it was built."""
 ANYWHERE: int = runtime.memcpyDefault
 """The kind of a copy whose addresses say whether each end lies on the host or on a device."""
 
@@ -47,19 +44,6 @@ def use_device(device: int) -> None:
     """Make `device` the calling thread's device; each thread must do this itself."""
     with translated_errors():
         cupy.cuda.Device(device).use()
-
-
-def device_versions(device: int) -> tuple[str, str, str]:
-    """Return the GPU's name, its driver's version and CuPy's version.
-
-    The driver's version is the newest CUDA that it supports and, if Linux has it, the driver's release.
-    """
-    with translated_errors():
-        properties = runtime.getDeviceProperties(device)
-        driver = str(runtime.driverGetVersion())
-    with suppress(OSError):
-        driver += " " + DRIVER_FILE.read_text().partition("\n")[0]
-    return properties["name"].decode(), driver, str(cupy.__version__)
 
 
 def new_stream() -> Stream:
@@ -87,7 +71,7 @@ def order_event() -> Event:
 
 
 def register(address: int, size_bytes: int) -> None:
-    """Pin whole pages of host memory, for kernels and for copies at full speed. Raises PinRefused.
+    """Pin whole pages of host memory, for kernels and for copies at full speed. Raise PinRefused.
 
     This blocks for 0.04 s a GiB, or 0.5 s a GiB if the pages were never touched.
     """

@@ -1,6 +1,6 @@
-"""CudaCopier: copies blocks between the GPU and the pool, each group on the path that was measured to be best for it.
+"""CudaCopier: copies blocks between the GPU and the pool, each group on the path that suits it best.
 
-saves   own stream, own staging ring ─┐               yes ┌─▶ rows, batch, staged, zero_copy   as calibrated, or as set
+saves   own stream, own staging ring ─┐               yes ┌─▶ rows, batch, staged      as `path_choice` says, or as set
 loads   own stream, own staging ring ─┴─▶ slot pinned? ───┤      │ fails when it is issued: synchronize, try the next
                                                        no └─▶ pageable                         also the last resort
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import pathlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -23,12 +22,10 @@ from services.worker.mover import Copy, Slots
 from services.worker.transfer import memcpy_batch
 from services.worker.transfer.block_checksum import block_checksum
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.calibration import calibrate, counts
 from services.worker.transfer.checksum_kernel import ChecksumKernel
 from services.worker.transfer.copier import group_blocks
 from services.worker.transfer.cuda import (
     Event,
-    device_versions,
     end_event,
     new_stream,
     register,
@@ -38,11 +35,9 @@ from services.worker.transfer.cuda import (
 )
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
-from services.worker.transfer.fallbacks import Fallbacks
 from services.worker.transfer.fragment_kernel import FragmentKernel
-from services.worker.transfer.path_choice import PathChoice, PathTiming
-from services.worker.transfer.path_table import TableKey, read_table, write_table
-from services.worker.transfer.paths import BatchPath, RowsPath, SlotArray, StagedPath, TransferPath, ZeroCopyPath
+from services.worker.transfer.path_choice import MANY_BLOCKS, Fallbacks, path_order
+from services.worker.transfer.paths import BatchPath, RowsPath, SlotArray, StagedPath, TransferPath
 from services.worker.transfer.pinned_slots import CHUNK_BYTES, PinnedSlots
 from services.worker.transfer.staging_ring import StagingRing
 from shared.errors import ConfigError
@@ -66,14 +61,12 @@ class CudaCopier:
         clock: Callable[[], float],
         *,
         path: CopyPath = "auto",
-        cache: pathlib.Path | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """Prepare both directions and choose the paths.
+        """Prepare both directions.
 
-        `shape` lies on `memory.device` and is not in use yet, because calibration reads blocks and writes them back.
-        `path` names the path to take, or is `auto`: then the measured best, whose measurements are kept in the
-        directory `cache`. `chunk_bytes` is PinnedSlots'. Raises ConfigError if there is no such path, and DeviceFailed.
+        `shape` lies on `memory.device`. `path` names the path to take, or is `auto`. `chunk_bytes` is PinnedSlots'.
+        Raise ConfigError if there is no such path, and DeviceFailed.
         """
         shape.validate()
         self.shape = shape
@@ -89,11 +82,20 @@ class CudaCopier:
         self._pool: SlotArray | None = None
         self._pinned: PinnedSlots | None = None
         self._checksums: ChecksumKernel | None = None
-        try:
-            self.choice = self._chosen(path, cache)
-        except BaseException:
+        # One direction may have found no room for its staging ring.
+        offered = [name for name in self.directions[False].paths if name in self.directions[True].paths]
+        if path not in ("auto", *offered):
             self.close()
-            raise
+            there = ", ".join(offered) or "none"
+            raise ConfigError(
+                f"copy_path is {path}, which this GPU does not offer for these blocks; set one of: auto, {there}"
+            )
+        self._few_order, self._many_order = (
+            (*path_order(blocks, offered, fragments=shape.fragments, forced=path), PAGEABLE)
+            for blocks in (1, MANY_BLOCKS)
+        )
+        few, many = self._few_order[0], self._many_order[0]
+        _log.info("blocks are copied on the path %s, and on %s if they are %d or more", few, many, MANY_BLOCKS)
 
     def attach(self, slots: Slots) -> None:
         arena = slots.arena
@@ -123,8 +125,8 @@ class CudaCopier:
         flight = InFlight()
         try:
             if fast:
-                order = self.choice.order(len(fast), loads=loads)
-                direction.hand_over(fast, pool, (*order, PAGEABLE), flight, loads=loads)
+                order = self._many_order if len(fast) >= MANY_BLOCKS else self._few_order
+                direction.hand_over(fast, pool, order, flight, loads=loads)
             if len(fast) < len(copies):
                 slow = [copy for copy in copies if not pinned.ensure_pinned(copy.pool_slot)]
                 direction.hand_over(slow, pool, (PAGEABLE,), flight, loads=loads)
@@ -153,49 +155,6 @@ class CudaCopier:
         for direction in self.directions.values():
             direction.close()
 
-    def _chosen(self, path: CopyPath, cache: pathlib.Path | None) -> PathChoice:
-        saves, loads = self.directions[False].paths, self.directions[True].paths
-        paths = {
-            name: saves[name] for name in saves if name in loads
-        }  # a direction may have found no room for its ring
-        if path != "auto":
-            if path not in paths:
-                there = ", ".join(paths) or "none"
-                raise ConfigError(
-                    f"copy_path is {path}, which this GPU does not offer for these blocks; set one of: auto, {there}"
-                )
-            _log.info("blocks are copied on the path %s, as copy_path says", path)
-            return PathChoice.forced(path, list(paths))
-        measured, whence = self._measured(paths, cache)
-        choice = PathChoice.cheapest(measured)
-        _log.info(
-            "cost of the copy paths by blocks in a group: µs of the copy + µs by which it delays a step (%s)\n%s",
-            whence,
-            "\n".join(choice.table()),
-        )
-        return choice
-
-    def _measured(self, paths: dict[str, TransferPath], cache: pathlib.Path | None) -> tuple[list[PathTiming], str]:
-        shape = self.shape
-        gpu, driver, cupy_version = device_versions(self._device)
-        key = TableKey(
-            gpu=gpu,
-            driver=driver,
-            cupy=cupy_version,
-            fragments=shape.fragments,
-            fragment_bytes=shape.fragment_bytes,
-            even=shape.pitch_bytes is not None,
-            blocks=counts(shape),
-            paths=tuple(paths),
-        )
-        kept = read_table(cache, key) if cache is not None else None
-        if kept is not None:
-            return kept, f"read from {cache}"
-        measured = calibrate(paths, shape, self._device, self._clock)
-        if cache is not None:
-            write_table(cache, key, measured)
-        return measured, "measured now"
-
 
 class Direction:
     """The stream and the paths of one direction. It belongs to that direction's thread."""
@@ -222,14 +181,13 @@ class Direction:
                 self.paths["staged"] = StagedPath(shape, kernel, self.ring, memcpy)
             except DeviceMemoryExhausted as wrong:
                 _log.warning("the copy path staged is not used, as the GPU has no room for its ring: %s", wrong)
-            self.paths["zero_copy"] = ZeroCopyPath(kernel)
 
     def hand_over(
         self, copies: Sequence[Copy], pool: SlotArray, order: Sequence[str], flight: InFlight, *, loads: bool
     ) -> None:
         """Issue copies on the first path of `order` that works.
 
-        Raises DeviceFailed if all paths fail or the device is lost.
+        Raise DeviceFailed if all paths fail or the device is lost.
         """
         usable = self.fallbacks.usable(order)
         for name in usable:
@@ -251,7 +209,7 @@ class Direction:
                 return
 
     def synchronize(self) -> None:
-        """Wait until nothing is under way. Raises DeviceFailed."""
+        """Wait until nothing is under way. Raise DeviceFailed."""
         with translated_errors():
             self.stream.synchronize()
             if self.ring is not None:

@@ -20,7 +20,7 @@ from services.worker.transfer.cuda import OUT_OF_MEMORY, Error, Stream, new_stre
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 
 # CUDA's cudaMemPoolAttr, and the kinds of a pool's properties.
-_RELEASE_THRESHOLD, _RESERVED, _RESERVED_HIGH, _USED, _USED_HIGH = 4, 5, 6, 7, 8
+_RELEASE_THRESHOLD, _RESERVED, _USED = 4, 5, 7
 _PINNED, _NO_HANDLE, _ON_DEVICE = 1, 0, 1
 _in_use: set[DeviceMemory] = set()
 """Every DeviceMemory that has allocations. This keeps it and its streams out of garbage that holds its arrays: the
@@ -28,20 +28,14 @@ collector would finalize them in any order, and memory must not be freed on a st
 
 
 class MemoryStatistics(Struct, frozen=True):
-    """Sizes of the pool, in bytes, and counts. A `most_` size is the peak since the pool was made."""
+    """Sizes of the pool, in bytes, and counts."""
 
     used_bytes: int
     reserved_bytes: int
-    most_used_bytes: int
-    most_reserved_bytes: int
     allocations: int
     """Allocations that are not freed."""
     allocated: int
     """All allocations since the pool was made."""
-    trims: int
-    """How often unused memory had to be given back before an allocation found room."""
-    refused: int
-    """Allocations that found no room."""
 
 
 class DeviceMemory:
@@ -52,7 +46,7 @@ class DeviceMemory:
     """
 
     def __init__(self, device: int, *, reserve_bytes: int = 0, keep_bytes: int | None = None) -> None:
-        """Make the pool. Raises DeviceMemoryExhausted.
+        """Make the pool. Raise DeviceMemoryExhausted.
 
         `reserve_bytes` are taken from the device at once, and written. `keep_bytes`, at least as many, stay in the
         pool when they are free.
@@ -64,8 +58,6 @@ class DeviceMemory:
         """Guards the counts and `_streams`. It is reentrant because the collector may finalize an array, which frees
         its memory, at any line of the thread that holds the lock."""
         self._allocated = 0
-        self._trims = 0
-        self._refused = 0
         self._streams: dict[int, Stream | int] = {}
         """The stream on which each address in use is freed. The entry keeps the stream alive until then."""
         with cupy.cuda.Device(device), translated_errors():
@@ -82,7 +74,7 @@ class DeviceMemory:
         """Return the 256-byte aligned address of uninitialised memory, ready for work on `on`.
 
         `on` is a stream, or the raw handle (cudaStream_t) of one that lives until the memory is freed; the memory is
-        freed in its order. This device must be the thread's current one. Raises DeviceMemoryExhausted if there is no
+        freed in its order. This device must be the thread's current one. Raise DeviceMemoryExhausted if there is no
         room even after unused memory was given back to the device.
         """
         # `allocate` and `free` together take less than 3 µs, 1.3 of them CUDA's. `translated_errors` would add one.
@@ -124,20 +116,13 @@ class DeviceMemory:
 
     def statistics(self) -> MemoryStatistics:
         with translated_errors():
-            used, reserved, most_used, most_reserved = (
-                int(runtime.memPoolGetAttribute(self._pool, attribute))
-                for attribute in (_USED, _RESERVED, _USED_HIGH, _RESERVED_HIGH)
-            )
+            used, reserved = (int(runtime.memPoolGetAttribute(self._pool, which)) for which in (_USED, _RESERVED))
         with self._lock:
             return MemoryStatistics(
                 used_bytes=used,
                 reserved_bytes=reserved,
-                most_used_bytes=most_used,
-                most_reserved_bytes=most_reserved,
                 allocations=len(self._streams),
                 allocated=self._allocated,
-                trims=self._trims,
-                refused=self._refused,
             )
 
     def close(self) -> None:
@@ -152,15 +137,11 @@ class DeviceMemory:
         with translated_errors():
             runtime.streamSynchronize(handle)  # memory that was freed on it is unused only then
             runtime.memPoolTrimTo(self._pool, 0)
-        with self._lock:
-            self._trims += 1
         try:
             return int(runtime.mallocFromPoolAsync(size_bytes, self._pool, handle))
         except Error as again:
             if getattr(again, "status", None) != OUT_OF_MEMORY:
                 raise DeviceFailed(str(again)) from again
-        with self._lock:
-            self._refused += 1
         statistics = self.statistics()
         with translated_errors():
             free_bytes = runtime.memGetInfo()[0]

@@ -15,6 +15,8 @@ from services.worker.transfer.cuda import Stream, translated_errors
 MOST_BLOCKS = 128
 """The most blocks of a launch. Their addresses are passed by value: 2 KiB of the 4 KiB that any device accepts."""
 THREADS = 512
+MULTIPROCESSORS = 32
+"""The most multiprocessors that a launch keeps busy."""
 _PLACES = np.dtype([("linear", np.int64, (MOST_BLOCKS,)), ("slot", np.int64, (MOST_BLOCKS,))])
 _WORDS = {16: "uint4", 4: "unsigned int", 1: "unsigned char"}
 _SOURCE = r"""
@@ -54,7 +56,7 @@ class FragmentKernel:
     """The compiled kernel for one shape of blocks. It belongs to one thread."""
 
     def __init__(self, shape: BlockShape, alignment: int) -> None:
-        """Prepare the kernel; its first launch compiles it, if CuPy has not cached it.
+        """Compile the kernel, if CuPy has not cached it.
 
         `alignment`, in bytes, is that of the one-piece ends.
         """
@@ -65,22 +67,23 @@ class FragmentKernel:
         options = (f"-DWORD={_WORDS[word_bytes]}", f"-DMOST_BLOCKS={MOST_BLOCKS}", f"-DTHREADS={THREADS}")
         with translated_errors():
             self._kernel = cupy.RawKernel(_SOURCE, "move_fragments", options=options)
+            self._kernel.compile()  # or the first group of blocks would wait for it
             self._regions = cupy.asarray(np.array(shape.regions, np.int64))
             cupy.cuda.get_current_stream().synchronize()
         self._places = np.zeros((), _PLACES)
 
-    def launch(self, linear: np.ndarray, slots: np.ndarray, *, loads: bool, on: Stream, multiprocessors: int) -> None:
+    def launch(self, linear: np.ndarray, slots: np.ndarray, *, loads: bool, on: Stream) -> None:
         """Enqueue the kernel on `on`; it gathers, or with `loads` scatters.
 
         `linear` has the addresses of the pieces and `slots` the device's slots: both int64 (blocks,), with at most
-        MOST_BLOCKS blocks. Both can be overwritten when this returns. At most `multiprocessors` are kept busy.
+        MOST_BLOCKS blocks. Both can be overwritten when this returns.
         """
         blocks = len(slots)
         self._places["linear"][:blocks] = linear
         self._places["slot"][:blocks] = slots
         wide = -(-self._shape.fragments * self._words // (4 * THREADS))
-        across = min(wide, max(1, multiprocessors // blocks))
-        grid = (across, min(blocks, max(1, multiprocessors // across)))
+        across = min(wide, max(1, MULTIPROCESSORS // blocks))
+        grid = (across, min(blocks, max(1, MULTIPROCESSORS // across)))
         arguments = (
             self._places,
             np.int32(blocks),

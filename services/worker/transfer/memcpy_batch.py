@@ -31,7 +31,7 @@ class MemcpyBatch:
     """The driver function of CUDA 13; `load_memcpy_batch` finds out whether the driver has it."""
 
     def __init__(self) -> None:
-        """Look the function up. Raises OSError or AttributeError if the driver does not have it."""
+        """Look the function up. Raise OSError or AttributeError if the driver does not have it."""
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._call = self._driver.cuMemcpyBatchAsync_v2
         self._call.argtypes = [
@@ -43,7 +43,7 @@ class MemcpyBatch:
         self._first = ctypes.c_size_t(0)
 
     def copy(self, to: np.ndarray, source: np.ndarray, sizes: np.ndarray, on: Stream) -> None:
-        """Enqueue copies on `on`, which run in any order among themselves. Raises DeviceFailed.
+        """Enqueue copies on `on`, which run in any order among themselves. Raise DeviceFailed.
 
         `to` and `source` are addresses, int64 (copies,) and contiguous. `sizes` is uint64; its first entries count.
         The arrays can be overwritten when this returns.

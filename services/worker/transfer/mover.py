@@ -45,7 +45,7 @@ class TransferMover:
         self._saves, self._loads = lanes[0], lanes[-1]
 
     def attach(self, slots: Slots) -> None:
-        """Set the pool to copy to and from. Raises PoolUnfit if a block is larger than a slot."""
+        """Set the pool to copy to and from. Raise PoolUnfit if a block is larger than a slot."""
         assert not self._attached
         block_bytes = self._copier.shape.block_bytes
         if slots.arena.slot_bytes < block_bytes:

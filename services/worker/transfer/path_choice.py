@@ -1,90 +1,57 @@
-"""Ranks the paths that a group of blocks may take by their measured cost. Pure.
+"""Which paths a group of blocks takes, best first, and which of them keep failing. Pure.
 
-A path costs its own time plus the time by which it delays a step that runs at the same time, because requests wait for
-both. On an H200 a kernel that writes host memory delays a step by half of its own time, and a DMA copy by a hundredth.
-So the kernel must be 1.5 times as fast as the copy.
+    a block is …            fewer than MANY_BLOCKS          MANY_BLOCKS or more
+    one piece               rows, batch                     batch, rows
+    several fragments       rows, staged, batch             staged, rows, batch
+
+    works ──fails──▶ failing ──MOST_IN_A_ROW──▶ left out, for good
+      ▲─────works────────┘
+
+A path that the driver or the shape of the blocks does not offer is left out. A copy a block begins soonest; the other
+paths keep the link busier. Decision 0029 has the measurements.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
-from msgspec import Struct
-
-Step = tuple[int, tuple[str, ...]]
-"""The paths, best first, for groups of at least this number of blocks."""
-
-
-class PathTiming(Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of a group of `blocks` on one path, in one direction."""
-
-    path: str
-    loads: bool
-    blocks: int
-    took_s: float
-    """Seconds that the group takes by itself."""
-    taken_s: float = 0.0
-    """Seconds by which it delays a step that reads memory all the time."""
-
-    @property
-    def cost_s(self) -> float:
-        return self.took_s + self.taken_s
+MANY_BLOCKS = 16
+"""Fewest blocks of a group that is copied in one call, or through a staging ring."""
+MOST_IN_A_ROW = 3
+"""Failures in a row after which a path is left out."""
 
 
-class PathChoice:
-    """The order of paths for each direction and number of blocks."""
-
-    def __init__(self, steps: Mapping[bool, Sequence[Step]], measured: Sequence[PathTiming] = ()) -> None:
-        """`steps` has an ascending list for each direction; the key is whether it loads."""
-        self.measured = measured
-        self._steps = steps
-
-    @staticmethod
-    def cheapest(measured: Sequence[PathTiming]) -> PathChoice:
-        """Rank paths by cost. `measured` has at least one path for each direction."""
-        return PathChoice({loads: _steps(measured, loads) for loads in (False, True)}, measured)
-
-    @staticmethod
-    def forced(path: str, offered: Sequence[str]) -> PathChoice:
-        """Rank `path` first, always; the other `offered` paths follow, in their order."""
-        order = (path, *(other for other in offered if other != path))
-        return PathChoice({loads: [(1, order)] for loads in (False, True)})
-
-    def order(self, blocks: int, *, loads: bool) -> tuple[str, ...]:
-        """Return the paths for a group of `blocks`, best first.
-
-        The order is that of the largest measured group that is not larger, or of the smallest group.
-        """
-        assert blocks > 0
-        steps = self._steps[loads]
-        return steps[max(0, bisect_right(steps, blocks, key=lambda step: step[0]) - 1)][1]
-
-    def table(self) -> list[str]:
-        """Return the measurements as text, a line for each direction and size, best first.
-
-        A path's numbers are its own µs + the µs by which it delays a step.
-        """
-        return [
-            f"{'load' if loads else 'save'} {blocks}: "
-            + ", ".join(f"{row.path} {row.took_s * 1e6:.1f} + {row.taken_s * 1e6:.1f}" for row in rows)
-            for loads in (False, True)
-            for blocks, rows in _ranked(self.measured, loads)
-        ]
+def path_order(blocks: int, offered: Collection[str], *, fragments: int, forced: str = "auto") -> tuple[str, ...]:
+    """Return the offered paths for a group of `blocks`, best first; a `forced` path goes before all others."""
+    many = ("staged", "rows", "batch") if fragments > 1 else ("batch", "rows")
+    order = ("rows", "staged", "batch") if blocks < MANY_BLOCKS else many
+    return tuple(path for path in dict.fromkeys((forced, *order)) if path in offered)
 
 
-def _steps(measured: Sequence[PathTiming], loads: bool) -> list[Step]:
-    steps = [(blocks, tuple(row.path for row in rows)) for blocks, rows in _ranked(measured, loads)]
-    assert steps
-    return steps
+class Fallbacks:
+    """The failures of one direction's paths."""
 
+    def __init__(self) -> None:
+        self.left_out: set[str] = set()
+        self._in_a_row: Counter[str] = Counter()
 
-def _ranked(measured: Sequence[PathTiming], loads: bool) -> list[tuple[int, list[PathTiming]]]:
-    sizes = sorted({row.blocks for row in measured if row.loads == loads})
-    return [
-        (
-            blocks,
-            sorted((row for row in measured if (row.loads, row.blocks) == (loads, blocks)), key=lambda row: row.cost_s),
-        )
-        for blocks in sizes
-    ]
+    def usable(self, order: Sequence[str]) -> list[str]:
+        """Return the paths of `order` that are not left out."""
+        return [path for path in order if path not in self.left_out]
+
+    def record_success(self, path: str) -> None:
+        if self._in_a_row:
+            self._in_a_row.pop(path, None)
+
+    def record_failure(self, path: str) -> bool:
+        """Count a failure; return whether the path is left out now."""
+        self._in_a_row[path] += 1
+        if self._in_a_row[path] == MOST_IN_A_ROW:
+            self.left_out.add(path)
+        return path in self.left_out
+
+    def validate(self) -> None:
+        """Raise AssertionError if the counts contradict themselves."""
+        assert self.left_out == {path for path, count in self._in_a_row.items() if count >= MOST_IN_A_ROW}
+        assert all(self._in_a_row.values())

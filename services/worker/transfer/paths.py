@@ -4,7 +4,6 @@
     batch       all fragments of a group in one call                     DMA; any spacing
     staged      a kernel gathers blocks into a ring on the device,       DMA of whole blocks
                 and each is copied as one piece; loads the other way
-    zero_copy   a kernel reads or writes the pool itself                 saves make a step take 2.2 times as long
     pageable    like rows, or fragment by fragment                       for slots that cannot be pinned
 
 All paths give the same bytes. The addresses and slots that a path passes to CUDA lie in arrays that are made once: CUDA
@@ -31,10 +30,6 @@ from services.worker.transfer.staging_ring import StagingRing
 PIECES, PIECE_BYTES = 4, 2 << 20
 """A group that fits one segment is cut into PIECES, so that the kernel works on one piece while another is copied. A
 piece has at least PIECE_BYTES, because smaller ones cost more than they save."""
-STAGING_MULTIPROCESSORS = 32
-"""The most multiprocessors that gather or scatter."""
-ZERO_COPY_MULTIPROCESSORS = 8
-"""Multiprocessors of a zero-copy kernel. These fill the link; more would only slow other kernels."""
 
 
 class SlotArray(Struct, frozen=True):
@@ -50,7 +45,7 @@ class TransferPath(Protocol):
     def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
         """Enqueue copies, after all work on `on`, and return the stream on which the last of them ends.
 
-        Raises DeviceFailed or CUDA's errors; some of the copies may be under way then.
+        Raise DeviceFailed or CUDA's errors; some of the copies may be under way then.
         """
         ...
 
@@ -136,7 +131,7 @@ class StagedPath:
             if loads:
                 self._copy(staged, blocks, on)
                 segment.hand_over(on, ring.kernels)
-            self._kernel.launch(staged, slots, loads=loads, on=ring.kernels, multiprocessors=STAGING_MULTIPROCESSORS)
+            self._kernel.launch(staged, slots, loads=loads, on=ring.kernels)
             if not loads:
                 segment.hand_over(ring.kernels, on)
                 self._copy(blocks, staged, on)
@@ -149,20 +144,6 @@ class StagedPath:
             return
         for at, begin in zip(to.tolist(), source.tolist(), strict=True):
             runtime.memcpyAsync(at, begin, self._block_bytes, ANYWHERE, on.ptr)
-
-
-class ZeroCopyPath:
-    """The path `zero_copy`: a kernel that reads or writes the pool."""
-
-    def __init__(self, kernel: FragmentKernel) -> None:
-        self._kernel = kernel
-        self._places = _Places(MOST_BLOCKS)
-
-    def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
-        for first in range(0, len(copies), MOST_BLOCKS):
-            blocks, slots = self._places.of(copies[first : first + MOST_BLOCKS], pool)
-            self._kernel.launch(blocks, slots, loads=loads, on=on, multiprocessors=ZERO_COPY_MULTIPROCESSORS)
-        return on
 
 
 class _Places:

@@ -66,11 +66,6 @@ class PinnedSlots:
     def chunks(self) -> int:
         return -(-self._slots // self._per_chunk)
 
-    @property
-    def refused_chunks(self) -> int:
-        """How many chunks CUDA refused to pin."""
-        return sum(not pinned for pinned in self._pinned.values())
-
     def ensure_pinned(self, slot: int) -> bool:
         """Pin the slot's chunk if it is untouched; return whether the slot is pinned."""
         assert 0 <= slot < self._slots
@@ -82,7 +77,7 @@ class PinnedSlots:
         return pinned
 
     def pin_next_chunk(self) -> bool:
-        """Pin one more chunk. Returns False once no chunk is untouched."""
+        """Pin one more chunk. Return False once no chunk is untouched."""
         with self._lock:
             while self._next < self.chunks and self._next in self._pinned:
                 self._next += 1
@@ -125,7 +120,7 @@ class PinnedSlots:
             self._pinned[chunk] = True
         self._took_s += self._clock() - begun_s
         if len(self._pinned) == self.chunks:
-            self.all_pinned = not self.refused_chunks
+            self.all_pinned = all(self._pinned.values())
             _log.info("pinned %d bytes of the pool in %.2f s", self._pinned_bytes, self._took_s)
         return self._pinned[chunk]
 

@@ -44,7 +44,7 @@ class StagingRing:
     """The ring of one direction. It belongs to that direction's thread."""
 
     def __init__(self, memory: DeviceMemory, block_bytes: int) -> None:
-        """Allocate the segments. Raises DeviceMemoryExhausted."""
+        """Allocate the segments. Raise DeviceMemoryExhausted."""
         self.segment_blocks = max(1, SEGMENT_BYTES // block_bytes)
         self._memory = memory
         with cupy.cuda.Device(memory.device), translated_errors():

@@ -43,6 +43,7 @@ VOCABULARY = 320
 LEAST_DEADLINE_S = 10
 NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 DEADLINE = "Headrace-Deadline-S"
+FOREIGN = ("/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/embed", "/api/show")
 DRAW = random.Random(SEED)
 RULES = [(re.compile(field), re.compile(how, re.DOTALL)) for field, how in json.loads(UNSAID)]
 PLACE = re.compile(r"\[[^\]]*\]")
@@ -143,6 +144,8 @@ def refused_for_a_rule(_context: Any, response: Any, case: Any) -> None:
     """What fits the document is answered, or breaks a rule that a schema does not say."""
     if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code != 400:
         return
+    if case.path in FOREIGN:  # their errors name no field but in words
+        return
     error = response.json()["error"]
     field = PLACE.sub("", error["param"] or "")
     if not any(one.fullmatch(field) and how.match(error["message"]) for one, how in RULES):
@@ -158,7 +161,7 @@ def answered_as_described(_context: Any, response: Any, case: Any) -> None:
     if "$ref" in told:
         told = DOCUMENT["components"]["responses"][told["$ref"].rpartition("/")[2]]
     schema = told.get("content", {}).get(media, {}).get("schema", {})
-    if media == "text/event-stream":
+    if media == "text/event-stream" and case.path not in FOREIGN:
         *events, end = re.split(r"(?m)^(?:event: .*\n)?data: |\n\n", response.text)
         data = schema["properties"]["data"]
         held = data.get("anyOf", [data])[-1]["contentSchema"]
@@ -182,6 +185,7 @@ with tempfile.TemporaryDirectory() as folder:
         [
             "run",
             f"{URL}/openapi.json",
+            *("--exclude-path-regex", "count_tokens|^/api/(generate|embed|show)"),  # two of each kind are enough
             *("--checks", ",".join(CHECKS)),
             *("--seed", SEED, "--max-examples", EXAMPLES),
             *("--phases", "examples,coverage,fuzzing", "--request-timeout", "30"),

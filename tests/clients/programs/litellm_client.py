@@ -79,7 +79,7 @@ def completions_come_too() -> None:
 def what_is_wrong_is_litellms_error() -> None:
     for expected, model, more in (
         (litellm.NotFoundError, "nobody", {}),
-        (litellm.BadRequestError, "echo", {"extra_body": {"no_such_field": 1}}),
+        (litellm.BadRequestError, "echo", {"extra_body": {"best_of": 2}}),
     ):
         try:
             chat(model, [ASKED], **more)

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-for name in ("langchain-openai", "litellm", "openai", "schemathesis"):
+for name in ("anthropic", "langchain-openai", "litellm", "ollama", "openai", "schemathesis"):
     print(name, version(name))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import cli
+from deploy.local.show.fleet import fleet_config
 from deploy.local.stack.stack import toml
 from tests.servers import nats_server
 
@@ -40,3 +41,8 @@ def test_a_nats_that_refuses_the_user_is_shown_with_the_settings_that_name_one(
     assert "Authorization Violation" in said
     assert "HEADRACE_NATS_USER" in said
     assert "does not answer" not in said
+
+
+def test_the_variable_of_the_models_cache_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", "/big")
+    assert fleet_config(namespace="x", nats="", etcd="").namespace == "x"

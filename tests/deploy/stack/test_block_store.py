@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.stack.block_store import StoreRequest, block_store, parse_size, store_request
+from deploy.local.stack.block_store import block_store, parse_size, store_request
 from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
 
@@ -27,20 +27,20 @@ def test_what_is_no_size_is_refused_by_the_flags_name(size: str) -> None:
 def test_the_default_is_modest_and_not_required() -> None:
     default = store_request("", None, "", engine="native")
     assert 0 < default.pool_bytes <= 1 << 30
-    assert not default.explicit
+    assert not default.needed
 
 
 def test_with_gpus_the_default_is_larger() -> None:
     on_cpu, on_gpus = (store_request("", None, "", engine="native", device=device) for device in ("cpu", "cuda"))
     assert on_cpu.pool_bytes < on_gpus.pool_bytes <= 32 << 30
-    assert not on_gpus.explicit
+    assert not on_gpus.needed
     assert store_request("1G", None, "", engine="native", device="cuda").pool_bytes == 1 << 30
 
 
 def test_a_size_or_a_disk_is_an_explicit_request() -> None:
-    assert store_request("64M", None, "", engine="simulated") == StoreRequest(64 << 20, "", 10 << 30, explicit=True)
+    assert store_request("64M", None, "", engine="simulated") == BlockStoreOptions("", 64 << 20, "", 10 << 30)
     with_disk = store_request("", Path("/blocks"), "1G", engine="native")
-    assert (with_disk.disk, with_disk.disk_bytes, with_disk.explicit) == ("/blocks", 1 << 30, True)
+    assert (with_disk.disk, with_disk.disk_bytes, with_disk.needed) == ("/blocks", 1 << 30, True)
 
 
 def test_zero_is_none_and_only_real_blocks_have_one_unasked() -> None:
@@ -57,7 +57,7 @@ def test_the_size_of_a_disk_that_is_not_given_is_refused() -> None:
 
 def test_its_directory_is_there_as_long_as_it_runs(tmp_path: Path) -> None:
     disk = tmp_path / "blocks"
-    with block_store(StoreRequest(1 << 20, str(disk), 1 << 30, explicit=True), pytest.fail, tmp_path) as store:
+    with block_store(BlockStoreOptions("", 1 << 20, str(disk), 1 << 30, needed=True), pytest.fail, tmp_path) as store:
         assert store is not None
         assert Path(store.pool).is_dir()
         assert store == BlockStoreOptions(store.pool, 1 << 20, str(disk), 1 << 30, needed=True)
@@ -74,7 +74,7 @@ def test_a_disk_whose_directory_cannot_be_used_is_refused_at_the_start(tmp_path:
         (tmp_path / "file", "is not a directory"),
         (shared, "mode 0700"),
     ):
-        wanted = StoreRequest(1 << 20, str(disk), 1 << 30, explicit=True)
+        wanted = BlockStoreOptions("", 1 << 20, str(disk), 1 << 30, needed=True)
         with (
             pytest.raises(ConfigError, match=f"--kvbm-disk {disk}.*{reason}"),
             block_store(wanted, pytest.fail, tmp_path),
@@ -83,21 +83,21 @@ def test_a_disk_whose_directory_cannot_be_used_is_refused_at_the_start(tmp_path:
 
 
 def test_none_is_made_where_none_is_wanted(tmp_path: Path) -> None:
-    with block_store(StoreRequest(0, "", 0, explicit=False), pytest.fail, tmp_path) as store:
+    with block_store(BlockStoreOptions("", 0, "", 0, needed=False), pytest.fail, tmp_path) as store:
         assert store is None
         assert list(tmp_path.iterdir()) == []
 
 
 def test_on_a_machine_without_memory_it_is_left_out_with_a_notice(tmp_path: Path) -> None:
     notices: list[str] = []
-    with block_store(StoreRequest(1 << 20, "", 0, explicit=False), notices.append, tmp_path / "none") as store:
+    with block_store(BlockStoreOptions("", 1 << 20, "", 0, needed=False), notices.append, tmp_path / "none") as store:
         assert store is None
     (said,) = notices
     assert said.startswith("without kvbm: no memory for a block store: ")
 
 
 def test_on_a_machine_without_memory_a_requested_store_is_an_error(tmp_path: Path) -> None:
-    wanted = StoreRequest(1 << 20, "", 0, explicit=True)
+    wanted = BlockStoreOptions("", 1 << 20, "", 0, needed=True)
     with (
         pytest.raises(ConfigError, match="no memory for a block store"),
         block_store(wanted, pytest.fail, tmp_path / "none"),

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from deploy.local.stack.check import BUILT_IN, check
-from deploy.local.stack.stack import BlockStoreOptions, StateDirectory, UpOptions
+from deploy.local.stack.stack import BlockStoreOptions, UpOptions
+from deploy.local.state import StateDirectory
 from services.router.selection import policy
 from shared.errors import ConfigError
 from tests.tiny_model import write_tiny_model
@@ -116,7 +117,7 @@ def test_a_check_that_takes_long_is_shown_meanwhile(tmp_path: Path) -> None:
         (tmp_path / "shown").touch()
 
     check(DEFAULT, StateDirectory(tmp_path / "state"), python=str(python), model=True, notice=show)
-    assert shown == ["worker: checking its settings and the model /to/be/fetched"]
+    assert shown == ["worker: checking its settings and the model m"]
 
 
 def test_a_service_that_cannot_even_be_asked_is_named(tmp_path: Path) -> None:

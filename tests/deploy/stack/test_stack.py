@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.local.show.fleet import FleetConfig
+from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
 from deploy.local.stack.stack import (
     AccessFiles,
     BlockStoreOptions,
@@ -19,7 +20,6 @@ from deploy.local.stack.stack import (
     ServiceName,
     Setting,
     Stack,
-    StateDirectory,
     UpOptions,
     Value,
     default_replicas,
@@ -27,10 +27,12 @@ from deploy.local.stack.stack import (
     ports_needed,
     toml,
 )
+from deploy.local.state import StateDirectory
 from services.frontend.config import FrontendConfig
 from services.kvbm.config import DiskConfig, KvbmConfig
 from services.router.config import RouterConfig
-from services.worker.config import EngineName, WorkerConfig
+from services.worker.config import EngineName, SamplingConfig, WorkerConfig
+from shared.chat_templates import NAMES
 from shared.config import NatsConfig, load
 
 PASSWORD = "0123secret"
@@ -68,6 +70,28 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
     observed = [frontend.observe.port, router.observe.port, *(worker.observe.port for worker in workers)]
     assert [f"http://127.0.0.1:{port}" for port in observed] == [launch.observe for launch in stack.launches[2:]]
     assert len(set(observed)) == 5
+
+
+def test_converted_weights_go_into_the_cache_or_else_into_the_state_directory(tmp_path: Path) -> None:
+    for cache, expected in (("/var/cache/headrace", "/var/cache/headrace"), ("", str(STATE_DIR.models))):
+        stack = planned(msgspec.structs.replace(OPTIONS, cache=cache))
+        worker = load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={})
+        assert worker.cache == expected
+
+
+def test_the_default_models_template_and_sampling_reach_its_workers_and_one_that_is_set_by_name_wins(
+    tmp_path: Path,
+) -> None:
+    overrides: dict[ServiceName, list[Setting]] = {"worker": [("--sampling.temperature", "1")]}
+    options = msgspec.structs.replace(OPTIONS, chat_template=CHAT_TEMPLATE, sampling=SAMPLING, overrides=overrides)
+    stack = planned(options)
+    file = settings(stack, "worker-0", tmp_path)
+    worker = load(WorkerConfig, file=file, environ={}, flags=stack.launches[-1].arguments[-1:])
+    assert worker.chat_template in NAMES
+    assert (worker.sampling.temperature, worker.sampling.top_p) == (1.0, 0.9)
+    assert load(WorkerConfig, file=file, environ={}).sampling.temperature == 0.2
+    plain = load(WorkerConfig, file=settings(planned(OPTIONS), "worker-0", tmp_path), environ={})
+    assert (plain.chat_template, plain.sampling) == ("", SamplingConfig())
 
 
 def test_keys_and_certificates_are_all_frontends_and_the_url_says_so(tmp_path: Path) -> None:

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import AccessFiles, Launch, Stack, StateDirectory
+from deploy.local.stack.stack import AccessFiles, Launch, Stack
 from deploy.local.stack.supervise import Program
 from deploy.local.stack.up import Shell, exclusive
+from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 STAYS = "while :; do sleep 0.02; done"
 
 
@@ -231,7 +232,8 @@ async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from deploy.local.stack.stack import Launch, StateDirectory, Stack
+from deploy.local.stack.stack import Launch, Stack
+from deploy.local.state import StateDirectory
 from deploy.local.stack.supervise import Program
 from deploy.local.terminal import Terminal
 from deploy.local.stack.up import Shell

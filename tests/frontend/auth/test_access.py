@@ -21,9 +21,9 @@ from services.frontend.auth.access import HEADER
 from services.frontend.config import AccessConfig, LimitsConfig
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
-from shared.bus.memory_bus import MemoryBus
 from shared.errors import ConfigError
 from shared.messages import SelectRefused
+from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
 ALICE, BOB = "hr-alices-own-key", "hr-bobs-own-key"

@@ -16,8 +16,7 @@ from services.frontend.models.preprocess import (
     INLINE_STEPS,
     check_encoded,
     check_vocabulary,
-    encode_chat,
-    encode_text,
+    encode,
     fit_context,
     render_chat,
 )
@@ -65,9 +64,13 @@ async def test_texts_of_any_length_and_script_are_encoded_as_the_tokenizer_does(
     texts = ["", "water ", "water is wet. ", "水", "<|im_end|>water", "water 水 " * 2, "eau \u0301 "]
     with ThreadPoolExecutor(1) as pool:
         for text in [*texts, *(text * INLINE_CHARACTERS for text in texts)]:
-            assert await encode_text(model, text, pool) == by_tokenizer(model, text, special=True)
+            assert await encode(model, text, pool, special=True, param="prompt") == by_tokenizer(
+                model, text, special=True
+            )
             rendered = await render_chat(model, [{"role": "user", "content": text}], pool)
-            assert await encode_chat(model, rendered, pool) == by_tokenizer(model, rendered, special=False)
+            assert await encode(model, rendered, pool, special=False, param="messages") == by_tokenizer(
+                model, rendered, special=False
+            )
 
 
 async def test_special_tokens_that_the_tokenizer_puts_around_a_text_are_there(copy: Path) -> None:
@@ -89,7 +92,9 @@ async def test_special_tokens_that_the_tokenizer_puts_around_a_text_are_there(co
     model = load_model(card_of(copy), copy)
     assert model.around == (pack_tokens([0]), pack_tokens([2]))
     with ThreadPoolExecutor(1) as pool:
-        assert await encode_text(model, "water", pool) == by_tokenizer(model, "water", special=True)
+        assert await encode(model, "water", pool, special=True, param="prompt") == by_tokenizer(
+            model, "water", special=True
+        )
 
 
 @pytest.mark.parametrize("single", [["A", "A"], ["A", None, "A"], [None]])
@@ -108,17 +113,19 @@ async def test_a_tokenizer_that_does_more_than_to_put_tokens_around_a_text_is_as
     model = load_model(card_of(copy), copy)
     assert model.words is None
     with ThreadPoolExecutor(1) as pool:
-        assert await encode_text(model, "water", pool) == by_tokenizer(model, "water", special=True)
+        assert await encode(model, "water", pool, special=True, param="prompt") == by_tokenizer(
+            model, "water", special=True
+        )
 
 
 async def test_only_long_texts_that_are_left_to_the_tokenizer_go_to_the_pool(directory: Path) -> None:
     model = load_model(card_of(directory), directory)
     used: list[bool] = []
     with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
-        await encode_text(model, "water " * INLINE_CHARACTERS, pool)
-        await encode_text(model, "水", pool)
+        await encode(model, "water " * INLINE_CHARACTERS, pool, special=True, param="prompt")
+        await encode(model, "水", pool, special=True, param="prompt")
         assert not used
-        await encode_text(model, "水" * (INLINE_CHARACTERS + 1), pool)
+        await encode(model, "水" * (INLINE_CHARACTERS + 1), pool, special=True, param="prompt")
         assert used
 
 
@@ -135,7 +142,7 @@ async def test_a_long_text_lets_others_have_their_turns(directory: Path) -> None
     beside = asyncio.create_task(others())
     text = "water " * CHARACTERS_PER_TURN
     with ThreadPoolExecutor(1) as pool:
-        await encode_text(model, text, pool)
+        await encode(model, text, pool, special=True, param="prompt")
     beside.cancel()
     assert turns >= len(text) // (2 * CHARACTERS_PER_TURN)
 
@@ -178,12 +185,12 @@ async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Pat
     (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
     model = load_model(card_of(copy), copy)
     with ThreadPoolExecutor(1) as pool:
-        assert await encode_text(model, "water", pool)
+        assert await encode(model, "water", pool, special=True, param="prompt")
         with pytest.raises(InvalidRequest, match="tokenizer fails on the text") as refusal:
-            await encode_text(model, "水", pool)
+            await encode(model, "水", pool, special=True, param="prompt")
         assert refusal.value.param == "prompt"
         with pytest.raises(InvalidRequest) as refusal:
-            await encode_chat(model, "水", pool)
+            await encode(model, "水", pool, special=False, param="messages")
         assert refusal.value.param == "messages"
 
 

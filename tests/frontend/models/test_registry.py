@@ -10,7 +10,7 @@ import pytest
 
 from services.frontend.app import INFORMED_LIMIT_S
 from services.frontend.config import LimitsConfig
-from tests.frontend.peers import MODEL, card_entry, clients, world
+from tests.frontend.peers import DEADLINE_S, MODEL, World, card_entry, clients, world
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_and_stops_no_other(directory: Path, tmp_path: Path) -> None:
@@ -105,3 +105,37 @@ async def test_a_template_that_takes_too_long_meets_the_deadline(directory: Path
             await client.chat.completions.create(model="slow", messages=messages)
         assert error.value.status_code == 504
         assert w.router.asked.all == []
+
+
+async def test_the_workers_chat_template_takes_the_place_of_the_models_own(directory: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.jinja", tmp_path / "second.jinja"
+    first.write_text("first")
+    second.write_text("second")
+    async with world(directory, announced=False) as w:
+        await w.announce("w1", card_entry("w1", directory, template=first))
+        await w.until("/health", lambda health: bool(health["models"]))
+        assert await rendered(w) == "first"
+        # Its tokens mean the same, so the model is served with the former template until the new one is loaded.
+        await w.announce("w1", card_entry("w1", directory, template=second))
+        async with asyncio.timeout(DEADLINE_S):
+            while await rendered(w) == "first":
+                pass
+        assert await rendered(w) == "second"
+
+
+async def rendered(w: World) -> str:
+    async with clients(w) as (_, http):
+        async with http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}) as response:
+            tokens = (await response.json())["tokens"]
+        async with http.post("/detokenize", json={"tokens": tokens}) as response:
+            return str((await response.json())["prompt"])
+
+
+async def test_a_chat_template_that_is_not_the_workers_is_refused(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("one")
+    card = card_entry("w3", directory, "other", template=file)
+    file.write_text("another")
+    async with world(directory) as w:
+        await w.announce("w3", card)
+        await w.until("/v1/models/other", lambda answer: "template.jinja: SHA-256" in answer["error"]["message"])

@@ -22,6 +22,7 @@ from services.frontend.openapi.operations import DESCRIPTIONS
 from services.frontend.protocol.chat import decode_chat
 from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.operations import PATHS, Operation
 from services.frontend.protocol.responses_request import decode_response
 from services.frontend.protocol.tokenize import decode_detokenize, decode_tokenize
@@ -30,7 +31,7 @@ from tests.frontend.json_schemas import misfit, pointed, values
 from tests.frontend.peers import MODEL, clients, world
 from tests.frontend.unsaid import said_elsewhere
 
-DECODE: dict[Operation, Callable[[bytes], object]] = {
+DECODE: dict[Operation, Callable[[bytes, IgnoredFields], object]] = {
     "chat": decode_chat,
     "completions": decode_completion,
     "responses": decode_response,
@@ -59,7 +60,7 @@ def body_schema(operation: Operation) -> Any:
 
 def refusal(operation: Operation, body: Any) -> InvalidRequest | None:
     try:
-        DECODE[operation](msgspec.json.encode(body))
+        DECODE[operation](msgspec.json.encode(body), IgnoredFields())
     except InvalidRequest as wrong:
         return wrong
     return None
@@ -160,3 +161,10 @@ async def test_if_keys_are_required_the_document_needs_one_and_describes_that(di
     assert "/metrics" not in told["paths"]
     assert "401" in told["paths"]["/v1/models"]["get"]["responses"]
     assert "security" not in DOCUMENT
+
+
+def test_requests_are_closed_only_where_unknown_fields_are_refused() -> None:
+    closed = json.loads(document(keys=False, closed=True))["components"]["schemas"]
+    for name in ("ChatRequest", "ChatMessage", "ResponseRequest", "InputMessage"):
+        assert closed[name]["additionalProperties"] is False
+        assert "additionalProperties" not in DOCUMENT["components"]["schemas"][name]

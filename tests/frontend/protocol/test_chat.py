@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.protocol import chat as chats
-from services.frontend.protocol.decoding import fields_not_built
+from services.frontend.protocol.decoding import advisory_fields, fields_not_built
 from shared.errors import InvalidRequest
 from shared.messages import Sampling
 
@@ -42,9 +42,11 @@ def test_every_field_is_read_or_refused() -> None:
         *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
         *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls", "chat_template_kwargs"),
         *("tool_choice", "response_format", "structured_outputs", "logit_bias", "service_tier"),
-        *("reasoning_effort", "thinking_token_budget"),
+        *("reasoning_effort", "thinking_token_budget", "enable_thinking"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     }
-    assert {*chats.ChatRequest.__struct_fields__} == read | harmless | fields_not_built(chats.ChatRequest).keys()
+    marked = fields_not_built(chats.ChatRequest).keys() | advisory_fields(chats.ChatRequest).keys()
+    assert {*chats.ChatRequest.__struct_fields__} == read | harmless | marked
 
 
 def test_harmless_fields_are_bounded_as_openais_are() -> None:

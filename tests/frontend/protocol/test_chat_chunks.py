@@ -12,7 +12,6 @@ from services.frontend.protocol.chat_chunks import (
     CachedTokensByTier,
     ChatEncoder,
     CompletionEncoder,
-    FinishedChoice,
     usage_of,
 )
 from services.frontend.tool_parsers.parse_result import CallPiece
@@ -82,19 +81,14 @@ def test_log_probabilities_come_with_any_kind_of_delta() -> None:
 
 def test_a_whole_message_has_calls_and_reasoning_only_if_there_are_any() -> None:
     usage = usage_of(1, 1, 0)
-    message = choice(shape(parsed=True).full_body([FinishedChoice(0, BOTH, "tool_calls")], usage))["message"]
+    message = choice(shape(parsed=True).full_body([(BOTH, "tool_calls")], usage))["message"]
     assert (message["content"], message["reasoning_content"]) == ("so", "hm")
     first = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": "{"}}
     assert message["tool_calls"][0] == first
     plain = {"content": "so", "role": "assistant", "refusal": None}
     for parsed in (False, True):
-        assert (
-            choice(shape(parsed=parsed).full_body([FinishedChoice(0, Delta("so"), "stop")], usage))["message"] == plain
-        )
-    assert (
-        choice(shape(parsed=True).full_body([FinishedChoice(0, Delta(""), "stop")], usage))["message"]["content"]
-        is None
-    )
+        assert choice(shape(parsed=parsed).full_body([(Delta("so"), "stop")], usage))["message"] == plain
+    assert choice(shape(parsed=True).full_body([(Delta(""), "stop")], usage))["message"]["content"] is None
 
 
 def test_a_chunk_is_of_one_choice_and_an_answer_of_all() -> None:
@@ -102,12 +96,8 @@ def test_a_chunk_is_of_one_choice_and_an_answer_of_all() -> None:
     for payload in (told.first_chunk(), told.delta_chunk(Delta("so")), told.delta_chunk(BOTH), told.last_chunk("stop")):
         assert choice(payload)["index"] == 2
         assert json.loads(payload)["service_tier"] == "default"
-    assert json.loads(told.keepalive_chunk())["choices"] == []
-    whole = json.loads(
-        told.full_body(
-            [FinishedChoice(0, Delta("a"), "stop"), FinishedChoice(1, BOTH, "tool_calls")], usage_of(1, 1, 0)
-        )
-    )
+    assert json.loads(told.frame.keepalive_chunk())["choices"] == []
+    whole = json.loads(told.full_body([(Delta("a"), "stop"), (BOTH, "tool_calls")], usage_of(1, 1, 0)))
     told_of = [(one["index"], one["message"]["content"], one["finish_reason"]) for one in whole["choices"]]
     assert told_of == [(0, "a", "stop"), (1, "so", "tool_calls")]
     assert whole["service_tier"] == "default"
@@ -117,4 +107,4 @@ def test_a_chunk_is_of_one_choice_and_an_answer_of_all() -> None:
 def test_a_completions_chunk_is_of_one_choice_too() -> None:
     told = CompletionEncoder("r", 7, "m", with_logprobs=False, with_usage=True, index=3)
     assert [choice(payload)["index"] for payload in (told.delta_chunk(Delta("so")), told.last_chunk("stop"))] == [3, 3]
-    assert json.loads(told.keepalive_chunk())["usage"] is None
+    assert json.loads(told.frame.keepalive_chunk())["usage"] is None

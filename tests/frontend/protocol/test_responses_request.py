@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from services.frontend.protocol.chat import MESSAGES_LIMIT, ChatMessage, ChatRequest, decode_chat
-from services.frontend.protocol.responses_request import ResponseRequest, as_chat, decode_response, with_response_names
+from services.frontend.protocol.foreign import with_names
+from services.frontend.protocol.responses_request import NAMES, ResponseRequest, as_chat, decode_response
 from shared.errors import InvalidRequest
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -127,5 +128,5 @@ def test_a_conversation_has_no_more_messages_than_a_chat() -> None:
     ],
 )
 def test_errors_about_the_chat_name_fields_of_the_response_request(param: str, here: str) -> None:
-    found = with_response_names(InvalidRequest(f"{param}: is wrong", param=param, code="c", status=413))
+    found = with_names(InvalidRequest(f"{param}: is wrong", param=param, code="c", status=413), NAMES)
     assert (found.param, str(found), found.code, found.status) == (here, f"{here}: is wrong", "c", 413)

@@ -14,8 +14,8 @@ from services.frontend.protocol.completions import decode_completion
 from services.frontend.requests.deadline import FIELD, HEADER, allowed_s
 from services.frontend.server.nats_api import STATUS_HEADER
 from shared import subjects
-from shared.bus.memory_bus import MemoryBus
 from shared.errors import InvalidRequest
+from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
 LIMITS = LimitsConfig(deadline_s=600.0, deadline_most_s=3600.0)

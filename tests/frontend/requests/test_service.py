@@ -16,9 +16,9 @@ from services.frontend.config import LimitsConfig
 from services.frontend.requests.service import CANCELS_LIMIT, CancelLatency
 from services.frontend.requests.session import ClientLeft, Session
 from shared import subjects
-from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
 from shared.messages import Accepted, Cancel, Generate, Overlap, Select, Selected, SelectRefused, SelectReply
+from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
 PENDING_LIMIT = 65_536

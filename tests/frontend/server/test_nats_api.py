@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from services.frontend.config import LimitsConfig
+from services.frontend.protocol.ignored_fields import IGNORED_HEADER
 from services.frontend.server.nats_api import ACTIVE_REFUSALS_LIMIT, PROBE_HEADER, WAITING_LIMIT
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
-from shared.bus.memory_bus import MemoryBus
 from shared.config import NatsConfig
-from shared.discovery.memory import MemoryDiscovery
 from shared.messages import Cancel, Finished, Generate
-from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE
+from tests.fakes.memory_bus import MemoryBus
+from tests.fakes.memory_discovery import MemoryDiscovery
+from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE, STRICT
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, world
 
 CHAT = subjects.client(NAMESPACE, "chat")
@@ -75,7 +76,7 @@ async def test_a_completion_and_the_models_are_served_too(directory: Path) -> No
 
 
 async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(directory: Path) -> None:
-    async with world(directory, embedding_size=EMBEDDING_SIZE) as w:
+    async with world(directory, embedding_size=EMBEDDING_SIZE, settings=STRICT) as w:
         for bad in BAD_BODIES:
             answer, headers = await ask(w, bad.operation, bad.body)
             error = answer["error"]
@@ -86,6 +87,16 @@ async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(dir
         w.say("still here")
         answer, _ = await ask(w, "chat", body())
         assert answer["choices"][0]["message"]["content"] == "still here"
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+async def test_the_last_message_names_the_fields_without_effect(directory: Path, more: dict[str, Any]) -> None:
+    async with world(directory) as w:
+        w.say("fine")
+        request = body(verbosity="low", frobnicate=1, **more)
+        async with MemoryBus(w.broker).stream(CHAT, request, idle_timeout_s=DEADLINE_S) as messages:
+            *_, last = [message async for message in messages]
+        assert last.headers[IGNORED_HEADER] == "frobnicate, verbosity"
 
 
 async def test_without_workers_the_error_says_when_to_come_back(directory: Path) -> None:

@@ -19,15 +19,18 @@ from pydantic import BaseModel
 from services.frontend.app import frontend
 from services.frontend.auth.api_keys import key_digest
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
+from services.frontend.protocol.ignored_fields import IGNORED_HEADER
+from services.frontend.protocol.responses_request import LOGPROBS
 from services.frontend.requests.deadline import HEADER
 from services.frontend.server.nats_api import STATUS_HEADER
 from services.frontend.serving import response_directory, responses
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
-from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
 from shared.messages import RECALLED, Recalled, TokenLogprob
 from tests.fake_runtime import fake_runtime
+from tests.fakes.memory_bus import MemoryBus
+from tests.frontend.cards import HERMES, with_template
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
 ASK: Any = {"model": MODEL, "input": "hello"}
@@ -534,3 +537,17 @@ async def test_a_conversation_that_grew_beyond_a_body_is_refused(
             with pytest.raises(openai.APIStatusError) as large:
                 await client.responses.create(model=MODEL, input="x" * 200, previous_response_id=first.id, store=store)
             assert (large.value.status_code, large.value.param) == (413, "previous_response_id")
+
+
+async def test_a_model_that_thinks_ignores_encrypted_reasoning_and_refuses_log_probabilities(
+    directory: Path, tmp_path: Path
+) -> None:
+    copy = with_template(Path(shutil.copytree(directory, tmp_path / "thinks")), HERMES)
+    async with world(copy) as w, clients(w) as (_, http):
+        w.say("fine")
+        asked = {"input": "x", "include": ["reasoning.encrypted_content"]}
+        async with http.post("/v1/responses", json=asked) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers[IGNORED_HEADER] == "include[].reasoning.encrypted_content"
+        async with http.post("/v1/responses", json={"input": "x", "include": [LOGPROBS]}) as response:
+            assert (await response.json())["error"]["param"] == "include"

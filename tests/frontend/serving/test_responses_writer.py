@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -16,76 +15,48 @@ from pydantic import TypeAdapter
 
 from services.frontend.output.output import Delta, LogprobEntry, TopLogprobEntry
 from services.frontend.protocol.chat_chunks import usage_of
-from services.frontend.protocol.responses_events import Response, ResponseError, ResponseEvent, new_response
+from services.frontend.protocol.foreign import Ended
+from services.frontend.protocol.responses_events import Response, ResponseEvent, new_response
 from services.frontend.protocol.responses_request import decode_response
 from services.frontend.requests.stream import join_deltas
 from services.frontend.serving.responses_writer import ResponseWriter
 from services.frontend.tool_parsers.formats import FormatName
-from services.frontend.tool_parsers.parse_result import ParseResult
-from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
+from services.frontend.tool_parsers.parser import ParsePlan
+from shared.messages import Sampling
+from tests.frontend.pieces import ANSWERS, CALL, parsed
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OURS = msgspec.json.Decoder(ResponseEvent)
 USAGE = usage_of(7, 5, 3)
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🚰"}}\n</tool_call>'
-ANSWERS = [
-    "",
-    "hello, Mühle 🚰",
-    "<think>\nwhy not\n</think>\n\nhello",
-    "<think>never ends",
-    CALL,
-    f"<think>hm</think>I look.\n{CALL}\n{CALL}",
-    f"I look.\n{CALL}\nand again, behind it {CALL} and behind that",
-    '<tool_call>{"name": "weather", "arguments": {"city": "cut o',
-    '<tool_call>{"name": "weather", "arguments": {"city": ]}} broken <tool_call>{"name": "unknown"}',
-]
 
 
 def response() -> Response:
     asked = decode_response(b'{"input": "hi", "model": "tiny", "metadata": {"a": "b"}, "instructions": "be kind"}')
-    return new_response(asked, "resp_f1.abc", 1, "tiny")
-
-
-def parsed(text: str, cuts: Iterable[int], plan: ParsePlan) -> list[Delta]:
-    """What a stream makes of a text that comes in pieces."""
-    ids = iter("abcdefgh")
-    found = ParseResult(frozenset({"weather"}), lambda: f"call_{next(ids)}")
-    parser = AnswerParser(plan, found)
-    deltas: list[Delta] = []
-
-    def take() -> None:
-        content, reasoning, calls = found.drain()
-        if content or reasoning or calls:
-            deltas.append(Delta(content, (), False, reasoning, calls))
-
-    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    for start, end in pairwise(edges):
-        parser.push(text[start:end])
-        take()
-    parser.finish()
-    take()
-    return deltas
+    return new_response(asked, "resp_f1.abc", 1, "tiny", Sampling(max_tokens=8))
 
 
 def written(
     deltas: Sequence[Delta], finish: str = "stop", directly: Callable[[], bool] = lambda: True
 ) -> tuple[Response, list[bytes]]:
     """The response, and its events; `directly`: whether a delta may take the fast path, as a client that reads."""
-    writer = ResponseWriter(response(), "abc")
-    events = writer.first_events()
+    kept: list[tuple[Response, bytes]] = []
+    writer = ResponseWriter(response(), "abc", lambda *one: kept.append(one))
+    events = writer.first_events(USAGE)
     for delta in deltas:
-        event = writer.continuation_event(delta)
-        assert writer.continuation_event(delta) == event, "nothing has changed"
+        event = writer.continuation(delta)
+        assert writer.continuation(delta) == event, "nothing has changed"
         if event is not None and directly():
-            writer.continuation_sent(delta)
+            writer.continued(delta)
             events.append(event)
         else:
             pushed = writer.push(delta)
             assert event is None or pushed == [event]
             events += pushed
         writer.validate()
-    events += writer.finish(finish, USAGE, 2, now=9)
+    assert kept == []
+    events += writer.last_events(Ended(finish, "", USAGE, 2, 9, 1.0, 0.5, 0.25))
     writer.validate()
+    assert kept == [(writer.response, msgspec.json.encode(writer.response))]
     return writer.response, events
 
 
@@ -186,10 +157,10 @@ def test_log_probabilities_go_with_their_text() -> None:
 
 
 def test_one_that_fails_says_so_last_with_what_there_was() -> None:
-    writer = ResponseWriter(response(), "abc")
-    writer.first_events()
+    writer = ResponseWriter(response(), "abc", lambda *_one: None)
+    writer.first_events(USAGE)
     writer.push(Delta("half of it"))
-    last = EVENT.validate_json(writer.fail(ResponseError("server_error", "the worker is gone")))
+    last = EVENT.validate_json(writer.error(503, "the worker is gone"))
     writer.validate()
     assert last.type == "response.failed"
     assert last.response.status == "failed"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -229,3 +230,24 @@ def test_whatever_is_given_as_a_schema_is_a_grammar_or_refused(
         assert found is not None
         return
     assert param.startswith("tools[0].function.parameters.")
+
+
+SCHEMA_OF_A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+def test_objects_of_schemas_are_closed_where_that_is_asked_for() -> None:
+    named = {"name": "a", "schema": SCHEMA_OF_A}
+    asked: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": named}},
+        {"structured_outputs": {"json": SCHEMA_OF_A}},
+        {"guided_json": json.dumps(SCHEMA_OF_A)},
+    ]
+    for fields in asked:
+        closed = json.loads(some(answer_grammar(request(**fields), ParsePlan(), {}, close=True)))
+        opened = json.loads(some(answer_grammar(request(**fields), ParsePlan(), {})))
+        assert closed["grammars"][0]["json_schema"].pop("additionalProperties") is False
+        assert closed == opened
+    function = {"name": "a", "parameters": SCHEMA_OF_A}
+    forced = request(tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert "additionalProperties" in some(answer_grammar(forced, ParsePlan("hermes"), {}, close=True))
+    assert "additionalProperties" not in some(answer_grammar(forced, ParsePlan("hermes"), {}))

@@ -96,7 +96,6 @@ class StoreMachine(RuleBasedStateMachine):
             disk_sightings=2 - self.run % 2,
             fill_disk=self.run % 4 == 2,
             held_share=0.8,
-            leaves_first=self.run % 2 == 0,
         )
         self.tiers = Tiers(sizes, LruPolicy(SLOTS), ReusePolicy(RECORDS), quarantined=bool(before))
         self.tickets = Tickets(self.tiers, BOUNDS, former_owners=before, first_ticket=1000 * self.run)
@@ -305,8 +304,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not noticed:
             return
         self.expired(self.tickets.expire(self.now_s))
-        due = self.tickets.next_deadline_s()
-        assert due is None or due > self.now_s
+        assert all(store.deadline_s > self.now_s for store in self.tickets._stores.values())
+        assert all(fetch.deadline_s > self.now_s for fetch in self.tickets._fetches.values())
 
     # --- the disk
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from services.kvbm.tickets.errors import BadRequest, TicketExpired, TooManyTickets, UnknownOwner, UnknownTicket
-from services.kvbm.tickets.results import FetchGrant, StoreGrant, TicketLimits
+from services.kvbm.tickets.results import TicketLimits
 from services.kvbm.tickets.tickets import Tickets
-from services.kvbm.tiers.actions import TierEvent, TierSizes
+from services.kvbm.tiers.actions import HeldPrefix, Offered, TierEvent, TierSizes
 from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
@@ -33,7 +33,7 @@ class Store:
         for owner in owners:
             self.tickets.attach(owner)
 
-    def store(self, owner: str, contents: list[Content], now_s: float = 0) -> StoreGrant:
+    def store(self, owner: str, contents: list[Content], now_s: float = 0) -> Offered:
         granted = self.tickets.store(owner, contents, now_s)
         self.tickets.validate()
         return granted
@@ -50,7 +50,7 @@ class Store:
         for spill in self.tiers.take_spills(100)[0]:
             self.tiers.spill_done(spill, "ok")
 
-    def fetch(self, contents: list[Content], now_s: float = 0, owner: str = "b") -> FetchGrant:
+    def fetch(self, contents: list[Content], now_s: float = 0, owner: str = "b") -> HeldPrefix:
         fetched = self.tickets.fetch(owner, keys(contents), now_s)
         self.tickets.validate()
         return fetched
@@ -345,12 +345,10 @@ def test_too_many_blocks_and_too_many_tickets_are_refused() -> None:
 def test_an_expired_stores_slots_stay_unused_until_its_owner_answers() -> None:
     store = plain(slots=2)
     granted = store.store("a", chain(1, 2), now_s=0)
-    assert store.tickets.next_deadline_s() == 10
     assert store.tickets.expire(9.9) == []
     (expired,) = store.tickets.expire(10)
     assert (expired.owner, expired.ticket, expired.kind, expired.slots) == ("a", granted.ticket, "store", granted.slots)
     store.tickets.validate()
-    assert store.tickets.next_deadline_s() is None
     assert store.store("b", chain(1, 2)).declined == 2
     store.tickets.abort("a", granted.ticket)
     assert len(store.store("b", chain(1, 2)).slots) == 2
@@ -496,7 +494,7 @@ def test_what_is_in_memory_comes_first_and_what_is_on_disk_as_it_comes() -> None
     store.on_disk_only(contents)
     store.keep(contents[:1])
     fetched = store.fetch(contents, now_s=0)
-    assert (fetched.ready, len(fetched.slots), fetched.from_disk) == (1, 3, 2)
+    assert (fetched.ready, len(fetched.slots), len(fetched.loading)) == (1, 3, 2)
     second, third = fetched.reads
     assert [second.content, third.content] == contents[1:]
 
@@ -509,7 +507,6 @@ def test_what_is_in_memory_comes_first_and_what_is_on_disk_as_it_comes() -> None
     store.tickets.validate()
     assert (news.owner, news.ticket, news.first, news.slots) == ("b", fetched.ticket, 1, fetched.slots[1:])
     assert (news.from_disk, news.found, news.time_left_s) == ([True, True], 3, 20)
-    assert store.tickets.next_deadline_s() == 26
 
 
 def test_two_fetches_wait_for_one_read() -> None:

@@ -12,8 +12,7 @@ from services.kvbm.tiers.policies import (
     EvictionPolicy,
     GuardedPolicy,
     LruPolicy,
-    S3FifoPolicy,
-    named,
+    make_policy,
 )
 from services.kvbm.tiers.reuse import ReusePolicy
 from shared.errors import ConfigError
@@ -76,7 +75,7 @@ STEPS = st.lists(
 def test_after_any_history_a_victim_is_there_and_may_go_and_everybody_can_be_named(
     name: str, steps: list[tuple[str, int, frozenset[ContentKey]]]
 ) -> None:
-    cache = Cache(named(name, CAPACITY))
+    cache = Cache(make_policy(name, CAPACITY))
     for step, number, pinned in steps:
         if step == "asked":
             cache.asked(number, pinned)
@@ -86,7 +85,7 @@ def test_after_any_history_a_victim_is_there_and_may_go_and_everybody_can_be_nam
             cache.policy.backed(key(number), key(number) not in pinned)
         elif key(number) in cache.there:
             cache.lose(key(number))
-        if isinstance(cache.policy, (LruPolicy, S3FifoPolicy, ReusePolicy)):
+        if isinstance(cache.policy, (LruPolicy, ReusePolicy)):
             cache.policy.validate()
     for each in sorted(cache.there):
         assert cache.policy.victim(lambda other, each=each: other == each) == each  # type: ignore[misc]
@@ -98,17 +97,17 @@ def test_after_any_history_a_victim_is_there_and_may_go_and_everybody_can_be_nam
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_what_is_remembered_of_those_that_have_gone_is_bounded(name: str) -> None:
-    cache = Cache(named(name, CAPACITY))
+    cache = Cache(make_policy(name, CAPACITY))
     for number in range(50 * CAPACITY):
         cache.asked(number)
-    assert isinstance(cache.policy, (LruPolicy, S3FifoPolicy, ReusePolicy))
+    assert isinstance(cache.policy, (LruPolicy, ReusePolicy))
     cache.policy.validate()
     assert len(cache.there) == CAPACITY
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_prefix_that_is_stored_last_block_first_leaves_from_its_end(name: str) -> None:
-    cache = Cache(named(name, CAPACITY))
+    cache = Cache(make_policy(name, CAPACITY))
     for number in reversed(range(CAPACITY)):
         cache.asked(number)
     for left in reversed(range(CAPACITY)):
@@ -134,19 +133,9 @@ def kept(policy: EvictionPolicy, flood: int) -> int:
 
 
 def test_what_is_used_again_and_again_outlives_a_flood_of_what_is_not() -> None:
-    assert kept(named("lru", 200), 400) == 0
-    assert kept(named("reuse", 200), 400) >= 80
-    assert kept(named("lru", 200), 150) == 0
-    assert kept(named("s3-fifo", 200), 150) >= 80
-
-
-def test_s3_fifo_takes_back_into_main_what_it_let_go_too_early() -> None:
-    cache = Cache(S3FifoPolicy(10), 10)
-    cache.hits(range(10))
-    cache.asked(10)
-    assert not cache.asked(0), "it was let go from small"
-    cache.hits(range(20, 28))
-    assert cache.asked(0), "and stays in main"
+    assert kept(make_policy("lru", 200), 400) == 0
+    assert kept(make_policy("reuse", 200), 400) >= 80
+    assert kept(make_policy("lru", 200), 150) == 0
 
 
 def test_reuse_is_lru_where_nothing_has_been_learned() -> None:
@@ -170,8 +159,8 @@ def test_reuse_would_rather_lose_what_the_tier_below_has_too() -> None:
 
 
 def test_a_policy_is_found_by_name_or_by_module_and_attribute() -> None:
-    assert isinstance(named(DEFAULT, 5), ReusePolicy)
-    own = named(f"{PLUGINS}:YoungestPolicy", 5)
+    assert isinstance(make_policy(DEFAULT, 5), ReusePolicy)
+    own = make_policy(f"{PLUGINS}:YoungestPolicy", 5)
     assert isinstance(own, GuardedPolicy)
     cache = Cache(own, 3)
     cache.hits(range(4))
@@ -195,7 +184,7 @@ def test_a_policy_is_found_by_name_or_by_module_and_attribute() -> None:
 )
 def test_what_is_no_policy_is_a_config_error(name: str) -> None:
     with pytest.raises(ConfigError, match="eviction policy"):
-        named(name, 5)
+        make_policy(name, 5)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +200,7 @@ def test_what_is_no_policy_is_a_config_error(name: str) -> None:
     ],
 )
 def test_a_policy_that_fails_is_off_and_lru_takes_over_with_all_calls_so_far(name: str, problem: str) -> None:
-    own = named(f"{PLUGINS}:{name}", 3)
+    own = make_policy(f"{PLUGINS}:{name}", 3)
     assert isinstance(own, GuardedPolicy)
     cache = Cache(own, 3)
     cache.hits(range(3))
@@ -226,7 +215,7 @@ def test_a_policy_that_fails_is_off_and_lru_takes_over_with_all_calls_so_far(nam
 
 
 def test_a_policy_that_names_no_block_where_none_may_go_has_not_failed() -> None:
-    own = named(f"{PLUGINS}:StubbornPolicy", 3)
+    own = make_policy(f"{PLUGINS}:StubbornPolicy", 3)
     assert isinstance(own, GuardedPolicy)
     cache = Cache(own, 3)
     cache.hits(range(3))

@@ -18,7 +18,6 @@ def tiers(
     on: bool = True,
     disk_sightings: int = 2,
     fill_disk: bool = False,
-    leaves_first: bool = False,
 ) -> Tiers:
     sizes = TierSizes(
         slots=slots,
@@ -26,7 +25,6 @@ def tiers(
         disk_sightings=disk_sightings,
         fill_disk=fill_disk,
         held_share=1,
-        leaves_first=leaves_first,
     )
     made = Tiers(sizes, LruPolicy(10), LruPolicy(10))
     if on:
@@ -301,14 +299,6 @@ def test_a_record_that_is_read_while_the_disk_is_exchanged_is_not_found_and_free
     assert store.read_done(found.reads[0], "lost") == []
     store.validate([])
     assert store.statistics().disk.free == 1
-
-
-def test_leaves_go_before_their_parents_where_that_is_asked_for() -> None:
-    for leaves_first, goes in ((False, 0), (True, 1)):
-        store, contents = tiers(slots=2, leaves_first=leaves_first), chain(1, 2)
-        for content in contents:  # as they fill: the parent is the older one
-            keep(store, [content])
-        assert keep(store, chain(9)) == [contents[goes]]
 
 
 def test_a_prefix_goes_from_its_end() -> None:

@@ -60,7 +60,7 @@ def test_a_stores_block_whose_parent_only_a_worker_has_is_found_after_it_in_eith
         for chains, event in ordered if store_first else ordered[::-1]:
             chains.apply(event)
         assert found(index, "a", 2) == Overlap(1, 1)
-        assert store.statistics().orphans == 0
+        assert store.orphan_blocks == 0
         assert store.digest(HOST) == name(2)
         for chains in (worker, store):
             chains.validate()
@@ -73,14 +73,14 @@ def test_a_worker_that_attaches_supplies_the_parents_that_a_store_waits_for() ->
     store.apply(stored(3, DISK))
     store.apply(stored(2, HOST))
     store.apply(removed(3, DISK))
-    assert store.statistics().orphans == 1
+    assert store.orphan_blocks == 1
     index.set_lender(("a", 0), (STORE, 0))
     worker.link_store(store)
     assert found(index, "a", 3) == Overlap(1, 1), "a block removed while it waited is gone"
     worker.link_store(None)
     store.apply(stored(8, HOST))
     worker.apply(stored(7, DEVICE))
-    assert store.statistics().orphans == 1, "it is the worker's store no longer"
+    assert store.orphan_blocks == 1, "it is the worker's store no longer"
 
 
 class ChainsOfStoresMachine(RuleBasedStateMachine):

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from services.router.config import LoadConfig
 from services.router.selection.load import IDLE, UNKNOWN_SPEED, AttemptId, CandidateLoad, LoadTracker, WorkerSpeed
 from shared.messages import LoadReport, Reserved
 
@@ -44,7 +45,7 @@ def report(
 
 
 def test_a_reservation_is_prefill_then_decode_then_nothing() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     assert load.add_reservation(reservation("r"), 0.0)
     assert load.load_of(A) == CandidateLoad(1, 100, 10)
     assert load.mark_prefilled(("r", 1)) is not None
@@ -55,7 +56,7 @@ def test_a_reservation_is_prefill_then_decode_then_nothing() -> None:
 
 
 def test_a_withdrawn_attempt_may_be_reserved_again() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     load.add_reservation(reservation("r"), 0.0)
     load.withdraw(("r", 1))
     assert (load.load_of(A), load.candidate_of(("r", 1))) == (IDLE, None)
@@ -66,7 +67,7 @@ def test_a_withdrawn_attempt_may_be_reserved_again() -> None:
 
 
 def test_every_event_may_come_twice() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     assert load.add_reservation(reservation("r"), 0.0)
     assert not load.add_reservation(reservation("r"), 0.0)
     load.mark_prefilled(("r", 1))
@@ -78,7 +79,7 @@ def test_every_event_may_come_twice() -> None:
 
 
 def test_an_end_that_comes_before_its_reservation_is_remembered() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     load.mark_prefilled(("p", 1))
     load.mark_finished(("e", 1))
     assert load.add_reservation(reservation("p"), 0.0)
@@ -88,7 +89,7 @@ def test_an_end_that_comes_before_its_reservation_is_remembered() -> None:
 
 
 def test_remembered_attempts_are_bounded() -> None:
-    load = LoadTracker(remembered_limit=2)
+    load = LoadTracker(LoadConfig(), remembered_limit=2)
     for request in "abc":
         load.mark_finished((request, 1))
     assert load.statistics().remembered == 2
@@ -97,7 +98,7 @@ def test_remembered_attempts_are_bounded() -> None:
 
 
 def test_at_the_limit_the_oldest_reservation_is_released() -> None:
-    load = LoadTracker(limit=2)
+    load = LoadTracker(LoadConfig(limit=2))
     for request in "abc":
         load.add_reservation(reservation(request), 0.0)
     assert load.statistics().reservations == 2
@@ -108,7 +109,7 @@ def test_at_the_limit_the_oldest_reservation_is_released() -> None:
 
 
 def test_a_report_replaces_the_reservations_that_it_has_and_keeps_the_others() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     load.add_reservation(reservation("old"), 0.0)
     load.add_reservation(reservation("new", tokens=7, blocks=1), 0.0)
     load.apply_report(report("a", "old", tokens=40, blocks=12), 1.0)
@@ -121,7 +122,7 @@ def test_a_report_replaces_the_reservations_that_it_has_and_keeps_the_others() -
 
 
 def test_load_without_a_reservation_here_counts() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     load.apply_report(report("a", "stranger", tokens=50, blocks=5), 0.0)
     assert load.load_of(A) == CandidateLoad(1, 50, 5)
     load.apply_report(report("a"), 0.25)
@@ -129,7 +130,7 @@ def test_load_without_a_reservation_here_counts() -> None:
 
 
 def test_only_the_attempts_are_used_from_a_report_of_several_ranks() -> None:
-    load = LoadTracker(grace_s=3, unknown_s=10)
+    load = LoadTracker(LoadConfig(grace_s=3, unknown_s=10))
     load.add_reservation(Reserved("r", 1, "f", "a", 1, 100, 10), 0.0)
     load.apply_report(report("a", "r", tokens=900, blocks=90), 1.0, ranks=2)
     assert load.load_of(A) == IDLE
@@ -140,7 +141,7 @@ def test_only_the_attempts_are_used_from_a_report_of_several_ranks() -> None:
 
 
 def test_a_reservation_that_reports_lack_for_long_is_released() -> None:
-    load = LoadTracker(grace_s=3, unknown_s=10)
+    load = LoadTracker(LoadConfig(grace_s=3, unknown_s=10))
     load.add_reservation(reservation("r"), 0.0)
     for now_s in range(13):
         load.apply_report(report("a"), float(now_s))
@@ -152,7 +153,7 @@ def test_a_reservation_that_reports_lack_for_long_is_released() -> None:
 
 
 def test_neither_time_alone_nor_reports_that_have_it_release_a_reservation() -> None:
-    load = LoadTracker(grace_s=3, unknown_s=10)
+    load = LoadTracker(LoadConfig(grace_s=3, unknown_s=10))
     load.add_reservation(reservation("r"), 0.0)
     load.apply_report(report("a", "r"), 100.0)
     load.apply_report(report("a"), 109.0)
@@ -161,7 +162,7 @@ def test_neither_time_alone_nor_reports_that_have_it_release_a_reservation() -> 
 
 
 def test_a_lease_that_ends_releases_its_reservations() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     load.add_reservation(reservation("1", "a", frontend="f"), 0.0)
     load.add_reservation(reservation("2", "a", frontend="g"), 0.0)
     load.add_reservation(reservation("3", "b", frontend="g"), 0.0)
@@ -174,7 +175,7 @@ def test_a_lease_that_ends_releases_its_reservations() -> None:
 
 
 def test_tokens_of_a_lower_priority_are_not_ahead() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     for request, tokens, priority in (("low", 1000, -1), ("usual", 100, 0), ("high", 10, 5)):
         load.add_reservation(reservation(request, tokens=tokens, priority=priority), 0.0)
     assert [load.load_of(A, priority).queued_tokens for priority in (-1, 0, 5, 6)] == [1110, 110, 10, 0]
@@ -187,7 +188,7 @@ def test_tokens_of_a_lower_priority_are_not_ahead() -> None:
 
 
 def test_a_workers_speed_is_the_one_it_reported_last() -> None:
-    load = LoadTracker()
+    load = LoadTracker(LoadConfig())
     assert load.speeds == {}
     load.apply_report(report(speed=WorkerSpeed(1000.0, 0.02)), 0.0)
     assert load.speeds["a"] == WorkerSpeed(1000.0, 0.02)
@@ -211,7 +212,7 @@ def frozen(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:
 
 
 def test_a_worker_with_work_and_without_a_step_is_frozen_until_it_makes_one() -> None:
-    load = LoadTracker(frozen_s=5)
+    load = LoadTracker(LoadConfig(frozen_s=5))
     assert frozen(load, 4.9, report("a", "r"), report("b")) == set()
     assert frozen(load, 10.0, report("a", "r"), report("b")) == {"a"}
     load.apply_report(report("a", "r", progress=2), 10.25)
@@ -219,21 +220,21 @@ def test_a_worker_with_work_and_without_a_step_is_frozen_until_it_makes_one() ->
 
 
 def test_the_time_of_an_idle_worker_counts_from_when_work_came() -> None:
-    load = LoadTracker(frozen_s=5)
+    load = LoadTracker(LoadConfig(frozen_s=5))
     assert frozen(load, 20.0, report("a")) == set()
     load.apply_report(report("a", "r"), 20.0)
     assert load.frozen_instances(20.1) == set()
 
 
 def test_a_worker_whose_reports_stop_is_frozen_though_it_was_idle() -> None:
-    load = LoadTracker(frozen_s=5)
+    load = LoadTracker(LoadConfig(frozen_s=5))
     load.apply_report(report("a"), 0.0)
     load.apply_report(report("b"), 0.0)
     assert frozen(load, 5.0, report("b")) == {"a"}
 
 
 def test_while_the_router_is_cut_off_and_right_after_no_worker_is_frozen() -> None:
-    load = LoadTracker(frozen_s=5)
+    load = LoadTracker(LoadConfig(frozen_s=5))
     load.apply_report(report("a", "r"), 0.0)
     for second in range(60):
         assert load.frozen_instances(float(second), listening=second < 3) == set()
@@ -242,7 +243,7 @@ def test_while_the_router_is_cut_off_and_right_after_no_worker_is_frozen() -> No
 
 
 def test_a_router_that_was_frozen_itself_takes_no_worker_for_frozen() -> None:
-    load = LoadTracker(frozen_s=5)
+    load = LoadTracker(LoadConfig(frozen_s=5))
     load.apply_report(report("a", "r"), 0.0)
     load.frozen_instances(0.0)
     assert load.frozen_instances(100.0) == set()
@@ -254,7 +255,7 @@ class LoadMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.load = LoadTracker(limit=6, remembered_limit=8, grace_s=3, unknown_s=10)
+        self.load = LoadTracker(LoadConfig(limit=6, grace_s=3, unknown_s=10), remembered_limit=8)
         self.now_s = 0.0
 
     @rule(

@@ -84,7 +84,7 @@ def test_an_answer_has_rows_only_if_asked_for_bounded_in_number_and_best_first()
     assert len(reply.candidates) == KEPT_CANDIDATES
     scores = [row.score for row in reply.candidates]
     assert scores == sorted(scores)
-    assert router.explain("second")[0].selected == reply
+    assert router.decisions.find("second", 20)[0].selected == reply
 
 
 def test_blocks_that_a_prompt_shares_with_those_before_it_are_reserved_once() -> None:
@@ -103,10 +103,10 @@ def test_an_explanation_has_the_load_and_the_predicted_first_token_at_the_choice
     router.select(select("first", [1, 2, 3]), 0.0)
     router.select(select("second", [7, 8, 9]), 0.0)
     router.apply_load_event(Finished("first", 1), 0.5)
-    (row,) = router.explain("second")[0].selected.candidates
+    (row,) = router.decisions.find("second", 20)[0].selected.candidates
     assert (row.queued_tokens, row.active_blocks) == (13, 4)
     assert row.predicted_s == (13 + 13) / 100
-    assert row.reason == router.explain("second")[0].selected.reason
+    assert row.reason == router.decisions.find("second", 20)[0].selected.reason
 
 
 def test_a_request_whose_first_token_would_come_too_late_is_refused_without_a_reservation() -> None:
@@ -208,7 +208,7 @@ def test_a_select_that_another_router_reserved_gets_the_same_answer() -> None:
         assert isinstance(choice.reply, Selected)
         assert choice.reply.instance == instance
         assert choice.reserved is None
-        assert [row.instance for row in router.explain("r")[0].selected.candidates] == [instance]
+        assert [row.instance for row in router.decisions.find("r", 20)[0].selected.candidates] == [instance]
 
 
 def test_a_reservation_of_another_router_that_replaces_a_withdrawn_choice_is_explained() -> None:
@@ -220,7 +220,7 @@ def test_a_reservation_of_another_router_that_replaces_a_withdrawn_choice_is_exp
     other = "b" if first == "a" else "a"
     router.apply_load_event(Reserved("r", 1, "f", other, 0, 5, 2, router="r2"), 0.0)
     assert chosen(router, select("r", [1], explain=True)).instance == other
-    assert [each.selected.instance for each in router.explain("r")] == [other]
+    assert [each.selected.instance for each in router.decisions.find("r", 20)] == [other]
 
 
 def test_a_repeated_select_for_another_instance_moves_its_reservation() -> None:
@@ -490,4 +490,9 @@ def test_a_decision_is_plain_json() -> None:
     router = model()
     router.add_card(card("a"))
     router.select(select("r", [1]), 0.0)
-    assert msgspec.json.decode(msgspec.json.encode(router.explain("r")))[0]["selected"]["instance"] == "a"
+    assert (
+        msgspec.json.decode(msgspec.json.encode([each.selected for each in router.decisions.find("r", 1)]))[0][
+            "instance"
+        ]
+        == "a"
+    )

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from services.router.config import RouterConfig
 from services.router.selection.candidates import CandidateState, RoutingRequest
 from services.router.selection.load import IDLE
 from services.router.selection.policies.kv import KvPolicy
@@ -50,13 +51,14 @@ class SteppingClock:
 def guard(policy: Policy, *took_s: float, strikes: int = 2) -> PolicyGuard:
     """Guard a policy whose choices take these times, and no time after that."""
     steps_s = [step_s for each in took_s for step_s in (0.0, each)]
-    return PolicyGuard(policy, Random(1), clock=SteppingClock(*steps_s), budget_s=0.005, strikes=strikes)
+    config = RouterConfig(policy=type(policy).__name__, policy_budget_ms=5.0, policy_strikes=strikes)
+    return PolicyGuard(policy, Random(1), config, SteppingClock(*steps_s))
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_a_choice_has_the_scored_candidates_best_first_and_the_policy_that_made_it(name: str) -> None:
     policy = BUILT_IN[name]()
-    choice = PolicyGuard(policy, Random(1)).choose(REQUEST, CANDIDATES)
+    choice = PolicyGuard(policy, Random(1), RouterConfig()).choose(REQUEST, CANDIDATES)
     assert choice.policy is policy
     assert choice.fault is None
     assert choice.chosen.candidate in CANDIDATES
@@ -123,7 +125,7 @@ def test_a_slow_failure_counts_as_slow() -> None:
 
 def test_the_time_of_the_reason_counts_towards_the_budget() -> None:
     clock = SteppingClock(0.0, 0.006, 0.0)
-    guarded = PolicyGuard(SlowReasonPolicy(clock), Random(1), clock=clock, budget_s=0.005)
+    guarded = PolicyGuard(SlowReasonPolicy(clock), Random(1), RouterConfig(policy_budget_ms=5.0), clock)
     choice = guarded.choose(REQUEST, CANDIDATES)
     assert choice.reason == "because"
     assert choice.fault is not None
@@ -139,7 +141,7 @@ def test_an_occasional_slow_choice_is_forgiven() -> None:
 
 
 def test_without_a_clock_no_choice_is_slow() -> None:
-    guarded = PolicyGuard(LastPolicy(), Random(1), budget_s=0.0, strikes=0)
+    guarded = PolicyGuard(LastPolicy(), Random(1), RouterConfig(policy_budget_ms=0.0, policy_strikes=0))
     assert guarded.choose(REQUEST, CANDIDATES).fault is None
 
 
@@ -151,14 +153,14 @@ class InfiniteScorePolicy(KvPolicy):
 
 
 def test_infinite_scores_are_scores() -> None:
-    choice = PolicyGuard(InfiniteScorePolicy(), Random(1)).choose(REQUEST, CANDIDATES)
+    choice = PolicyGuard(InfiniteScorePolicy(), Random(1), RouterConfig()).choose(REQUEST, CANDIDATES)
     assert (choice.fault, choice.chosen.candidate) == (None, CANDIDATES[1])
 
 
 def test_a_policy_whose_reason_fails_still_chooses_and_the_problem_is_reported() -> None:
     problem = "LookupError: lost for words"
     assert explain_candidate(FailingReasonPolicy(), REQUEST, CANDIDATES[0]) == (f"no reason: {problem}", problem)
-    guarded = PolicyGuard(FailingReasonPolicy(), Random(1))
+    guarded = PolicyGuard(FailingReasonPolicy(), Random(1), RouterConfig())
     choice = guarded.choose(REQUEST, CANDIDATES)
     assert isinstance(choice.policy, FailingReasonPolicy)
     assert choice.reason == f"no reason: {problem}"

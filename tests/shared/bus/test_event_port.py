@@ -133,11 +133,11 @@ async def test_what_waits_for_many_subscribers_that_read_nothing_is_bounded_for_
                 port.publish(b"", b"sequence", payload)
         assert resident_mib() - before_mib < 3 * (SEND_LIMIT_BYTES >> 20)
         assert port.connections == 6
-        assert port.waiting_bytes <= SEND_LIMIT_BYTES
+        assert port.waiting.size_bytes <= SEND_LIMIT_BYTES
     async with asyncio.timeout(DEADLINE_S):
         while port.connections:  # noqa: ASYNC110 - nothing is called for it
             await asyncio.sleep(0.01)
-    assert not port.waiting_bytes
+    assert not port.waiting.size_bytes
 
 
 async def test_a_subscriber_that_reads_late_gets_whole_batches_the_latest_included(port: EventPort) -> None:
@@ -154,7 +154,7 @@ async def test_a_subscriber_that_reads_late_gets_whole_batches_the_latest_includ
             numbers.append(sent.index(batch))
         assert numbers == sorted(set(numbers))
         assert len(numbers) < len(sent)
-        assert not port.waiting_bytes
+        assert not port.waiting.size_bytes
 
 
 async def test_a_stranger_that_leaves_its_handshake_undone_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

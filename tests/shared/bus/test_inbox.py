@@ -44,13 +44,16 @@ def test_a_lost_connection_does_not_say_gone() -> None:
 
 async def test_only_the_first_answer_to_a_request_counts() -> None:
     replies = ReplyInbox()
-    inbox, answer = replies.request("subject")
-    replies.deliver(Message(inbox, b"first"))
-    replies.deliver(Message(inbox, b"second"))
-    replies.fail(BusDown("lost"))
-    assert (await answer).payload == b"first"
-    replies.forget_request(inbox)
-    replies.deliver(Message(inbox, b"late"))
+    inboxes: list[str] = []
+
+    async def send(inbox: str) -> None:
+        inboxes.append(inbox)
+        replies.deliver(Message(inbox, b"first"))
+        replies.deliver(Message(inbox, b"second"))
+        replies.fail(BusDown("lost"))
+
+    assert (await replies.request("subject", 1.0, send)).payload == b"first"
+    replies.deliver(Message(inboxes[0], b"late"))
 
 
 async def test_a_stream_gives_what_came_before_the_connection_was_lost() -> None:

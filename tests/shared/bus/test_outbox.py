@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from shared import subjects
 from shared.bus import outbox
 from shared.bus.contract import Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
 from shared.messages import CANCEL, LOAD_EVENTS, Cancel, Finished, LoadEvents
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 MODEL = "m"
 CANCEL_W1 = subjects.worker("n", "w1", "cancel")

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 
 from shared import subjects
 from shared.bus.contract import Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.discovery.directory import (
     CardDown,
     CardRefused,
@@ -21,7 +20,6 @@ from shared.discovery.directory import (
     InstanceDown,
     InstanceUp,
 )
-from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.errors import BusDown
 from shared.hashing import self_test
 from shared.messages import (
@@ -36,6 +34,8 @@ from shared.messages import (
     Pong,
     ServiceName,
 )
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus
+from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 
 NAMESPACE = "test"
 

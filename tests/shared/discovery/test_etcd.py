@@ -22,7 +22,7 @@ from shared.discovery.etcd_client import EtcdClient
 from shared.discovery.etcd_watch import EtcdWatch
 from shared.discovery.key_feed import KeyFeed
 from shared.errors import ConfigError, DiscoveryDown
-from tests.servers import EtcdServer, etcd_server
+from tests.servers import EtcdServer, free_port
 from tests.shared.watched import watching
 
 TTL_S = 2.0
@@ -103,6 +103,7 @@ async def test_while_etcd_is_frozen_past_the_ttl_no_living_instance_is_lost(
 async def test_a_silent_stream_is_given_up_for_a_new_connection(own_etcd: EtcdServer) -> None:
     sight = KeyFeed()
     watch = EtcdWatch(EtcdClient((own_etcd.endpoint,), "", "", lambda: None), PREFIX, sight, TTL_S)
+    following = asyncio.create_task(watch.run())
     async with asyncio.timeout(60):
         while sight.state != ({}, 0):
             await sight.wait(None)
@@ -112,8 +113,7 @@ async def test_a_silent_stream_is_given_up_for_a_new_connection(own_etcd: EtcdSe
         own_etcd.thaw()
         while sight.state[0] is None:
             await sight.wait(None)
-    watch.stop()
-    await asyncio.to_thread(watch.join, 10.0)
+    following.cancel()
 
 
 async def test_after_a_wipe_living_instances_stay_and_dead_ones_go(
@@ -266,37 +266,62 @@ async def test_a_user_and_a_password_are_passed_on(own_etcd: EtcdServer) -> None
 async def test_seventy_megabytes_of_junk_hide_no_instance_from_a_listing_or_a_watch(
     own_etcd: EtcdServer, discovery: EtcdDiscovery
 ) -> None:
+    small = {f"{PREFIX}a{n:02d}": b"1" for n in range(24)}  # pages grow while they are small
     with plain_client(own_etcd) as client:
+        for key, value in small.items():
+            client.put(key, value)
         for n in range(70):
             client.put(f"{PREFIX}junk/{n:02d}", b"x" * (1 << 20))
     registration = await discovery.register(epochs)
     async with watching(discovery, PREFIX) as watched:
-        assert watched.entries == {LIVING: b"1"}
+        assert watched.entries == small | {LIVING: b"1"}
         assert watched.left_out == 70
-        assert await discovery.list(PREFIX) == {LIVING: b"1"}
+        assert await discovery.list(PREFIX) == small | {LIVING: b"1"}
     await registration.close()
 
 
-@pytest.mark.parametrize("name", ["d" * 10, "d" * 120, "c#", "50%41", "a?b", "a,b", "with spaces", "é"])
-async def test_a_socket_is_an_endpoint_however_long_its_path_and_whatever_is_in_it(tmp_path: Path, name: str) -> None:
-    directory = tmp_path / name
-    directory.mkdir()
-    with etcd_server(directory, socket=True) as server:
-        discovery = EtcdDiscovery((server.endpoint,), TTL_S)
-        registration = await discovery.register(epochs)
-        async with watching(discovery, PREFIX) as watched:
-            assert watched.entries == {LIVING: b"1"}
-            await asyncio.to_thread(server.restart)
-            await registration.close()
-            await watched.until_entries({})
-        assert await discovery.list(PREFIX) == {}
-        await discovery.close()
+async def test_a_socket_is_an_endpoint_however_long_its_path_and_whatever_is_in_it(tmp_path: Path) -> None:
+    async def use(name: str) -> None:
+        directory = tmp_path / name
+        directory.mkdir()
+        server = EtcdServer(directory, socket=True)
+        await asyncio.to_thread(server.start)
+        try:
+            discovery = EtcdDiscovery((server.endpoint,), TTL_S)
+            registration = await discovery.register(epochs)
+            async with watching(discovery, PREFIX) as watched:
+                assert watched.entries == {LIVING: b"1"}
+                await asyncio.to_thread(server.restart)
+                await registration.close()
+                await watched.until_entries({})
+            assert await discovery.list(PREFIX) == {}
+            await discovery.close()
+        finally:
+            server.kill()
+
+    async with asyncio.TaskGroup() as tasks:  # side by side, since each waits for the most part
+        for name in ("d" * 10, "d" * 120, "c#", "50%41", "a?b", "a,b", "with spaces", "é"):
+            tasks.create_task(use(name), name=name)
 
 
 async def test_a_socket_whose_directory_is_not_there_is_an_outage_of_discovery(tmp_path: Path) -> None:
     discovery = EtcdDiscovery((f"unix:{tmp_path / ('d' * 120) / 'etcd'}",), TTL_S)
     with pytest.raises(DiscoveryDown, match="No such file"):
         await discovery.list(PREFIX)
+    await discovery.close()
+
+
+async def test_of_several_endpoints_one_that_answers_is_enough(own_etcd: EtcdServer) -> None:
+    discovery = EtcdDiscovery((f"127.0.0.1:{free_port()}", own_etcd.endpoint), TTL_S)
+    registration = await discovery.register(epochs)
+    async with watching(discovery, PREFIX) as watched:
+        assert watched.entries == {LIVING: b"1"}
+        await asyncio.to_thread(own_etcd.restart)
+        await registration.publish()
+        later = await discovery.register(lambda epoch: {PREFIX + "later": b"1"})
+        await watched.until_entries({LIVING: b"1", PREFIX + "later": b"1"})
+        await later.close()
+    await registration.close()
     await discovery.close()
 
 

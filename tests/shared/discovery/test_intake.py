@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,9 +35,14 @@ def test_a_key_is_left_out_for_its_size_for_what_it_says_and_for_want_of_a_place
     assert one.left_out.why == "junk"
 
 
-def test_pages_in_any_order_give_the_oldest_keys() -> None:
+async def pages(*pages: list[tuple[int, str, bytes]]) -> AsyncIterator[list[tuple[int, str, bytes]]]:
+    for page in pages:
+        yield page
+
+
+async def test_pages_in_any_order_give_the_oldest_keys() -> None:
     one = intake()
-    one.load_pages([[(5, "a", b"5"), (6, "b", b"6")], [(7, "c", b"7"), (1, "d", b"1")], [(2, "e", b"2")]])
+    await one.load_pages(pages([(5, "a", b"5"), (6, "b", b"6")], [(7, "c", b"7"), (1, "d", b"1")], [(2, "e", b"2")]))
     assert list(one.entries.items()) == [("d", b"1"), ("e", b"2")]
     assert one.left_out.count == 3
 

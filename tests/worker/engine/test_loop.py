@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, KVConnector
@@ -77,7 +79,7 @@ def run(*lines: Sequence[EngineCommand], runner: FakeRunner | None = None) -> Sc
     )
     script = Script(*lines)
     ticks = iter(range(1_000_000))
-    EngineLoop(script, EngineCore(scheduler, 2), runner, lambda: next(ticks) / 1000).run()
+    EngineLoop(cast(EngineEnd, script), EngineCore(scheduler, 2), runner, lambda: next(ticks) / 1000).run()
     return script
 
 
@@ -163,7 +165,8 @@ def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float
         timeout_s=1.0,
         most_blocks=64,
     )
-    EngineLoop(sleeper, EngineCore(scheduler, BLOCK_SIZE, connector), runner, lambda: sleeper.now_s).run()
+    core = EngineCore(scheduler, BLOCK_SIZE, connector)
+    EngineLoop(cast(EngineEnd, sleeper), core, runner, lambda: sleeper.now_s).run()
     return sleeper.slept_s
 
 

@@ -16,13 +16,13 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
-from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.messages import INSTANCE, JSON_HEADER, Instance, ServiceName
 from shared.pool.lock import LOCK, HeldLock
 from shared.runtime.lifecycle import Runtime
+from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.simulation.clock import SimulatedLoop
 
 NAMESPACE = "test"

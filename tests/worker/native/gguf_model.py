@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 from services.worker.native.config import ModelConfig, read_config
+from services.worker.native.rope import NoRope
 from services.worker.native.tensor_file import Floats
 from services.worker.native.weights import Checkpoint
 
@@ -20,6 +21,8 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -47,7 +50,10 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate)
     writer.add_head_count(config.heads)
     writer.add_head_count_kv(config.kv_heads)
+    if config.head_dim * config.heads != config.hidden:
+        writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    assert not isinstance(config.rope, NoRope)
     writer.add_rope_freq_base(config.rope.rope_theta)
     _add_tokenizer(writer, source, pre)
     for name, value in (fields or {}).items():

@@ -33,6 +33,8 @@ def converted(gguf: Path) -> Path:
         {"tied": False, "bias": True, "heads": 8},
         {"architecture": "Qwen2ForCausalLM", "tied": False},
         {"architecture": "Qwen2ForCausalLM", "kv_heads": 1, "rope_theta": 1e6},
+        {"architecture": "Qwen3ForCausalLM", "head_dim": 32, "rope_theta": 1e6},
+        {"architecture": "Qwen3ForCausalLM", "bias": True, "tied": False},
     ],
 )
 def test_a_gguf_file_becomes_the_directory_it_was_made_of(tmp_path: Path, arguments: dict[str, Any]) -> None:
@@ -96,7 +98,10 @@ def test_yarn_scaling_is_read_from_the_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"fields": {"general.architecture": "gemma"}}, "architecture gemma is not supported; llama, qwen2 are"),
+        (
+            {"fields": {"general.architecture": "gemma"}},
+            "architecture gemma is not supported in GGUF files; llama, qwen2, qwen3 are. docs/models.md lists",
+        ),
         ({"fields": {"tokenizer.ggml.model": "llama"}}, "tokenizer llama is not supported"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not supported"),
         ({"fields": {"llama.block_count": "two"}}, "the field llama.block_count is a str; expected int"),
@@ -104,7 +109,7 @@ def test_yarn_scaling_is_read_from_the_metadata(tmp_path: Path) -> None:
         ({"fields": {"llama.feed_forward_length": 64}}, "ffn_gate.weight has shape (128, 64); expected (64, 64)"),
         ({"fields": {"llama.rope.dimension_count": 8}}, "a part of each head"),
         ({"fields": {"llama.attention.head_count_kv": 3}}, "4 attention heads cannot share 3"),
-        ({"fields": {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}}, "'longrope'"),
+        ({"fields": {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}}, "scaling longrope"),
         ({"left_out": ("token_embd.weight",)}, "tensor token_embd.weight is missing"),
         ({"fields": {"tokenizer.ggml.bos_token_id": 999}}, "bos_token_id 999 is not in the vocabulary of 320"),
     ],

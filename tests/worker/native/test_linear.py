@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.native.linear import Linear
+from services.worker.native.linear import Linear, calibrate_linear
 
 RANDOM = np.random.default_rng(0)
 
@@ -19,3 +19,11 @@ def test_every_way_gives_the_product_in_contiguous_rows(rows: int, dot_rows: int
     assert product.flags.c_contiguous
     assert product.dtype == np.float32
     np.testing.assert_allclose(product, x @ weight.T, atol=1e-4)
+
+
+def test_calibration_chooses_a_way_that_multiplies() -> None:
+    weights = [np.random.default_rng(seed).normal(size=(64, 64)).astype(np.float32) for seed in range(3)]
+    linear = calibrate_linear(weights)
+    assert 0 <= linear.dot_rows <= 8
+    x = np.ones((2, 64), np.float32)
+    np.testing.assert_allclose(linear(x, weights[0]), x @ weights[0].T, atol=1e-4)

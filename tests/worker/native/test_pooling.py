@@ -13,12 +13,11 @@ from services.worker.native.config import read_config
 from services.worker.native.pooling import RowSpan, pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner
-from services.worker.native.weights import load_weights
 from services.worker.runner import Drawn, Work
 from shared.messages import NOT_FINITE, Pooling, Sampling
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import CASES, CHECKED_POSITIONS, GOLDEN, prompt_tokens
-from tests.worker.native.reference import embedding, last_hidden_states
+from tests.worker.native.reference import embedding, last_hidden_states, logits_of
 from tests.worker.native.works import work
 
 TOKENS = prompt_tokens()
@@ -61,9 +60,8 @@ def llama(tmp_path: Path) -> Iterator[PooledVector]:
 @pytest.mark.parametrize("name", CASES)
 def test_both_poolings_are_those_of_a_plain_decoder_that_agrees_with_transformers(tmp_path: Path, name: str) -> None:
     one = PooledVector(tmp_path, name)
-    head = load_weights(one.directory, read_config(one.directory)).head
     with np.load(GOLDEN / "logits.npz") as golden:
-        logits = one.states[list(CHECKED_POSITIONS)] @ head.T.astype(np.float64)
+        logits = logits_of(one.directory, one.states[list(CHECKED_POSITIONS)])
         np.testing.assert_allclose(logits, golden[name], rtol=0, atol=1e-3)
     for pooling in POOLINGS:
         [drawn] = one.runner.step([work(TOKENS, range(13), sampling=ASKED[pooling])])

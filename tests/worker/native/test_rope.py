@@ -11,6 +11,8 @@ from services.worker.native.rope import (
     DynamicRope,
     LinearRope,
     Llama3Rope,
+    LongRope,
+    NoRope,
     PlainRope,
     YarnRope,
     frequencies,
@@ -57,3 +59,22 @@ def test_tables_hold_cosine_and_sine_of_every_position() -> None:
     assert cosines.dtype == np.float32
     np.testing.assert_allclose(cosines[3], np.cos([3, 0.3, 0.03, 0.003]), rtol=1e-6)
     np.testing.assert_allclose(sines[3], np.sin([3, 0.3, 0.03, 0.003]), rtol=1e-6)
+
+
+def test_longrope_divides_by_its_short_factors_and_scales_attention() -> None:
+    angles, scale = frequencies(LongRope((1.0, 2.0, 4.0, 8.0), 16.0, 4096), 8)
+    np.testing.assert_allclose(angles, [1, 0.05, 0.0025, 0.000125])
+    assert scale == pytest.approx(math.sqrt(1 + math.log(16) / math.log(4096)))
+    assert frequencies(LongRope((1.0,), 16.0, 4096, attention_factor=0.5), 2)[1] == 0.5
+    assert frequencies(LongRope((1.0,), 1.0, 1), 2)[1] == 1
+
+
+def test_elements_that_are_not_rotated_keep_their_size_whatever_the_factor_on_the_others() -> None:
+    rope = YarnRope(4.0, 4096, attention_factor=0.5)
+    cosines, sines = rope_tables(rope, 8, 3, rotated=4)
+    np.testing.assert_array_equal(cosines[:, 2:], 1)
+    np.testing.assert_array_equal(sines[:, 2:], 0)
+    np.testing.assert_array_equal(cosines[:, :2], rope_tables(rope, 4, 3)[0])
+    cosines, sines = rope_tables(NoRope(), 8, 3)
+    assert (cosines == 1).all()
+    assert (sines == 0).all()

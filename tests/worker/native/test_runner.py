@@ -14,7 +14,7 @@ import pytest
 from msgspec import Struct
 from tokenizers import Tokenizer
 
-from services.worker.config import Dtype
+from services.worker.config import Dtype, WorkerConfig
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import Loading, Submit
 from services.worker.mover import Copied, Copy, Mover
@@ -170,7 +170,8 @@ def test_sampled_tokens_do_not_depend_on_other_rows(tiny: NativeRunner) -> None:
 def test_loading_converts_and_reports_its_progress(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "model", dtype="float16")
     told: list[Loading] = []
-    runner: Runner = load_native(source, tmp_path / "cache", capacity_blocks=4)(told.append)
+    config = WorkerConfig(model=str(source), cache=str(tmp_path / "cache"), capacity_blocks=4)
+    runner: Runner = load_native(config, told.append)
     assert {line.what for line in told} == {"converting model to float32", "mapping weights"}
     assert Path(runner.facts.path) == prepare(source, tmp_path / "cache", told.append)
     runner.close()

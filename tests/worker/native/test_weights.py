@@ -83,3 +83,17 @@ def test_an_index_with_other_paths_is_refused(tmp_path: Path) -> None:
     rewrite_index(directory, 3)
     with pytest.raises(ModelError, match=r"index\.json: Expected `object`, got `int`"):
         load_weights(directory, config)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_tensors_of_a_text_part_are_found_below_the_names_of_transformers_4_and_5(tmp_path: Path, prefix: str) -> None:
+    flat = write_tiny_model(tmp_path / "flat", architecture="Gemma3ForCausalLM", shards=2)
+    expected = load_weights(flat, read_config(flat))
+    nested = write_tiny_model(tmp_path / "nested", architecture="Gemma3ForConditionalGeneration", shards=2)
+    for file in nested.glob("model*"):
+        content, same_length = file.read_bytes(), prefix.encode().ljust(len("language_model.model."))
+        assert b"language_model.model." in content
+        file.write_bytes(content.replace(b"language_model.model.", same_length))
+    weights = load_weights(nested, read_config(nested))
+    np.testing.assert_array_equal(weights.layers[1].down, expected.layers[1].down)
+    np.testing.assert_array_equal(weights.norm, expected.norm)

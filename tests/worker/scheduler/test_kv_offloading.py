@@ -64,12 +64,12 @@ def test_what_was_evicted_in_the_meantime_is_not_offered_and_not_held() -> None:
     engine.submit("a", PROMPT, max_tokens=1)
     kvbm.know_nothing()
     engine.run()
-    offers = engine.scheduler.kv_cache.offers(1)
+    offers = engine.scheduler.kv_cache.offloading.offers(1)
     engine.submit("b", [4, 4, 4, 4, 4, 4, 4], max_tokens=1)
     kvbm.know_nothing()
     engine.run()
     assert engine.scheduler.kv_cache.pin([offers[0].key]) == [None]
-    assert {content.parent for content in engine.scheduler.kv_cache.offers(64)}.isdisjoint({offers[0].key})
+    assert {content.parent for content in engine.scheduler.kv_cache.offloading.offers(64)}.isdisjoint({offers[0].key})
 
 
 def test_a_kvbm_that_comes_is_offered_what_is_there() -> None:

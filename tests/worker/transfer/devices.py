@@ -51,7 +51,7 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A Device on a GPU. `path` is set, so that no path is measured."""
+    """A Device on a GPU."""
 
     def __init__(self, path: CopyPath = "staged", chunk_bytes: int = CHUNK_BYTES) -> None:
         import cupy  # pyright: ignore[reportMissingImports]

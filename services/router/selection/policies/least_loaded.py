@@ -8,11 +8,6 @@ from random import Random
 from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate, best
 
 
-def load_tokens(request: RoutingRequest, candidate: CandidateState) -> int:
-    """Return the queued prompt tokens plus the tokens of the blocks in use."""
-    return candidate.load.queued_tokens + candidate.load.active_blocks * request.block_size
-
-
 class LeastLoadedPolicy:
     """Weighs load alone."""
 
@@ -21,12 +16,12 @@ class LeastLoadedPolicy:
         return candidates
 
     def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
-        """Return the tokens of its load."""
-        return load_tokens(request, candidate)
+        """Return the queued prompt tokens plus the tokens of the blocks in use."""
+        return candidate.load.queued_tokens + candidate.load.active_blocks * request.block_size
 
     def reason(self, request: RoutingRequest, candidate: CandidateState) -> str:
         """Return the tokens of its load as text."""
-        return f"{load_tokens(request, candidate)} tokens queued or in use"
+        return f"{self.score(request, candidate):.0f} tokens queued or in use"
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         """Pick the least loaded candidate."""

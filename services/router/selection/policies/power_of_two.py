@@ -9,24 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate, best
-from services.router.selection.policies.least_loaded import load_tokens
+from services.router.selection.candidates import RoutingRequest, ScoredCandidate, best
+from services.router.selection.policies.least_loaded import LeastLoadedPolicy
 
 
-class PowerOfTwoPolicy:
+class PowerOfTwoPolicy(LeastLoadedPolicy):
     """Weighs the load of a random sample."""
-
-    def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
-        """Keep all candidates."""
-        return candidates
-
-    def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
-        """Return the tokens of its load."""
-        return load_tokens(request, candidate)
-
-    def reason(self, request: RoutingRequest, candidate: CandidateState) -> str:
-        """Return the tokens of its load as text."""
-        return f"{load_tokens(request, candidate)} tokens queued or in use"
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         """Pick the less loaded of two."""

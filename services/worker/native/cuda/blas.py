@@ -28,7 +28,7 @@ class Blas:
     """Matrix products of one element type, accumulated in float32. Only one thread may use it at a time."""
 
     def __init__(self, element_type: Dtype, stream: Any) -> None:
-        """Make a cuBLAS handle whose products run on `stream`. Raises ModelError."""
+        """Make a cuBLAS handle whose products run on `stream`. Raise ModelError."""
         self._library = _loaded_cublas()
         self._type = _DATA_TYPES[element_type]
         self._workspace = cp.empty(BLAS_BYTES, cp.uint8)
@@ -39,8 +39,10 @@ class Blas:
         self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(BLAS_BYTES))
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
-    def product(self, out: Array, x: Array, weight: Array, *, add: bool = False) -> None:
-        """Compute x (rows, inputs) · weight (outputs, inputs)ᵀ into `out` (rows, outputs); with `add`, add it there.
+    def product(self, out: Array, x: Array, weight: Array, *, add: bool = False, factor: float = 1.0) -> None:
+        """Compute factor · x (rows, inputs) · weight (outputs, inputs)ᵀ into `out` (rows, outputs).
+
+        With `add`, add it to what is there.
 
         All are row-major and contiguous. x and weight have the element type; out has it too, or is float32.
         """
@@ -56,7 +58,7 @@ class Blas:
             outputs,
             rows,
             inputs,
-            ctypes.byref(self._one),
+            ctypes.byref(self._one if factor == 1 else ctypes.c_float(factor)),
             ctypes.c_void_p(weight.data.ptr),
             self._type,
             inputs,

@@ -26,6 +26,8 @@ class Buffers:
     q: Array
     q_rest: Array
     """The rounding errors of `q`; only float16 uses them."""
+    added: Array
+    """What is normed before it is added to `hidden`; one row for models without such norms."""
     attended: Array
     gate_up: Array
     activated: Array
@@ -42,10 +44,10 @@ class Buffers:
         dtypes = {"element": DTYPES[element_type], "float32": cp.float32, "int32": cp.int32}
         arrays = {name: cp.empty(shape, dtypes[item]) for name, (shape, item) in step_arrays(config, limits).items()}
         arrays["every_row"].set(cp.arange(limits.rows, dtype=cp.int32).get())
-        for name, table in zip(
-            ("cosines", "sines"), rope_tables(config.rope, config.head_dim, limits.positions), strict=True
-        ):
-            arrays[name].set(table)
+        for number, rope in enumerate(config.ropes):
+            tables = rope_tables(rope, config.head_dim, limits.positions, config.rotated)
+            for name, table in zip(("cosines", "sines"), tables, strict=True):
+                arrays[name][number].set(table)
         return Buffers(**arrays)
 
 

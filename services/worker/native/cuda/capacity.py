@@ -20,7 +20,7 @@ OUTSIDE_BYTES = 1 << 30
 """The memory that a process takes in addition to its allocations: on an H200, 0.5 GiB for CUDA's context and 0.2 GiB
 for kernels and 19 graphs."""
 MARGIN_BYTES = 512 << 20
-"""The free memory that is left for later needs: kernels, graphs and calibration."""
+"""The free memory that is left for later needs: kernels and graphs."""
 MOST_BLOCKS = 1 << 20
 """The most blocks without a setting. More blocks of a tiny model would cost the scheduler more memory than the GPU."""
 BLAS_BYTES = 64 << 20
@@ -55,13 +55,14 @@ class StepLimits(Struct, frozen=True):
 
 def step_arrays(config: ModelConfig, limits: StepLimits) -> dict[str, tuple[Shape, Item]]:
     """Return the shape and the type of each array of `Buffers`, by name."""
-    rows = limits.rows
+    rows, ropes = limits.rows, len(config.ropes)
     return {
         "hidden": ((rows, config.hidden), "float32"),
         "normed": ((rows, config.hidden), "element"),
         "qkv": ((rows, config.queries + 2 * config.keys), "float32"),
         "q": ((rows, config.queries), "element"),
         "q_rest": ((rows, config.queries), "element"),
+        "added": ((rows if config.norms != "before" else 1, config.hidden), "float32"),
         "attended": ((rows, config.queries), "element"),
         "gate_up": ((rows, 2 * config.intermediate), "float32"),
         "activated": ((rows, config.intermediate), "element"),
@@ -69,8 +70,8 @@ def step_arrays(config: ModelConfig, limits: StepLimits) -> dict[str, tuple[Shap
         "split_room": ((split_parts(limits.drawing) * config.heads * (config.head_dim + 2),), "float32"),
         "logits": ((limits.drawing, config.vocab), "float32"),
         "ints": ((limits.ints,), "int32"),
-        "cosines": ((limits.positions, config.head_dim // 2), "float32"),
-        "sines": ((limits.positions, config.head_dim // 2), "float32"),
+        "cosines": ((ropes, limits.positions, config.head_dim // 2), "float32"),
+        "sines": ((ropes, limits.positions, config.head_dim // 2), "float32"),
     }
 
 
@@ -106,7 +107,7 @@ class GpuRoom(Struct, frozen=True):
 def capacity(room: GpuRoom, *, blocks: int, kv_bytes: int, share: float, block_bytes: int, model: str) -> int:
     """Return the number of KV blocks: `blocks`, or as many as `kv_bytes` hold, or as many as the share leaves room for.
 
-    Raises ModelError with all sizes if they do not fit, or not even one block fits.
+    Raise ModelError with all sizes if they do not fit, or not even one block fits.
     """
     if blocks or kv_bytes:
         asked = blocks or kv_bytes // block_bytes

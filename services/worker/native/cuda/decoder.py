@@ -5,6 +5,8 @@
                                                                         → RMSNorm of drawing rows → logits (float32)
                                                                         → RMSNorm of all rows → sums (`pool`)
 
+What a model has in addition follows from its ModelConfig, in kernels mostly by flags of their compilation.
+
 Activations have the element type. The residual stream stays float32, and cuBLAS itself accumulates products in it: no
 kernel adds, and nothing is rounded between layers. All of it runs on one stream. Nothing here waits for the device or
 allocates memory, so a step can be captured as a CUDA graph.
@@ -34,6 +36,7 @@ _ROW_WARPS_WANTED = 20
 """Wanted warps on each multiprocessor; with 1 or 40, a step was 4 or 2 % slower on an H200."""
 _DECODE_HEADS = 8
 """Query heads of a thread block of attention_decode.cu."""
+_NO_WINDOW = 1 << 30
 _SPLIT_POSITIONS = 64
 """The fewest positions of a split of a decoding sequence's context."""
 _SPLITS_LIMIT = 64
@@ -58,10 +61,12 @@ class CudaDecoder:
         self._blas = blas
         self._buffers = buffers
         self._split_parts = split_parts(buffers.logits.shape[0])
-        self._scale = 1 / math.sqrt(config.head_dim)
+        self._scale = config.attention_scale
         self._slot_stride = pages.size // pages.shape[0]
         self._layer_stride = self._slot_stride // config.layers
         self._processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
+        self._turns = list(zip(buffers.cosines, buffers.sines, strict=True))
+        """The tables of cosine and sine of each rotation."""
         self._group_tiles = -(-config.heads // config.kv_heads // _DECODE_HEADS)
 
     def step(self, counts: StepCounts) -> Array:
@@ -78,23 +83,32 @@ class CudaDecoder:
         attended, activated = room.attended[:rows], room.activated[:rows]
         logits = room.logits[: counts.drawing]
         positions, places = ints[at.positions :], ints[at.places :]
-        splits = self._splits(counts.singles, counts.longest)
-        embedding = (hidden, weights.embedding, ints[at.tokens :], np.int32(config.hidden))
+        splits = {
+            window: self._splits(counts.singles, min(counts.longest, window or counts.longest))
+            for window in {0, *config.windows}
+        }
+        scale = np.float32(config.embedding_scale)
+        embedding = (hidden, weights.embedding, ints[at.tokens :], np.int32(config.hidden), scale)
         kernels.embed((rows,), (_THREADS,), embedding)
         for number, layer in enumerate(weights.layers):
-            layer_offset = np.int64(number * self._layer_stride)
+            layer_offset, window = np.int64(number * self._layer_stride), config.window_of(number)
             self._norm(normed, hidden, None, layer.input_norm)
             self._product(qkv, normed, layer.qkv)
-            self._rotate_and_store(layer, rows, positions, places, layer_offset)
-            self._attend(counts, layer_offset, splits)
-            self._product(hidden, attended, layer.output, add=True)
-            self._norm(normed, hidden, layer.output_bias, layer.output_norm)
+            if config.query_norm == "whole":
+                self._norm_whole(layer, qkv)
+            self._rotate_and_store(layer, rows, positions, places, layer_offset, self._turns[config.rope_of(number)])
+            self._attend(counts, layer_offset, splits[window], window)
+            bias = self._add(hidden, attended, layer.output, layer.output_bias, layer.attended_norm)
+            self._norm(normed, hidden, bias, layer.output_norm)
             self._activate(activated, normed, layer.gate_up)
-            self._product(hidden, activated, layer.down, add=True)
+            self._add(hidden, activated, layer.down, None, layer.fed_norm)
         if counts.drawing:
             drawn = normed[: counts.drawing]
             self._norm(drawn, hidden, None, weights.norm, ints[at.drawing :])
             self._product(logits, drawn, weights.head)
+            if config.logit_scale != 1 or config.logit_cap:
+                bending = (logits, np.int64(logits.size), np.float32(config.logit_scale), np.float32(config.logit_cap))
+                kernels.bend((min(4096, -(-logits.size // _THREADS)),), (_THREADS,), bending)
         return logits
 
     def pool(self, rows: int, spans: int, spans_at: np.uintp, sums_at: np.uintp) -> None:
@@ -125,7 +139,46 @@ class CudaDecoder:
         most = min(pieces, _SPLITS_LIMIT, self._split_parts // singles)
         return min(range(1, max(1, most) + 1), key=cost)
 
-    def _norm(self, out: Array, hidden: Array, bias: Array | None, weight: Array, picked: Array | None = None) -> None:
+    def _add(self, hidden: Array, x: Array, weight: Array, bias: Array | None, norm: Array | None) -> Array | None:
+        """Add a product to the residual stream, after its norm if there is one.
+
+        Return the bias if the next norm must add it.
+        """
+        factor = self._config.residual_scale
+        if norm is None:
+            self._product(hidden, x, weight, add=True, factor=factor)
+            return bias
+        added = self._buffers.added[: len(hidden)]
+        self._product(added, x, weight)
+        self._norm_floats(hidden, added, bias, norm, hidden.shape[1], factor=factor)
+        return None
+
+    def _norm_whole(self, layer: CudaLayer, qkv: Array) -> None:
+        """Norm queries and keys in place, all heads of a row as one vector, after adding their biases."""
+        assert layer.query_norm is not None, "the config says so"
+        bias, first = layer.qkv_bias, 0
+        for width in (self._config.queries, self._config.keys):
+            columns = slice(first, first + width)
+            part, weight = qkv[:, columns], layer.query_norm[columns]
+            self._norm_floats(part, part, None if bias is None else bias[columns], weight, qkv.shape[1])
+            first += width
+
+    def _norm_floats(
+        self, to: Array, x: Array, bias: Array | None, weight: Array, stride: int, factor: float = 0.0
+    ) -> None:
+        """Write the RMSNorm of x + bias to `to`; with a factor, add it there, times the factor."""
+        width, epsilon = len(weight), np.float32(self._config.norm_epsilon)
+        threads = min(1024, -(-width // 32) * 32)
+        sizes = (np.int32(stride), np.int32(width), epsilon, np.int32(factor != 0), np.float32(factor))
+        self._kernels.norm_floats((len(x),), (threads,), (to, x, _pointer(bias), weight, *sizes))
+
+    def _norm(
+        self, out: Array, hidden: Array, bias: Array | None, weight: Array | None, picked: Array | None = None
+    ) -> None:
+        """Norm rows of the residual stream for a product; without a weight only narrow them."""
+        if weight is None:
+            self._kernels.narrow_rows((out.shape[0],), (_THREADS,), (out, hidden, np.int32(self._config.hidden)))
+            return
         width, epsilon = np.int32(self._config.hidden), np.float32(self._config.norm_epsilon)
         arguments = (out, hidden, _pointer(bias), weight, _pointer(picked), width, epsilon)
         pieces = -(-self._config.hidden // self._kernels.pack)
@@ -135,52 +188,62 @@ class CudaDecoder:
         self._kernels.rms_norm((out.shape[0],), (threads,), arguments)
 
     def _rotate_and_store(
-        self, layer: CudaLayer, rows: int, positions: Array, places: Array, layer_offset: np.int64
+        self,
+        layer: CudaLayer,
+        rows: int,
+        positions: Array,
+        places: Array,
+        layer_offset: np.int64,
+        turns: tuple[Array, Array],
     ) -> None:
-        config, room = self._config, self._buffers
-        pairs = (config.heads + 2 * config.kv_heads) * config.head_dim // 2
+        config, room, half = self._config, self._buffers, self._config.head_dim // 2
+        pairs, threads = (config.heads + 2 * config.kv_heads) * half, _THREADS
+        if config.query_norm == "heads":  # whole heads in a thread block
+            threads = max(1, _THREADS // half) * half
         self._kernels.rotate_and_store(
-            (rows, -(-pairs // _THREADS)),
-            (_THREADS,),
+            (rows, -(-pairs // threads)),
+            (threads,),
             (
                 room.q,
                 room.q_rest,
                 self._pages,
                 room.qkv,
                 _pointer(layer.qkv_bias),
-                room.cosines,
-                room.sines,
+                _pointer(layer.query_norm),
+                *turns,
                 positions,
                 places,
                 np.int64(self._slot_stride),
                 layer_offset,
                 np.int32(config.heads),
                 np.int32(config.kv_heads),
+                np.float32(config.norm_epsilon),
             ),
         )
 
-    def _attend(self, counts: StepCounts, layer_offset: np.int64, splits: int) -> None:
+    def _attend(self, counts: StepCounts, layer_offset: np.int64, splits: int, window: int) -> None:
         config, room, kernels, at = self._config, self._buffers, self._kernels, sections(counts)
         ints, split_room = room.ints, room.split_room
         positions, starts, table = ints[at.positions :], ints[at.table_starts :], ints[at.tables :]
         stride, kv_heads = np.int64(self._slot_stride), np.int32(config.kv_heads)
+        seen = np.int32(window or _NO_WINDOW)
         if kernels.attend_decode is None or kernels.merge_splits is None or kernels.attend_prefill is None:
             scale = np.float32(self._scale)
-            paging = (room.every_row, positions, table, starts, stride, layer_offset, kv_heads, scale)
+            paging = (room.every_row, positions, table, starts, stride, layer_offset, kv_heads, scale, seen)
             kernels.attend_any((config.heads, counts.rows), (128,), (room.attended, room.q, self._pages, *paging))
             return
         scale = np.float32(self._scale * math.log2(math.e))
         if counts.singles:
             rows = ints[at.singles :]
             sums = split_room[counts.singles * config.heads * splits * config.head_dim :] if splits > 1 else split_room
-            paging = (rows, positions, table, starts, stride, layer_offset, kv_heads, scale)
+            paging = (rows, positions, table, starts, stride, layer_offset, kv_heads, scale, seen)
             arguments = (room.attended, split_room, sums, room.q, room.q_rest, self._pages, *paging)
             kernels.attend_decode((splits, config.kv_heads * self._group_tiles, counts.singles), (128,), arguments)
             if splits > 1:
                 merging = (room.attended, split_room, sums, rows, np.int32(splits), scale)
                 kernels.merge_splits((config.heads, counts.singles), (config.head_dim,), merging)
         if counts.tiles:
-            paging = (ints[at.tiles :], positions, table, starts, stride, layer_offset, kv_heads, scale)
+            paging = (ints[at.tiles :], positions, table, starts, stride, layer_offset, kv_heads, scale, seen)
             kernels.attend_prefill(
                 (config.heads, counts.tiles),
                 (2 * PREFILL_ROWS,),
@@ -188,18 +251,22 @@ class CudaDecoder:
                 shared_mem=kernels.prefill_shared_bytes,
             )
 
-    def _product(self, out: Array, x: Array, weight: Array, *, add: bool = False) -> None:
-        """Compute a product like Blas.product, into float32 `out`; a single row uses our own kernel."""
+    def _product(self, out: Array, x: Array, weight: Array, *, add: bool = False, factor: float = 1.0) -> None:
+        """Compute a product like Blas.product, into float32 `out`; a single row uses our own kernel.
+
+        A factor counts only with `add`.
+        """
         if x.shape[0] > 1:
-            self._blas.product(out, x, weight, add=add)
+            self._blas.product(out, x, weight, add=add, factor=factor)
             return
         outputs, inputs = weight.shape
         share, blocks = self._row_share(-(-outputs // 2))
-        arguments = (out, x, weight, np.int32(inputs), np.int32(outputs), np.int32(share), np.int32(add))
+        sizes = (np.int32(inputs), np.int32(outputs), np.int32(share), np.int32(add), np.float32(factor))
+        arguments = (out, x, weight, *sizes)
         self._kernels.row_product((blocks,), (32 * _ROW_WARPS,), arguments)
 
     def _activate(self, out: Array, x: Array, gate_up: Array) -> None:
-        """Compute SwiGLU of x · gateᵀ and x · upᵀ into `out`."""
+        """Compute SwiGLU (or GeGLU) of x · gateᵀ and x · upᵀ into `out`."""
         rows, width = out.shape
         if rows == 1:
             share, blocks = self._row_share(width)

@@ -13,7 +13,7 @@ _INSUFFICIENT_DRIVER = 35
 
 
 def use_gpu(gpu: int) -> None:
-    """Make `gpu` the calling thread's device. Raises ConfigError, which says what was found, and DeviceFailed."""
+    """Make `gpu` the calling thread's device. Raise ConfigError, which says what was found, and DeviceFailed."""
     try:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as wrong:

@@ -34,6 +34,9 @@ class Kernels:
     fetch: Kernel
     embed: Kernel
     rms_norm: Kernel
+    narrow_rows: Kernel
+    norm_floats: Kernel
+    bend: Kernel
     sum_rows: Kernel
     swiglu: Kernel
     rotate_and_store: Kernel
@@ -53,7 +56,7 @@ class Kernels:
 def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int) -> Kernels:
     """Compile the kernels for the current device, which takes some seconds the first time.
 
-    Raises ConfigError if there is no compiler or it reports an error. CUDA's own errors pass unchanged.
+    Raise ConfigError if there is no compiler or it reports an error. CUDA's own errors pass unchanged.
     """
     try:
         return _compiled(config, element_type, block_size)
@@ -70,14 +73,20 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kern
     pack = 4 if element_type == "float32" else 8
     while config.hidden % pack or config.intermediate % pack or config.queries % pack:
         pack //= 2
-    defines = {
+    defines: dict[str, object] = {
         "ELEMENT_BITS": 32 if element_type == "float32" else 16,
         "ELEMENT_BFLOAT": int(element_type == "bfloat16"),
         "PACK": pack,
         "HEAD_DIM": config.head_dim,
         "BLOCK_SIZE": block_size,
         "GROUP": config.heads // config.kv_heads,
+        "GELU": int(config.activation == "gelu_tanh"),
+        "QUERY_NORM": ("none", "heads", "whole").index(config.query_norm),
+        "ROTATED": config.rotated,
+        "WINDOWED": int(any(config.windows)),
     }
+    if config.score_cap:
+        defines["SCORE_CAP"] = f"{config.score_cap:.9e}f"
     options = (f"-I{_SOURCES}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
 
     def module(name: str) -> Any:
@@ -85,6 +94,7 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kern
 
     rows, row_product = module("rows"), module("row_product")
     fast = element_type != "float32" and config.head_dim in _FAST_HEAD_DIMS and block_size % _DECODE_TILE == 0
+    fast = fast and not config.score_cap
     decode = module("attention_decode") if fast else None
     prefill = module("attention_prefill").get_function("attend_prefill") if fast else None
     prefill_shared_bytes = 2 * 2 * _PREFILL_TILE * config.head_dim * 2  # two stages of keys and values, 2 bytes each
@@ -94,6 +104,9 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kern
         fetch=rows.get_function("fetch"),
         embed=rows.get_function("embed"),
         rms_norm=rows.get_function("rms_norm"),
+        narrow_rows=rows.get_function("narrow_rows"),
+        norm_floats=rows.get_function("norm_floats"),
+        bend=rows.get_function("bend"),
         sum_rows=rows.get_function("sum_rows"),
         swiglu=rows.get_function("swiglu"),
         rotate_and_store=rows.get_function("rotate_and_store"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import cupy as cp  # pyright: ignore[reportMissingImports]
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.config import EngineConfig
+from services.worker.config import WorkerConfig
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.messages import Loading
 from services.worker.native.config import ModelConfig, read_config
@@ -21,58 +21,52 @@ from services.worker.native.grammars import GrammarCache
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import tensor_shapes
 from services.worker.native.weights_digest import weights_digest
-from services.worker.runner import LoadRunner
 from services.worker.transfer.device_memory import DeviceMemory
 from shared.messages import KvLayout
 
 
-def load_cuda(settings: EngineConfig) -> LoadRunner:
-    """Return a LoadRunner for a worker's settings, which raises ConfigError and ModelError.
+def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> CudaRunner:
+    """Return a runner for a worker's settings. Raise ConfigError and ModelError.
 
     It sets CuPy's allocator for the whole process, so a process can have only one such runner.
     """
-
-    def load(progress: Callable[[Loading], None]) -> CudaRunner:
-        cuda, source = settings.cuda, Path(settings.model)
-        with no_room_as_model_error(settings.model, "CUDA itself"):
-            use_gpu(cuda.gpu)
-        # float32 weights are prepared as for the CPU engine, so that both engines can exchange blocks.
-        directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
-        config = read_config(directory)
-        with no_room_as_model_error(str(directory), "CUDA itself"):
-            free_bytes, total_bytes = runtime.memGetInfo()
-        capacity_blocks = _capacity(settings, config, str(directory), free_bytes, total_bytes)
-        # Free memory stays in the pool: a step whose sampling allocates must not have to ask the driver.
-        memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
-        cp.cuda.set_allocator(memory.allocator())
-        with no_room_as_model_error(str(directory), "the weights"):
-            weights = load_cuda_weights(
-                directory, config, cuda.dtype, lambda share: progress(Loading("copying weights to the GPU", share))
-            )
-        digest = weights_digest(directory, config)
-        progress(Loading("compiling kernels that are not on disk", 0.0))
-        return CudaRunner(
-            config,
-            weights,
-            memory,
-            cuda,
-            capacity_blocks=capacity_blocks,
-            block_size=settings.block_size,
-            max_running=settings.max_running,
-            cache=Path(settings.cache),
-            verify=settings.kvbm.verify,
-            path=str(directory),
-            # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
-            digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
-            grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
-            progress=lambda share: progress(Loading("capturing graphs", share)),
+    cuda, source = settings.cuda, Path(settings.model)
+    with no_room_as_model_error(settings.model, "CUDA itself"):
+        use_gpu(cuda.gpu)
+    # float32 weights are prepared as for the CPU engine, so that both engines can exchange blocks.
+    directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
+    config = read_config(directory)
+    with no_room_as_model_error(str(directory), "CUDA itself"):
+        free_bytes, total_bytes = runtime.memGetInfo()
+    capacity_blocks = _capacity(settings, config, str(directory), free_bytes, total_bytes)
+    # Free memory stays in the pool: a step whose sampling allocates must not have to ask the driver.
+    memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
+    cp.cuda.set_allocator(memory.allocator())
+    with no_room_as_model_error(str(directory), "the weights"):
+        weights = load_cuda_weights(
+            directory, config, cuda.dtype, lambda share: progress(Loading("copying weights to the GPU", share))
         )
+    digest = weights_digest(directory, config)
+    progress(Loading("compiling kernels that are not on disk", 0.0))
+    return CudaRunner(
+        config,
+        weights,
+        memory,
+        cuda,
+        capacity_blocks=capacity_blocks,
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        verify=settings.kvbm.verify,
+        path=str(directory),
+        # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
+        digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
+        grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
+        progress=lambda share: progress(Loading("capturing graphs", share)),
+    )
 
-    return load
 
-
-def _capacity(settings: EngineConfig, config: ModelConfig, model: str, free_bytes: int, total_bytes: int) -> int:
-    """Return the number of KV blocks. Raises ModelError."""
+def _capacity(settings: WorkerConfig, config: ModelConfig, model: str, free_bytes: int, total_bytes: int) -> int:
+    """Return the number of KV blocks. Raise ModelError."""
     dtype, block_size = settings.cuda.dtype, settings.block_size
     layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
     element_bytes = 4 if dtype == "float32" else 2

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
@@ -63,17 +62,16 @@ class CudaRunner:
         block_size: int = 16,
         max_running: int = 64,
         max_rows: int = MAX_STEP_TOKENS,
-        cache: Path | None = None,
         verify: bool = False,
         path: str = "",
         digest: str = "",
         grammars: GrammarCache | None = None,
         progress: Callable[[float], None] = lambda _share: None,
     ) -> None:
-        """Allocate all memory and capture the graphs. Raises ModelError if the device has no room.
+        """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
-        A step has at most `max_rows` rows of `max_running` sequences. `cache` and `verify` are for the mover.
-        `progress` is called with the share of the graphs that are captured.
+        A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. `progress` is called
+        with the share of the graphs that are captured.
         """
         element_type = settings.dtype
         layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
@@ -95,7 +93,6 @@ class CudaRunner:
         self._masks = MaskThread(grammars)
         self._memory = memory
         self._settings = settings
-        self._cache = cache
         self._verify = verify
         self._layout = StepLayout(block_size, PREFILL_ROWS)
         self.use_graphs = True
@@ -160,7 +157,7 @@ class CudaRunner:
     def logits(self, works: Sequence[Work]) -> Array:
         """Enqueue a step on the runner's stream.
 
-        Returns logits (drawing works, vocab), float32 on the device, which are valid until the next step.
+        Return logits (drawing works, vocab), float32 on the device, which are valid until the next step.
         """
         padded_rows = self._graphs.rows_for(works) if self.use_graphs else 0
         step = self._layout.lay_out(works, padded_rows=padded_rows)
@@ -189,7 +186,7 @@ class CudaRunner:
             self.stream.synchronize()
             layout = self._facts.kv_layout
             shape = BlockShape.contiguous(self.pages.data.ptr, layout.block_bytes, self._facts.capacity_blocks)
-            copier = CudaCopier(shape, self._memory, clock, path=self._settings.copy_path, cache=self._cache)
+            copier = CudaCopier(shape, self._memory, clock, path=self._settings.copy_path)
         return TransferMover(copier, clock, verify=self._verify)
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ from services.worker.config import Dtype
 from services.worker.native.bfloat16 import to_bfloat16
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
-from services.worker.native.weights import Checkpoint
+from services.worker.native.tensor_file import Floats
+from services.worker.native.weights import NORM_NAMES, Checkpoint
 
 _STORED: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPES: dict[Dtype, type[np.generic]] = {
@@ -31,18 +32,24 @@ _PIECE_ELEMENTS = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class CudaLayer:
-    """The weights of one decoder layer; a bias is None if the model does not have it."""
+    """The weights of one decoder layer; a bias or norm is None if the model does not have it."""
 
-    input_norm: Array
+    input_norm: Array | None
     qkv: Array
     """The joined matrix of q, k and v: (queries + 2 · keys, hidden)."""
     qkv_bias: Array | None
     output: Array
     output_bias: Array | None
-    output_norm: Array
+    output_norm: Array | None
     gate_up: Array
     """The joined matrix of gate and up: (2 · intermediate, hidden)."""
     down: Array
+    query_norm: Array | None = None
+    """The factors of queries, then those of keys; of one head each, or of all heads."""
+    attended_norm: Array | None = None
+    """The norm of what attention adds to the residual stream."""
+    fed_norm: Array | None = None
+    """The norm of what the feed-forward part adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ def load_cuda_weights(
     element_type: Dtype,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> CudaWeights:
-    """Copy a directory's weights to the current device, piece by piece. Raises ModelError.
+    """Copy a directory's weights to the current device, piece by piece. Raise ModelError.
 
     `progress` is called with the share of the weights that are on the device.
     """
@@ -87,33 +94,45 @@ def load_cuda_weights(
             count(name)
         return joined
 
-    def vector(*names: str) -> Array | None:
+    def vector(*names: str, read: Callable[[str], Floats] = checkpoint.floats) -> Array | None:
         if names[0] not in checkpoint.shapes:
             return None
-        joined = cp.asarray(np.concatenate([checkpoint.floats(name) for name in names]))
+        joined = cp.asarray(np.concatenate([read(name) for name in names]))
         for name in names:
             count(name)
         return joined
 
+    def scaled(name: str) -> Floats:
+        return checkpoint.floats(name) * np.float32(config.residual_scale)
+
     def layer(number: int) -> CudaLayer:
         stem = f"model.layers.{number}."
         attention = f"{stem}self_attn."
+        norms = {
+            field: vector(f"{stem}{name}.weight", read=checkpoint.norm)
+            for field, name in NORM_NAMES[config.norms].items()
+        }
         return CudaLayer(
-            input_norm=vector(f"{stem}input_layernorm.weight"),
-            qkv=matrix(*(f"{attention}{name}_proj.weight" for name in "qkv")),
+            input_norm=norms.get("input_norm"),
+            qkv=matrix(*(f"{attention}{name}_proj.weight" for name in (["qkv"] if config.fused else "qkv"))),
             qkv_bias=vector(*(f"{attention}{name}_proj.bias" for name in "qkv")),
             output=matrix(f"{attention}o_proj.weight"),
-            output_bias=vector(f"{attention}o_proj.bias"),
-            output_norm=vector(f"{stem}post_attention_layernorm.weight"),
-            gate_up=matrix(f"{stem}mlp.gate_proj.weight", f"{stem}mlp.up_proj.weight"),
+            output_bias=vector(f"{attention}o_proj.bias", read=scaled),
+            output_norm=norms.get("output_norm"),
+            gate_up=matrix(
+                *(f"{stem}mlp.{name}_proj.weight" for name in (["gate_up"] if config.fused else ["gate", "up"]))
+            ),
             down=matrix(f"{stem}mlp.down_proj.weight"),
+            query_norm=vector(*(f"{attention}{name}_norm.weight" for name in "qk"), read=checkpoint.norm),
+            attended_norm=norms.get("attended_norm"),
+            fed_norm=norms.get("fed_norm"),
         )
 
     embedding = matrix("model.embed_tokens.weight")
     return CudaWeights(
         embedding=embedding,
         layers=tuple(layer(number) for number in range(config.layers)),
-        norm=vector("model.norm.weight"),
+        norm=vector("model.norm.weight", read=checkpoint.norm),
         head=embedding if config.tied else matrix("lm_head.weight"),
     )
 

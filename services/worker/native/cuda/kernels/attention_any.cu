@@ -6,10 +6,12 @@
 #define MINE ((HEAD_DIM + WARP - 1) / WARP)
 
 // attended and q are (rows, heads, HEAD_DIM); `rows` lists the rows to compute. Row r attends to positions
-// 0 … positions[r] of the sequence whose slots begin at tables[table_starts[r]].
+// 0 … positions[r] of the sequence whose slots begin at tables[table_starts[r]], or to the last `window` of them. With
+// SCORE_CAP, tanh bends scores to at most that.
 extern "C" __global__ void attend_any(ELEMENT* attended, const ELEMENT* q, const ELEMENT* pages, const int* rows,
                                       const int* positions, const int* tables, const int* table_starts,
-                                      long long slot_stride, long long layer_offset, int kv_heads, float scale) {
+                                      long long slot_stride, long long layer_offset, int kv_heads, float scale,
+                                      int window) {
   const int row = rows[blockIdx.y], head = blockIdx.x, heads = gridDim.x, kv_head = head / (heads / kv_heads);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int* table = tables + table_starts[row];
@@ -20,7 +22,8 @@ extern "C" __global__ void attend_any(ELEMENT* attended, const ELEMENT* q, const
     own[i] = lane + i * WARP < HEAD_DIM ? wide(query[lane + i * WARP]) * scale : 0;
     mixed[i] = 0;
   }
-  for (int at = warp; at <= positions[row]; at += WARPS) {
+  const int begin = WINDOWED ? max(0, positions[row] + 1 - window) : 0;
+  for (int at = begin + warp; at <= positions[row]; at += WARPS) {
     const ELEMENT* key = pages + table[at / BLOCK_SIZE] * slot_stride + layer_offset +
                          ((long long)(at % BLOCK_SIZE) * kv_heads + kv_head) * HEAD_DIM;
     const ELEMENT* value = key + (long long)BLOCK_SIZE * kv_heads * HEAD_DIM;
@@ -29,6 +32,9 @@ extern "C" __global__ void attend_any(ELEMENT* attended, const ELEMENT* q, const
     for (int i = 0; i < MINE; i++)
       if (lane + i * WARP < HEAD_DIM) score += own[i] * wide(key[lane + i * WARP]);
     score = warp_sum(score);
+#ifdef SCORE_CAP
+    score = SCORE_CAP * tanhf(score / SCORE_CAP);
+#endif
     const float before = greatest;
     greatest = fmaxf(greatest, score);
     const float shrink = __expf(before - greatest), weight = __expf(score - greatest);

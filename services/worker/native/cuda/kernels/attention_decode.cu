@@ -7,6 +7,7 @@
 //   scores  (heads, 8 positions)  = q (8 heads and their rounding errors: 16 rows) · keysᵀ: two products
 //   mixedᵀ  (16 dims, 8 heads)   += valuesᵀ (16 dims, 16 positions) · weightsᵀ: the scores already lie in its registers
 //
+// With WINDOWED a row attends to the last `window` positions alone: the first tile is the one with the first of them.
 // A sum over dims may be taken in any order if q and keys have the same order, and output rows may be any dims. So each
 // lane loads 16 bytes of a row at once, and no shared memory is needed to rearrange anything.
 #include "tensor_cores.cuh"
@@ -22,14 +23,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     attend_decode(ELEMENT* attended, float* split_mixed, float2* split_sums, const ELEMENT* q,
                   const ELEMENT* q_rest, const ELEMENT* pages, const int* rows, const int* positions,
                   const int* tables, const int* table_starts, long long slot_stride, long long layer_offset,
-                  int kv_heads, float scale_log2) {
+                  int kv_heads, float scale_log2, int window) {
   const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y / GROUP_TILES;
   const int row = rows[blockIdx.z], first_head = kv_head * GROUP + blockIdx.y % GROUP_TILES * HEADS;
   const int heads = kv_heads * GROUP, heads_here = min(HEADS, (kv_head + 1) * GROUP - first_head);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, c = lane % 4;
   const int length = positions[row] + 1;
-  const int span = ((length + STRIDE - 1) / STRIDE + splits - 1) / splits * STRIDE;
-  const int begin = split * span, end = min(begin + span, length);
+  const int unseen = WINDOWED ? max(0, length - window) : 0, base = unseen / TILE * TILE;
+  const int span = ((length - base + STRIDE - 1) / STRIDE + splits - 1) / splits * STRIDE;
+  const int begin = base + split * span, end = min(begin + span, length);
   const int* table = tables + table_starts[row];
   const long long step = (long long)kv_heads * HEAD_DIM;  // from one position to the next
   const ELEMENT* origin = pages + layer_offset + kv_head * HEAD_DIM;
@@ -72,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
       scores[n][0] += scores[n][2], scores[n][1] += scores[n][3];
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        if (8 * n + 2 * c + i > last) scores[n][i] = -INFINITY;
+        if (8 * n + 2 * c + i > last || (WINDOWED && at + 8 * n + 2 * c + i < unseen)) scores[n][i] = -INFINITY;
     }
     const float before = greatest;
     greatest = fmaxf(greatest, fmaxf(fmaxf(scores[0][0], scores[0][1]), fmaxf(scores[1][0], scores[1][1])));

@@ -1,7 +1,8 @@
 // Causal paged attention of a chunk's rows, for 16-bit types: FlashAttention-2's loop (Dao, 2023) on mma.sync. cp.async
 // copies keys and values from the pages into shared memory, the next tile while one is computed.
 //
-// A thread block is one head of up to ROWS consecutive rows of one sequence; each warp has 16 of these rows.
+// A thread block is one head of up to ROWS consecutive rows of one sequence; each warp has 16 of these rows. With WINDOWED
+// a row attends to the last `window` positions alone, and the loop begins with the first tile that a row sees.
 #include "tensor_cores.cuh"
 
 #define WARPS 8
@@ -33,7 +34,7 @@ __device__ __forceinline__ void load_tile(unsigned keys, unsigned values, const 
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     attend_prefill(ELEMENT* attended, const ELEMENT* q, const ELEMENT* q_rest, const ELEMENT* pages, const int2* tiles,
                    const int* positions, const int* tables, const int* table_starts, long long slot_stride,
-                   long long layer_offset, int kv_heads, float scale_log2) {
+                   long long layer_offset, int kv_heads, float scale_log2, int window) {
   extern __shared__ __align__(128) ELEMENT shared[];  // two stages of keys and values
   const unsigned base = shared_address(shared), stage_bytes = 2 * TILE_ELEMENTS * sizeof(ELEMENT);
   const int2 rows = tiles[gridDim.y - 1 - blockIdx.y];
@@ -44,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
   const long long step = (long long)kv_heads * HEAD_DIM;
   const ELEMENT* origin = pages + layer_offset + kv_head * HEAD_DIM;
 
-  load_tile(base, base + stage_bytes / 2, origin, table, 0, last, slot_stride, step);
+  const int begin = WINDOWED ? max(0, start + 1 - window) / TILE * TILE : 0;
+  load_tile(base, base + stage_bytes / 2, origin, table, begin, last, slot_stride, step);
   const int own = warp * 16 + g;  // and own + 8
   unsigned query[HEAD_DIM / 16][4], rest[REST ? HEAD_DIM / 16 : 1][4];
 #pragma unroll
@@ -58,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     }
   float mixed[HEAD_DIM / 8][4] = {}, greatest[2] = {-INFINITY, -INFINITY}, totals[2] = {};
 
-  for (int first = 0, stage = 0; first <= last; first += TILE, stage ^= 1) {
+  for (int first = begin, stage = 0; first <= last; first += TILE, stage ^= 1) {
     const unsigned keys = base + stage * stage_bytes, values = keys + stage_bytes / 2;
     if (first + TILE <= last) {
       const unsigned next = base + (stage ^ 1) * stage_bytes;
@@ -92,6 +94,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
         for (int i = 0; i < 4; i++)
           if (first + 8 * n + 2 * c + i % 2 > start + own + i / 2 * 8) scores[n][i] = -INFINITY;
     }
+    if (WINDOWED && first <= start + warp * 16 + 15 - window) {  // some row of this warp may be beyond some of the tile
+#pragma unroll
+      for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (first + 8 * n + 2 * c + i % 2 <= start + own + i / 2 * 8 - window) scores[n][i] = -INFINITY;
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float before = greatest[r];
@@ -99,7 +108,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
       for (int n = 0; n < TILE / 8; n++) greatest[r] = fmaxf(greatest[r], fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
       greatest[r] = fmaxf(greatest[r], __shfl_xor_sync(EVERY_LANE, greatest[r], 1));
       greatest[r] = fmaxf(greatest[r], __shfl_xor_sync(EVERY_LANE, greatest[r], 2));
-      const float shrink = exp2f((before - greatest[r]) * scale_log2), level = greatest[r] * scale_log2;
+      // A row that has seen nothing yet has no greatest score; any finite level gives its scores the weight 0.
+      const float top = WINDOWED && greatest[r] == -INFINITY ? 0 : greatest[r];
+      const float shrink = exp2f((before - top) * scale_log2), level = top * scale_log2;
       totals[r] *= shrink;
 #pragma unroll
       for (int n = 0; n < TILE / 8; n++)

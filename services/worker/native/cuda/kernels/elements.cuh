@@ -37,8 +37,15 @@ struct alignas(PACK < 4 ? 4 * PACK : 16) FloatPack {
   float of[PACK];
 };
 
+// The activation of the feed-forward part: GELU, approximated with tanh, or SiLU.
+#if GELU
+__device__ __forceinline__ float activate(float x) {
+  return 0.5f * x * (1 + tanhf(0.7978845608f * x * (1 + 0.044715f * x * x)));
+}
+#else
 // exp overflows to infinity, and x / infinity is 0.
-__device__ __forceinline__ float silu(float x) { return x / (1 + __expf(-x)); }
+__device__ __forceinline__ float activate(float x) { return x / (1 + __expf(-x)); }
+#endif
 
 __device__ __forceinline__ float warp_sum(float x) {
   for (int step = WARP / 2; step > 0; step /= 2) x += __shfl_xor_sync(EVERY_LANE, x, step);

@@ -66,24 +66,25 @@ __device__ __forceinline__ float2 two_products(const ELEMENT* x, const ELEMENT* 
   return sums;
 }
 
-// out (outputs) float32 = x (inputs) · weight (outputs, inputs)ᵀ; with `add` the product is added to out.
+// out (outputs) float32 = x (inputs) · weight (outputs, inputs)ᵀ; with `add`, `factor` times the product is added to out.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
-    row_product(float* out, const ELEMENT* x, const ELEMENT* weight, int inputs, int outputs, int share, int add) {
+    row_product(float* out, const ELEMENT* x, const ELEMENT* weight, int inputs, int outputs, int share, int add,
+                float factor) {
   const int warp = threadIdx.x / WARP, first = 2 * (blockIdx.x * (WARPS / share) + warp / share);
   const int left = min(first, outputs - 1), right = min(first + 1, outputs - 1);  // all warps stay, to meet the barrier
   const float2 sums =
       two_products(x, weight + (long long)left * inputs, weight + (long long)right * inputs, inputs, share);
   if (threadIdx.x % WARP || warp % share || first >= outputs) return;
-  out[first] = add ? out[first] + sums.x : sums.x;
-  if (right > first) out[right] = add ? out[right] + sums.y : sums.y;
+  out[first] = add ? out[first] + factor * sums.x : sums.x;
+  if (right > first) out[right] = add ? out[right] + factor * sums.y : sums.y;
 }
 
-// activated (width) = silu(x · gateᵀ) · (x · upᵀ), where weight (2 · width, inputs) holds the gate, then up.
+// activated (width) = activate(x · gateᵀ) · (x · upᵀ), where weight (2 · width, inputs) holds the gate, then up.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     row_swiglu(ELEMENT* activated, const ELEMENT* x, const ELEMENT* weight, int inputs, int width, int share) {
   const int warp = threadIdx.x / WARP, which = blockIdx.x * (WARPS / share) + warp / share;
   const ELEMENT* gate = weight + (long long)min(which, width - 1) * inputs;
   const float2 sums = two_products(x, gate, gate + (long long)width * inputs, inputs, share);
   if (threadIdx.x % WARP || warp % share || which >= width) return;
-  activated[which] = narrow(silu(sums.x) * sums.y);
+  activated[which] = narrow(activate(sums.x) * sums.y);
 }

@@ -1,0 +1,1 @@
+"""`headrace chat`: asks a served model, once or in a conversation."""

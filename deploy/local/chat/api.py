@@ -1,0 +1,126 @@
+"""The client of `headrace chat`: sends a chat to an OpenAI endpoint, and reads its answer as it arrives.
+
+It uses the standard library alone, because loading a client's library takes longer than a short answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from shared.errors import HeadraceError
+
+CONNECT_LIMIT_S = 10.0
+SILENCE_LIMIT_S = 600.0
+"""The longest wait for the next piece of the answer: a long prompt takes a while on a slow machine."""
+LINE_LIMIT_BYTES = 1 << 20
+Chunks = Generator[dict[str, Any], None, None]
+KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
+
+
+class ChatError(HeadraceError):
+    """The frontend did not answer, or answered with an error. `code` is OpenAI's, if there is one."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ChatApi(Struct, frozen=True):
+    """An OpenAI endpoint."""
+
+    url: str
+    """Its URL, which ends with /v1."""
+    api_key: str = ""
+
+    def models(self) -> list[str]:
+        """Return the names of the models served, at least one. Raise ChatError."""
+        with self._open("GET", "/models") as answer:
+            models = _decoded(answer.read()).get("data") or []
+        if not models:
+            raise ChatError("no model is served yet; see ./headrace status")
+        return [str(model["id"]) for model in models]
+
+    def ask(self, messages: Sequence[Mapping[str, str]], **parameters: object) -> Chunks:
+        """Yield the chunks of the answer. Closing the iterator ends the connection, which cancels the request.
+
+        Raise ChatError, also if the stream ends before its [DONE].
+        """
+        asked = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **parameters}
+        with self._open("POST", "/chat/completions", json.dumps(asked).encode()) as answer:
+            try:
+                while line := answer.readline(LINE_LIMIT_BYTES):
+                    if not line.startswith(b"data: "):
+                        continue
+                    payload = line.removeprefix(b"data: ").strip()
+                    if payload == b"[DONE]":
+                        return
+                    chunk = _decoded(payload)
+                    if "error" in chunk:
+                        raise _error(chunk, str(chunk["error"]))
+                    yield chunk
+            except (OSError, http.client.HTTPException) as wrong:
+                raise ChatError(f"the answer broke off: {wrong}") from None
+        raise ChatError("the answer broke off")
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+        """Yield the answer of a request, if its status is 200."""
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        with closing(kind(parts.hostname or "", parts.port, timeout=CONNECT_LIMIT_S)) as connection:
+            try:
+                connection.connect()
+                connection.sock.settimeout(SILENCE_LIMIT_S)
+                connection.request(method, f"{parts.path}{path}", body, {"Content-Type": "application/json"} | key)
+                answer = connection.getresponse()
+            except ssl.SSLCertVerificationError as wrong:
+                raise ChatError(f"{self.url}: {wrong.verify_message}; {_trust_hint()}") from None
+            except (OSError, http.client.HTTPException) as wrong:
+                reason = getattr(wrong, "strerror", None) or wrong
+                raise ChatError(
+                    f"nothing answers at {self.url}: {reason}; does `./headrace up` run? (--state)"
+                ) from None
+            with answer:
+                if answer.status != HTTPStatus.OK:
+                    said = _decoded(answer.read(LINE_LIMIT_BYTES))
+                    refusal = _error(said, f"status {answer.status} from {self.url}{path}")
+                    keyless = answer.status == HTTPStatus.UNAUTHORIZED
+                    raise ChatError(f"{str(refusal).rstrip('.')}; {KEY_HINT}") if keyless else refusal
+                yield answer
+
+
+def _trust_hint() -> str:
+    """Say how to trust a certificate. OpenSSL reports no error if the file is missing: it then trusts none."""
+    named = os.environ.get("SSL_CERT_FILE", "")
+    if named and not Path(named).is_file():
+        return f"SSL_CERT_FILE is {named}, which does not exist"
+    return "set SSL_CERT_FILE to a file with the certificates to trust"
+
+
+def _decoded(text: bytes) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the text is anything else."""
+    try:
+        decoded = json.loads(text)
+    except ValueError:
+        return {}
+    return decoded if isinstance(decoded, dict) else {}
+
+
+def _error(said: Mapping[str, Any], otherwise: str) -> ChatError:
+    """Return the error that an answer or a chunk reports."""
+    error = said.get("error")
+    if not isinstance(error, dict):
+        return ChatError(otherwise)
+    return ChatError(str(error.get("message") or otherwise), str(error.get("code") or ""))

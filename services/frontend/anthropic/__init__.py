@@ -1,0 +1,1 @@
+"""Anthropic's Messages API as types, and its translation to a chat and back. Pure."""

@@ -1,0 +1,315 @@
+"""The body of /v1/messages, and the chat that it becomes. Pure.
+
+body ─▶ decode ─▶ as_chat ─▶ a ChatRequest, checked and computed like any other
+                              └── InvalidRequest ─▶ renaming(NAMES): this body's field names
+
+Blocks of one turn become one chat message; each tool_result is a message of role tool. Text blocks of a user, of a
+tool's result and of `system` are joined by line ends, those of the assistant by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct
+
+from services.frontend.protocol import chat
+from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage, ChatRequest
+from services.frontend.protocol.decoding import Harmless, NotBuilt
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.foreign import Hint, ThinkingSupport, ignore, names, renaming, review
+from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.structured import JsonSchema, JsonSchemaFormat, NamedFunction, NamedTool, ToolChoice
+from services.frontend.protocol.tools import (
+    DESCRIPTION_LIMIT_CHARACTERS,
+    TOOLS_LIMIT,
+    Call,
+    CalledFunction,
+    Function,
+    Tool,
+)
+
+CallName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}\Z")]
+"""A tool's name as Anthropic allows it, twice as long as OpenAI's."""
+ToolUseId = Annotated[str, Meta(min_length=1, max_length=128)]
+Said = Annotated[str, Meta(min_length=1)]
+
+
+class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A text in a request."""
+
+    text: str
+    cache_control: Hint = UNSET
+    citations: Annotated[NotBuilt, Harmless([])] = None
+
+
+class ThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
+    """Thinking of the assistant that the client sends back; the chat template decides whether to render it."""
+
+    thinking: str
+    signature: str = ""
+    """The signature is not verified; answers have an empty one."""
+
+
+Texts = Annotated[list[TextBlock | ThinkingBlock], Meta(max_length=PARTS_LIMIT)]
+"""Texts. The other type is refused; it is here because msgspec asks for `type` only where there are several."""
+
+
+class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
+    """A call that the assistant made."""
+
+    id: ToolUseId
+    name: CallName
+    input: dict[str, Any]
+    cache_control: Hint = UNSET
+    caller: Hint = UNSET
+
+
+class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
+    """The result of a call."""
+
+    tool_use_id: ToolUseId
+    content: str | Texts = ""
+    is_error: Hint = UNSET
+    cache_control: Hint = UNSET
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class Turn(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Said | Annotated[list[Block], Meta(min_length=1, max_length=PARTS_LIMIT)]
+
+
+class ClientTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool that the client runs; those that Anthropic runs are not built."""
+
+    name: CallName
+    input_schema: dict[str, Any]
+    description: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)] | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: Hint = UNSET
+    eager_input_streaming: Hint = UNSET
+    input_examples: Hint = UNSET
+    allowed_callers: Annotated[NotBuilt, Harmless(["direct"])] = None
+    defer_loading: Annotated[NotBuilt, Harmless(False)] = None
+
+
+class ToolChoiceConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether and which tool is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: CallName | None = None
+    """The tool to call, with the type `tool`."""
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether the model thinks before its answer, and how long."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: chat.TokenCount | None = None
+    """Tokens of thinking at most, with the type `enabled`."""
+    display: Hint = UNSET
+
+
+class SchemaOutput(Struct, frozen=True, forbid_unknown_fields=True):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of the answer, and the effort of thinking."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: SchemaOutput | None = None
+
+
+class CountTokensRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=chat.MESSAGES_LIMIT)]
+    system: str | Texts | None = None
+    tools: Annotated[list[ClientTool], Meta(max_length=TOOLS_LIMIT)] | None = None
+    tool_choice: ToolChoiceConfig | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Hint = UNSET
+    context_management: Hint = UNSET
+    mcp_servers: Annotated[NotBuilt, Harmless([])] = None
+    speed: Annotated[NotBuilt, Harmless("standard")] = None
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: chat.TokenCount
+    stream: bool | None = None
+    stop_sequences: Annotated[list[chat.StopString], Meta(max_length=chat.STOPS_LIMIT)] | None = None
+    temperature: chat.Temperature | None = None
+    top_p: chat.TopP | None = None
+    top_k: chat.TopK | None = None
+    diagnostics: Hint = UNSET
+    metadata: Hint = UNSET
+    service_tier: Hint = UNSET
+    container: NotBuilt = None
+    inference_geo: NotBuilt = None
+
+
+_BILLING = "x-anthropic-billing-header:"
+"""The beginning of a block that Claude Code puts before its system prompt. It differs in each request, so with it no
+prompt would be found in a cache; it says nothing to the model."""
+NAMES = names(
+    {
+        r"^stop$": "stop_sequences",
+        r"^max_completion_tokens$": "max_tokens",
+        r"^response_format(\.json_schema)?": "output_config.format",
+        r"^reasoning_effort$": "output_config.effort",
+        r"^thinking_token_budget$": "thinking.budget_tokens",
+        r"^(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+        r"^(tools\[\d+\]|tool_choice)\.function": r"\1",
+        r"^messages.*$": "messages",
+    }
+)
+"""The names of a chat's fields in this body."""
+
+
+def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: IgnoredFields) -> ChatRequest:
+    """Return the request as a chat; note the fields that are ignored. Raise InvalidRequest."""
+    review(request, ignored)
+    prompt: str | list[TextBlock | ThinkingBlock] = request.system or ""
+    if isinstance(prompt, list):
+        prompt = [one for one in prompt if not (isinstance(one, TextBlock) and one.text.startswith(_BILLING))]
+        if len(prompt) < len(request.system or ()):
+            ignored.add("system.x-anthropic-billing-header")
+    system = [ChatMessage("system", text)] if (text := _joined(prompt, "system")) else []
+    if request.messages[-1].role == "assistant":
+        last = f"messages[{len(request.messages) - 1}].role"
+        raise field_error(last, "no answer is continued; send a message of the user last")
+    thinking = _thinking(request, support, ignored)
+    schema = None if request.output_config is None else request.output_config.format
+    more: dict[str, Any] = {}
+    if isinstance(request, MessagesRequest):
+        same = ("stream", "max_tokens", "temperature", "top_p", "top_k")
+        more = {field: getattr(request, field) for field in same} | {"stop": request.stop_sequences}
+    asked = ChatRequest(
+        model=request.model,
+        messages=[*system, *_messages(request.messages)],
+        tools=[_tool(tool) for tool in request.tools or ()] or None,
+        tool_choice=_choice(request.tool_choice),
+        parallel_tool_calls=False if request.tool_choice and request.tool_choice.disable_parallel_tool_use else None,
+        response_format=None if schema is None else JsonSchemaFormat(JsonSchema("answer", schema.schema)),
+        **thinking,
+        **more,
+    )
+    with renaming(NAMES):
+        chat.check_chat(asked, ignored)
+    return asked
+
+
+def _thinking(request: CountTokensRequest, support: ThinkingSupport, ignored: IgnoredFields) -> dict[str, Any]:
+    """Return a chat's fields about reasoning. A budget and an effort limit how long a model thinks, so they are ignored
+    for one that does not. Raise InvalidRequest."""
+    asked, effort = request.thinking, None if request.output_config is None else request.output_config.effort
+    fields: dict[str, Any] = {}
+    if asked is not None and asked.type == "disabled":
+        fields["reasoning_effort"] = "none"
+    elif asked is not None and not support.thinks:
+        ignore("thinking", ignored)
+    elif asked is not None:
+        fields["chat_template_kwargs"] = support.switch or None
+        if asked.type == "enabled":
+            fields["thinking_token_budget"] = _budget(asked, request)
+    if effort is not None and "reasoning_effort" in support.reads and "reasoning_effort" not in fields:
+        fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    elif effort is not None:
+        ignore("output_config.effort", ignored)
+    return fields
+
+
+def _budget(asked: ThinkingConfig, request: CountTokensRequest) -> int:
+    where = "thinking.budget_tokens"
+    if asked.budget_tokens is None:
+        raise field_error(where, "needed for thinking of type enabled")
+    if isinstance(request, MessagesRequest) and asked.budget_tokens >= request.max_tokens:
+        raise field_error(where, f"{asked.budget_tokens}, must be less than max_tokens, {request.max_tokens}")
+    return asked.budget_tokens
+
+
+_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def _choice(asked: ToolChoiceConfig | None) -> ToolChoice | None:
+    if asked is None:
+        return None
+    if (asked.type == "tool") != (asked.name is not None):
+        raise field_error("tool_choice.name", "needed for type tool, and only allowed there")
+    if asked.name is not None:
+        return NamedTool("function", NamedFunction(asked.name))
+    return _CHOICES[asked.type]
+
+
+def _tool(tool: ClientTool) -> Tool:
+    return Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
+
+
+def _joined(content: str | Sequence[TextBlock | ThinkingBlock], where: str) -> str:
+    """Return the text of blocks that must be texts. Raise InvalidRequest."""
+    if isinstance(content, str):
+        return content
+    for at, block in enumerate(content):
+        if not isinstance(block, TextBlock):
+            raise field_error(f"{where}[{at}].type", "only blocks of type text are served here")
+    return "\n".join(block.text for block in content if isinstance(block, TextBlock))
+
+
+def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:
+    """Return the chat messages of a conversation. Raise InvalidRequest for a block in a wrong place."""
+    unanswered: dict[str, bool] = {}
+    """The ids of the calls so far → whether their result is missing."""
+    for at, turn in enumerate(turns):
+        if isinstance(turn.content, str):
+            yield ChatMessage(turn.role, turn.content)
+            continue
+        texts, thoughts, calls = list[str](), list[str](), list[Call]()
+        for number, block in enumerate(turn.content):
+            where = f"messages[{at}].content[{number}]"
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ThinkingBlock() if turn.role == "assistant":
+                    thoughts.append(block.thinking)
+                case ToolUseBlock() if turn.role == "assistant":
+                    if block.id in unanswered:
+                        raise field_error(f"{where}.id", f"there are two tool_use blocks with the id {block.id!r}")
+                    unanswered[block.id] = True
+                    arguments = msgspec.json.encode(block.input).decode()
+                    calls.append(Call(block.id, "function", CalledFunction(block.name, arguments)))
+                case ToolResultBlock() if turn.role == "user":
+                    if not unanswered.get(block.tool_use_id):
+                        wrong = "already has a result" if block.tool_use_id in unanswered else "is not there before it"
+                        raise field_error(f"{where}.tool_use_id", f"the tool_use {block.tool_use_id!r} {wrong}")
+                    unanswered[block.tool_use_id] = False
+                    if texts:
+                        yield ChatMessage("user", "\n".join(texts))
+                        texts = []
+                    yield ChatMessage(
+                        "tool", _joined(block.content, f"{where}.content"), tool_call_id=block.tool_use_id
+                    )
+                case _:
+                    raise field_error(where, f"a message of role {turn.role} has no such block")
+        if turn.role == "assistant":
+            yield ChatMessage(
+                "assistant", "".join(texts), tool_calls=calls or None, reasoning_content="".join(thoughts) or None
+            )
+        elif texts:
+            yield ChatMessage(turn.role, "\n".join(texts))

@@ -1,0 +1,246 @@
+"""The bodies of Ollama's API, and the chats, completions and embeddings that they become. Pure.
+
+body ─▶ decode ─▶ as_chat ─▶ JSON of a chat or a completion ─▶ its own decoder, so that its rules hold
+                                  └── InvalidRequest ─▶ renaming(NAMES): this body's field names
+
+Ollama's calls have no ids: those without one get one here, and a tool's result belongs to the oldest call of that tool
+that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct
+
+from services.frontend.protocol import chat
+from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.completions import CompletionRequest, decode_completion
+from services.frontend.protocol.decoding import Harmless, NotBuilt, not_supported
+from services.frontend.protocol.embeddings import EmbeddingRequest
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.foreign import Hint, ThinkingSupport, ignore, names, renaming, review
+from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.tools import TOOLS_LIMIT, Tools
+
+ModelName = Annotated[str, Meta(min_length=1)]
+Images = Annotated[NotBuilt, Harmless([])]
+
+
+class OllamaFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """The function that the model called."""
+
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+
+
+class OllamaCall(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of an assistant message's calls."""
+
+    function: OllamaFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of the conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[OllamaCall], Meta(max_length=TOOLS_LIMIT)] | None = None
+    tool_name: str | None = None
+    """The tool whose result a tool's message is."""
+    tool_call_id: str | None = None
+    images: Images = None
+
+
+class OllamaBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both chats and texts."""
+
+    model: ModelName
+    options: dict[str, Any] | None = None
+    format: str | dict[str, Any] | None = None
+    """The text json, or a JSON Schema."""
+    stream: bool | None = None
+    """False: one JSON object in place of lines."""
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: Hint = UNSET
+    truncate: Hint = UNSET
+    """A conversation that does not fit the context is refused."""
+    shift: Hint = UNSET
+    logprobs: Annotated[NotBuilt, Harmless(False)] = None
+    top_logprobs: Annotated[NotBuilt, Harmless(0)] = None
+
+
+class OllamaChatRequest(OllamaBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=chat.MESSAGES_LIMIT)] = []
+    """Without messages nothing is generated, as Ollama then only loads the model."""
+    tools: Tools | None = None
+
+
+class OllamaGenerateRequest(OllamaBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /api/generate."""
+
+    prompt: str = ""
+    """Without a prompt nothing is generated, as Ollama then only loads the model."""
+    suffix: str = ""
+    system: str = ""
+    raw: bool = False
+    """True: the prompt is completed without a chat template."""
+    images: Images = None
+    template: Annotated[NotBuilt, Harmless("")] = None
+    context: Annotated[NotBuilt, Harmless([])] = None
+
+
+class OllamaEmbedRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /api/embed."""
+
+    model: ModelName
+    input: str | list[str]
+    dimensions: chat.TokenCount | None = None
+    options: Hint = UNSET
+    keep_alive: Hint = UNSET
+    truncate: Hint = UNSET
+    """An input that does not fit the context is refused."""
+
+
+class OllamaShowRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /api/show."""
+
+    model: ModelName
+    name: Hint = UNSET
+    verbose: Hint = UNSET
+
+
+_OPTIONS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
+    **{"presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty"},
+    **{"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"},
+}
+"""Each option that is served, and the field of a chat that it is."""
+_HINTS = frozenset(
+    (
+        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "numa"),
+        *("low_vram", "f16_kv", "logits_all", "vocab_only", "embedding_only"),
+        *("penalize_newline", "mirostat_tau", "mirostat_eta"),
+    )
+)
+"""Options that are ignored: how Ollama loads a model, and parameters of what is refused."""
+_OFF: dict[str, object] = {"mirostat": 0, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1}
+"""Options that are not built, with the value that asks for nothing. A repetition penalty looks at the whole text."""
+NAMES = names(
+    {
+        **{f"^{field}": f"options.{option}" for option, field in _OPTIONS.items()},
+        r"^response_format(\.json_schema\.schema)?": "format",
+        r"^(reasoning_effort|thinking_token_budget|chat_template_kwargs.*)$": "think",
+        r"^messages$": "messages",
+    }
+)
+"""The names of a chat's fields in this body."""
+
+
+def generates(request: OllamaBody) -> bool:
+    """Tell whether a request asks for an answer; if not, Ollama only loads the model."""
+    if isinstance(request, OllamaGenerateRequest):
+        return bool(request.prompt or request.suffix)
+    return isinstance(request, OllamaChatRequest) and bool(request.messages)
+
+
+def served_name(model: str) -> str:
+    """Return the name of a model without the tag that Ollama's clients add."""
+    return model.removesuffix(":latest")
+
+
+def as_chat(
+    request: OllamaChatRequest | OllamaGenerateRequest, support: ThinkingSupport, ignored: IgnoredFields
+) -> ChatRequest | CompletionRequest:
+    """Return the request as a chat, or as a completion if it is raw or has a suffix; add the names of its fields that
+    are ignored to `ignored`. Raise InvalidRequest."""
+    review(request, ignored)
+    fields = {**_options(request.options or {}, ignored), "model": served_name(request.model)}
+    fields |= {"stream": request.stream is not False, "response_format": _format(request.format)}
+    with renaming(NAMES):
+        if isinstance(request, OllamaGenerateRequest) and (request.raw or request.suffix):
+            for field in ("system", "think"):
+                if getattr(request, field):
+                    raise field_error(field, "cannot be combined with raw or suffix, which use no chat template")
+            fields |= {"prompt": request.prompt, "suffix": request.suffix or None}
+            return decode_completion(msgspec.json.encode(fields), ignored)
+        if isinstance(request, OllamaGenerateRequest):
+            system = [{"role": "system", "content": request.system}] if request.system else []
+            fields["messages"] = [*system, {"role": "user", "content": request.prompt}]
+        else:
+            fields |= {"messages": list(_messages(request.messages)), "tools": request.tools}
+        fields |= _think(request.think, support)
+        return chat.decode_chat(msgspec.json.encode(fields), ignored)
+
+
+def as_embedding(request: OllamaEmbedRequest) -> EmbeddingRequest:
+    """Return the request as OpenAI's."""
+    given: Any = request.input
+    return EmbeddingRequest(input=given, model=served_name(request.model), dimensions=request.dimensions)
+
+
+def _options(options: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _OPTIONS:
+            fields[_OPTIONS[name]] = value
+        elif name in _HINTS or (name not in _OFF and value is not None):
+            ignore(f"options.{name}", ignored)
+        elif value is not None and value != _OFF[name]:
+            raise not_supported(f"options.{name}")
+    if isinstance(limit := fields.get("max_tokens"), int) and limit <= 0:
+        del fields["max_tokens"]  # -1 and -2: no limit but the context
+    return fields
+
+
+def _format(asked: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    if isinstance(asked, dict):
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": asked}}
+    if asked not in (None, "", "json"):
+        raise field_error("format", f"{asked!r} is neither json nor a JSON Schema")
+    return {"type": "json_object"} if asked else None
+
+
+def _think(asked: bool | str | None, support: ThinkingSupport) -> dict[str, Any]:
+    if asked is None or asked is False:
+        return {} if asked is None else {"reasoning_effort": "none"}
+    if not support.thinks:
+        raise field_error("think", "the model is not known to think")
+    return {"chat_template_kwargs": support.switch or None} if asked is True else {"reasoning_effort": asked}
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
+    """Return the messages of a chat. Raise InvalidRequest for the result of a call that is not there."""
+    tools: dict[str, str] = {}
+    """The ids of the calls without a result, oldest first → their tools."""
+    waiting: dict[str, dict[str, None]] = {}
+    """Ids of waiting calls by tool, so that no result is looked for among many calls."""
+    numbers = count()
+    for at, message in enumerate(messages):
+        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
+        for call in message.tool_calls or ():
+            own = call.id or f"call{next(numbers):05}"  # nine letters and digits: Mistral's templates accept no other
+            tools[own] = call.function.name
+            waiting.setdefault(call.function.name, {})[own] = None
+            function = {"name": call.function.name, "arguments": msgspec.json.encode(call.function.arguments).decode()}
+            turn.setdefault("tool_calls", []).append({"id": own, "type": "function", "function": function})
+        if message.role == "tool":
+            given, tool = message.tool_call_id, message.tool_name
+            answered = given or next(iter(waiting.get(tool, ()) if tool else tools), "")
+            if answered not in tools or tool not in (None, tools[answered]):
+                why = f"no call of {given or tool or 'a tool'} without a result is before it"
+                raise field_error(f"messages[{at}]", why)
+            turn["tool_call_id"] = answered
+            del waiting[tools.pop(answered)][answered]
+        yield turn

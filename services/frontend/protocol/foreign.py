@@ -1,0 +1,145 @@
+"""What the bodies of other providers' APIs have in common: hints that are ignored, and errors in their names. Pure.
+
+A field of type `Hint` is accepted and changes nothing of the answer. `review` notes those that a request has, and
+refuses what is not built anywhere in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from services.frontend.protocol.chat_chunks import Usage
+from services.frontend.protocol.decoding import Harmless, check_not_built, decode_body, not_supported
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
+from shared.errors import InvalidRequest
+
+_NOTHING = tuple(map(msgspec.Raw, (b"null", b"false", b"[]", b"{}")))
+Hint = Annotated[
+    msgspec.Raw | UnsetType,
+    Advisory(),
+    Harmless(UNSET, *_NOTHING),
+    Meta(extra_json_schema={"description": "A hint; it has no effect."}),
+]
+"""The type of a field that is accepted and ignored. It stays undecoded."""
+
+
+R = TypeVar("R")
+
+
+_decoder: Callable[[Any], Any] = cache(msgspec.json.Decoder)
+
+
+def decode(kind: type[R], body: bytes, ignored: IgnoredFields = REFUSE) -> R:
+    """Decode a body. Raise InvalidRequest, naming the field."""
+    request: R = decode_body(_decoder(kind), body, ignored)
+    return request
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call; None if it was cut off, so that they are not JSON."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+
+
+def review(request: Struct, ignored: IgnoredFields) -> None:
+    """Refuse fields that are not built, in all Structs of a request, and note hints. Raise InvalidRequest, naming the
+    field."""
+    for struct, where in _nested(request, ""):
+        if getattr(struct, "images", None):
+            raise field_error(f"{where}images", "images are not served")
+        check_not_built(struct, where, ignored)
+
+
+def ignore(field: str, ignored: IgnoredFields) -> None:
+    """Note a field that has no effect for this model, or refuse it. Raise InvalidRequest."""
+    if ignored.refuse:
+        raise not_supported(field)
+    ignored.add(field)
+
+
+def _nested(struct: Struct, where: str) -> Iterator[tuple[Struct, str]]:
+    yield struct, where
+    for field in struct.__struct_fields__:
+        value = getattr(struct, field)
+        if isinstance(value, Struct):
+            yield from _nested(value, f"{where}{field}.")
+        elif isinstance(value, list):
+            for at, one in enumerate(value):
+                if isinstance(one, Struct):
+                    yield from _nested(one, f"{where}{field}[{at}].")
+
+
+class ThinkingSupport(Struct, frozen=True):
+    """What a model's chat template shows about thinking."""
+
+    thinks: bool
+    """Whether answers may begin with thinking."""
+    reads: Collection[str]
+    """The variables that the template reads."""
+
+    @property
+    def switch(self) -> dict[str, bool]:
+        """The template variable that turns thinking on, if there is one."""
+        return {"enable_thinking": True} if "enable_thinking" in self.reads else {}
+
+
+Names = Sequence[tuple[re.Pattern[str], str]]
+"""Patterns of a chat's fields, and what stands for the match in another API."""
+
+
+def names(patterns: Mapping[str, str]) -> Names:
+    """Return a table for `with_names`."""
+    return [(re.compile(pattern), name) for pattern, name in patterns.items()]
+
+
+@contextmanager
+def renaming(table: Names) -> Iterator[None]:
+    """Turn errors about a chat into those of another API."""
+    try:
+        yield
+    except InvalidRequest as wrong:
+        raise with_names(wrong, table) from None
+
+
+def name_here(field: str, table: Names) -> str:
+    """Return the name that a chat's field has in another API."""
+    return next((pattern.sub(name, field) for pattern, name in table if pattern.search(field)), field)
+
+
+def with_names(wrong: InvalidRequest, table: Names) -> InvalidRequest:
+    """Turn an error about a chat into one that names its field as another API does."""
+    param = wrong.param or ""
+    here = name_here(param, table)
+    if here == param:
+        return wrong
+    return InvalidRequest(str(wrong).replace(param, here), param=here, code=wrong.code, status=wrong.status)
+
+
+class Ended(Struct, frozen=True):
+    """How an answer ended."""
+
+    finish: str
+    """The reason: stop, length or tool_calls."""
+    stop_string: str
+    """The stop string that was found; empty if none was."""
+    usage: Usage
+    reasoning_tokens: int
+    """The tokens up to the last one that brought reasoning."""
+    at: int
+    """The time in seconds since 1970."""
+    total_s: float
+    """Seconds since the request's body was complete."""
+    first_text_s: float
+    """Seconds from the tokenised prompt to the first text."""
+    generation_s: float
+    """Seconds from the first text to the end."""

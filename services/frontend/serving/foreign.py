@@ -1,0 +1,141 @@
+"""Other providers' APIs, Anthropic's and Ollama's, in front of the operations for chats, completions and embeddings.
+
+body ─▶ decode ─▶ as_chat ─▶ ServingChat ─▶ stream ─▶ a writer of that API ─▶ EventReply
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, assert_never
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from services.frontend.anthropic import request as anthropic
+from services.frontend.anthropic import writer as anthropic_writer
+from services.frontend.anthropic.writer import MessageWriter
+from services.frontend.ollama import answers as ollama_answers
+from services.frontend.ollama import request as ollama
+from services.frontend.ollama.answers import OllamaWriter
+from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.foreign import Names, ThinkingSupport, decode, name_here, renaming, review
+from services.frontend.protocol.operations import FOREIGN_PATHS, ForeignOperation
+from services.frontend.requests.deadline import allowed_s
+from services.frontend.serving.chat import ServingChat, TextRequest
+from services.frontend.serving.embeddings import ServingEmbeddings
+from services.frontend.serving.reply import AnswerWriter, EventReply, message_of
+from services.frontend.serving.request_context import RequestContext
+
+
+class ServingForeign(Struct, frozen=True):
+    """Answers the operations of other providers' APIs."""
+
+    chat: ServingChat
+    embeddings: ServingEmbeddings
+
+    @asynccontextmanager
+    async def answer(
+        self, operation: ForeignOperation, body: bytes, context: RequestContext
+    ) -> AsyncIterator[EventReply | bytes]:
+        """Answer a request. Leaving the context cancels what still runs. Raise as `ServingChat.prepare` does."""
+        allowed_s(None, context.deadline_header, self.chat.service.limits)  # also where nothing takes long
+        match operation:
+            case "messages":
+                request = decode(anthropic.MessagesRequest, body, context.ignored)
+                chat = self._as_chat(request, context)
+                writer = MessageWriter(f"msg_{context.id.unique}", request.model)
+                generating = self._generate(chat, writer, context, anthropic.NAMES)
+                del body, request, chat  # the answer does not need them
+                async with generating as reply:
+                    yield reply
+            case "ollama_chat" | "ollama_generate":
+                generating = self._ollama(operation == "ollama_chat", body, context)
+                del body
+                async with generating as reply:
+                    yield reply
+            case "count_tokens":
+                counted = self._as_chat(decode(anthropic.CountTokensRequest, body, context.ignored), context)
+                with renaming(anthropic.NAMES):
+                    yield msgspec.json.encode({"input_tokens": await self.chat.count_prompt(counted, context)})
+            case "ollama_embed":
+                yield await self._embed(body, context)
+            case "ollama_show":
+                asked = decode(ollama.OllamaShowRequest, body, context.ignored)
+                review(asked, context.ignored)
+                yield ollama_answers.shown(*self.chat.models.find(ollama.served_name(asked.model)))
+            case _:
+                assert_never(operation)
+
+    def pages(self) -> Mapping[str, Callable[[], str | bytes]]:
+        """Return what Ollama's paths without a body answer: a text or JSON."""
+        version = msgspec.json.encode({"version": ollama_answers.API_VERSION})
+        lists = dict.fromkeys(("/api/tags", "/api/ps"), self._listed)
+        return {"/": lambda: "Ollama is running", "/api/version": lambda: version, **lists}
+
+    def _listed(self) -> bytes:
+        models = self.chat.models
+        return msgspec.json.encode({"models": [ollama_answers.listed(*models.find(name)) for name in models.served()]})
+
+    @asynccontextmanager
+    async def _ollama(self, is_chat: bool, body: bytes, context: RequestContext) -> AsyncIterator[EventReply | bytes]:
+        request: ollama.OllamaChatRequest | ollama.OllamaGenerateRequest = (
+            decode(ollama.OllamaChatRequest, body, context.ignored)
+            if is_chat
+            else decode(ollama.OllamaGenerateRequest, body, context.ignored)
+        )
+        tools = isinstance(request, ollama.OllamaChatRequest) and bool(request.tools)
+        support = self._support(ollama.served_name(request.model), tools=tools)
+        writer = OllamaWriter(request.model, is_chat=is_chat)
+        if not ollama.generates(request):
+            review(request, context.ignored)
+            yield writer.loaded()
+            return
+        chat = ollama.as_chat(request, support, context.ignored)
+        generating = self._generate(chat, writer, context, ollama.NAMES)
+        del body, request, chat
+        async with generating as reply:
+            yield reply
+
+    @asynccontextmanager
+    async def _generate(
+        self, chat: TextRequest, writer: AnswerWriter, context: RequestContext, table: Names
+    ) -> AsyncIterator[EventReply | bytes]:
+        with renaming(table):
+            streamed = bool(chat.stream)
+            of_chat = replace(context, ignored=context.ignored.renamed(partial(name_here, table=table)))
+            prepared = await self.chat.prepare(chat, of_chat, default_tokens=None)
+            del chat
+            async with self.chat.run(prepared, context) as choices:
+                reply = EventReply(writer, choices.streams[0], context.received_s)
+                yield reply if streamed else await reply.full_body()
+
+    def _as_chat(self, request: anthropic.CountTokensRequest, context: RequestContext) -> ChatRequest:
+        support = self._support(request.model, tools=bool(request.tools))
+        return anthropic.as_chat(request, support, context.ignored)
+
+    async def _embed(self, body: bytes, context: RequestContext) -> bytes:
+        request = decode(ollama.OllamaEmbedRequest, body, context.ignored)
+        review(request, context.ignored)
+
+        def ending(tokens: int) -> dict[str, Any]:
+            taken_s = asyncio.get_running_loop().time() - context.received_s
+            return ollama_answers.embedded(request.model, tokens, taken_s)
+
+        return await self.embeddings.answer(ollama.as_embedding(request), context, ending)
+
+    def _support(self, name: str, *, tools: bool) -> ThinkingSupport:
+        """Return what a model's template shows about thinking. Raise InvalidRequest and Unavailable."""
+        model, _ = self.chat.models.find(name)
+        template = model.tool_template if tools else model.template
+        return ThinkingSupport(model.thinks, () if template is None else template.reads)
+
+
+def foreign_error(path: str, status: int, payload: bytes) -> bytes:
+    """Return a failure in OpenAI's form in that of the API that the path belongs to."""
+    if path.startswith(FOREIGN_PATHS["messages"]):
+        return anthropic_writer.error_body(status, message_of(payload))
+    return ollama_answers.error_body(message_of(payload)) if path.startswith("/api/") else payload

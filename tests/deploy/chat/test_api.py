@@ -1,0 +1,158 @@
+"""deploy/local/chat/api.py against a small HTTP server that answers as the frontend does, or does not."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.local.chat.api import ChatApi, ChatError
+from deploy.local.chat.chat import chat as command
+from deploy.local.usage import ChatFlags
+
+MODELS = json.dumps({"object": "list", "data": [{"id": "tiny"}]}).encode()
+USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
+
+
+def event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def piece(text: str) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": text}}]})
+
+
+def chat(url: str, question: str, *, model: str = "", api_key: str = "") -> None:
+    command(ChatApi(url, api_key), ChatFlags(question=question, model=model))
+
+
+class Peer:
+    """Answers every question with `status` and `body`, and keeps the questions."""
+
+    def __init__(self) -> None:
+        self.status, self.body, self.models = 200, b"", MODELS
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        peer = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                peer.keys.append(self.headers["Authorization"])
+                self._answer(200, peer.models)
+
+            def do_POST(self) -> None:
+                peer.keys.append(self.headers["Authorization"])
+                peer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self._answer(peer.status, peer.body)
+
+            def _answer(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 the name is the base class's
+                return
+
+        self.server = HTTPServer(("127.0.0.1", 0), Answer)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/v1"
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    serving = threading.Thread(target=peer.server.serve_forever, args=(0.01,))
+    serving.start()
+    yield peer
+    peer.server.shutdown()
+    serving.join()
+    peer.server.server_close()
+
+
+def test_the_answer_goes_to_stdout_and_the_usage_to_stderr(peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.body = piece("Par") + piece("is.") + event({"choices": [], "usage": USAGE}) + b"data: [DONE]\n\n"
+    chat(peer.url, "Where?")
+    said = capsys.readouterr()
+    assert said.out == "Paris.\n"
+    assert said.err == "[9 prompt tokens, 8 of them cached; 2 generated]\n"
+    (asked,) = peer.asked
+    assert asked["model"] == "tiny"
+    assert asked["messages"] == [{"role": "user", "content": "Where?"}]
+    assert asked["stream"] is True
+
+
+def test_a_frontend_that_asks_for_a_key_is_answered_with_how_to_give_one(peer: Peer) -> None:
+    peer.status, peer.body = 401, json.dumps({"error": {"message": "You didn't provide an API key."}}).encode()
+    with pytest.raises(ChatError, match=r"an API key; give the key with --api-key-file FILE .* OPENAI_API_KEY"):
+        chat(peer.url, "Where?", model="tiny")
+
+
+def test_an_error_is_shown_in_the_frontends_words(peer: Peer) -> None:
+    peer.status, peer.body = 503, json.dumps({"error": {"message": "no worker yet"}}).encode()
+    with pytest.raises(ChatError, match="no worker yet"):
+        chat(peer.url, "Where?", model="other")
+
+
+def test_an_error_in_the_middle_of_the_stream_is_shown(peer: Peer) -> None:
+    peer.body = piece("Par") + event({"error": {"message": "the worker is gone"}})
+    with pytest.raises(ChatError, match="the worker is gone"):
+        chat(peer.url, "Where?")
+
+
+def test_a_stream_that_breaks_off_is_an_error(peer: Peer) -> None:
+    peer.body = piece("Par")
+    with pytest.raises(ChatError, match="broke off"):
+        chat(peer.url, "Where?")
+
+
+def test_no_model_yet_is_said(peer: Peer) -> None:
+    peer.models = b'{"data": []}'
+    with pytest.raises(ChatError, match="no model is served yet"):
+        chat(peer.url, "Where?")
+
+
+def test_a_server_that_does_not_run_is_said_with_what_to_do() -> None:
+    with pytest.raises(ChatError, match=r"nothing answers at .*headrace up"):
+        chat("http://127.0.0.1:1/v1", "Where?")
+
+
+@pytest.fixture
+def self_signed(peer: Peer) -> str:
+    """The URL of the peer, which speaks TLS."""
+    certificates = Path(__file__).parents[2] / "frontend" / "certificates"
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificates / "one.pem", certificates / "one.key")
+    peer.server.socket = tls.wrap_socket(peer.server.socket, server_side=True)
+    return peer.url.replace("http:", "https:")
+
+
+def test_a_certificate_that_is_not_trusted_is_said_with_what_to_do(
+    self_signed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with pytest.raises(ChatError, match=r"self-signed certificate; set SSL_CERT_FILE to a file with the certificates"):
+        chat(self_signed, "Where?")
+
+
+def test_a_file_of_trusted_certificates_that_is_not_there_is_said(
+    self_signed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "typo.pem"))
+    with pytest.raises(ChatError, match=r"self-signed certificate; SSL_CERT_FILE is .*typo\.pem, which does not exist"):
+        chat(self_signed, "Where?")
+
+
+def test_a_key_is_shown_where_there_is_one(peer: Peer) -> None:
+    peer.body = piece("x") + b"data: [DONE]\n\n"
+    chat(peer.url, "?", api_key="hr-mine")
+    assert peer.keys == ["Bearer hr-mine"] * 2
+    chat(peer.url, "?", model="tiny")
+    assert peer.keys[2:] == [None]

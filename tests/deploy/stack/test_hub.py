@@ -1,0 +1,327 @@
+"""deploy/local/stack/hub.py: a model comes whole into the cache that other tools know, after a check of its head."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from huggingface_hub import constants, hf_hub_download, snapshot_download
+
+from deploy.local.stack import hub_client
+from deploy.local.stack.check import check
+from deploy.local.stack.hub import SMALL, fetch, find_cached
+from deploy.local.stack.hub_cache import HEAD_LIMIT_BYTES
+from deploy.local.stack.hub_files import HubModel
+from deploy.local.stack.stack import UpOptions
+from deploy.local.state import StateDirectory
+from services.worker.native.tensor_file import HEADER_LIMIT_BYTES
+from shared.errors import ConfigError, ModelError
+from tests.hub_server import HubServer, Repository, files_of, use_hub
+from tests.kvbm.small_tmpfs import small_tmpfs
+from tests.tiny_model import write_tiny_model
+
+MODEL = HubModel("org/tiny")
+EMBEDDING = {"modules.json": b"[]", "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}'}
+OTHERS = {"pytorch_model.bin": b"pickle", "README.md": b"# tiny", "original/params.json": b"{}", "run.py": b"evil()"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return files_of(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return files_of(write_tiny_model(tmp_path_factory.mktemp("sharded"), shards=3, dtype="bfloat16"))
+
+
+@pytest.fixture
+def hub(tiny: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr(hub_client, "PAUSE_S", 0.0)
+    hub = HubServer()
+    hub.repositories["org/tiny"] = Repository(tiny | OTHERS)
+    use_hub(hub, tmp_path / "cache", monkeypatch)
+    with hub.running():
+        yield hub
+
+
+class Fetched:
+    """What one fetch has shown and checked."""
+
+    def __init__(self, model: HubModel = MODEL, *, weights: bool = True) -> None:
+        self.checked: list[Path] = []
+        self.progress: list[tuple[str, float]] = []
+        self.notices: list[str] = []
+        self.path = fetch(
+            model,
+            weights=weights,
+            check=lambda path: self.checked.append(Path(path)),
+            progress=lambda what, share: self.progress.append((what, share)),
+            notice=self.notices.append,
+        )
+
+
+def check_here(path: str) -> None:
+    """The check of the worker, as `up` runs it."""
+    options = UpOptions(model=path, model_name="tiny", discovery="file")
+    check(options, StateDirectory(Path("/to/be/made")), python=sys.executable, model=True)
+
+
+def fetch_checked(model: HubModel = MODEL) -> Path:
+    return fetch(model, weights=True, check=check_here, progress=lambda *_: None, notice=lambda _: None)
+
+
+def names(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_model_comes_whole_and_nothing_else_does(hub: HubServer, tiny: dict[str, bytes]) -> None:
+    hub.repositories["org/tiny"].files |= EMBEDDING
+    fetched = Fetched()
+    assert files_of(fetched.path) == tiny | EMBEDDING
+    assert fetched.path.name == hub.repositories["org/tiny"].commit
+    size = len(tiny["model.safetensors"]) / 1e6
+    assert fetched.progress[-1] == (f"fetching org/tiny ({size:.1f} MB)", 1.0)
+    assert fetched.notices[0].startswith(f"org/tiny: commit {fetched.path.name[:12]} at 127.0.0.1:")
+    assert not set(hub.bodies()) & {name.rpartition("/")[2] for name in OTHERS}
+
+
+def test_other_tools_find_the_files_and_their_cache_is_found(hub: HubServer, tiny: dict[str, bytes]) -> None:
+    theirs = {hf_hub_download("org/tiny", name) for name in tiny}
+    assert {str(find_cached(MODEL, weights=True))} == {str(Path(file).parent) for file in theirs}
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    assert find_cached(MODEL, weights=True) is None
+    ours = Fetched().path
+    hub.asked.clear()
+    for revision in ("main", ours.name):
+        found = {hf_hub_download("org/tiny", name, revision=revision, local_files_only=True) for name in tiny}
+        assert found == {str(ours / name) for name in tiny}
+    assert snapshot_download("org/tiny", local_files_only=True) == str(ours)
+    assert hub.asked == []
+
+
+def test_a_whole_model_is_found_without_asking_the_hub(hub: HubServer) -> None:
+    path = Fetched().path
+    hub.asked.clear()
+    assert find_cached(MODEL, weights=True) == path
+    assert find_cached(HubModel("org/tiny", path.name), weights=True) == path
+    assert find_cached(HubModel("org/tiny", "v1"), weights=True) is None
+    assert hub.asked == []
+    (path / "model.safetensors").resolve().unlink()
+    assert find_cached(MODEL, weights=True) is None
+    assert find_cached(MODEL, weights=False) == path
+
+
+def test_what_is_there_is_not_fetched_again_and_a_new_commit_fetches_what_changed(hub: HubServer) -> None:
+    first = Fetched().path
+    hub.asked.clear()
+    assert Fetched().path == first
+    assert hub.bodies() == []
+    hub.repositories["org/tiny"].files["generation_config.json"] = b'{"eos_token_id": 2}'
+    second = Fetched().path
+    assert second != first
+    assert hub.bodies() == ["generation_config.json"]
+    assert find_cached(MODEL, weights=True) == second
+    assert find_cached(HubModel("org/tiny", first.name), weights=True) == first
+
+
+def test_the_check_sees_the_heads_of_the_weights_before_the_weights_come(
+    hub: HubServer, sharded: dict[str, bytes]
+) -> None:
+    hub.repositories["org/tiny"] = Repository(sharded)
+    fetched = list[str]()
+
+    def checked(path: str) -> None:
+        fetched.extend(asked.range for asked in hub.asked if asked.path.startswith("/large/"))
+        shards = sorted(Path(path).glob("*.safetensors"))
+        assert [shard.stat().st_size for shard in shards] == [len(sharded[shard.name]) for shard in shards]
+        assert all(shard.read_bytes() != sharded[shard.name] for shard in shards)
+        check_here(path)
+
+    path = fetch(MODEL, weights=True, check=checked, progress=lambda *_: None, notice=lambda _: None)
+    assert files_of(path) == sharded
+    assert len(fetched) == 6, "eight bytes and a head of each of three"
+    assert max(int(asked.partition("-")[2]) for asked in fetched) < 10_000
+    assert find_cached(MODEL, weights=True) == path
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "config.json: architecture GPT2LMHeadModel is not supported; "),
+        ({"hidden_act": "gelu"}, "config.json: hidden_act is gelu; only silu is supported"),
+        ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is in no safetensors file"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_come(
+    hub: HubServer, change: dict[str, object], said: str
+) -> None:
+    files = hub.repositories["org/tiny"].files
+    files["config.json"] = json.dumps(json.loads(files["config.json"]) | change).encode()
+    with pytest.raises(ConfigError) as wrong:
+        fetch_checked()
+    assert str(wrong.value).startswith("org/tiny")
+    assert said in str(wrong.value)
+    assert "/tmp" not in str(wrong.value)
+    large = [asked.range for asked in hub.asked if asked.path.startswith("/large/")]
+    assert all(asked.startswith("bytes=") for asked in large), "only heads came"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", None, "org/tiny/tokenizer.json: missing"),
+        ("tokenizer.json", b"{}", "org/tiny/tokenizer.json: "),
+        ("config.json", None, "org/tiny/config.json: No such file or directory"),
+        ("model.safetensors", b"", "org/tiny/model.safetensors: torn or not a safetensors file (0 bytes)"),
+        ("model.safetensors", b"not tensors", "org/tiny/model.safetensors: torn or not a safetensors file (11 bytes)"),
+    ],
+)
+def test_a_file_that_is_missing_or_torn_is_named_as_it_is_on_the_hub(
+    hub: HubServer, name: str, content: bytes | None, said: str
+) -> None:
+    files = hub.repositories["org/tiny"].files
+    if content is None:
+        del files[name]
+    else:
+        files[name] = content
+    with pytest.raises(ConfigError) as wrong:
+        fetch_checked()
+    assert str(wrong.value).startswith(said)
+
+
+def test_a_name_that_is_not_there_leaves_nothing(hub: HubServer) -> None:
+    with pytest.raises(ModelError, match=r"has no model org/tinny, or it is private: check the name; "):
+        Fetched(HubModel("org/tinny"))
+    assert not Path(constants.HF_HUB_CACHE).exists()
+
+
+def test_a_repository_without_safetensors_is_refused(hub: HubServer) -> None:
+    del hub.repositories["org/tiny"].files["model.safetensors"]
+    with pytest.raises(ModelError, match=r"has no model.safetensors .*; files of other kinds are not loaded$"):
+        Fetched()
+    assert "pytorch_model.bin" not in hub.bodies()
+
+
+def test_an_engine_that_computes_nothing_needs_no_weights(hub: HubServer) -> None:
+    path = Fetched(weights=False).path
+    assert "model.safetensors" not in names(path)
+    assert hub.bodies()
+    assert "model.safetensors" not in hub.bodies()
+
+
+def test_a_gguf_file_comes_alone(hub: HubServer) -> None:
+    hub.repositories["org/tiny"].files["sub/a-Q4.gguf"] = b"GGUF" * 1000
+    model = HubModel("org/tiny", "main", "sub/a-Q4.gguf")
+    assert find_cached(model, weights=True) is None
+    fetched = Fetched(model)
+    assert fetched.path.read_bytes() == b"GGUF" * 1000
+    assert fetched.checked == [fetched.path]
+    assert hub.bodies() == ["a-Q4.gguf"]
+    assert find_cached(model, weights=True) == fetched.path
+    with pytest.raises(ModelError, match=r"org/tiny has no file b.gguf; it has org/tiny:sub/a-Q4.gguf$"):
+        Fetched(HubModel("org/tiny", "main", "b.gguf"))
+
+
+def test_an_interrupted_fetch_continues_where_it_ended(
+    hub: HubServer, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "TRIES", 1)
+    hub.faults["model.safetensors"] = ["", "", "cut"]
+    with pytest.raises(ModelError, match=r"ended it after|cannot be reached"):
+        Fetched()
+    assert find_cached(MODEL, weights=True) is None
+    hub.asked.clear()
+    assert files_of(Fetched().path) == tiny
+    [continued] = [asked.range for asked in hub.asked if asked.path.startswith("/large/")]
+    assert int(continued.removeprefix("bytes=").partition("-")[0]) > len(tiny["model.safetensors"]) // 4
+
+
+def test_a_file_with_another_content_is_removed(hub: HubServer) -> None:
+    hub.faults["config.json"] = ["changed"]
+    with pytest.raises(ModelError, match=r"config.json does not have the digest that the hub announced; it is removed"):
+        Fetched()
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+    Fetched()
+
+
+def test_a_configuration_beyond_its_limit_is_not_fetched(hub: HubServer) -> None:
+    hub.repositories["org/tiny"].files["config.json"] = b" " * (SMALL["config.json"] + 1)
+    with pytest.raises(ModelError, match=r"config.json has 1048577 bytes; at most 1048576 are read"):
+        Fetched()
+    assert hub.bodies() == []
+
+
+def test_the_document_names_every_file_that_is_fetched() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "model_files.md").read_text()
+    assert [name for name in SMALL if f"`{name}`" not in text] == []
+
+
+def test_heads_are_fetched_up_to_the_workers_limit() -> None:
+    assert HEAD_LIMIT_BYTES >= HEADER_LIMIT_BYTES
+
+
+def test_offline_nothing_is_asked(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"^org/tiny is not in /.*, and HF_HUB_OFFLINE forbids to fetch it$"):
+        Fetched()
+    assert hub.asked == []
+
+
+def test_a_disk_without_room_is_named_before_weights_come(hub: HubServer, tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "small") as small, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_CACHE", str(small / "cache"))
+        hub.repositories["org/tiny"].files["model.safetensors"] = os.urandom(4 << 20)
+        with pytest.raises(
+            ModelError, match=r"no space left: 4.2 MB are to be fetched, and the disk of /.* has 2.1 MB"
+        ):
+            Fetched()
+        assert "model.safetensors" not in names(small)
+
+
+def test_a_disk_that_becomes_full_is_named(hub: HubServer, tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "small") as small, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_CACHE", str(small / "cache"))
+        hub.repositories["org/tiny"].files["tokenizer.json"] = b" " * (3 << 20)
+        with pytest.raises(ModelError, match=r"^org/tiny: no space left in /.*; HF_HOME names another directory$"):
+            Fetched()
+
+
+def test_a_cache_that_cannot_be_made_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "/proc/cache")
+    with pytest.raises(ModelError, match=r"^/proc/cache: No such file or directory; HF_HOME names another directory$"):
+        Fetched()
+
+
+FETCH = """
+import sys
+from deploy.local.stack.hub import fetch
+from deploy.local.stack.hub_files import HubModel
+show = lambda what, share: print(what, flush=True)
+print(fetch(HubModel("org/tiny"), weights=True, check=lambda path: None, progress=show, notice=show and print))
+"""
+
+
+def test_of_two_at_once_one_fetches(hub: HubServer, tiny: dict[str, bytes]) -> None:
+    hub.faults["tokenizer.json"] = ["stall"]
+    first = Thread(target=Fetched)
+    first.start()
+    assert hub.holding.wait(30)
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE}
+    command = [sys.executable, "-c", FETCH]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as second:
+        assert second.stdout is not None
+        assert second.stdout.readline() == "waiting for another process that fetches the model\n"
+        hub.over.set()  # the held answer ends early, and is continued
+        first.join()
+        shown = second.stdout.read().splitlines()
+    assert files_of(Path(shown[-1])) == tiny
+    assert not [line for line in shown if line.startswith("fetching")], "the first one has fetched it"
+    assert hub.bodies().count("config.json") == 1

@@ -1,0 +1,50 @@
+"""deploy/local/terminal.py: a bar on a terminal, and lines in a file."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from deploy.local.terminal import Terminal
+
+
+class Screen(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar_that_is_drawn_again_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    for share in (0.0, 0.5, 1.0):
+        terminal.progress("fetching org/name", share)
+    terminal.clear()
+    drawn = screen.getvalue().split("\r\033[K")
+    assert drawn == [
+        f"fetching org/name:   0% [{' ' * 30}]",
+        f"fetching org/name:  50% [{'#' * 15}{' ' * 15}]",
+        f"fetching org/name: 100% [{'#' * 30}]",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(("columns", "bar"), [("40", " [######       ]"), ("27", ""), ("10", "")])
+def test_a_narrow_terminal_has_a_shorter_bar_or_none(columns: str, bar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", columns)
+    Terminal().progress("fetching org/name", 0.5)
+    assert screen.getvalue() == f"fetching org/name:  50%{bar}"
+
+
+def test_elsewhere_there_is_a_line_for_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal()
+    for percent in range(0, 101, 5):
+        terminal.progress("fetching", percent / 100)
+    assert capsys.readouterr().err.splitlines() == [f"fetching: {tenth * 10} %" for tenth in range(11)]

@@ -1,0 +1,250 @@
+"""Bodies of /v1/messages as chats: what each field becomes, what is ignored, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.frontend.anthropic.request import CountTokensRequest, MessagesRequest, as_chat
+from services.frontend.protocol.chat import ChatMessage, ChatRequest, messages_as_rendered
+from services.frontend.protocol.foreign import ThinkingSupport, decode
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
+from services.frontend.protocol.structured import JsonSchemaFormat, NamedTool
+from shared.errors import InvalidRequest
+
+PLAIN = ThinkingSupport(thinks=False, reads=())
+THINKS = ThinkingSupport(thinks=True, reads=("enable_thinking", "reasoning_effort"))
+HELLO = [{"role": "user", "content": "hello"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "weather", "description": "Tells the weather.", "input_schema": CITY}
+USE = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Zürich"}}
+RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": "warm"}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+def chat(support: ThinkingSupport = PLAIN, /, **fields: Any) -> tuple[ChatRequest, tuple[str, ...]]:
+    body = {"model": "tiny", "max_tokens": 50, "messages": HELLO, **fields}
+    ignored = IgnoredFields()
+    return as_chat(decode(MessagesRequest, msgspec.json.encode(body), ignored), support, ignored), tuple(ignored.names)
+
+
+def refused(support: ThinkingSupport = PLAIN, /, **fields: Any) -> InvalidRequest:
+    body = {"model": "tiny", "max_tokens": 50, "messages": HELLO, **fields}
+    with pytest.raises(InvalidRequest) as wrong:
+        as_chat(decode(MessagesRequest, msgspec.json.encode(body)), support, REFUSE)
+    return wrong.value
+
+
+def test_the_fields_of_sampling_are_a_chats() -> None:
+    asked, ignored = chat(
+        max_tokens=9, stream=True, temperature=0.5, top_p=0.25, top_k=3, stop_sequences=["\n\n", "end"]
+    )
+    assert (asked.model, asked.max_tokens, asked.stream) == ("tiny", 9, True)
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.stop) == (0.5, 0.25, 3, ["\n\n", "end"])
+    assert asked.messages == [ChatMessage("user", "hello")]
+    assert ignored == ()
+
+
+@pytest.mark.parametrize(
+    "system", ["Be kind.\nBe brief.", [{"type": "text", "text": "Be kind."}, {"type": "text", "text": "Be brief."}]]
+)
+def test_a_system_prompt_is_a_text_or_blocks(system: Any) -> None:
+    assert chat(system=system)[0].messages[0] == ChatMessage("system", "Be kind.\nBe brief.")
+
+
+def test_claude_codes_line_for_its_bill_is_no_part_of_the_prompt() -> None:
+    bill = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"}
+    asked, ignored = chat(system=[bill, {"type": "text", "text": "Be kind."}])
+    assert asked.messages[0] == ChatMessage("system", "Be kind.")
+    assert ignored == ("system.x-anthropic-billing-header",)
+    assert chat(system=[bill])[0].messages == [ChatMessage("user", "hello")]
+
+
+def test_thinking_text_and_calls_of_a_turn_are_one_message_and_each_result_one_of_its_tool() -> None:
+    said = [
+        {"type": "thinking", "thinking": "hm", "signature": "never read"},
+        {"type": "text", "text": "I look."},
+        USE,
+        USE | {"id": "call_2", "input": {}},
+    ]
+    results = [
+        RESULT,
+        {
+            "type": "tool_result",
+            "tool_use_id": "call_2",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {"type": "text", "text": "And now?"},
+    ]
+    asked, _ = chat(messages=[*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": results}])
+    assert messages_as_rendered(asked.messages) == [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}},
+                {"id": "call_2", "type": "function", "function": {"name": "weather", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "warm", "tool_call_id": "call_1", "name": "weather"},
+        {"role": "tool", "content": "a\nb", "tool_call_id": "call_2", "name": "weather"},
+        {"role": "user", "content": "And now?"},
+    ]
+
+
+def test_tools_and_their_choice_are_a_chats() -> None:
+    asked, _ = chat(tools=[WEATHER | {"strict": True, "type": "custom"}])
+    assert asked.tools is not None
+    function = asked.tools[0].function
+    assert (function.name, function.description, function.parameters, function.strict) == (
+        *("weather", "Tells the weather.", CITY, True),
+    )
+    for choice, expected in (("auto", "auto"), ("any", "required"), ("none", "none")):
+        asked, _ = chat(tools=[WEATHER], tool_choice={"type": choice})
+        assert (asked.tool_choice, asked.parallel_tool_calls) == (expected, None)
+    asked, _ = chat(tools=[WEATHER], tool_choice={"type": "tool", "name": "weather", "disable_parallel_tool_use": True})
+    assert isinstance(asked.tool_choice, NamedTool)
+    assert (asked.tool_choice.function.name, asked.parallel_tool_calls) == ("weather", False)
+
+
+def test_thinking_is_a_budget_and_the_templates_switch() -> None:
+    asked, ignored = chat(THINKS, thinking={"type": "enabled", "budget_tokens": 40})
+    assert (asked.thinking_token_budget, asked.chat_template_kwargs) == (40, {"enable_thinking": True})
+    adaptive, _ = chat(THINKS, thinking={"type": "adaptive"}, output_config={"effort": "max"})
+    assert (adaptive.thinking_token_budget, adaptive.reasoning_effort) == (None, "xhigh")
+    off, _ = chat(THINKS, thinking={"type": "disabled"})
+    assert (off.reasoning_effort, off.chat_template_kwargs) == ("none", None)
+    assert ignored == ()
+
+
+def test_limits_of_thinking_are_ignored_for_a_model_that_does_not_think() -> None:
+    asked, ignored = chat(thinking={"type": "enabled", "budget_tokens": 40}, output_config={"effort": "low"})
+    assert (asked.thinking_token_budget, asked.reasoning_effort) == (None, None)
+    assert ignored == ("thinking", "output_config.effort")
+
+
+def test_a_schema_holds_the_answer() -> None:
+    asked, _ = chat(output_config={"format": {"type": "json_schema", "schema": CITY}})
+    assert isinstance(asked.response_format, JsonSchemaFormat)
+    assert asked.response_format.json_schema.schema == CITY
+
+
+def test_hints_are_accepted_and_named() -> None:
+    _, ignored = chat(
+        system=[{"type": "text", "text": "x", **CACHED}],
+        tools=[WEATHER | CACHED, WEATHER | {"name": "other"}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "x", **CACHED}, {"type": "text", "text": "y"}]},
+            {"role": "assistant", "content": [USE | {"caller": {"type": "direct"}}]},
+            {"role": "user", "content": [RESULT | {"is_error": True}]},
+        ],
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        context_management={"edits": [{"type": "clear_thinking_20251015"}]},
+    )
+    assert set(ignored) == {
+        *("system[].cache_control", "tools[].cache_control", "messages[].content[].cache_control"),
+        *(
+            "messages[].content[].caller",
+            "messages[].content[].is_error",
+            "metadata",
+            "service_tier",
+            "context_management",
+        ),
+    }
+    assert chat(metadata=None, context_management={}, cache_control=None)[1] == ()
+
+
+def test_unknown_fields_are_ignored_and_named_and_refused_in_strict_mode() -> None:
+    blocks = [{"type": "text", "text": "x", "no_such_field": 1}]
+    asked, ignored = chat(messages=[{"role": "user", "content": blocks}], also_unknown={})
+    assert asked.messages == [ChatMessage("user", "x")]
+    assert set(ignored) == {"messages[].content[].no_such_field", "also_unknown"}
+    for strict in ({"metadata": {"user_id": "u"}}, {"output_config": {"effort": "low"}}):
+        assert "not supported" in str(refused(**strict))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "length >= 1"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "length >= 1"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"max_tokens": None}, "max_tokens", "Expected `int`"),
+        ({"no_such_field": 1}, "no_such_field", "unknown field"),
+        ({"container": "c"}, "container", "not supported"),
+        ({"mcp_servers": [{}]}, "mcp_servers", "not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading", "not supported"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "two tools"),
+        ({"tools": [WEATHER | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema.type", "must be 'object'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "needed"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "any", "name": "weather"}}, "tool_choice.name", "only allowed"),
+        ({"system": [{"type": "image", "source": {}}]}, "system[0].type", "images are not served"),
+        ({"system": [{"type": "thinking", "thinking": "hm"}]}, "system[0].type", "only blocks of type text"),
+        ({"system": [{"text": "x"}]}, "system[0].type", "missing required field `type`"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type", "between_tools"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages[1].role", "no answer is continued"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_its_name(fields: dict[str, Any], param: str, why: str) -> None:
+    wrong = refused(**fields)
+    assert (wrong.param, wrong.status) == (param, 400)
+    assert why in str(wrong)
+    assert param in str(wrong)
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "search_result", "redacted_thinking", "server_tool_use", "x"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_blocks_that_are_not_served_are_refused_by_their_type(kind: str, inside: bool) -> None:
+    block: Any = {"type": kind, "source": {}}
+    where = "messages[0].content[1].type"
+    if inside:
+        block, where = (
+            RESULT | {"content": [{"type": "text", "text": "x"}, block]},
+            "messages[0].content[1].content[1].type",
+        )
+    wrong = refused(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, block]}])
+    assert wrong.param == where
+    told = {"image": "images are not served", "document": "files are not served"}
+    assert told.get(kind, repr(kind)) in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("turns", "param", "why"),
+    [
+        ([("user", [RESULT])], "messages[0].content[0].tool_use_id", "'call_1' is not there before it"),
+        ([("user", [USE])], "messages[0].content[0]", "role user has no such block"),
+        ([("assistant", [USE, USE])], "messages[0].content[1].id", "two tool_use blocks"),
+        ([("assistant", [USE]), ("user", [RESULT, RESULT])], "messages[1].content[1].tool_use_id", "already has a"),
+        ([("assistant", [USE]), ("assistant", [RESULT])], "messages[1].content[0]", "role assistant has no such block"),
+        ([("system", [{"type": "thinking", "thinking": "hm"}])], "messages[0].content[0]", "role system"),
+    ],
+)
+def test_blocks_stand_where_they_belong(turns: Any, param: str, why: str) -> None:
+    wrong = refused(messages=[*({"role": role, "content": content} for role, content in turns), *HELLO])
+    assert wrong.param == param
+    assert why in str(wrong)
+
+
+def test_a_budget_is_given_and_leaves_room_for_the_answer() -> None:
+    assert refused(THINKS, thinking={"type": "enabled"}).param == "thinking.budget_tokens"
+    assert "max_tokens, 50" in str(refused(THINKS, thinking={"type": "enabled", "budget_tokens": 50}))
+
+
+def test_tokens_are_counted_without_fields_of_an_answer() -> None:
+    body = {
+        "model": "tiny",
+        "messages": HELLO,
+        "tools": [WEATHER],
+        "thinking": {"type": "enabled", "budget_tokens": 99},
+    }
+    asked = as_chat(decode(CountTokensRequest, msgspec.json.encode(body)), THINKS, REFUSE)
+    assert asked.messages == [ChatMessage("user", "hello")]
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        decode(CountTokensRequest, msgspec.json.encode(body | {"max_tokens": 5}))

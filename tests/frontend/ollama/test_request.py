@@ -1,0 +1,188 @@
+"""Bodies of Ollama's API as chats and completions: what a field becomes, what is ignored, what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.frontend.ollama.request import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    as_chat,
+    as_embedding,
+    generates,
+)
+from services.frontend.protocol.chat import ChatRequest, messages_as_rendered
+from services.frontend.protocol.completions import CompletionRequest
+from services.frontend.protocol.embeddings import EmbeddingRequest
+from services.frontend.protocol.foreign import ThinkingSupport, decode
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
+from services.frontend.protocol.structured import JsonObjectFormat, JsonSchemaFormat
+from shared.errors import InvalidRequest
+
+PLAIN = ThinkingSupport(thinks=False, reads=())
+THINKS = ThinkingSupport(thinks=True, reads=("enable_thinking",))
+HELLO = [{"role": "user", "content": "hello"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+
+
+def called(*cities: str, **more: str) -> dict[str, Any]:
+    calls = [{"function": {"name": "weather", "arguments": {"city": city}}} | more for city in cities]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def chat(support: ThinkingSupport = PLAIN, /, **fields: Any) -> tuple[ChatRequest, tuple[str, ...]]:
+    body = msgspec.json.encode({"model": "tiny:latest", "messages": HELLO, **fields})
+    ignored = IgnoredFields()
+    asked = as_chat(decode(OllamaChatRequest, body, ignored), support, ignored)
+    assert isinstance(asked, ChatRequest)
+    return asked, tuple(ignored.names)
+
+
+def text(**fields: Any) -> ChatRequest | CompletionRequest:
+    body = msgspec.json.encode({"model": "tiny", "prompt": "hello", **fields})
+    return as_chat(decode(OllamaGenerateRequest, body), PLAIN, REFUSE)
+
+
+def test_options_are_the_fields_of_a_chat() -> None:
+    options = {
+        **{"num_predict": 9, "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.1, "seed": 7, "stop": ["x"]},
+        **{"repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+    }
+    asked, ignored = chat(options=options)
+    assert (asked.model, asked.stream, asked.max_tokens, asked.seed, asked.stop) == ("tiny", True, 9, 7, ["x"])
+    assert (asked.temperature, asked.top_k, asked.top_p, asked.min_p) == (0.5, 3, 0.25, 0.1)
+    assert (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty) == (1.5, 0.5, 0.25)
+    assert ignored == ()
+    assert chat(stream=False)[0].stream is False
+
+
+@pytest.mark.parametrize("limit", [-1, -2, 0])
+def test_no_limit_is_the_rest_of_the_context(limit: int) -> None:
+    assert chat(options={"num_predict": limit})[0].max_tokens is None
+
+
+def test_what_only_loads_a_model_is_ignored_and_named() -> None:
+    options = {"num_ctx": 4096, "num_gpu": 1, "use_mmap": True, "mirostat": 0, "tfs_z": 1.0, "repeat_last_n": None}
+    assert chat(options={"no_such_option": 1})[1] == ("options.no_such_option",)
+    _, ignored = chat(options=options, keep_alive="5m", truncate=True, shift=False)
+    assert set(ignored) == {"options.num_ctx", "options.num_gpu", "options.use_mmap", "keep_alive", "truncate"}
+
+
+def test_results_belong_to_the_oldest_call_of_their_tool_and_calls_without_ids_get_one() -> None:
+    other = {"function": {"name": "clock", "arguments": {}}}
+    calls = called("Zürich", "Genf")
+    calls["tool_calls"].append(other)
+    turns = [
+        *HELLO,
+        calls | {"thinking": "hm"},
+        {"role": "tool", "tool_name": "clock", "content": "noon"},
+        {"role": "tool", "tool_name": "weather", "content": "warm"},
+        {"role": "tool", "content": "cold"},
+    ]
+    rendered = messages_as_rendered(chat(messages=turns, tools=[WEATHER])[0].messages)
+    made = [call["id"] for call in rendered[1]["tool_calls"]]
+    assert len(set(made)) == 3
+    assert all(len(one) == 9 and one.isalnum() for one in made)
+    assert rendered[1]["reasoning_content"] == "hm"
+    assert [(turn["content"], turn["tool_call_id"]) for turn in rendered[2:]] == [
+        *(("noon", made[2]), ("warm", made[0]), ("cold", made[1])),
+    ]
+    with pytest.raises(InvalidRequest, match="no call of weather"):
+        chat(messages=[*turns, {"role": "tool", "tool_name": "weather", "content": "again"}])
+    by_id = [called("Zürich", id="one"), {"role": "tool", "tool_call_id": "one", "content": "warm"}]
+    assert messages_as_rendered(chat(messages=by_id)[0].messages)[1]["tool_call_id"] == "one"
+
+
+def test_a_format_holds_the_answer() -> None:
+    assert isinstance(chat(format="json")[0].response_format, JsonObjectFormat)
+    schema = chat(format=CITY)[0].response_format
+    assert isinstance(schema, JsonSchemaFormat)
+    assert schema.json_schema.schema == CITY
+    assert chat(format="")[0].response_format is None
+
+
+def test_thinking_is_the_templates_switch() -> None:
+    assert chat(THINKS, think=True)[0].chat_template_kwargs == {"enable_thinking": True}
+    assert chat(THINKS, think=False)[0].reasoning_effort == "none"
+    assert chat(THINKS, think="low")[0].reasoning_effort == "low"
+    assert chat(THINKS)[0].chat_template_kwargs is None
+
+
+def test_a_prompt_is_a_chat_unless_it_is_raw_or_has_a_suffix() -> None:
+    asked = text(system="Be kind.")
+    assert isinstance(asked, ChatRequest)
+    assert [(message.role, message.content) for message in asked.messages] == [
+        ("system", "Be kind."),
+        ("user", "hello"),
+    ]
+    raw = text(raw=True, options={"num_predict": 3})
+    assert isinstance(raw, CompletionRequest)
+    assert (raw.prompt, raw.suffix, raw.max_tokens) == ("hello", None, 3)
+    between = text(suffix="world")
+    assert isinstance(between, CompletionRequest)
+    assert (between.prompt, between.suffix) == ("hello", "world")
+
+
+def test_without_a_prompt_or_messages_nothing_is_generated() -> None:
+    assert not generates(decode(OllamaGenerateRequest, b'{"model": "tiny"}'))
+    assert not generates(decode(OllamaChatRequest, b'{"model": "tiny", "messages": []}'))
+    assert generates(decode(OllamaGenerateRequest, b'{"model": "tiny", "prompt": "x"}'))
+
+
+def test_inputs_are_those_of_embeddings() -> None:
+    body = (
+        b'{"model": "tiny:latest", "input": ["a", "b"], "dimensions": 8, "truncate": true, "options": {"num_ctx": 9}}'
+    )
+    asked: Any = ["a", "b"]
+    assert as_embedding(decode(OllamaEmbedRequest, body)) == EmbeddingRequest(input=asked, model="tiny", dimensions=8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"options": {"temperature": 3}}, "options.temperature", "<= 2"),
+        ({"options": {"num_predict": "many"}}, "options.num_predict", "Expected `int"),
+        ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty", "> 0"),
+        ({"options": {"stop": [""]}}, "options.stop[0]", "length >= 1"),
+        ({"options": {"mirostat": 2}}, "options.mirostat", "not supported"),
+        ({"options": {"no_such_option": 1}}, "options.no_such_option", "not supported"),
+        ({"format": "yaml"}, "format", "neither json nor"),
+        ({"think": True}, "think", "not known to think"),
+        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"x": 1}, "x", "unknown field"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "messages[0].images", "are not served"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "no call of a tool"),
+        ({"messages": [{"role": "tool", "tool_name": "clock", "content": "x"}]}, "messages[0]", "no call of clock"),
+        ({"messages": [called("x") | {"role": "user"}]}, "messages[0].tool_calls", "only role assistant"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "two tools"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_its_name(fields: dict[str, Any], param: str, why: str) -> None:
+    body = msgspec.json.encode({"model": "tiny", "messages": HELLO, **fields})
+    with pytest.raises(InvalidRequest) as wrong:
+        as_chat(decode(OllamaChatRequest, body), PLAIN, REFUSE)
+    assert wrong.value.param == param
+    assert why in str(wrong.value)
+    assert param in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"raw": True, "system": "x"}, "system"),
+        ({"suffix": "x", "think": True}, "think"),
+        ({"template": "x"}, "template"),
+        ({"context": [1]}, "context"),
+        ({"images": ["AAAA"]}, "images"),
+        ({"raw": True, "options": {"top_p": 0}}, "options.top_p"),
+    ],
+)
+def test_what_a_prompt_cannot_have_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as wrong:
+        text(**fields)
+    assert wrong.value.param == param

@@ -1,0 +1,134 @@
+"""SimulatedEngine: an engine in the shell's own process, on the event loop's clock, without a process, thread or
+channel.
+
+It has the same core, pool and scheduler as the engine process; a step takes its time on the loop's clock, which a test
+may control. It runs inside `receive`: the task that receives the reports drives it.
+
+           a command                          freeze
+    idle ──────────────▶ stepping      idle, stepping ──────▶ frozen: it handles and reports nothing
+      ▲   time is over      │                 ▲     thaw        │
+      └─────────────────────┘                 └─────────────────┘
+    all ──kill──▶ gone: `receive` raises PeerGone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from pathlib import Path
+
+from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.engine.channel import PeerGone
+from services.worker.engine.core import EngineCore
+from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.messages import EngineOrder, EngineReport, Submit
+from services.worker.model_facts import facts_of
+from services.worker.runner import Work
+from services.worker.simulated.model import SimulatedModel
+from services.worker.simulated.runner import simulated_model
+
+
+class SimulatedEngine:
+    """An Engine in this process."""
+
+    def __init__(self, core: EngineCore, model: SimulatedModel) -> None:
+        self._core = core
+        self._model = model
+        self._loop = asyncio.get_running_loop()
+        self._reports: deque[EngineReport] = deque((model.facts, core.opening()))
+        self._commands: deque[EngineOrder] = deque()
+        """Commands that are not handled yet; bounded as the attempts and requests of the shell are."""
+        self._works: list[Work] | None = None
+        """Works of the step under way; None: no step is under way."""
+        self._begun_s = 0.0
+        self._ends_s = 0.0
+        self._frozen = False
+        self._killed = False
+        self._called = asyncio.Event()
+
+    @staticmethod
+    async def start(config: WorkerConfig, model_name: str, instance: str) -> SimulatedEngine:
+        """Start an engine, as EngineProcess does. Raises ModelError, ConfigError."""
+        facts = facts_of(Path(config.model), block_size=config.block_size, capacity_blocks=config.capacity_blocks)
+        model = simulated_model(facts, config.simulated)
+        engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
+        if not config.kvbm.pool:
+            return SimulatedEngine(EngineCore.of(engine_config, model.facts), model)
+        mover = model.timing.mover(config.block_size, asyncio.get_running_loop().time)
+        attachment = PoolAttachment(Path(config.kvbm.pool), instance)
+        return SimulatedEngine(EngineCore.of(engine_config, model.facts, mover, attachment), model)
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    def submit(self, command: Submit) -> bool:
+        """Take an attempt; always returns True."""
+        self.send(command)
+        return True
+
+    def send(self, command: EngineOrder) -> None:
+        self._commands.append(command)
+        self._called.set()
+
+    def freeze(self) -> None:
+        """Stop the engine, like SIGSTOP; the clock goes on."""
+        self._frozen = True
+
+    def thaw(self) -> None:
+        """Let the engine go on, like SIGCONT: a step whose time is over ends now."""
+        self._frozen = False
+        self._called.set()
+
+    def kill(self) -> None:
+        """Lose the engine at once, frozen or not, with all commands and reports that were not handled."""
+        if not self._killed:
+            self._core.close()
+        self._killed = True
+        self._called.set()
+
+    async def receive(self) -> EngineReport:
+        """Return the next report; computes steps meanwhile. Raises PeerGone."""
+        while not self._killed:
+            if self._frozen:
+                await self._rest(None)
+            elif self._reports:
+                return self._reports.popleft()
+            elif self._works is None:
+                await self._begin()
+            elif self._loop.time() < self._ends_s:
+                await self._rest(self._ends_s)
+            else:
+                self._finish(self._works)
+        raise PeerGone("engine: killed")
+
+    async def end(self, _limit_s: float, /) -> int:
+        """Kill the engine: there is nothing to wait for."""
+        self.kill()
+        return 0
+
+    async def _begin(self) -> None:
+        """Handle the commands; then begin a step, or wait for a command."""
+        now_s = self._loop.time()
+        while self._commands:
+            self._reports.extend(self._core.handle(self._commands.popleft(), now_s))
+        reports, self._works = self._core.begin(now_s)
+        self._reports.extend((*reports, *self._core.step_connector(now_s)))
+        if self._works is not None:
+            self._begun_s, self._ends_s = now_s, now_s + self._model.timing.step_s(self._works)
+        if not self._reports and not (self._works is None and self._core.busy):
+            await self._rest(self._core.wait_until_s if self._works is None else self._ends_s)
+
+    def _finish(self, works: list[Work]) -> None:
+        self._works = None
+        self._reports.extend(self._core.finish(self._model.draw(works), self._loop.time() - self._begun_s))
+
+    async def _rest(self, until_s: float | None) -> None:
+        """Wait until that time, or until the engine is called."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                await self._called.wait()
+        except TimeoutError:
+            return
+        self._called.clear()
