@@ -26,7 +26,7 @@ from typing import Protocol
 from deploy.local.stack import servers
 from shared.socket_path import reachable
 
-_START_LIMIT_S = 60.0
+_START_LIMIT_S = 180.0
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)

@@ -14,7 +14,7 @@ from typing import Any
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
-LIMIT_S = 30.0
+LIMIT_S = 180.0
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 Answer = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]
 

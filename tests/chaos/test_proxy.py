@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.proxy import Proxy
 from tests.servers import free_port
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 @asynccontextmanager

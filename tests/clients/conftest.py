@@ -1,6 +1,6 @@
 """Fixtures: what clients ask, the environment of other people's clients, and one of its programs run to its end.
 
-The first test of a checkout that asks for it waits until 300 MB are there: such tests say `pytest.mark.timeout(300)`.
+The first test of a checkout that asks for it waits until 300 MB are there: such tests say `pytest.mark.timeout(600)`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.integration.fleet import fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 SEED = os.environ.get("FUZZ_SEED", "1")
 EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "12")
@@ -40,7 +40,7 @@ def url(tmp_path: Path, nats_url: str) -> Iterator[str]:
         one.start("worker", "worker", "--model", str(model), "--model-name", "tiny", "--threads", "1")
         frontend = one.start("frontend", "frontend", "--config", str(settings))
         one.wait_ready()
-        eventually(lambda: router.metric("headrace_kv_sources") == 1, limit_s=60, what="the router knows the worker")
+        eventually(lambda: router.metric("headrace_kv_sources") == 1, limit_s=180, what="the router knows the worker")
         yield frontend.url
         assert "Traceback" not in frontend.log.read_text()
 

@@ -21,7 +21,7 @@ from shared.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("headrace", "check", ".ci/run", "deploy/local/bootstrap.sh")
-LIMIT_S = 100.0
+LIMIT_S = 180.0
 SHOW = "import sys, shared.errors\nprint('cli', *sys.argv[1:])\nprint(shared.errors.__file__)\n"
 
 

@@ -33,7 +33,7 @@ from tests.worker.transfer.devices import BLOCK_BYTES, FRAGMENTS, SLOTS, CudaDev
 pytestmark = pytest.mark.gpu
 ARENA = PoolGeometry.of(4 << 20).arena(0, 1, BLOCK_BYTES)
 FORCED: tuple[CopyPath, ...] = ("rows", "batch", "staged")
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 class CopierRig:

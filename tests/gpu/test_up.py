@@ -21,7 +21,7 @@ from deploy.local.stack import model
 from tests.integration.kinds import GPU, GPU_16_BITS, Kind, params
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 QUESTION = "What is the capital of France?"
 POEM = "Write a poem about the sea."
 WORKERS = ("worker-0", "worker-1")

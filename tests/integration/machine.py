@@ -47,7 +47,7 @@ from tests.integration.fleet import Fleet, Service
 from tests.integration.stack import ROOT
 from tests.worker.shell import NAMESPACE, Peer, request
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 BLOCK_TOKENS = 16
 ATTACHED = ("first", "second")
 WORKERS = (*ATTACHED, "alone")

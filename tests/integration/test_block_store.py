@@ -24,7 +24,7 @@ PROMPT = "Once upon a time an old miller went to the river and came back with a 
 PROMPT_BLOCKS = 23
 BLOCK_TOKENS = 16
 WORKERS = ("worker-0", "worker-1")
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import pytest
 from tests.integration.stack import ROOT, Up, eventually, running
 from tests.tiny_model import write_tiny_model
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 @pytest.fixture(scope="module")

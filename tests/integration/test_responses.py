@@ -19,7 +19,7 @@ from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 READ_BEFORE = 100
 """Events until a worker is killed; far more than that are to come."""
 TEMPLATE = (

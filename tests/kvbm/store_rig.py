@@ -48,7 +48,7 @@ from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 
 NAMESPACE = "test"
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 LAYOUT = StoreLayout("m", "weights-1", KvLayout("float32", layers=1, kv_heads=2, head_dim=500, block_size=1))
 """Blocks of one token and 8000 bytes: two pages, the last one padded."""
 OTHER_LAYOUT = StoreLayout("m", "weights-2", KvLayout("float32", layers=1, kv_heads=2, head_dim=250, block_size=1))

@@ -63,7 +63,7 @@ from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 NAMESPACE = "test"
 MODEL = "tiny/model.v1"
 BLOCK_SIZE = 4
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 async def until(met: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from shared.discovery.contract import AskOwner, Change, Discovery, KeyAdded, KeyRemoved, LeftOut, Read, Synced
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 class Watched:

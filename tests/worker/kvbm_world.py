@@ -34,7 +34,7 @@ from tests.worker.fake_runner import EOS, continuation
 from tests.worker.kvbm_drawer import Drawer
 from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner, fingerprints
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 CONTEXT_LENGTH = 16
 CAPACITY_BLOCKS = 10
 STORE = StoreLayout(model="model", weights="the same", kv=LAYOUT)

@@ -44,7 +44,7 @@ WORKER = "a1"
 FRONTEND = "f1"
 EOS = 2
 VOCABULARY = 320
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 def write_model(directory: Path, *, eos: int = EOS, vocabulary: int = VOCABULARY, context_length: int = 512) -> Path:

@@ -25,7 +25,7 @@ from deploy.local.cli import main
 from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 100.0
+LIMIT_S = 180.0
 TOKENS = 5
 
 

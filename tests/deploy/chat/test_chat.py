@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2}
 
 

@@ -27,7 +27,7 @@ from shared.runtime.observe import ProcessHealth, serving
 from tests.servers import nats_server
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 @pytest.fixture

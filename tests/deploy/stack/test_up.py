@@ -23,7 +23,7 @@ from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 STAYS = "while :; do sleep 0.02; done"
 
 

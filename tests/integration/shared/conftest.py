@@ -14,7 +14,7 @@ import pytest
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 SETTINGS = '[tool_parser]\nheld = "hermes"\ntools = "hermes"\n'
 """Each module names its model after itself, as the frontend keeps what it has loaded of a model."""
 

@@ -21,7 +21,7 @@ from tests.integration.shared.conftest import WithWorkers
 from tests.integration.stack import ROOT, eventually
 from tests.tiny_model import write_tiny_model
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 SMOL, TINY = "smol", "choices"
 WORKERS = ("worker 1", "worker 2")
 TOKENS = 1000

@@ -20,7 +20,7 @@ from tests.integration.shared.conftest import WithWorkers
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.reference import embedding, last_hidden_states
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 TEXTS = [f"The mill at river {number} turns {'again and ' * (number % 40)}again" for number in range(200)]
 
 

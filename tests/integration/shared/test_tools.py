@@ -18,7 +18,7 @@ from tests.integration.fleet import Fleet
 from tests.integration.shared.conftest import WithWorkers
 from tests.tiny_model import write_tiny_model
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 READ_BEFORE = 100
 """Chunks until a worker is killed; far more than that are to come."""
 TEMPLATE = "{{ messages[-1].content }}{{ messages[-1].tool_calls }}{% if tools %}{% endif %}"

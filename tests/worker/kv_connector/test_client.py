@@ -26,7 +26,7 @@ from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.simulation.clock import SimulatedLoop
 
 NAMESPACE = "test"
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 """Of virtual time."""
 LINK = KvbmLink("k1", "5eed", "")
 

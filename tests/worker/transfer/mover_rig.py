@@ -18,7 +18,7 @@ from shared.pool.map import PoolMap
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, Device, opened
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 SIZE_BYTES = 4 << 20
 GEOMETRY = PoolGeometry.of(SIZE_BYTES)
 ARENA = GEOMETRY.arena(0, 1, BLOCK_BYTES)
