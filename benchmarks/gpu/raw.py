@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.raw [--quick] [--json]
 
 `copies` copies 2 MiB pieces in random order on both sides (or one piece of 1 GiB). One thread hands them over on one or
-two streams a direction, to memory that CUDA allocated and to pinned memory in /dev/shm. `rows` is a memcpyAsync for
+two streams a direction, to memory that CUDA allocated (write-combined, too) and to pinned memory in /dev/shm. `rows` is a memcpyAsync for
 each piece, `batch` a cuMemcpyBatchAsync for 16. Both directions carry the same bytes; the rate is the sum of both.
 `ends` copies one piece after another and hands the next one over when the end of the one before is known. It shows what
 each way to learn of the end adds to a thread that spins: `event` is a thread that sleeps on an event, as our lanes do,
@@ -62,7 +62,8 @@ def main() -> int:
 def measure(flags: argparse.Namespace) -> part.PartReport:
     """Measure the copies, then how their ends are noticed."""
     rows: list[Any] = []
-    for memory, opened in (("cudaHostAlloc", _allocated), ("/dev/shm, pinned", _shared)):
+    memories = {"cudaHostAlloc": _allocated, "write-combined": _write_combined, "/dev/shm, pinned": _shared}
+    for memory, opened in memories.items():
         with opened(SIZE_BYTES) as saves, opened(SIZE_BYTES) as loads:
             rows += _copies(memory, saves, loads, 2 if flags.quick else RUNS)
             if opened is _allocated:
@@ -184,6 +185,15 @@ def _allocated(size_bytes: int) -> Iterator[int]:
     from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
     at = runtime.hostAlloc(size_bytes, 0)
+    yield at
+    runtime.freeHost(at)
+
+
+@contextmanager
+def _write_combined(size_bytes: int) -> Iterator[int]:
+    from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+    at = runtime.hostAlloc(size_bytes, runtime.hostAllocWriteCombined)
     yield at
     runtime.freeHost(at)
 
