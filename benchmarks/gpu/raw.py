@@ -3,11 +3,11 @@
     python -m benchmarks.gpu.raw [--quick] [--json]
 
 `copies` copies 2 MiB pieces in random order on both sides (or one piece of 1 GiB). One thread hands them over on one or
-two streams a direction, to memory that CUDA allocated (write-combined, too) and to pinned memory in /dev/shm. `rows` is a memcpyAsync for
-each piece, `batch` a cuMemcpyBatchAsync for 16. Both directions carry the same bytes; the rate is the sum of both.
-`ends` copies one piece after another and hands the next one over when the end of the one before is known. It shows what
-each way to learn of the end adds to a thread that spins: `event` is a thread that sleeps on an event, as our lanes do,
-and `host_func` is CUDA's call of a Python function that wakes the thread.
+two streams a direction, to memory that CUDA allocated (write-combined, too) and to pinned memory in /dev/shm. `rows` is
+a memcpyAsync for each piece, `batch` a cuMemcpyBatchAsync for 16. Both directions carry the same bytes; the rate is the
+sum of both. `ends` copies one piece after another and hands the next one over when the end of the one before is known.
+It shows what each way to learn of the end adds to a thread that spins: `event` is a thread that sleeps on an event, as
+our lanes do, and `host_func` is CUDA's call of a Python function that wakes the thread.
 
 What could mislead: nothing computes meanwhile; the figures of both directions depend on the host's memory as well.
 """
