@@ -130,8 +130,9 @@ class Machine:
     def start_worker(self, name: str, *flags: str, pool: Path | None = None, module: str = "") -> None:
         """`flags` of this one; `pool` and `module` if they are not the usual ones. A request waits for blocks as long
         as it takes: computing them would be faster with so small a model."""
-        kvbm = () if name in WITHOUT_KVBM else ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "20")
-        self.fleet.start("worker", name, *self._worker_flags, *kvbm, *flags, module=module)
+        kvbm = ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "60", "--kvbm-timeout-s", "4")
+        exchanged = () if name in WITHOUT_KVBM else kvbm
+        self.fleet.start("worker", name, *self._worker_flags, *exchanged, *flags, module=module)
 
     def process(self, name: str) -> Service:
         return self.fleet.services[name]

@@ -30,7 +30,9 @@ LIMIT_S = 180.0
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     disk = tmp_path_factory.mktemp("blocks")
-    flags = ("--kvbm-bytes", "256M", "--kvbm-disk", str(disk / "tier"), "--kvbm-disk-bytes", "2G")
+    # On a slow machine the blocks may take longer than computing them would.
+    patient = ("--set", "worker.kvbm.wait_s=60", "--set", "worker.kvbm.timeout_s=4")
+    flags = ("--kvbm-bytes", "256M", "--kvbm-disk", str(disk / "tier"), "--kvbm-disk-bytes", "2G", *patient)
     with running(with_models(tmp_path_factory.mktemp("up")), *flags) as stack:
         until_attached(stack, dict.fromkeys(WORKERS, 0))
         pool = Path(stores_of(stack)[0]["pool"])
