@@ -1,10 +1,12 @@
-"""What README and documents show with `curl` is answered as it stands there, by the default model."""
+"""What README and documents show with `curl` is answered as it stands there, by the default model; so are the Python
+programs of docs/clients.md."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.clients import environment
 from tests.clients.served import LIMIT_S, smollm2_with_tools
 from tests.integration.fleet import fleet
 from tests.integration.stack import ROOT, eventually
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 SHOWN = "http://127.0.0.1:8000"
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+CLIENTS = ROOT / "docs" / "clients.md"
 NAME = "SmolLM2-135M-Instruct"
 
 
@@ -40,6 +44,10 @@ def commands(document: Path) -> Iterator[Shown]:
 
 
 SHOWN_COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
+RECIPES = dict(
+    re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```", CLIENTS.read_text(), re.DOTALL | re.MULTILINE)
+)
+"""The programs of docs/clients.md by their headings."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +66,13 @@ def url(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[str
 
 
 def test_commands_are_found_in_the_documents_that_have_some() -> None:
-    assert {command.document for command in SHOWN_COMMANDS} >= {"README.md", "structured.md", "tokens.md", "tools.md"}
+    assert {command.document for command in SHOWN_COMMANDS} >= {
+        "README.md",
+        "clients.md",
+        "structured.md",
+        "tokens.md",
+        "tools.md",
+    }
 
 
 @pytest.mark.parametrize("command", SHOWN_COMMANDS, ids=lambda command: f"{command.document}{command.path}")
@@ -78,3 +92,22 @@ def ask(url: str, path: str, body: dict[str, Any]) -> str:
     asked = urllib.request.Request(f"{url}{path}", json.dumps(({bound: 100} if bound else {}) | body).encode())
     with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
         return str(answer.read().decode())
+
+
+def test_every_program_of_the_page_of_clients_is_found() -> None:
+    assert len(RECIPES) == CLIENTS.read_text().count("```python") >= 5
+
+
+@pytest.mark.parametrize("heading", RECIPES)
+def test_a_program_of_the_page_of_clients_prints_an_answer(heading: str, url: str, clients_python: Path) -> None:
+    ended = subprocess.run(
+        [str(clients_python), "-c", RECIPES[heading].replace(SHOWN, url)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment.variables(),
+        stdin=subprocess.DEVNULL,
+        timeout=LIMIT_S,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.stdout.strip()
