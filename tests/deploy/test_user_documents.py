@@ -27,7 +27,12 @@ MOVES = ("from_vllm.md", "from_ollama.md")
 PAGES = (*MOVES, "clients.md", "fields.md", "memory.md", "upgrade.md", "what_went_wrong.md")
 """Those that name settings as `--set` does; others leave the service out, or mean a table of its settings."""
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
-SCHEMAS = {"frontend": FrontendConfig, "router": RouterConfig, "worker": WorkerConfig, "kvbm": KvbmConfig}
+SCHEMAS: dict[str, type[msgspec.Struct]] = {
+    "frontend": FrontendConfig,
+    "router": RouterConfig,
+    "worker": WorkerConfig,
+    "kvbm": KvbmConfig,
+}
 FLAGS = {
     f"--{field.name.replace('_', '-')}" for schema in COMMANDS.values() for field in msgspec.structs.fields(schema)
 }
