@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.stack import ROOT, running, with_models
+from tests.integration.stack import ROOT, Up, running, with_models
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -28,9 +28,25 @@ def ask(url: str) -> int:
         return int(answer.status)
 
 
+def restart(up: Up, *programs: str) -> list[str]:
+    """Run the page's function for each, and return what it printed."""
+    functions = FUNCTIONS.replace(".headrace/run/up.json", str(up.state / "run" / "up.json"))
+    calls = " && ".join(f"restart {program}" for program in programs)
+    done = subprocess.run(
+        ["sh", "-c", f"{functions}\n{calls}"],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=2 * LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + up.logs()
+    return done.stdout.splitlines()
+
+
 def test_workers_are_restarted_one_after_the_other_without_losing_a_request(tmp_path: Path) -> None:
     with running(with_models(tmp_path), "--workers", "2", "--engine", "echo") as up:
-        before = {name: up.pid(name) for name in ("worker-0", "worker-1", "router")}
+        before = {name: up.pid(name) for name in ("worker-0", "worker-1", "router", "frontend")}
         statuses: list[int] = []
         ended = threading.Event()
 
@@ -41,18 +57,11 @@ def test_workers_are_restarted_one_after_the_other_without_losing_a_request(tmp_
         with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as ending:
             asking = pool.submit(keep_asking)
             ending.callback(ended.set)
-            commands = FUNCTIONS.replace(".headrace/run/up.json", str(up.state / "run" / "up.json"))
-            done = subprocess.run(
-                ["sh", "-c", f"{commands}\nrestart worker-0 && restart worker-1"],
-                check=False,
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=2 * LIMIT_S,
-            )
+            said = restart(up, "worker-0", "worker-1")
         asking.result()
-        assert done.returncode == 0, done.stdout + done.stderr + up.logs()
-        assert done.stdout.splitlines() == ["worker-0 is ready", "worker-1 is ready"]
+        assert said == ["worker-0 is ready", "worker-1 is ready"]
         assert {name for name, pid in before.items() if up.pid(name) != pid} == {"worker-0", "worker-1"}
         assert set(statuses) == {200}
+        assert restart(up, "router", "frontend") == ["router is ready", "frontend is ready"]
+        assert {name for name, pid in before.items() if up.pid(name) != pid} == set(before)
         assert ask(up.url) == 200
