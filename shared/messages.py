@@ -202,8 +202,8 @@ class Select(Struct, frozen=True, tag="select"):
     time_left_s: float = 0.0
     """The time left for the request, in seconds; 0: unknown."""
     wait_limit_s: float = 0.0
-    """The longest wait for the first token, in seconds: if no candidate is predicted to make it, the router refuses the
-    request as overloaded; 0: no limit."""
+    """The longest wait for earlier prompts, in seconds: if no candidate is predicted to begin the request by then, the
+    router refuses it as overloaded; 0: no limit."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):

@@ -83,8 +83,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     Their clients cannot be asked whether they still listen, so clients that are gone can keep workers busy with this
     many."""
     wait_s: Seconds = 60.0
-    """Seconds that a request may wait for its first token: it gets 429 if no worker is predicted to be faster, or if
-    its worker has not begun it by then. 0 disables the check."""
+    """Seconds that a request may wait for earlier ones: it gets 429 if no worker is predicted to begin it by then, or
+    if its worker has not. The time that its own prompt takes does not count. 0 disables the check."""
     deadline_s: SomeSeconds = 600.0
     """Seconds from the complete body of a request to its last token, if its client sets no deadline; then 504."""
     deadline_most_s: SomeSeconds = 3600.0

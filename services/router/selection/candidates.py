@@ -71,6 +71,13 @@ class CandidateState(Struct, frozen=True, gc=False):
     """Seconds since it began to serve; an instance that has just joined ramps up."""
 
 
+def predicted_start_s(candidate: CandidateState) -> float | None:
+    """Predict the seconds until the candidate has computed the prompts that it was given before; None if the worker's
+    speed is unknown."""
+    rate = candidate.speed.prefill_tokens_per_s
+    return candidate.load.queued_tokens / rate if rate else None
+
+
 def predicted_first_token_s(candidate: CandidateState, request: RoutingRequest) -> float | None:
     """Predict the seconds until the prompt's first token if the candidate got it; None if the worker's speed is
     unknown. Blocks are fetched while earlier requests are computed."""

@@ -28,7 +28,7 @@ from services.router.selection.candidates import (
     CandidateState,
     FleetAverage,
     RoutingRequest,
-    predicted_first_token_s,
+    predicted_start_s,
 )
 from services.router.selection.decision_log import DecisionLog, Prediction
 from services.router.selection.eligibility import Eligibility, NoCandidate, Refusal
@@ -230,10 +230,10 @@ class ModelRouter:
             disk_s=block_bytes / DISK_BYTES_PER_S,
         )
         choice = self.guard.choose(request, candidates)
-        if select.wait_limit_s > 0 and before is None and not _in_time([choice.chosen.candidate], select, request):
-            in_time = _in_time(candidates, select, request)
+        if select.wait_limit_s > 0 and before is None and not _in_time([choice.chosen.candidate], select):
+            in_time = _in_time(candidates, select)
             if not in_time:
-                return Selection(_overloaded(select, candidates, request), fault=choice.fault)
+                return Selection(_overloaded(select, candidates), fault=choice.fault)
             choice = self.guard.choose(request, in_time)
         chosen = choice.chosen.candidate
         repeated = chosen.id == before
@@ -389,19 +389,21 @@ def _block_bytes(layout: KvLayout) -> int:
         return 0
 
 
-def _in_time(candidates: Sequence[CandidateState], select: Select, request: RoutingRequest) -> list[CandidateState]:
-    """Return the candidates whose first token would come within the frontend's limit, or whose speed is unknown."""
-    waits = [predicted_first_token_s(each, request) for each in candidates]
+def _in_time(candidates: Sequence[CandidateState], select: Select) -> list[CandidateState]:
+    """Return the candidates that would begin the prompt within the frontend's limit, or whose speed is unknown. The
+    time for the prompt itself does not count: it is the same later, so an idle candidate refuses none."""
+    waits = [predicted_start_s(each) for each in candidates]
     return [
         each for each, wait_s in zip(candidates, waits, strict=True) if wait_s is None or wait_s <= select.wait_limit_s
     ]
 
 
-def _overloaded(select: Select, candidates: Sequence[CandidateState], request: RoutingRequest) -> SelectRefused:
+def _overloaded(select: Select, candidates: Sequence[CandidateState]) -> SelectRefused:
     """Refuse a request for which no candidate is in time; `retry_after_s` is when the soonest will have caught up."""
-    soonest_s = min(predicted_first_token_s(each, request) or 0.0 for each in candidates)
-    reason = f"the first token would take at least {soonest_s:.0f} s, the limit is {select.wait_limit_s:g} s"
-    retry_after_s = min(max(soonest_s - select.wait_limit_s, 1.0), RETRY_AFTER_LIMIT_S)
+    soonest_s = min(predicted_start_s(each) or 0.0 for each in candidates)
+    limit_s = select.wait_limit_s
+    reason = f"it would wait at least {soonest_s:.0f} s for earlier prompts, the limit is {limit_s:g} s"
+    retry_after_s = min(max(soonest_s - limit_s, 1.0), RETRY_AFTER_LIMIT_S)
     return msgspec.structs.replace(_refused(select, "overloaded", reason), retry_after_s=retry_after_s)
 
 
