@@ -1,6 +1,7 @@
 """A hub on loopback that speaks the protocol of huggingface.co, with faults on demand.
 
 GET /api/models/ORG/NAME/revision/REV       commit, and the files with sizes and digests
+GET /api/models/ORG/NAME/tree/REV           the files alone, as huggingface_hub's snapshot_download asks for them
 HEAD, GET /ORG/NAME/resolve/REV/FILE        a small file, or a redirect to the other host for a large one
 GET /large/DIGEST/FILE                      a large file, at another origin (localhost in place of 127.0.0.1)
 """
@@ -26,6 +27,7 @@ NO_PROXY = "127.0.0.1,localhost"
 LARGE = (".safetensors", ".gguf", ".bin")
 _RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _LISTING = re.compile(r"/api/models/([^/]+/[^/]+)/revision/(.+)")
+_TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/(.+)")
 
 
 class Asked(NamedTuple):
@@ -71,7 +73,8 @@ class HubServer:
         self.asked: list[Asked] = []
         self.faults: dict[str, list[str]] = defaultdict(list)
         """Name of a file, or `listing` → what happens to its next requests, one each: an HTTP status, `to ADDRESS`,
-        `cut` and `stall` (in the middle), `changed`, `larger` and `endless` (other content), `whole` (no ranges)."""
+        `cut` and `stall` (in the middle), `drip` (ends after 4 KiB), `changed`, `larger` and `endless` (other content),
+        `whole` (no ranges). Of a listing only statuses and `cut`."""
         self.over = Event()
         """Set at the end, for requests that are held."""
         self.holding = Event()
@@ -142,6 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub.asked.append(Asked(self.command, path, self.headers.get("Range", ""), authorization))
         if match := _LISTING.fullmatch(path):
             self._listing(*match.groups())
+        elif match := _TREE.fullmatch(path):
+            self._tree(*match.groups())
         elif match := _RESOLVE.fullmatch(path):
             self._resolve(*match.groups())
         elif path.startswith("/large/"):
@@ -180,7 +185,19 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [self._sibling(repository, file) for file in sorted(repository.files)]
             answer = {"id": name, "sha": repository.commit, "siblings": siblings}
             content = json.dumps(answer).encode()
-            self._send(200, content, {"Content-Type": "application/json"})
+            if fault == "cut":
+                self._begin(200, content, {}, len(content) // 2)
+            else:
+                self._send(200, content, {"Content-Type": "application/json"})
+
+    def _tree(self, name: str, revision: str) -> None:
+        if repository := self._found(name, revision, content=False):
+            tree: list[dict[str, object]] = []
+            for path in sorted(repository.files):
+                size, digest = len(repository.files[path]), repository.digest(path)
+                large = {"lfs": {"oid": digest, "size": size, "pointerSize": 134}} if path.endswith(LARGE) else {}
+                tree.append({"type": "file", "path": path, "size": size, "oid": digest[:40], **large})
+            self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
 
     def _sibling(self, repository: Repository, name: str) -> dict[str, object]:
         size, digest = len(repository.files[name]), repository.digest(name)
@@ -232,19 +249,23 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(body + b"more")
             self.close_connection = True
-        elif fault in ("cut", "stall"):
-            self.send_response(status)
-            for key, value in {**about, "Content-Length": str(len(body))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            self.wfile.write(body[: len(body) // 2])
+        elif fault in ("cut", "stall", "drip"):
+            self._begin(status, body, about, 4096 if fault == "drip" else len(body) // 2)
             if fault == "stall":
                 self.wfile.flush()
                 hub.holding.set()
                 hub.over.wait()
-            self.close_connection = True
         else:
             self._send(status, body, about)
+
+    def _begin(self, status: int, body: bytes, headers: Mapping[str, str], sent: int) -> None:
+        """Announce the whole body and send its beginning; the connection ends afterwards."""
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body[:sent])
+        self.close_connection = True
 
     def _say(self, status: int, headers: Mapping[str, str]) -> None:
         self._send(status, b"", headers)

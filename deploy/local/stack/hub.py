@@ -9,17 +9,20 @@ of each tensor, as it would with all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import constants
+from msgspec.structs import replace
 
 from deploy.local.install import exclusive
 from deploy.local.stack.hub_cache import HubCache, disk_errors, format_size
 from deploy.local.stack.hub_client import HubClient
 from deploy.local.stack.hub_files import (
     INDEX,
+    SHOWN,
     SINGLE,
     HubFile,
     HubModel,
@@ -54,18 +57,39 @@ Check = Callable[[str], None]
 def find_cached(model: HubModel, *, weights: bool) -> Path | None:
     """Return the directory or file of a model if all of it is in the cache. `weights` says that they are needed.
 
-    No hub is asked, so a branch means the commit that it had when it was fetched. Raises ModelError.
+    No hub is asked, so a branch means the commit that it had when it was fetched. Another tool may have fetched a part
+    of the model, without its chat template for example. So a file that the repository may have counts as missing. With
+    HF_HUB_OFFLINE, what the model cannot do without is enough. Raises ModelError.
     """
     with disk_errors(model):
-        cache = HubCache(model)
-        commit = model.revision if is_commit(model.revision) else cache.commit_of(model.revision)
-        directory = cache.snapshot(commit)
-        if model.file:
-            needed = [model.file]
-        else:
+        cache, commit = HubCache(model), _cached_commit(model)
+        if not commit or _missing(cache, model, commit, weights):
+            return None
+        if not (model.file or constants.HF_HUB_OFFLINE) and cache.unknown(commit, _optional(cache.snapshot(commit))):
+            return None
+        return cache.snapshot(commit) / model.file
+
+
+def _cached_commit(model: HubModel) -> str:
+    return model.revision if is_commit(model.revision) else HubCache(model).commit_of(model.revision)
+
+
+def _missing(cache: HubCache, model: HubModel, commit: str, weights: bool) -> list[str]:
+    """Return the names of the files that the model cannot do without and the cache lacks."""
+    directory = cache.snapshot(commit)
+    if model.file:
+        needed = [model.file]
+    else:
+        try:
             needed = ["config.json", "tokenizer.json", *(_weight_names(directory) if weights else [])]
-        whole = commit and all((directory / name).is_file() for name in needed)
-        return directory / model.file if whole else None
+        except ModelError:  # a torn index does not say what is missing
+            return [INDEX]
+    return [name for name in needed if not (directory / name).is_file()]
+
+
+def _optional(directory: Path) -> list[str]:
+    """Return the names of the files that a model may have or not."""
+    return [name for name in SMALL if name != INDEX or not (directory / SINGLE).exists()]
 
 
 def _weight_names(directory: Path) -> list[str]:
@@ -75,29 +99,66 @@ def _weight_names(directory: Path) -> list[str]:
     return index_names(index, str(directory / INDEX)) or [SINGLE]
 
 
-def fetch(model: HubModel, *, weights: bool, check: Check, progress: Progress, notice: Callable[[str], None]) -> Path:
-    """Return the directory or file of a model, after fetching what the cache lacks of the revision's present commit.
+def fetch(
+    model: HubModel,
+    *,
+    weights: bool,
+    newest: bool,
+    check: Check,
+    progress: Progress,
+    notice: Callable[[str], None],
+) -> Path:
+    """Return the directory or file of a model, after fetching what the cache lacks of it.
 
-    `check` runs before weights are fetched, with a directory in which they have only their heads; a GGUF file is
-    checked afterwards. Of several processes, one fetches. Raises ModelError, and what `check` raises.
+    With `newest` that is the revision's present commit. Otherwise a commit in the cache that lacks nothing necessary
+    is completed, and served as it is if the hub does not list its files. `check` runs before weights are fetched, with
+    a directory in which they have only their heads; a GGUF file is checked afterwards. Of several processes, one
+    fetches. Raises ModelError, and what `check` raises.
     """
     if constants.HF_HUB_OFFLINE:
-        raise ModelError(f"{model} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to fetch it")
-    cache = HubCache(model)
+        return _offline(model, weights, check, notice)
+    cache, commit = HubCache(model), "" if newest else _cached_commit(model)
+    if commit and _missing(cache, model, commit, weights):
+        commit = ""
     with HubClient() as client, disk_errors(model):
-        listing = parse_listing(model, client.listing(model, LIST_LIMIT_BYTES))
-        with exclusive(cache.lock_file(), partial(progress, WAITING, 0.0)):
+        try:
+            at = replace(model, revision=commit or model.revision)
+            listing = parse_listing(at, client.listing(at, LIST_LIMIT_BYTES))
+        except ModelError as wrong:
+            if not commit:
+                raise
+            path = cache.snapshot(commit) / model.file
+            notice(f"{wrong}\n{model}: served as it is in the cache, {path}")
+            check(str(path))
+            return path
+        with exclusive(cache.lock_file(), partial(progress, WAITING, 0.0)), closing(cache):
             notice(f"{model}: commit {listing.commit[:12]} at {client.host}")
-            fetching = _Fetch(model, cache, client, listing, progress)
+            fetching = _ModelFetch(model, cache, client, listing, progress)
             if model.file:
                 fetching.fetch_file(check)
             else:
                 fetching.fetch_directory(check, weights=weights)
+                cache.note_absent(listing.commit, [name for name in SMALL if name not in listing.files])
             cache.set_commit(model.revision, listing.commit)
             return cache.snapshot(listing.commit) / model.file
 
 
-class _Fetch:
+def _offline(model: HubModel, weights: bool, check: Check, notice: Callable[[str], None]) -> Path:
+    """Return the model as it is in the cache. Raises ModelError that says what the cache lacks."""
+    path = find_cached(model, weights=weights)
+    if path is not None:
+        notice(f"{model}: from the cache, {path}")
+        check(str(path))
+        return path
+    cache, commit = HubCache(model), _cached_commit(model)
+    here = bool(commit) and cache.snapshot(commit).is_dir()
+    lacks = (
+        f"lacks {', '.join(_missing(cache, model, commit, weights)[:SHOWN])} of {model}" if here else f"has no {model}"
+    )
+    raise ModelError(f"HF_HUB_OFFLINE is set, so no hub is asked, and the cache {constants.HF_HUB_CACHE} {lacks}")
+
+
+class _ModelFetch:
     """One fetch of one model, under the lock."""
 
     def __init__(

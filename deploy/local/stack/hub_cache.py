@@ -2,21 +2,29 @@
 
     HF_HUB_CACHE/models--ORG--NAME/
       blobs/DIGEST                   a file, there only when its size and digest are right
-      blobs/DIGEST.incomplete        a part of it; the next start continues there
+      blobs/DIGEST.incomplete        a part of it, which a fetch has left; the next one takes it over and continues it
+      blobs/DIGEST.headrace-HOST-PID-RANDOM.incomplete       a part that a fetch writes now
       snapshots/COMMIT/FILE          a link to its blob; the model's directory
+      .no_exist/COMMIT/FILE          empty: the repository has no such file at this commit
       refs/main                      the commit of a branch or tag, written when all files are there
     HF_HUB_CACHE/.locks/models--ORG--NAME/headrace.lock      held while files are fetched
 
 The layout is that of https://huggingface.co/docs/hub/local-cache, so other tools find these files, and we find theirs.
+On some file systems a lock is granted to everyone (NFS, Lustre, FUSE, as they are mounted). Therefore each fetch writes
+parts of its own: without a lock two processes fetch the same file twice, and neither writes into the other's.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+import secrets
 import shutil
+import socket
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -26,6 +34,10 @@ from shared.errors import ModelError
 
 HEAD_LIMIT_BYTES = 16 << 20
 """The largest head of a safetensors file that is fetched for the check. The worker refuses a larger one."""
+ABANDONED_S = 3600.0
+"""Seconds without a write after which a part of another host's process is taken over. One that writes is never silent
+for so long; a process of this host is looked up instead."""
+_WRITER = re.compile(r"headrace-(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{8}")
 
 
 class HubCache:
@@ -35,14 +47,47 @@ class HubCache:
         """Name the repository's directories. Nothing is made before `lock_file`."""
         self._cache = Path(constants.HF_HUB_CACHE).absolute()
         self._folder = "--".join(("models", *model.repository.split("/")))
+        self._writer = f"headrace-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._parts: dict[str, Path] = {}
+        """Digest → the part that this fetch has made or taken over."""
 
     def blob(self, file: HubFile) -> Path:
         """Return the path of a file that is whole."""
         return self._cache / self._folder / "blobs" / file.digest
 
     def part(self, file: HubFile) -> Path:
-        """Return the path of what was fetched of a file that is not whole yet."""
-        return self.blob(file).with_suffix(".incomplete")
+        """Return the path of what was fetched of a file that is not whole yet. Only this fetch writes there.
+
+        The first call takes over the largest part that another fetch has left, and removes the others.
+        """
+        part = self._parts.get(file.digest)
+        if part is None:
+            part = self._parts[file.digest] = self.blob(file).with_suffix(f".{self._writer}.incomplete")
+            for size_bytes, left in sorted(self._left(file), reverse=True):
+                with suppress(FileNotFoundError):  # another process has taken it over
+                    if size_bytes > file.size_bytes or part.exists():
+                        left.unlink()
+                    else:
+                        left.rename(part)
+        return part
+
+    def _left(self, file: HubFile) -> list[tuple[int, Path]]:
+        """Return the parts of a file that no process writes any more, with their sizes."""
+        left: list[tuple[int, Path]] = []
+        for path in self.blob(file).parent.glob(f"{file.digest}.*incomplete"):
+            writer = path.name.removeprefix(f"{file.digest}.").removesuffix("incomplete").removesuffix(".")
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                if not writer or _is_abandoned(writer, status.st_mtime):
+                    left.append((status.st_size, path))
+        return left
+
+    def close(self) -> None:
+        """Give this fetch's parts the name under which the next fetch finds them."""
+        while self._parts:
+            digest, part = self._parts.popitem()
+            with suppress(FileNotFoundError):  # it has become a blob
+                part.rename(part.with_name(f"{digest}.incomplete"))
 
     def part_bytes(self, file: HubFile) -> int:
         """Return the length of that part."""
@@ -50,8 +95,9 @@ class HubCache:
         return part.stat().st_size if part.is_file() else 0
 
     def has(self, file: HubFile) -> bool:
-        """Return whether the whole file is there."""
-        return self.blob(file).is_file()
+        """Return whether the whole file is there. One of another size than the hub says is not."""
+        blob = self.blob(file)
+        return blob.is_file() and blob.stat().st_size == file.size_bytes
 
     def here(self, file: HubFile) -> Path:
         """Return the file, or the part of it that was fetched."""
@@ -68,6 +114,18 @@ class HubCache:
         except (OSError, ValueError):
             return ""
         return commit if is_commit(commit) else ""
+
+    def unknown(self, commit: str, names: Iterable[str]) -> list[str]:
+        """Return the names of the files of a commit that are not here, although the repository may have them."""
+        absent = self._cache / self._folder / ".no_exist" / commit
+        return [name for name in names if not ((self.snapshot(commit) / name).is_file() or (absent / name).is_file())]
+
+    def note_absent(self, commit: str, names: Iterable[str]) -> None:
+        """Note that the repository has no files of these names at a commit, which never changes."""
+        for name in names:
+            absent = self._cache / self._folder / ".no_exist" / commit / name
+            absent.parent.mkdir(parents=True, exist_ok=True)
+            absent.touch()
 
     def set_commit(self, revision: str, commit: str) -> None:
         """Note the commit that a branch or tag has now. The file is replaced atomically."""
@@ -93,11 +151,16 @@ class HubCache:
         return locks / "headrace.lock"
 
     def accept(self, model: HubModel, file: HubFile, digest: str) -> None:
-        """Give a fetched file its name. Raises ModelError, and removes it, if the hub has announced another digest."""
+        """Give a fetched file its name, once it is on the disk.
+
+        Raises ModelError, and removes it, if the hub has announced another size or digest.
+        """
         part = self.part(file)
-        if digest != file.digest:
-            part.unlink()
-            raise ModelError(f"{model}: {file.name} does not have the digest that the hub announced; it is removed")
+        with part.open("rb") as whole:
+            if digest != file.digest or os.fstat(whole.fileno()).st_size != file.size_bytes:
+                part.unlink()
+                raise ModelError(f"{model}: {file.name} does not have the digest that the hub announced; it is removed")
+            os.fsync(whole.fileno())  # the name must not outlive the content if the machine stops now
         part.replace(self.blob(file))
 
     def link(self, commit: str, files: Iterable[HubFile]) -> Path:
@@ -105,7 +168,7 @@ class HubCache:
         for file in files:
             link = self.snapshot(commit) / file.name
             link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.is_file():
+            if not link.is_file() or link.stat().st_size != file.size_bytes:
                 link.unlink(missing_ok=True)
                 link.symlink_to(os.path.relpath(self.blob(file), link.parent))
         return self.snapshot(commit)
@@ -148,6 +211,21 @@ def disk_errors(model: HubModel) -> Iterator[None]:
         full = wrong.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "no space left" if full else f"{wrong.filename or 'the disk'}: {wrong.strerror or wrong}"
         raise ModelError(f"{model}: {what} in {constants.HF_HUB_CACHE}; HF_HOME names another directory") from None
+
+
+def _is_abandoned(writer: str, written_at_s: float) -> bool:
+    """Return whether the process that a part's name names writes it no more."""
+    match = _WRITER.fullmatch(writer)
+    if match is None:  # of another tool, which may not have written it from its beginning on
+        return False
+    if match["host"] == socket.gethostname():
+        try:
+            os.kill(int(match["pid"]), 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            pass
+    return time.time() - written_at_s > ABANDONED_S
 
 
 def format_size(size_bytes: int) -> str:

@@ -1,7 +1,8 @@
 """HTTP to a hub: reads its answers and fetches files, which continue where an earlier try has ended.
 
-Nothing waits without a bound: each read has a time limit, a body must keep a least rate, and a file has few tries
-without progress. Redirects are followed here, so that the access token stays with the hub and no other scheme is used.
+Nothing waits without a bound: each read has a time limit, a body must keep a least rate, and tries are few: in a row
+without progress, and in all. Redirects are followed here, so that the access token stays with the hub and no other
+scheme is used.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ REDIRECTS = 5
 """The maximum number of redirects of a request."""
 TRIES = 4
 """The maximum number of tries in a row of which none brings `LEAST_BYTES` of a file."""
+TRIES_IN_ALL = 100
+"""The maximum number of tries of one file, however much each brings."""
+FILE_LIMIT_S = 86400.0
+"""Seconds after which a file that is not whole is given up. The next start continues it."""
+LIST_LIMIT_S = 300.0
+"""Seconds after which a list of files that is not whole is given up."""
 PAUSE_S = 1.0
 """Seconds before the second try; each further pause is twice as long."""
 WAIT_LIMIT_S = 60.0
@@ -46,6 +53,31 @@ class _Passing(Exception):
     def __init__(self, text: str, wait_s: float = 0.0) -> None:
         super().__init__(text)
         self.wait_s = wait_s
+
+
+class _Tries:
+    """The bounds of what is tried again: tries in a row without progress, tries in all, and time."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._until_s = time.monotonic() + limit_s
+        self._in_a_row = 0
+        self._in_all = 0
+
+    def check_time(self) -> None:
+        """Raise _Passing if the time is over."""
+        if time.monotonic() >= self._until_s:
+            raise _Passing(f"not whole after {self._limit_s:g} s")
+
+    def failed(self, wrong: _Passing, *, progress: bool) -> bool:
+        """Count a try that has failed, and return whether there may be another; wait as long as there must be."""
+        self._in_all += 1
+        self._in_a_row = 1 if progress else self._in_a_row + 1
+        late = time.monotonic() >= self._until_s
+        if late or self._in_a_row >= TRIES or self._in_all >= TRIES_IN_ALL:
+            return False
+        time.sleep(wrong.wait_s or PAUSE_S * 2 ** (self._in_a_row - 1))
+        return True
 
 
 class HubClient:
@@ -84,16 +116,19 @@ class HubClient:
     def listing(self, model: HubModel, limit_bytes: int) -> bytes:
         """Return the hub's description of a repository at a revision, as JSON. Raises ModelError."""
         url = f"{self._endpoint}/api/models/{model.repository}/revision/{quote(model.revision, safe='')}?blobs=true"
-        content = bytearray()
-        try:
-            with self._answered(model, url, {}) as answer:
-                for piece in self._pieces(answer):
-                    content += piece
-                    if len(content) > limit_bytes:
-                        raise ModelError(f"{model}: the list of its files has more than {limit_bytes} bytes")
-        except _Passing as wrong:
-            raise ModelError(f"{wrong}; try again later") from None
-        return bytes(content)
+        tries = _Tries(LIST_LIMIT_S)
+        while True:
+            content = bytearray()
+            try:
+                with self._answered(model, url, {}) as answer:
+                    for piece in self._pieces(answer, tries):
+                        content += piece
+                        if len(content) > limit_bytes:
+                            raise ModelError(f"{model}: the list of its files has more than {limit_bytes} bytes")
+                return bytes(content)
+            except _Passing as wrong:
+                if not tries.failed(wrong, progress=False):
+                    raise ModelError(f"{wrong}; try again later") from None
 
     def fetch(
         self,
@@ -110,20 +145,18 @@ class HubClient:
         announced; OSError of the disk.
         """
         url = f"{self._endpoint}/{model.repository}/resolve/{commit}/{quote(file.name)}"
-        tries = 0
+        tries = _Tries(FILE_LIMIT_S)
         with path.open("a+b") as out:
             part = _Part(file, out, progress)
             while (had := part.length) < until_bytes:
                 try:
-                    self._continue(model, url, file, part, until_bytes)
+                    self._continue(model, url, file, part, until_bytes, tries)
                 except _Passing as wrong:
-                    tries = tries + 1 if part.length - had < LEAST_BYTES else 1
-                    if tries >= TRIES:
+                    if not tries.failed(wrong, progress=part.length - had >= LEAST_BYTES):
                         raise ModelError(f"{model}: {file.name}: {wrong}; the next start continues there") from None
-                    time.sleep(wrong.wait_s or PAUSE_S * 2 ** (tries - 1))
         return part.digest
 
-    def _continue(self, model: HubModel, url: str, file: HubFile, part: _Part, until_bytes: int) -> None:
+    def _continue(self, model: HubModel, url: str, file: HubFile, part: _Part, until_bytes: int, tries: _Tries) -> None:
         have = part.length
         asked = {"Range": f"bytes={have}-{until_bytes - 1}"} if have or until_bytes < file.size_bytes else {}
         with self._answered(model, url, asked) as answer:
@@ -136,7 +169,7 @@ class HubClient:
                 raise ModelError(
                     f"{model}: {file.name}: {file.size_bytes} bytes were announced, but {self.host} sends {whole[:40]}"
                 )
-            for piece in self._pieces(answer):
+            for piece in self._pieces(answer, tries):
                 if part.length + len(piece) > file.size_bytes:
                     raise ModelError(f"{model}: {file.name}: longer than the {file.size_bytes} bytes announced")
                 part.append(piece[: until_bytes - part.length])
@@ -174,10 +207,11 @@ class HubClient:
         except (httpx2.HTTPError, httpx2.InvalidURL) as wrong:
             raise _Passing(f"{host} cannot be reached: {wrong or type(wrong).__name__}") from None
 
-    def _pieces(self, answer: httpx2.Response) -> Iterator[bytes]:
-        """Yield the body. Raises _Passing if it comes too slowly."""
+    def _pieces(self, answer: httpx2.Response, tries: _Tries) -> Iterator[bytes]:
+        """Yield the body. Raises _Passing if it comes too slowly, or if the time is over."""
         began_s, came = time.monotonic(), 0
         for piece in answer.iter_raw():
+            tries.check_time()
             yield piece
             came += len(piece)
             if (now_s := time.monotonic()) - began_s >= WINDOW_S:

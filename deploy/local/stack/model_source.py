@@ -89,18 +89,30 @@ def fetch_source(source: ModelSource, check: Check, terminal: Terminal, *, weigh
     if source.on_hub is None:
         path = model.fetch_default(source.path.parent, terminal.progress)
     else:
-        path = fetch_named(source.on_hub, check, terminal, weights=weights)
+        path = fetch_named(source.on_hub, check, terminal, weights=weights, newest=False)
     terminal.clear()
     return path
 
 
-def fetch_named(named: HubModel, check: Callable[[str], None], terminal: Terminal, *, weights: bool = True) -> Path:
-    """Fetch a model of the hub, the newest commit of its revision. Raises ModelError, and what `check` raises."""
+def fetch_named(
+    named: HubModel, check: Callable[[str], None], terminal: Terminal, *, weights: bool = True, newest: bool = True
+) -> Path:
+    """Fetch a model of the hub: the newest commit of its revision, or what is missing of the one in the cache.
+
+    Raises ModelError, and what `check` raises.
+    """
     with _variables_read():
         from deploy.local.stack import hub  # as above
 
     try:
-        return hub.fetch(named, weights=weights, check=check, progress=terminal.progress, notice=terminal.notice)
+        return hub.fetch(
+            named,
+            weights=weights,
+            newest=newest,
+            check=check,
+            progress=terminal.progress,
+            notice=terminal.notice,
+        )
     finally:
         terminal.clear()
 

@@ -55,13 +55,14 @@ def hub(tiny: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 class Fetched:
     """What one fetch has shown and checked."""
 
-    def __init__(self, model: HubModel = MODEL, *, weights: bool = True) -> None:
+    def __init__(self, model: HubModel = MODEL, *, weights: bool = True, newest: bool = True) -> None:
         self.checked: list[Path] = []
         self.progress: list[tuple[str, float]] = []
         self.notices: list[str] = []
         self.path = fetch(
             model,
             weights=weights,
+            newest=newest,
             check=lambda path: self.checked.append(Path(path)),
             progress=lambda what, share: self.progress.append((what, share)),
             notice=self.notices.append,
@@ -75,7 +76,7 @@ def check_here(path: str) -> None:
 
 
 def fetch_checked(model: HubModel = MODEL) -> Path:
-    return fetch(model, weights=True, check=check_here, progress=lambda *_: None, notice=lambda _: None)
+    return fetch(model, weights=True, newest=True, check=check_here, progress=lambda *_: None, notice=lambda _: None)
 
 
 def names(directory: Path) -> set[str]:
@@ -93,9 +94,13 @@ def test_a_model_comes_whole_and_nothing_else_does(hub: HubServer, tiny: dict[st
     assert not set(hub.bodies()) & {name.rpartition("/")[2] for name in OTHERS}
 
 
-def test_other_tools_find_the_files_and_their_cache_is_found(hub: HubServer, tiny: dict[str, bytes]) -> None:
+def test_other_tools_find_the_files_and_their_cache_is_found(
+    hub: HubServer, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = {hf_hub_download("org/tiny", name) for name in tiny}
-    assert {str(find_cached(MODEL, weights=True))} == {str(Path(file).parent) for file in theirs}
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert {str(find_cached(MODEL, weights=True))} == {str(Path(file).parent) for file in theirs}
     shutil.rmtree(constants.HF_HUB_CACHE)
     assert find_cached(MODEL, weights=True) is None
     ours = Fetched().path
@@ -145,7 +150,7 @@ def test_the_check_sees_the_heads_of_the_weights_before_the_weights_come(
         assert all(shard.read_bytes() != sharded[shard.name] for shard in shards)
         check_here(path)
 
-    path = fetch(MODEL, weights=True, check=checked, progress=lambda *_: None, notice=lambda _: None)
+    path = fetch(MODEL, weights=True, newest=True, check=checked, progress=lambda *_: None, notice=lambda _: None)
     assert files_of(path) == sharded
     assert len(fetched) == 6, "eight bytes and a head of each of three"
     assert max(int(asked.partition("-")[2]) for asked in fetched) < 10_000
@@ -270,9 +275,95 @@ def test_heads_are_fetched_up_to_the_workers_limit() -> None:
 
 def test_offline_nothing_is_asked(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"^org/tiny is not in /.*, and HF_HUB_OFFLINE forbids to fetch it$"):
+    with pytest.raises(
+        ModelError, match=r"^HF_HUB_OFFLINE is set, so no hub is asked, and the cache /.* has no org/tiny$"
+    ):
         Fetched()
     assert hub.asked == []
+
+
+def test_offline_a_model_that_is_in_the_cache_is_returned_and_a_missing_file_is_named(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Fetched().path
+    hub.asked.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    again = Fetched()
+    assert again.path == path
+    assert again.checked == [path]
+    assert again.notices == [f"org/tiny: from the cache, {path}"]
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no hub is asked, and the cache /.* lacks model.safetensors of org/tiny$"):
+        Fetched()
+    assert hub.asked == []
+
+
+def fill_in_part(hub: HubServer, *names: str) -> Path:
+    """Let another tool fetch some files of a model that has more; return the directory of its commit."""
+    more = {"chat_template.jinja": b"{{ messages }}", "generation_config.json": b'{"eos_token_id": 2}', **EMBEDDING}
+    hub.repositories["org/tiny"].files |= more
+    path = Path(snapshot_download("org/tiny", allow_patterns=list(names)))
+    hub.asked.clear()
+    return path
+
+
+NECESSARY = ("config.json", "tokenizer.json", "*.safetensors")
+
+
+def test_what_another_tool_has_left_out_is_fetched_once(hub: HubServer) -> None:
+    path = fill_in_part(hub, *NECESSARY)
+    assert find_cached(MODEL, weights=True) is None
+    fetched = Fetched(newest=False)
+    assert fetched.path == path
+    assert (path / "chat_template.jinja").read_bytes() == b"{{ messages }}"
+    assert "model.safetensors" not in hub.bodies()
+    assert hub.asked[0].path == f"/api/models/org/tiny/revision/{path.name}", "it asks for no newer commit"
+    hub.asked.clear()
+    assert find_cached(MODEL, weights=True) == path
+    assert hub.asked == []
+
+
+def test_a_download_of_another_tool_that_broke_off_is_completed(hub: HubServer, tiny: dict[str, bytes]) -> None:
+    path = fill_in_part(hub, "config.json")
+    assert find_cached(MODEL, weights=True) is None
+    assert Fetched(newest=False).path == path
+    assert files_of(path).keys() >= tiny.keys()
+
+
+def test_offline_a_snapshot_that_has_what_is_necessary_is_enough(
+    hub: HubServer, sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories["org/tiny"] = Repository(sharded)
+    path = fill_in_part(hub, *NECESSARY, "*.index.json")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_cached(MODEL, weights=True) == path
+    (path / "model-00002-of-00003.safetensors").unlink()
+    assert find_cached(MODEL, weights=True) is None
+    with pytest.raises(ModelError, match=r" lacks model-00002-of-00003.safetensors of org/tiny$"):
+        Fetched(newest=False)
+
+
+@pytest.mark.parametrize("fault", ["503", "404"])
+def test_a_snapshot_of_another_tool_is_served_as_it_is_if_the_hub_does_not_list_its_files(
+    hub: HubServer, fault: str
+) -> None:
+    path = fill_in_part(hub, *NECESSARY)
+    hub.faults["listing"] = [fault] * 100
+    fetched = Fetched(newest=False)
+    assert fetched.path == path
+    assert fetched.checked == [path]
+    assert fetched.notices[-1].endswith(f"\norg/tiny: served as it is in the cache, {path}")
+    with pytest.raises(ModelError):
+        Fetched(newest=True)
+
+
+def test_a_blob_of_another_size_than_the_hub_says_is_fetched_again(hub: HubServer, tiny: dict[str, bytes]) -> None:
+    path = Fetched().path
+    for name in ("model.safetensors", "tokenizer.json"):
+        os.truncate(path / name, 100)
+    hub.asked.clear()
+    assert files_of(Fetched().path) == tiny
+    assert sorted(set(hub.bodies())) == ["model.safetensors", "tokenizer.json"]
 
 
 def test_a_disk_without_room_is_named_before_weights_come(hub: HubServer, tmp_path: Path) -> None:
@@ -305,7 +396,10 @@ import sys
 from deploy.local.stack.hub import fetch
 from deploy.local.stack.hub_files import HubModel
 show = lambda what, share: print(what, flush=True)
-print(fetch(HubModel("org/tiny"), weights=True, check=lambda path: None, progress=show, notice=show and print))
+path = fetch(
+    HubModel("org/tiny"), weights=True, newest=True, check=lambda path: None, progress=show, notice=lambda text: None
+)
+print(path)
 """
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from deploy.local.stack import hub_client
 from deploy.local.stack.hub_client import HubClient
-from deploy.local.stack.hub_files import HubFile, HubModel
+from deploy.local.stack.hub_files import HubFile, HubModel, parse_listing
 from shared.errors import ModelError
 from tests.hub_server import HubServer, Repository, use_hub
 from tests.servers import free_port
@@ -109,6 +109,41 @@ def test_tries_without_progress_are_few(hub: HubServer, fetch: Fetch, part: Path
     assert refused(fetch).endswith("answers 503; the next start continues there")
     assert len(hub.asked) == 2 * hub_client.TRIES
     assert part.read_bytes() == b""
+
+
+def test_tries_with_little_progress_are_bounded_too(
+    hub: HubServer, fetch: Fetch, part: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "LEAST_BYTES", 1)
+    hub.faults["model.safetensors"] = ["drip"] * 1000
+    assert refused(fetch).endswith("; the next start continues there")
+    assert len(hub.faults["model.safetensors"]) == 900
+    assert part.read_bytes() == CONTENT[: 100 * 4096]
+
+
+def test_the_time_of_a_file_is_bounded(
+    hub: HubServer, fetch: Fetch, part: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "FILE_LIMIT_S", 0.0)
+    assert refused(fetch).endswith("model.safetensors: not whole after 0 s; the next start continues there")
+    assert len(hub.asked) == 2
+
+
+@pytest.mark.parametrize("faults", [["503", "cut", "500"], ["cut"] * 3])
+def test_a_list_of_files_is_asked_for_again(hub: HubServer, faults: list[str]) -> None:
+    hub.faults["listing"] = faults
+    with HubClient() as client:
+        listing = parse_listing(MODEL, client.listing(MODEL, 1 << 20))
+    assert set(listing.files) == set(FILES)
+    assert len(hub.asked) == 4
+
+
+@pytest.mark.parametrize(("fault", "said"), [("503", "answers 503"), ("cut", "cannot be reached")])
+def test_tries_for_a_list_of_files_are_few(hub: HubServer, fault: str, said: str) -> None:
+    hub.faults["listing"] = [fault] * 100
+    with HubClient() as client, pytest.raises(ModelError, match=rf"^127.0.0.1:\d+ {said}.*; try again later$"):
+        client.listing(MODEL, 1 << 20)
+    assert len(hub.asked) == hub_client.TRIES
 
 
 def test_a_hub_that_falls_silent_is_left_after_the_time_limit(
