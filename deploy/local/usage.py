@@ -154,8 +154,8 @@ class ChatFlags(ClientFlags, frozen=True, kw_only=True):
     """The system prompt: instructions to the model before the first question (none)."""
     max_tokens: int = 512
     """The limit of the answer in tokens."""
-    temperature: float = 0.0
-    """The sampling temperature; 0 is greedy."""
+    temperature: float | None = None
+    """The sampling temperature; 0 is greedy (the model's own, as the server has it)."""
 
 
 class BenchFlags(ClientFlags, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "error: --model org/../name: no such file or directory; a model on ",
         ),
         (["pull", "/no/such"], "error: pull /no/such: a model on the hub is ORG/NAME[@REVISION][:FILE.gguf]"),
-        (["pull", "org/name"], "error: org/name is not in /"),
+        (["pull", "org/name"], "error: HF_HUB_OFFLINE is set, so no hub is asked, and the cache /"),
         (["up", "--model", "org/name", "--set", "worker.foo=1"], "error: worker.foo: no such setting; "),
         (["up", "--model", "/tmp", "--port", "0"], "error: --port is 1 to 65535"),
         (["up", "--model", "/tmp", "--workers", "0"], "error: --workers is 1 to 64"),

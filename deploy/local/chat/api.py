@@ -18,12 +18,14 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from shared.errors import HeadraceError
+from shared.errors import ConfigError, HeadraceError
 
 CONNECT_LIMIT_S = 10.0
 SILENCE_LIMIT_S = 600.0
 """The longest wait for the next piece of the answer: a long prompt takes a while on a slow machine."""
 LINE_LIMIT_BYTES = 1 << 20
+LIST_LIMIT_BYTES = 16 << 20
+"""The largest list of models that is read."""
 Chunks = Generator[dict[str, Any], None, None]
 KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
 
@@ -46,7 +48,9 @@ class ChatApi(Struct, frozen=True):
     def models(self) -> list[str]:
         """Return the names of the models served, at least one. Raise ChatError."""
         with self._open("GET", "/models") as answer:
-            models = _decoded(answer.read()).get("data") or []
+            models = _read(answer, LIST_LIMIT_BYTES, f"the list of models of {self.url}").get("data")
+        if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
+            raise ChatError(f"{self.url}/models does not answer with a list of models: is it an OpenAI endpoint?")
         if not models:
             raise ChatError("no model is served yet; see ./headrace status")
         return [str(model["id"]) for model in models]
@@ -58,32 +62,32 @@ class ChatApi(Struct, frozen=True):
         """
         asked = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **parameters}
         with self._open("POST", "/chat/completions", json.dumps(asked).encode()) as answer:
-            try:
-                while line := answer.readline(LINE_LIMIT_BYTES):
-                    if not line.startswith(b"data: "):
-                        continue
-                    payload = line.removeprefix(b"data: ").strip()
-                    if payload == b"[DONE]":
-                        return
-                    chunk = _decoded(payload)
-                    if "error" in chunk:
-                        raise _error(chunk, str(chunk["error"]))
-                    yield chunk
-            except (OSError, http.client.HTTPException) as wrong:
-                raise ChatError(f"the answer broke off: {wrong}") from None
+            while True:
+                with _broken_off("the answer"):
+                    line = answer.readline(LINE_LIMIT_BYTES)
+                if not line:
+                    break
+                if not line.startswith(b"data: "):
+                    continue
+                payload = line.removeprefix(b"data: ").strip()
+                if payload == b"[DONE]":
+                    return
+                chunk = _decoded(payload)
+                if "error" in chunk:
+                    raise _error(chunk, str(chunk["error"]))
+                yield chunk
         raise ChatError("the answer broke off")
 
     @contextmanager
     def _open(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
         """Yield the answer of a request, if its status is 200."""
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        with closing(kind(parts.hostname or "", parts.port, timeout=CONNECT_LIMIT_S)) as connection:
+        connection, start = _connection(self.url)
+        with closing(connection):
             try:
                 connection.connect()
                 connection.sock.settimeout(SILENCE_LIMIT_S)
-                connection.request(method, f"{parts.path}{path}", body, {"Content-Type": "application/json"} | key)
+                connection.request(method, f"{start}{path}", body, {"Content-Type": "application/json"} | key)
                 answer = connection.getresponse()
             except ssl.SSLCertVerificationError as wrong:
                 raise ChatError(f"{self.url}: {wrong.verify_message}; {_trust_hint()}") from None
@@ -94,11 +98,43 @@ class ChatApi(Struct, frozen=True):
                 ) from None
             with answer:
                 if answer.status != HTTPStatus.OK:
-                    said = _decoded(answer.read(LINE_LIMIT_BYTES))
-                    refusal = _error(said, f"status {answer.status} from {self.url}{path}")
+                    status = f"status {answer.status} from {self.url}{path}"
+                    refusal = _error(_read(answer, LINE_LIMIT_BYTES, f"{status}, whose text"), status)
                     keyless = answer.status == HTTPStatus.UNAUTHORIZED
                     raise ChatError(f"{str(refusal).rstrip('.')}; {KEY_HINT}") if keyless else refusal
                 yield answer
+
+
+def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
+    """Return a connection that is not open yet, and the beginning of its paths. Raise ConfigError."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url {url}: not an address such as http://127.0.0.1:8000/v1")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.hostname, parts.port, timeout=CONNECT_LIMIT_S), parts.path
+    except (ValueError, http.client.InvalidURL) as wrong:
+        raise ConfigError(f"--url {url}: {wrong}") from None
+
+
+@contextmanager
+def _broken_off(what: str) -> Iterator[None]:
+    """Translate what a read raises if the connection ends first."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as wrong:
+        raise ChatError(f"{what} broke off: {wrong}") from None
+
+
+def _read(answer: http.client.HTTPResponse, limit_bytes: int, what: str) -> dict[str, Any]:
+    """Return a whole body, as `_decoded` does. Raise ChatError if it breaks off or is too long."""
+    with _broken_off(what):
+        body = answer.read(limit_bytes + 1)
+    if len(body) > limit_bytes:
+        raise ChatError(f"{what} has more than {limit_bytes} bytes")
+    if answer.length:  # what was announced and did not come
+        raise ChatError(f"{what} broke off: {answer.length} bytes are missing")
+    return _decoded(body)
 
 
 def _trust_hint() -> str:
@@ -113,7 +149,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
     """Return a JSON object; an empty one if the text is anything else."""
     try:
         decoded = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return decoded if isinstance(decoded, dict) else {}
 

@@ -50,7 +50,8 @@ def _piped() -> str:
 
 
 def _ask(api: ChatApi, flags: ChatFlags, model: str, messages: list[dict[str, str]]) -> Chunks:
-    return api.ask(messages, model=model, max_tokens=flags.max_tokens, temperature=flags.temperature)
+    sampling = {} if flags.temperature is None else {"temperature": flags.temperature}
+    return api.ask(messages, model=model, max_tokens=flags.max_tokens, **sampling)
 
 
 def _converse(api: ChatApi, flags: ChatFlags, model: str) -> None:
@@ -120,8 +121,8 @@ class Answer:
         with closing(chunks):
             try:
                 for chunk in chunks:
-                    for choice in chunk.get("choices", []):
-                        delta = choice.get("delta", {})
+                    for choice in chunk.get("choices") or ():
+                        delta = choice.get("delta") or {}
                         self._think(delta.get("reasoning_content") or "")
                         self._write(delta.get("content") or "")
                         limited = limited or choice.get("finish_reason") == "length"

@@ -111,9 +111,9 @@ def fetch(
     """Return the directory or file of a model, after fetching what the cache lacks of it.
 
     With `newest` that is the revision's present commit. Otherwise a commit in the cache that lacks nothing necessary
-    is completed, and served as it is if the hub does not list its files. `check` runs before weights are fetched, with
-    a directory in which they have only their heads; a GGUF file is checked afterwards. Of several processes, one
-    fetches. Raises ModelError, and what `check` raises.
+    is completed, and served as it is if the hub does not list its files or the cache cannot be written. `check` runs
+    before weights are fetched, with a directory in which they have only their heads; a GGUF file is checked
+    afterwards. Of several processes, one fetches. Raises ModelError, and what `check` raises.
     """
     if constants.HF_HUB_OFFLINE:
         return _offline(model, weights, check, notice)
@@ -121,8 +121,10 @@ def fetch(
     if commit and _missing(cache, model, commit, weights):
         commit = ""
     with HubClient() as client, disk_errors(model):
+        at = replace(model, revision=commit or model.revision)
         try:
-            at = replace(model, revision=commit or model.revision)
+            if commit and not cache.is_writable(commit):
+                raise ModelError(f"{cache.snapshot(commit)} cannot be written")
             listing = parse_listing(at, client.listing(at, LIST_LIMIT_BYTES))
         except ModelError as wrong:
             if not commit:

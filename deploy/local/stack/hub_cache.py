@@ -107,6 +107,10 @@ class HubCache:
         """Return the directory of a commit's files."""
         return self._cache / self._folder / "snapshots" / commit
 
+    def is_writable(self, commit: str) -> bool:
+        """Return whether files can be added to a commit that is here."""
+        return all(os.access(each, os.W_OK) for each in (self.snapshot(commit), self._cache / self._folder))
+
     def commit_of(self, revision: str) -> str:
         """Return the commit that a branch or tag had when it was fetched; empty if it never was."""
         try:

@@ -10,7 +10,8 @@ the result. All workers of a machine map the same files, so the page cache holds
 the disk space of 16-bit weights and up to eight times that of a GGUF file: the price of arithmetic without unpacking.
 
 The cache is bounded: after a conversion the least recently used models are removed until the rest fits in
-`limit_bytes`, except those used (prepared again) within the last hour. A worker that maps a removed file keeps it.
+`limit_bytes`, except those that a process uses or that were prepared again within the last hour. A process that uses
+an entry shares a kernel lock of its weights until the process ends. An entry is removed only under an exclusive one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from services.worker.messages import Loading
@@ -44,8 +45,11 @@ _COPIED = {
     "special_tokens_map.json": LIST_LIMIT_BYTES,
     "chat_template.jinja": CONFIG_LIMIT_BYTES,
 }
+WEIGHTS = "model.safetensors"
 CACHE_LIMIT_BYTES = 64 << 30
-_IN_USE_S = 3600.0
+_RECENT_S = 3600.0
+_used: dict[Path, int] = {}
+"""Entry → the descriptor of its weights, which is locked until this process ends."""
 
 Progress = Callable[[Loading], None]
 
@@ -56,8 +60,8 @@ def prepare(
     """Return the directory to serve `source` from, with config, tokenizer and float32 weights.
 
     `source` is a directory or a GGUF file. With `as_stored` a directory is served from itself, for engines that read
-    weights of any type. Raise ModelError that names the file that is missing, torn, of an unsupported kind or shape,
-    or cannot be written.
+    weights of any type. A conversion stays in the cache while this process lives. Raise ModelError that names the file
+    that is missing, torn, of an unsupported kind or shape, or cannot be written.
     """
     if source.is_dir():
         checkpoint = _checkpoint(source)
@@ -110,7 +114,7 @@ def _converted(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{target.name}.lock", progress):
-            if _is_whole(target):
+            if _use(target) and _is_whole(target):
                 os.utime(target)  # used now: the last to be removed
                 return target
             shutil.rmtree(target, ignore_errors=True)
@@ -122,6 +126,7 @@ def _converted(
             try:
                 convert(aside)
                 aside.rename(target)
+                _use(target)
                 _shrink(cache, limit_bytes)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -171,7 +176,7 @@ def _write_weights(
     source: Path, shapes: dict[str, Shape], floats: Callable[[str], Floats], target: Path, progress: Progress
 ) -> None:
     write_tensors(
-        target / "model.safetensors",
+        target / WEIGHTS,
         shapes,
         floats,
         lambda share: progress(Loading(f"converting {source.name} to float32", share)),
@@ -215,17 +220,45 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
+def _use(entry: Path) -> bool:
+    """Keep an entry in the cache while this process lives. Return whether its weights are there."""
+    try:
+        weights = os.open(entry / WEIGHTS, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    former, _used[entry] = _used.get(entry), weights
+    fcntl.flock(weights, fcntl.LOCK_SH)  # waits while another process removes the entry
+    if former is not None:  # perhaps of a file that was damaged and is replaced
+        os.close(former)
+    return True
+
+
 def _shrink(cache: Path, limit_bytes: int) -> None:
     """Remove entries, least recently used first, until the rest fits or is in use.
 
     The files of a killed conversion count as an entry; an entry that is being written is in use.
     """
-    entries = [entry for entry in cache.iterdir() if (entry / "model.safetensors").is_file()]
-    entries.sort(key=lambda entry: entry.stat().st_mtime)
-    sizes = {entry: (entry / "model.safetensors").stat().st_size for entry in entries}
-    held_bytes = sum(sizes.values())
-    for entry in entries:
-        if held_bytes <= limit_bytes or time.time() - entry.stat().st_mtime < _IN_USE_S:
+    entries: list[tuple[float, int, Path]] = []
+    for entry in cache.iterdir():
+        with suppress(FileNotFoundError, NotADirectoryError):  # no entry, or another process has just removed it
+            weights, written = (entry / WEIGHTS).stat(), entry.stat().st_mtime
+            entries.append((max(written, weights.st_mtime), weights.st_size, entry))
+    held_bytes = sum(size_bytes for _, size_bytes, _ in entries)
+    for used_at_s, size_bytes, entry in sorted(entries):
+        if held_bytes <= limit_bytes or time.time() - used_at_s < _RECENT_S:
             return
-        shutil.rmtree(entry, ignore_errors=True)
-        held_bytes -= sizes[entry]
+        if _remove(entry):
+            held_bytes -= size_bytes
+
+
+def _remove(entry: Path) -> bool:
+    """Remove an entry that no process uses. Return whether it is gone."""
+    try:
+        with (entry / WEIGHTS).open("r+b") as weights:  # NFS locks for one alone only what is open to write
+            fcntl.flock(weights, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(entry)
+    except FileNotFoundError:  # another process has removed it
+        return True
+    except OSError:  # in use, or of another user
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import threading
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from deploy.local.chat import api
 from deploy.local.chat.api import ChatApi, ChatError
 from deploy.local.chat.chat import chat as command
 from deploy.local.usage import ChatFlags
+from shared.errors import ConfigError
 
 MODELS = json.dumps({"object": "list", "data": [{"id": "tiny"}]}).encode()
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
@@ -37,6 +40,8 @@ class Peer:
 
     def __init__(self) -> None:
         self.status, self.body, self.models = 200, b"", MODELS
+        self.announced: int | None = None
+        """The length that is announced for every body; None: its end is that of the connection."""
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         peer = self
@@ -53,6 +58,8 @@ class Peer:
 
             def _answer(self, status: int, body: bytes) -> None:
                 self.send_response(status)
+                if peer.announced is not None:
+                    self.send_header("Content-Length", str(peer.announced))
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -111,6 +118,58 @@ def test_a_stream_that_breaks_off_is_an_error(peer: Peer) -> None:
     peer.body = piece("Par")
     with pytest.raises(ChatError, match="broke off"):
         chat(peer.url, "Where?")
+
+
+def test_a_list_of_models_that_breaks_off_is_an_error(peer: Peer) -> None:
+    peer.models, peer.announced = MODELS[:10], len(MODELS)
+    with pytest.raises(
+        ChatError, match=rf"^the list of models of .*/v1 broke off: {len(MODELS) - 10} bytes are missing$"
+    ):
+        chat(peer.url, "Where?")
+
+
+def test_an_error_that_breaks_off_is_an_error_of_one_line(peer: Peer) -> None:
+    peer.status, peer.body, peer.announced = 503, b'{"error": {"mess', 100
+    with pytest.raises(ChatError, match=r"^status 503 from .*/v1/chat/completions, whose text broke off: 84 bytes"):
+        chat(peer.url, "Where?", model="tiny")
+
+
+@pytest.mark.parametrize(
+    "models", [b"", b"[]", b"<html>", b'{"data": {}}', b'{"data": ["tiny"]}', b'{"data": [{}]}', b"[" * 100_000]
+)
+def test_what_is_no_list_of_models_is_refused(peer: Peer, models: bytes) -> None:
+    peer.models = models
+    with pytest.raises(ChatError, match=r"/v1/models does not answer with a list of models: is it an OpenAI endpoint"):
+        chat(peer.url, "Where?")
+
+
+def test_a_list_of_models_without_an_end_is_not_read(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "LIST_LIMIT_BYTES", 10)
+    with pytest.raises(ChatError, match=r"^the list of models of .* has more than 10 bytes$"):
+        chat(peer.url, "Where?")
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://x:abc/v1", "http://x:99999/v1", "http://[::1/v1", "http://a b/v1"])
+def test_a_url_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--url {re.escape(url)}: "):
+        chat(url, "Where?")
+
+
+def test_a_temperature_is_sent_only_if_it_is_given(peer: Peer) -> None:
+    peer.body = piece("x") + b"data: [DONE]\n\n"
+    chat(peer.url, "?")
+    for temperature in (0.0, 0.7):
+        command(ChatApi(peer.url), ChatFlags(question="?", temperature=temperature))
+    assert [asked.get("temperature") for asked in peer.asked] == [None, 0.0, 0.7]
+    assert "temperature" not in peer.asked[0]
+
+
+def test_chunks_of_other_servers_without_choices_or_delta_are_passed_over(
+    peer: Peer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.body = event({"choices": None}) + event({"choices": [{"delta": None}]}) + piece("x") + b"data: [DONE]\n\n"
+    chat(peer.url, "?")
+    assert capsys.readouterr().out == "x\n"
 
 
 def test_no_model_yet_is_said(peer: Peer) -> None:

@@ -357,6 +357,19 @@ def test_a_snapshot_of_another_tool_is_served_as_it_is_if_the_hub_does_not_list_
         Fetched(newest=True)
 
 
+def test_a_snapshot_of_another_tool_is_served_as_it_is_from_a_cache_that_cannot_be_written(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    with small_tmpfs(tmp_path / "small") as small, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_CACHE", str(small / "cache"))
+        path = fill_in_part(hub, *NECESSARY)
+        subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+        fetched = Fetched(newest=False)
+        assert fetched.path == path
+        assert fetched.notices[-1].startswith(f"{path} cannot be written\n")
+        assert hub.asked == []
+
+
 def test_a_blob_of_another_size_than_the_hub_says_is_fetched_again(hub: HubServer, tiny: dict[str, bytes]) -> None:
     path = Fetched().path
     for name in ("model.safetensors", "tokenizer.json"):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -146,19 +151,95 @@ def test_two_workers_that_start_together_convert_once(tmp_path: Path) -> None:
     assert sum("converting" in line.what and line.share == 1.0 for each in told for line in each.lines) == 1
 
 
-def test_the_cache_drops_the_least_recently_used_entry_but_none_in_use(tmp_path: Path) -> None:
+PREPARE = """
+import sys
+from pathlib import Path
+from services.worker.native.prepare import prepare
+for source in sys.argv[2:]:
+    print(prepare(Path(source), Path(sys.argv[1]), lambda loading: None))
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process(cache: Path, *sources: Path) -> Iterator[list[Path]]:
+    """Yield what another process has prepared and uses until the end."""
+    command = [sys.executable, "-c", PREPARE, str(cache), *map(str, sources)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout is not None
+        prepared = [Path(user.stdout.readline().rstrip()) for _ in sources]
+        assert user.stdout.readline() == "done\n"
+        yield prepared
+
+
+def last_used(entry: Path, ago_s: float) -> None:
+    for path in (entry, entry / "model.safetensors"):
+        os.utime(path, (time.time() - ago_s,) * 2)
+
+
+def test_the_cache_drops_the_least_recently_used_entry_but_none_of_the_last_hour(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     sources = [write_tiny_model(tmp_path / f"model{n}", dtype="float16", seed=n) for n in range(4)]
-    first, second, third = (prepare(source, cache, Told()) for source in sources[:3])
+    with another_process(cache, *sources[:3]) as prepared:
+        first, second, third = prepared
     size_bytes = (first / "model.safetensors").stat().st_size
-    hours_ago = time.time() - 2 * module._IN_USE_S
-    os.utime(second, (hours_ago, hours_ago))
-    os.utime(first, (hours_ago + 60, hours_ago + 60))
+    last_used(second, 2 * module._RECENT_S)
+    last_used(first, 2 * module._RECENT_S - 60)
     fourth = prepare(sources[3], cache, Told(), limit_bytes=int(3.5 * size_bytes))
     assert entries(cache) == sorted([first, third, fourth])
     last = prepare(sources[1], cache, Told(), limit_bytes=1)  # all but the old one were used just now
     assert last == second
     assert entries(cache) == sorted([second, third, fourth])
+
+
+def test_the_cache_keeps_an_entry_as_long_as_a_process_uses_it(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    sources = [write_tiny_model(tmp_path / f"model{n}", dtype="float16", seed=n) for n in range(4)]
+    with another_process(cache, sources[0]) as [served]:
+        mine = prepare(sources[1], cache, Told())
+        last_used(served, 2 * module._RECENT_S)
+        last_used(mine, 2 * module._RECENT_S)
+        third = prepare(sources[2], cache, Told(), limit_bytes=1)
+        assert entries(cache) == sorted([served, mine, third])
+    fourth = prepare(sources[3], cache, Told(), limit_bytes=1)
+    assert entries(cache) == sorted([mine, third, fourth])
+
+
+def test_the_files_of_a_conversion_that_is_long_under_way_stay(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    under_way = cache / "large-0123456789abcdef.partial"
+    under_way.mkdir(parents=True)
+    (under_way / "model.safetensors").write_bytes(b"written a moment ago")
+    os.utime(under_way, (1, 1))
+    target = prepare(write_tiny_model(tmp_path / "model", dtype="float16"), cache, Told(), limit_bytes=1)
+    assert entries(cache) == sorted([under_way, target])
+
+
+def test_an_entry_that_another_process_removes_meanwhile_does_not_matter(tmp_path: Path) -> None:
+    source, cache = write_tiny_model(tmp_path / "model", dtype="float16"), tmp_path / "cache"
+    ending, cycles = threading.Event(), 0
+
+    def make_and_remove() -> None:
+        nonlocal cycles
+        while not ending.is_set():
+            entry = cache / f"other-{cycles}"
+            entry.mkdir(parents=True)
+            (entry / "model.safetensors").touch()
+            shutil.rmtree(entry)
+            cycles += 1
+
+    other = threading.Thread(target=make_and_remove)
+    other.start()
+    try:
+        target = prepare(source, cache, Told())
+        while cycles < 1000 and other.is_alive():
+            module._shrink(cache, 0)
+    finally:
+        ending.set()
+        other.join()
+    assert cycles >= 1000
+    assert entries(cache) == [target]
 
 
 def test_a_conversion_that_cannot_be_written_says_where(tmp_path: Path) -> None:
