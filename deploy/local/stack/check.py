@@ -18,7 +18,6 @@ from typing import get_args
 from deploy.local.stack import servers
 from deploy.local.stack.stack import Launch, ServiceName, UpOptions, plan, ports_needed
 from deploy.local.state import StateDirectory
-from shared.config import environment
 from shared.errors import ConfigError
 
 LIMIT_S = 600.0
@@ -95,7 +94,7 @@ def _started(launch: Launch, state_dir: StateDirectory, aside: str, flag: str) -
         errors="replace",
         cwd=aside,
         # Its temporary files go with the directory, even if it is killed.
-        env=servers.ENVIRONMENT | environment() | {"TMPDIR": aside},
+        env=servers.program_environment() | {"TMPDIR": aside},
     )
 
 

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shared.config import environment
 from shared.errors import ConfigError
 
 COMPOSE_NATS = Path(__file__).resolve().parents[2] / "compose" / "nats.conf"
@@ -26,6 +27,14 @@ ENVIRONMENT = {"GOMAXPROCS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 `GOMAXPROCS`: the servers are Go programs that never need a whole core here, and several threads that wake one another
 cost a quarter of their time. gRPC's fork support is for programs that use gRPC after a fork; ours do not."""
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Variables that no program gets. Models are fetched by `up` itself, so only this process needs the hub's token."""
+
+
+def program_environment() -> dict[str, str]:
+    """Return the environment of a program that `up` starts."""
+    inherited = {name: value for name, value in environment().items() if name not in SECRETS}
+    return ENVIRONMENT | inherited
 
 
 def nats_server() -> Path:

@@ -40,7 +40,6 @@ from deploy.local.stack.supervise import (
 )
 from deploy.local.state import DEFAULT_HOME, StateDirectory
 from deploy.local.terminal import Terminal
-from shared.config import environment
 from shared.errors import ConfigError
 
 PROBE_EVERY_S = 0.1
@@ -123,7 +122,7 @@ class Shell:
         self._reason = ""
         """Why all programs are stopped: the error of the first one that cannot work as configured."""
         # Only this: the settings of the services are in the files in state_dir.run.
-        self._environment = servers.ENVIRONMENT | environment()
+        self._environment = servers.program_environment()
 
     async def run(self) -> int:
         """Run until every child has ended; return the exit status of `up`."""

@@ -42,6 +42,18 @@ def test_a_policys_module_is_loaded_as_routers_do(tmp_path: Path) -> None:
     checked(tmp_path, msgspec.structs.replace(DEFAULT, policy="services.router.selection.policies.kv:KvPolicy"))
 
 
+def test_the_check_does_not_get_the_hubs_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "showing.py").write_text(
+        "import os\nraise ImportError([name for name in os.environ if name.startswith('H')])\n"
+    )
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OTHER"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = refused(tmp_path, msgspec.structs.replace(DEFAULT, policy="showing:Policy"))
+    assert "HF_OTHER" in said
+    assert "_TOKEN" not in said
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

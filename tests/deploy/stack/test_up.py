@@ -73,6 +73,21 @@ async def test_the_stages_drain_in_order(state_dir: StateDirectory) -> None:
     assert written(order) == ["frontend", "worker", "router", "nats"]
 
 
+async def test_no_program_gets_the_hubs_token(state_dir: StateDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", "hf_secret")
+    monkeypatch.setenv("OTHER", "passed on")
+    script = f"env >{state_dir.home}/env.new; mv {state_dir.home}/env.new {state_dir.home}/env; {STAYS}"
+    shell = Shell(Stack((launch("router", script),), {}, "", "", "", ""), state_dir, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: (state_dir.home / "env").exists())
+    shell.stop()
+    assert await running == 0
+    given = (state_dir.home / "env").read_text()
+    assert "OTHER=passed on\n" in given
+    assert "hf_secret" not in given
+
+
 async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
     state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
