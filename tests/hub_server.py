@@ -30,7 +30,7 @@ _LISTING = re.compile(r"/api/models/([^/]+/[^/]+)/revision/(.+)")
 _TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/(.+)")
 
 
-class Asked(NamedTuple):
+class HubRequest(NamedTuple):
     """One request that came."""
 
     method: str
@@ -70,7 +70,7 @@ class HubServer:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.token = "hf_right"
-        self.asked: list[Asked] = []
+        self.asked: list[HubRequest] = []
         self.faults: dict[str, list[str]] = defaultdict(list)
         """Name of a file, or `listing` → what happens to its next requests, one each: an HTTP status, `to ADDRESS`,
         `cut` and `stall` (in the middle), `drip` (ends after 4 KiB), `changed`, `larger` and `endless` (other content),
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.server_hub, unquote(urlsplit(self.path).path)
         authorization = self.headers.get("Authorization", "")
-        hub.asked.append(Asked(self.command, path, self.headers.get("Range", ""), authorization))
+        hub.asked.append(HubRequest(self.command, path, self.headers.get("Range", ""), authorization))
         if match := _LISTING.fullmatch(path):
             self._listing(*match.groups())
         elif match := _TREE.fullmatch(path):

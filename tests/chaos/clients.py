@@ -211,7 +211,7 @@ class _Content(Struct):
     content: str | None = None
 
 
-class _Choice(Struct):
+class _AnswerChoice(Struct):
     finish_reason: str | None = None
     text: str | None = None
     delta: _Content | None = None
@@ -224,7 +224,7 @@ class _Usage(Struct):
 
 
 class _Piece(Struct):
-    choices: list[_Choice]
+    choices: list[_AnswerChoice]
     usage: _Usage | None = None
 
 

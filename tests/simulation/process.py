@@ -64,7 +64,7 @@ LIMITS = LimitsConfig(select_timeout_s=0.2, offer_timeout_s=0.5, quiet_s=0.5, fr
 SIMULATED = SimulatedConfig(fixed_s=0.01, weights_s=0.01, row_s=0.0005, token_s=0.0005, output_tokens=10)
 
 
-class _Served(Exception):
+class _ProcessEnd(Exception):
     """The service has drained; ends the tasks that are left."""
 
 
@@ -194,7 +194,7 @@ class Process:
         with suppress(asyncio.CancelledError):
             try:
                 await self._serve()
-            except* _Served:
+            except* _ProcessEnd:
                 pass
             finally:
                 await self._discovery.close()
@@ -234,7 +234,7 @@ class Process:
                     await self._serve_kvbm(runtime)
                 case _:
                     assert_never(self.service)
-            raise _Served
+            raise _ProcessEnd
 
     async def _serve_frontend(self, runtime: Runtime) -> None:
         """As services/frontend/app.py does, without its doors."""

@@ -80,7 +80,7 @@ class PoolRunner:
         return Drawn(next_token(work.history)) if work.draws else None
 
 
-class _Batch(Struct):
+class _CopyBatch(Struct):
     number: int
     copies: Sequence[Copy]
     loads: bool
@@ -97,7 +97,7 @@ class HandMover:
         self._memory = memory
         self._clock = clock
         self._slots: Slots | None = None
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[_CopyBatch] = deque()
         self._ended: list[Copied] = []
         self.trouble = ""
         """Why the next batch that goes on fails; empty: it does not."""
@@ -111,10 +111,10 @@ class HandMover:
         self._slots = None
 
     def save(self, batch: int, copies: Sequence[Copy], until_s: float) -> None:
-        self._batches.append(_Batch(batch, copies, False, until_s, []))
+        self._batches.append(_CopyBatch(batch, copies, False, until_s, []))
 
     def load(self, batch: int, copies: Sequence[Copy]) -> None:
-        self._batches.append(_Batch(batch, copies, True, inf, []))
+        self._batches.append(_CopyBatch(batch, copies, True, inf, []))
 
     def cancel(self, batch: int) -> None:
         for waiting in self._batches:
@@ -160,7 +160,7 @@ class HandMover:
             self._batches.remove(batch)
             self._ended.append(Copied(batch.number, batch.good, sum(batch.good) * LAYOUT.block_bytes, 0.001))
 
-    def _half(self, batch: _Batch, copy: Copy, slots: Slots) -> None:
+    def _half(self, batch: _CopyBatch, copy: Copy, slots: Slots) -> None:
         if not batch.half and self._clock() >= batch.until_s:
             batch.good.append(False)
             return

@@ -81,7 +81,7 @@ class _Repository(Struct):
     siblings: list[_Sibling]
 
 
-class _Index(Struct):
+class _ShardIndex(Struct):
     weight_map: dict[str, str]
 
 
@@ -140,7 +140,7 @@ def weight_files(model: HubModel, listing: Listing, index: bytes | None) -> list
 
 def index_names(index: bytes, where: str) -> list[str]:
     """Return the names of the files of an index, in order. Raises ModelError."""
-    names = sorted(set(_decoded(index, _Index, where).weight_map.values()))
+    names = sorted(set(_decoded(index, _ShardIndex, where).weight_map.values()))
     for name in names:
         if re.fullmatch(rf"{_SEGMENT}\.safetensors", name) is None:
             raise ModelError(f"{where} names {name[:80]!r}, which is no safetensors file next to it")

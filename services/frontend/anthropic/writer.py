@@ -43,7 +43,7 @@ def error_body(status: int, message: str) -> bytes:
     return _encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
-class _Open:
+class _OpenBlock:
     """The open block."""
 
     def __init__(self, index: int, block: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class MessageWriter:
 
     def __init__(self, message_id: str, model: str) -> None:
         self._identity = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-        self._blocks: list[_Open] = []
+        self._blocks: list[_OpenBlock] = []
         """All blocks; the last one is open."""
         self._content = 0
         """The count of characters in all texts."""
@@ -148,7 +148,7 @@ class MessageWriter:
     def _begin(self, block: dict[str, Any]) -> None:
         self._close()
         index = len(self._blocks)
-        self._blocks.append(_Open(index, block))
+        self._blocks.append(_OpenBlock(index, block))
         self._events.append(_encode({"type": "content_block_start", "index": index, "content_block": block}))
 
     def _close(self) -> None:

@@ -43,7 +43,7 @@ _DELTAS = {
 """For each kind of item the name of its delta event, and that event's other fields before and after the text."""
 
 
-class _Open:
+class _OpenItem:
     """The open item, which grows."""
 
     def __init__(self, item: OutputItem, index: int) -> None:
@@ -85,7 +85,7 @@ class ResponseWriter:
         self._unique = unique
         self._keep = keep
         self._items: list[OutputItem] = []
-        self._open: _Open | None = None
+        self._open: _OpenItem | None = None
         self._content = 0
         """The count of characters in all messages."""
         self._sequence = 0
@@ -179,7 +179,7 @@ class ResponseWriter:
 
     # --- items
 
-    def _text_item(self, kind: type[OutputThought | OutputMessage]) -> _Open:
+    def _text_item(self, kind: type[OutputThought | OutputMessage]) -> _OpenItem:
         """Return the open item; if it is of another kind, begin one of this kind first."""
         if self._open is not None and type(self._open.item) is kind:
             return self._open
@@ -192,9 +192,9 @@ class ResponseWriter:
     def _name(self, prefix: str) -> str:
         return f"{prefix}_{self._unique}-{len(self._items) + (self._open is not None)}"
 
-    def _begin(self, item: OutputItem) -> _Open:
+    def _begin(self, item: OutputItem) -> _OpenItem:
         self._close(_DONE)
-        self._open = _Open(item, len(self._items))
+        self._open = _OpenItem(item, len(self._items))
         self._say(events.ItemAdded(item, self._open.index, self._sequence))
         return self._open
 
@@ -220,7 +220,7 @@ class ResponseWriter:
             self._grow(self._text_item(OutputMessage), text, entries)
             self._content += len(text)
 
-    def _grow(self, grown: _Open, text: str, entries: Sequence[LogprobEntry] = ()) -> None:
+    def _grow(self, grown: _OpenItem, text: str, entries: Sequence[LogprobEntry] = ()) -> None:
         lead = grown.plain
         if entries:
             logprobs = chat_logprobs(entries).content

@@ -52,7 +52,7 @@ def hub(tiny: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         yield hub
 
 
-class Fetched:
+class WatchedFetch:
     """What one fetch has shown and checked."""
 
     def __init__(self, model: HubModel = MODEL, *, weights: bool = True, newest: bool = True) -> None:
@@ -85,7 +85,7 @@ def names(directory: Path) -> set[str]:
 
 def test_a_model_comes_whole_and_nothing_else_does(hub: HubServer, tiny: dict[str, bytes]) -> None:
     hub.repositories["org/tiny"].files |= EMBEDDING
-    fetched = Fetched()
+    fetched = WatchedFetch()
     assert files_of(fetched.path) == tiny | EMBEDDING
     assert fetched.path.name == hub.repositories["org/tiny"].commit
     size = len(tiny["model.safetensors"]) / 1e6
@@ -103,7 +103,7 @@ def test_other_tools_find_the_files_and_their_cache_is_found(
         assert {str(find_cached(MODEL, weights=True))} == {str(Path(file).parent) for file in theirs}
     shutil.rmtree(constants.HF_HUB_CACHE)
     assert find_cached(MODEL, weights=True) is None
-    ours = Fetched().path
+    ours = WatchedFetch().path
     hub.asked.clear()
     for revision in ("main", ours.name):
         found = {hf_hub_download("org/tiny", name, revision=revision, local_files_only=True) for name in tiny}
@@ -113,7 +113,7 @@ def test_other_tools_find_the_files_and_their_cache_is_found(
 
 
 def test_a_whole_model_is_found_without_asking_the_hub(hub: HubServer) -> None:
-    path = Fetched().path
+    path = WatchedFetch().path
     hub.asked.clear()
     assert find_cached(MODEL, weights=True) == path
     assert find_cached(HubModel("org/tiny", path.name), weights=True) == path
@@ -125,12 +125,12 @@ def test_a_whole_model_is_found_without_asking_the_hub(hub: HubServer) -> None:
 
 
 def test_what_is_there_is_not_fetched_again_and_a_new_commit_fetches_what_changed(hub: HubServer) -> None:
-    first = Fetched().path
+    first = WatchedFetch().path
     hub.asked.clear()
-    assert Fetched().path == first
+    assert WatchedFetch().path == first
     assert hub.bodies() == []
     hub.repositories["org/tiny"].files["generation_config.json"] = b'{"eos_token_id": 2}'
-    second = Fetched().path
+    second = WatchedFetch().path
     assert second != first
     assert hub.bodies() == ["generation_config.json"]
     assert find_cached(MODEL, weights=True) == second
@@ -204,19 +204,19 @@ def test_a_file_that_is_missing_or_torn_is_named_as_it_is_on_the_hub(
 
 def test_a_name_that_is_not_there_leaves_nothing(hub: HubServer) -> None:
     with pytest.raises(ModelError, match=r"has no model org/tinny, or it is private: check the name; "):
-        Fetched(HubModel("org/tinny"))
+        WatchedFetch(HubModel("org/tinny"))
     assert not Path(constants.HF_HUB_CACHE).exists()
 
 
 def test_a_repository_without_safetensors_is_refused(hub: HubServer) -> None:
     del hub.repositories["org/tiny"].files["model.safetensors"]
     with pytest.raises(ModelError, match=r"has no model.safetensors .*; files of other kinds are not loaded$"):
-        Fetched()
+        WatchedFetch()
     assert "pytorch_model.bin" not in hub.bodies()
 
 
 def test_an_engine_that_computes_nothing_needs_no_weights(hub: HubServer) -> None:
-    path = Fetched(weights=False).path
+    path = WatchedFetch(weights=False).path
     assert "model.safetensors" not in names(path)
     assert hub.bodies()
     assert "model.safetensors" not in hub.bodies()
@@ -226,13 +226,13 @@ def test_a_gguf_file_comes_alone(hub: HubServer) -> None:
     hub.repositories["org/tiny"].files["sub/a-Q4.gguf"] = b"GGUF" * 1000
     model = HubModel("org/tiny", "main", "sub/a-Q4.gguf")
     assert find_cached(model, weights=True) is None
-    fetched = Fetched(model)
+    fetched = WatchedFetch(model)
     assert fetched.path.read_bytes() == b"GGUF" * 1000
     assert fetched.checked == [fetched.path]
     assert hub.bodies() == ["a-Q4.gguf"]
     assert find_cached(model, weights=True) == fetched.path
     with pytest.raises(ModelError, match=r"org/tiny has no file b.gguf; it has org/tiny:sub/a-Q4.gguf$"):
-        Fetched(HubModel("org/tiny", "main", "b.gguf"))
+        WatchedFetch(HubModel("org/tiny", "main", "b.gguf"))
 
 
 def test_an_interrupted_fetch_continues_where_it_ended(
@@ -241,10 +241,10 @@ def test_an_interrupted_fetch_continues_where_it_ended(
     monkeypatch.setattr(hub_client, "TRIES", 1)
     hub.faults["model.safetensors"] = ["", "", "cut"]
     with pytest.raises(ModelError, match=r"ended it after|cannot be reached"):
-        Fetched()
+        WatchedFetch()
     assert find_cached(MODEL, weights=True) is None
     hub.asked.clear()
-    assert files_of(Fetched().path) == tiny
+    assert files_of(WatchedFetch().path) == tiny
     [continued] = [asked.range for asked in hub.asked if asked.path.startswith("/large/")]
     assert int(continued.removeprefix("bytes=").partition("-")[0]) > len(tiny["model.safetensors"]) // 4
 
@@ -252,15 +252,15 @@ def test_an_interrupted_fetch_continues_where_it_ended(
 def test_a_file_with_another_content_is_removed(hub: HubServer) -> None:
     hub.faults["config.json"] = ["changed"]
     with pytest.raises(ModelError, match=r"config.json does not have the digest that the hub announced; it is removed"):
-        Fetched()
+        WatchedFetch()
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
-    Fetched()
+    WatchedFetch()
 
 
 def test_a_configuration_beyond_its_limit_is_not_fetched(hub: HubServer) -> None:
     hub.repositories["org/tiny"].files["config.json"] = b" " * (SMALL["config.json"] + 1)
     with pytest.raises(ModelError, match=r"config.json has 1048577 bytes; at most 1048576 are read"):
-        Fetched()
+        WatchedFetch()
     assert hub.bodies() == []
 
 
@@ -278,23 +278,23 @@ def test_offline_nothing_is_asked(hub: HubServer, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         ModelError, match=r"^HF_HUB_OFFLINE is set, so no hub is asked, and the cache /.* has no org/tiny$"
     ):
-        Fetched()
+        WatchedFetch()
     assert hub.asked == []
 
 
 def test_offline_a_model_that_is_in_the_cache_is_returned_and_a_missing_file_is_named(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Fetched().path
+    path = WatchedFetch().path
     hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    again = Fetched()
+    again = WatchedFetch()
     assert again.path == path
     assert again.checked == [path]
     assert again.notices == [f"org/tiny: from the cache, {path}"]
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no hub is asked, and the cache /.* lacks model.safetensors of org/tiny$"):
-        Fetched()
+        WatchedFetch()
     assert hub.asked == []
 
 
@@ -313,7 +313,7 @@ NECESSARY = ("config.json", "tokenizer.json", "*.safetensors")
 def test_what_another_tool_has_left_out_is_fetched_once(hub: HubServer) -> None:
     path = fill_in_part(hub, *NECESSARY)
     assert find_cached(MODEL, weights=True) is None
-    fetched = Fetched(newest=False)
+    fetched = WatchedFetch(newest=False)
     assert fetched.path == path
     assert (path / "chat_template.jinja").read_bytes() == b"{{ messages }}"
     assert "model.safetensors" not in hub.bodies()
@@ -326,7 +326,7 @@ def test_what_another_tool_has_left_out_is_fetched_once(hub: HubServer) -> None:
 def test_a_download_of_another_tool_that_broke_off_is_completed(hub: HubServer, tiny: dict[str, bytes]) -> None:
     path = fill_in_part(hub, "config.json")
     assert find_cached(MODEL, weights=True) is None
-    assert Fetched(newest=False).path == path
+    assert WatchedFetch(newest=False).path == path
     assert files_of(path).keys() >= tiny.keys()
 
 
@@ -340,7 +340,7 @@ def test_offline_a_snapshot_that_has_what_is_necessary_is_enough(
     (path / "model-00002-of-00003.safetensors").unlink()
     assert find_cached(MODEL, weights=True) is None
     with pytest.raises(ModelError, match=r" lacks model-00002-of-00003.safetensors of org/tiny$"):
-        Fetched(newest=False)
+        WatchedFetch(newest=False)
 
 
 @pytest.mark.parametrize("fault", ["503", "404"])
@@ -349,12 +349,12 @@ def test_a_snapshot_of_another_tool_is_served_as_it_is_if_the_hub_does_not_list_
 ) -> None:
     path = fill_in_part(hub, *NECESSARY)
     hub.faults["listing"] = [fault] * 100
-    fetched = Fetched(newest=False)
+    fetched = WatchedFetch(newest=False)
     assert fetched.path == path
     assert fetched.checked == [path]
     assert fetched.notices[-1].endswith(f"\norg/tiny: served as it is in the cache, {path}")
     with pytest.raises(ModelError):
-        Fetched(newest=True)
+        WatchedFetch(newest=True)
 
 
 def test_a_snapshot_of_another_tool_is_served_as_it_is_from_a_cache_that_cannot_be_written(
@@ -364,18 +364,18 @@ def test_a_snapshot_of_another_tool_is_served_as_it_is_from_a_cache_that_cannot_
         patch.setattr(constants, "HF_HUB_CACHE", str(small / "cache"))
         path = fill_in_part(hub, *NECESSARY)
         subprocess.run(["mount", "-o", "remount,ro", small], check=True)
-        fetched = Fetched(newest=False)
+        fetched = WatchedFetch(newest=False)
         assert fetched.path == path
         assert fetched.notices[-1].startswith(f"{path} cannot be written\n")
         assert hub.asked == []
 
 
 def test_a_blob_of_another_size_than_the_hub_says_is_fetched_again(hub: HubServer, tiny: dict[str, bytes]) -> None:
-    path = Fetched().path
+    path = WatchedFetch().path
     for name in ("model.safetensors", "tokenizer.json"):
         os.truncate(path / name, 100)
     hub.asked.clear()
-    assert files_of(Fetched().path) == tiny
+    assert files_of(WatchedFetch().path) == tiny
     assert sorted(set(hub.bodies())) == ["model.safetensors", "tokenizer.json"]
 
 
@@ -386,7 +386,7 @@ def test_a_disk_without_room_is_named_before_weights_come(hub: HubServer, tmp_pa
         with pytest.raises(
             ModelError, match=r"no space left: 4.2 MB are to be fetched, and the disk of /.* has 2.1 MB"
         ):
-            Fetched()
+            WatchedFetch()
         assert "model.safetensors" not in names(small)
 
 
@@ -395,13 +395,13 @@ def test_a_disk_that_becomes_full_is_named(hub: HubServer, tmp_path: Path) -> No
         patch.setattr(constants, "HF_HUB_CACHE", str(small / "cache"))
         hub.repositories["org/tiny"].files["tokenizer.json"] = b" " * (3 << 20)
         with pytest.raises(ModelError, match=r"^org/tiny: no space left in /.*; HF_HOME names another directory$"):
-            Fetched()
+            WatchedFetch()
 
 
 def test_a_cache_that_cannot_be_made_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", "/proc/cache")
     with pytest.raises(ModelError, match=r"^/proc/cache: No such file or directory; HF_HOME names another directory$"):
-        Fetched()
+        WatchedFetch()
 
 
 FETCH = """
@@ -418,7 +418,7 @@ print(path)
 
 def test_of_two_at_once_one_fetches(hub: HubServer, tiny: dict[str, bytes]) -> None:
     hub.faults["tokenizer.json"] = ["stall"]
-    first = Thread(target=Fetched)
+    first = Thread(target=WatchedFetch)
     first.start()
     assert hub.holding.wait(30)
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE}
