@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import asdict, replace
 
 from deploy.local.colour import highlight, paint
-from deploy.local.stack.stack import AccessFiles, Gpus, ServiceName, Setting, UpOptions, default_replicas
+from deploy.local.stack.stack import UpOptions
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal
 from deploy.local.usage import (
     DEFAULT_MODEL,
     DEFAULT_URL,
-    GPU_MEMORY_SHARE,
     BenchFlags,
     ChatFlags,
     ClientFlags,
@@ -49,15 +47,6 @@ BENCH_LIMIT = 1_000_000
 """Upper limit of the numbers that `bench` takes."""
 LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
 """Limits of the seconds between two views of `status --watch`."""
-UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
-"""Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
-SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
-WIRING = re.compile(
-    r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
-    r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
-    r"|worker-cuda-(gpu|memory-share)"
-)
-"""Settings that `--set` refuses: those that connect the processes, and those that `up` must know itself."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -112,67 +101,28 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _up(flags: UpFlags) -> int:
-    from deploy.local.stack import servers
-    from deploy.local.stack.block_store import block_store, store_request
+    from deploy.local.stack.block_store import block_store
     from deploy.local.stack.check import check
-    from deploy.local.stack.model import SAMPLING
     from deploy.local.stack.model_source import cache_directory, fetch_source, find_default, find_source
+    from deploy.local.stack.options import checked_options
     from deploy.local.stack.up import exclusive, up
 
-    if not 1 <= flags.port <= 65535:
-        raise ConfigError("--port is 1 to 65535")
-    usual = default_replicas(len(os.sched_getaffinity(0)))
-    frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
-    for flag, number in (("workers", flags.workers), ("frontends", frontends), ("routers", routers)):
-        if not 1 <= number <= 64:
-            raise ConfigError(f"--{flag} is 1 to 64")
-    if flags.simulated and flags.engine != "simulated":
-        raise ConfigError("--simulated needs --engine simulated")
-    simulated = _settings("--simulated", flags.simulated)
-    wanted = store_request(
-        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device
-    )
-    gpus = _gpus(flags)
-    access, overrides = _access(flags), _overrides(flags.set)
-    for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
-        if address and not servers.answers(address):
-            raise ConfigError(f"{flag} {address}: no server answers there")
+    options, wanted = checked_options(flags)
     state_dir, weights = flags.state_dir, flags.engine == "native"
     cache = cache_directory(state_dir)
     os.environ.pop(CACHE_VARIABLE, None)  # workers get it from their file; the other services would refuse it
     source = find_default(cache) if flags.model == DEFAULT_MODEL else find_source(flags.model, weights=weights)
-    options = UpOptions(
-        model=str(source.path),
-        model_name=flags.model_name or source.name,
-        cache=str(cache),
-        port=flags.port,
-        frontends=frontends,
-        routers=routers,
-        workers=flags.workers,
-        chat_template=_chat_template(flags),
-        sampling=SAMPLING if flags.model == DEFAULT_MODEL else {},
-        policy=flags.policy,
-        discovery=flags.discovery,
-        engine=flags.engine,
-        simulated=simulated,
-        gpus=gpus,
-        store=msgspec.structs.replace(wanted, pool=str(state_dir.run)) if wanted.pool_bytes else None,
-        nats=flags.nats,
-        etcd=flags.etcd,
-        access=access,
-        log_level=flags.log_level,
-        overrides=overrides,
-    )
+    options = replace(options, model=str(source.path), model_name=flags.model_name or source.name, cache=str(cache))
     terminal = Terminal()
 
     def check_model(path: str, *, here: bool = True) -> None:
-        options_here = msgspec.structs.replace(options, model=path)
+        options_here = replace(options, model=path)
         check(options_here, state_dir, python=sys.executable, model=here, notice=terminal.notice)
 
     check_model(options.model, here=source.here)  # first, because fetching the model may take minutes
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
         path = fetch_source(source, check_model, terminal, weights=weights)
-        return up(msgspec.structs.replace(options, model=str(path), store=store), state_dir, terminal)
+        return up(replace(options, model=str(path), store=store), state_dir, terminal)
 
 
 def _pull(flags: PullFlags) -> None:
@@ -189,64 +139,6 @@ def _pull(flags: PullFlags) -> None:
         check(options, flags.state_dir, python=sys.executable, model=True, notice=terminal.notice)
 
     print(fetch_named(named, check_model, terminal))
-
-
-def _chat_template(flags: UpFlags) -> str:
-    """Return the chat template for the workers: a name, or the absolute path of a file; empty: the model's own."""
-    from deploy.local.stack.model import CHAT_TEMPLATE
-    from shared.chat_templates import NAMES
-
-    given = flags.chat_template or (CHAT_TEMPLATE if flags.model == DEFAULT_MODEL else "")
-    if not given or given in NAMES:
-        return given
-    if not Path(given).is_file():
-        raise ConfigError(f"--chat-template {given}: no such file, and not one of {', '.join(sorted(NAMES))}")
-    return str(Path(given).absolute())
-
-
-def _access(flags: UpFlags) -> AccessFiles:
-    files: dict[str, str] = {}
-    for name, file in (("keys", flags.keys), ("tls_cert", flags.tls_cert), ("tls_key", flags.tls_key)):
-        if file is not None and not file.is_file():
-            raise ConfigError(f"--{name.replace('_', '-')} {file}: no such file")
-        files[name] = "" if file is None else str(file.absolute())
-    if bool(flags.tls_cert) != bool(flags.tls_key):
-        raise ConfigError("--tls-cert and --tls-key must be given together")
-    return AccessFiles(**files)
-
-
-def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
-    """Parse the values of `--set`, SERVICE.SETTING=VALUE. The services check the settings and values."""
-    more: dict[ServiceName, list[Setting]] = {}
-    for text in given:
-        path, equals, value = text.partition("=")
-        service, _, setting = path.partition(".")
-        if service not in SERVICES or not equals or not setting:
-            raise ConfigError(f"--set {text}: not SERVICE.SETTING=VALUE; services are {', '.join(SERVICES)}")
-        flag = setting.replace(".", "-").replace("_", "-")
-        if WIRING.fullmatch(f"{service}-{flag}"):
-            raise ConfigError(f"--set {path}: `up` sets that itself")
-        more.setdefault(service, []).append((f"--{setting}", value))
-    return more
-
-
-def _gpus(flags: UpFlags) -> Gpus | None:
-    from deploy.local.stack import gpus
-
-    share = flags.gpu_memory_share
-    if flags.device == "cpu":
-        if flags.cuda or share is not None:
-            raise ConfigError(f"{'--cuda' if flags.cuda else '--gpu-memory-share'} needs --device cuda")
-        return None
-    if flags.engine != "native":
-        raise ConfigError(f"--device cuda: engine {flags.engine} computes nothing; use --engine native")
-    if share is not None and not 0 < share <= 1:
-        raise ConfigError("--gpu-memory-share must be above 0 and at most 1")
-    settings = _settings("--cuda", flags.cuda)
-    for key, instead in UPS_OWN.items():
-        if key in settings:
-            raise ConfigError(f"--cuda {key}: {instead}")
-    return Gpus(gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings)
 
 
 def _key(flags: NewKeyFlags | KeysFileFlags) -> None:
@@ -280,27 +172,6 @@ def _install_gpu() -> None:
         print(f"{gpus.count_visible()} GPUs: ./headrace up --device cuda")
     except ConfigError as wrong:
         print(f"no GPU can be used yet: {wrong}")
-
-
-def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:
-    """Parse settings of the form KEY=VALUE. The worker checks the keys and values."""
-    settings: dict[str, str | int | float] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f"{flag} {text}: not KEY=VALUE")
-        settings[key] = _number(value)
-    return settings
-
-
-def _number(text: str) -> str | int | float:
-    """Return the number that the text is, or the text itself."""
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return text
 
 
 @contextmanager
@@ -353,7 +224,7 @@ def _bench(flags: BenchFlags, words: Sequence[str]) -> int:
     if not Path(flags.out).parent.is_dir():
         raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
     options = sweep.BenchOptions(
-        **msgspec.structs.asdict(msgspec.structs.replace(flags, url=_url(flags))),
+        **asdict(replace(flags, url=_url(flags))),
         points=plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
         command=" ".join(("headrace", *words)),
         given=[] if flags.prompts is None else plan.lines(_text(flags.prompts), str(flags.prompts)),

@@ -1,0 +1,155 @@
+"""Turns the flags of `up` into its options. What is wrong at sight is refused here; services check their settings."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from msgspec.structs import replace
+
+from deploy.local.stack import gpus, servers
+from deploy.local.stack.block_store import store_request
+from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
+from deploy.local.stack.stack import (
+    AccessFiles,
+    BlockStoreOptions,
+    Gpus,
+    ServiceName,
+    Setting,
+    UpOptions,
+    default_replicas,
+)
+from deploy.local.usage import DEFAULT_MODEL, GPU_MEMORY_SHARE, UpFlags
+from shared.chat_templates import NAMES
+from shared.errors import ConfigError
+
+UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
+"""Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
+SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
+WIRING = re.compile(
+    r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
+    r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
+    r"|worker-cuda-(gpu|memory-share)"
+)
+"""Settings that `--set` refuses: those that connect the processes, and those that `up` must know itself."""
+
+
+def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
+    """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
+    if not 1 <= flags.port <= 65535:
+        raise ConfigError("--port is 1 to 65535")
+    usual = default_replicas(len(os.sched_getaffinity(0)))
+    frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
+    for flag, number in (("workers", flags.workers), ("frontends", frontends), ("routers", routers)):
+        if not 1 <= number <= 64:
+            raise ConfigError(f"--{flag} is 1 to 64")
+    if flags.simulated and flags.engine != "simulated":
+        raise ConfigError("--simulated needs --engine simulated")
+    simulated = _settings("--simulated", flags.simulated)
+    wanted = store_request(
+        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device
+    )
+    of_gpus = _gpus(flags)
+    access, overrides = _access(flags), _overrides(flags.set)
+    for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
+        if address and not servers.answers(address):
+            raise ConfigError(f"{flag} {address}: no server answers there")
+    options = UpOptions(
+        model="",
+        model_name="",
+        port=flags.port,
+        frontends=frontends,
+        routers=routers,
+        workers=flags.workers,
+        chat_template=_chat_template(flags),
+        sampling=SAMPLING if flags.model == DEFAULT_MODEL else {},
+        policy=flags.policy,
+        discovery=flags.discovery,
+        engine=flags.engine,
+        simulated=simulated,
+        gpus=of_gpus,
+        store=replace(wanted, pool=str(flags.state_dir.run)) if wanted.pool_bytes else None,
+        nats=flags.nats,
+        etcd=flags.etcd,
+        access=access,
+        log_level=flags.log_level,
+        overrides=overrides,
+    )
+    return options, wanted
+
+
+def _chat_template(flags: UpFlags) -> str:
+    """Return the chat template for the workers: a name, or the absolute path of a file; empty: the model's own."""
+    given = flags.chat_template or (CHAT_TEMPLATE if flags.model == DEFAULT_MODEL else "")
+    if not given or given in NAMES:
+        return given
+    if not Path(given).is_file():
+        raise ConfigError(f"--chat-template {given}: no such file, and not one of {', '.join(sorted(NAMES))}")
+    return str(Path(given).absolute())
+
+
+def _access(flags: UpFlags) -> AccessFiles:
+    files: dict[str, str] = {}
+    for name, file in (("keys", flags.keys), ("tls_cert", flags.tls_cert), ("tls_key", flags.tls_key)):
+        if file is not None and not file.is_file():
+            raise ConfigError(f"--{name.replace('_', '-')} {file}: no such file")
+        files[name] = "" if file is None else str(file.absolute())
+    if bool(flags.tls_cert) != bool(flags.tls_key):
+        raise ConfigError("--tls-cert and --tls-key must be given together")
+    return AccessFiles(**files)
+
+
+def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
+    """Parse the values of `--set`, SERVICE.SETTING=VALUE. The services check the settings and values."""
+    more: dict[ServiceName, list[Setting]] = {}
+    for text in given:
+        path, equals, value = text.partition("=")
+        service, _, setting = path.partition(".")
+        if service not in SERVICES or not equals or not setting:
+            raise ConfigError(f"--set {text}: not SERVICE.SETTING=VALUE; services are {', '.join(SERVICES)}")
+        flag = setting.replace(".", "-").replace("_", "-")
+        if WIRING.fullmatch(f"{service}-{flag}"):
+            raise ConfigError(f"--set {path}: `up` sets that itself")
+        more.setdefault(service, []).append((f"--{setting}", value))
+    return more
+
+
+def _gpus(flags: UpFlags) -> Gpus | None:
+    share = flags.gpu_memory_share
+    if flags.device == "cpu":
+        if flags.cuda or share is not None:
+            raise ConfigError(f"{'--cuda' if flags.cuda else '--gpu-memory-share'} needs --device cuda")
+        return None
+    if flags.engine != "native":
+        raise ConfigError(f"--device cuda: engine {flags.engine} computes nothing; use --engine native")
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError("--gpu-memory-share must be above 0 and at most 1")
+    settings = _settings("--cuda", flags.cuda)
+    for key, instead in UPS_OWN.items():
+        if key in settings:
+            raise ConfigError(f"--cuda {key}: {instead}")
+    return Gpus(gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings)
+
+
+def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:
+    """Parse settings of the form KEY=VALUE. The worker checks the keys and values."""
+    settings: dict[str, str | int | float] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"{flag} {text}: not KEY=VALUE")
+        settings[key] = _number(value)
+    return settings
+
+
+def _number(text: str) -> str | int | float:
+    """Return the number that the text is, or the text itself."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
