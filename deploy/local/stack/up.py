@@ -269,7 +269,7 @@ class Shell:
         print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
         print(
             f"""
-ask:     {trust}./headrace chat{state}{by_file} "What is the capital of France?"
+ask:     {trust}./headrace chat{state}{by_file} --temperature 0 "What is the capital of France?"
    or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
 status:  ./headrace status{state}
 logs:    {self._state_dir.logs}
