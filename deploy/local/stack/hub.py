@@ -125,7 +125,7 @@ def fetch(
         try:
             if commit and not cache.is_writable(commit):
                 raise ModelError(f"{cache.snapshot(commit)} cannot be written")
-            listing = parse_listing(at, client.listing(at, LIST_LIMIT_BYTES))
+            listing = parse_listing(at, client.listing(at, LIST_LIMIT_BYTES, notice))
         except ModelError as wrong:
             if not commit:
                 raise

@@ -69,15 +69,14 @@ class _Tries:
         if time.monotonic() >= self._until_s:
             raise _Passing(f"not whole after {self._limit_s:g} s")
 
-    def failed(self, wrong: _Passing, *, progress: bool) -> bool:
-        """Count a try that has failed, and return whether there may be another; wait as long as there must be."""
+    def failed(self, wrong: _Passing, *, progress: bool) -> float | None:
+        """Count a try that has failed. Return the seconds to wait before the next one; None if it was the last."""
         self._in_all += 1
         self._in_a_row = 1 if progress else self._in_a_row + 1
         late = time.monotonic() >= self._until_s
         if late or self._in_a_row >= TRIES or self._in_all >= TRIES_IN_ALL:
-            return False
-        time.sleep(wrong.wait_s or PAUSE_S * 2 ** (self._in_a_row - 1))
-        return True
+            return None
+        return wrong.wait_s or PAUSE_S * 2 ** (self._in_a_row - 1)
 
 
 class HubClient:
@@ -113,8 +112,11 @@ class HubClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         close_session()
 
-    def listing(self, model: HubModel, limit_bytes: int) -> bytes:
-        """Return the hub's description of a repository at a revision, as JSON. Raises ModelError."""
+    def listing(self, model: HubModel, limit_bytes: int, notice: Callable[[str], None] = lambda _text: None) -> bytes:
+        """Return the hub's description of a repository at a revision, as JSON. Raises ModelError.
+
+        `notice` gets why it is asked again.
+        """
         url = f"{self._endpoint}/api/models/{model.repository}/revision/{quote(model.revision, safe='')}?blobs=true"
         tries = _Tries(LIST_LIMIT_S)
         while True:
@@ -127,8 +129,10 @@ class HubClient:
                             raise ModelError(f"{model}: the list of its files has more than {limit_bytes} bytes")
                 return bytes(content)
             except _Passing as wrong:
-                if not tries.failed(wrong, progress=False):
+                if (pause_s := tries.failed(wrong, progress=False)) is None:
                     raise ModelError(f"{wrong}; try again later") from None
+                notice(f"{wrong}; it is asked again in {pause_s:g} s")
+                time.sleep(pause_s)
 
     def fetch(
         self,
@@ -152,8 +156,10 @@ class HubClient:
                 try:
                     self._continue(model, url, file, part, until_bytes, tries)
                 except _Passing as wrong:
-                    if not tries.failed(wrong, progress=part.length - had >= LEAST_BYTES):
+                    pause_s = tries.failed(wrong, progress=part.length - had >= LEAST_BYTES)
+                    if pause_s is None:
                         raise ModelError(f"{model}: {file.name}: {wrong}; the next start continues there") from None
+                    time.sleep(pause_s)
         return part.digest
 
     def _continue(self, model: HubModel, url: str, file: HubFile, part: _Part, until_bytes: int, tries: _Tries) -> None:

@@ -97,8 +97,10 @@ def test_a_fetch_that_was_killed_is_continued(hub: HubServer, tiny: dict[str, by
     hub.faults["model.safetensors"] = ["", "", "stall"]
     with another_process(hub, "with locks") as killed:
         assert hub.holding.wait(LIMIT_S)
+        until_s = time.monotonic() + LIMIT_S
         while not any(part.stat().st_size > len(tiny["model.safetensors"]) // 4 for part in parts()):
-            time.sleep(0.01)  # the half is on its way
+            assert time.monotonic() < until_s, "the half has not come"
+            time.sleep(0.01)
         killed.send_signal(signal.SIGKILL)
     hub.asked.clear()
     assert files_of(fetched()) == tiny

@@ -132,9 +132,12 @@ def test_the_time_of_a_file_is_bounded(
 @pytest.mark.parametrize("faults", [["503", "cut", "500"], ["cut"] * 3])
 def test_a_list_of_files_is_asked_for_again(hub: HubServer, faults: list[str]) -> None:
     hub.faults["listing"] = faults
+    notices: list[str] = []
     with HubClient() as client:
-        listing = parse_listing(MODEL, client.listing(MODEL, 1 << 20))
+        listing = parse_listing(MODEL, client.listing(MODEL, 1 << 20, notices.append))
     assert set(listing.files) == set(FILES)
+    assert len(notices) == 3
+    assert all(notice.endswith("; it is asked again in 0 s") for notice in notices)
     assert len(hub.asked) == 4
 
 
