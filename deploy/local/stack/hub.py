@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import constants
 from msgspec.structs import replace
 
-from deploy.local.install import exclusive
 from deploy.local.stack.hub_cache import HubCache, disk_errors, format_size
 from deploy.local.stack.hub_client import HubClient
 from deploy.local.stack.hub_files import (
@@ -133,7 +132,7 @@ def fetch(
             notice(f"{wrong}\n{model}: served as it is in the cache, {path}")
             check(str(path))
             return path
-        with exclusive(cache.lock_file(), partial(progress, WAITING, 0.0)), closing(cache):
+        with cache.lock(partial(progress, WAITING, 0.0)), closing(cache):
             notice(f"{model}: commit {listing.commit[:12]} at {client.host}")
             fetching = _ModelFetch(model, cache, client, listing, progress)
             if model.file:
@@ -213,6 +212,7 @@ class _ModelFetch:
 
     def _fetch(self, files: Sequence[HubFile], lengths: Sequence[int], what: str | None = None, size: str = "") -> None:
         """Fetch the first `lengths` bytes of each file that is not there; a file that is then whole gets its name."""
+        self._cache.take_in(self._listing.commit, files)
         missing = [
             (file, length)
             for file, length in zip(files, lengths, strict=True)

@@ -23,12 +23,13 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import constants
 
+from deploy.local.install import exclusive
 from deploy.local.stack.hub_files import HubFile, HubModel, is_commit
 from shared.errors import ModelError
 
@@ -153,6 +154,25 @@ class HubCache:
         except OSError as wrong:
             raise ModelError(f"{self._cache}: {wrong.strerror}; HF_HOME names another directory") from None
         return locks / "headrace.lock"
+
+    @contextmanager
+    def lock(self, waiting: Callable[[], None]) -> Iterator[None]:
+        """Hold the lock of those that fetch, where the file system has locks; call `waiting` if it is held."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(exclusive(self.lock_file(), waiting))
+            except OSError as wrong:
+                if wrong.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+            yield
+
+    def take_in(self, commit: str, files: Iterable[HubFile]) -> None:
+        """Make blobs of files of a commit that are no links, as some tools keep them where there can be none."""
+        for file in files:
+            path = self.snapshot(commit) / file.name
+            if path.is_file() and not path.is_symlink() and path.stat().st_size == file.size_bytes:
+                with suppress(OSError):  # it is there already, or the file system has no hard links: then it is fetched
+                    self.blob(file).hardlink_to(path)
 
     def accept(self, model: HubModel, file: HubFile, digest: str) -> None:
         """Give a fetched file its name, once it is on the disk.

@@ -323,6 +323,18 @@ def test_what_another_tool_has_left_out_is_fetched_once(hub: HubServer) -> None:
     assert hub.asked == []
 
 
+def test_files_of_another_tool_that_are_no_links_are_not_fetched_again(hub: HubServer) -> None:
+    path = fill_in_part(hub, *NECESSARY)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        blob = (path / name).resolve()
+        (path / name).unlink()
+        blob.rename(path / name)
+    assert WatchedFetch(newest=False).path == path
+    asked = {asked.path.partition(f"/resolve/{path.name}/")[2] for asked in hub.asked}
+    assert not asked & {"config.json", "tokenizer.json", "model.safetensors"}
+    assert (path / "chat_template.jinja").is_file()
+
+
 def test_a_download_of_another_tool_that_broke_off_is_completed(hub: HubServer, tiny: dict[str, bytes]) -> None:
     path = fill_in_part(hub, "config.json")
     assert find_cached(MODEL, weights=True) is None

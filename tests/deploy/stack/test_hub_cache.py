@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -91,6 +92,16 @@ def test_without_locks_two_fetches_do_not_write_into_one_file(
     assert paths == [Path(said.strip())]
     assert files_of(paths[0]) == tiny
     assert parts() == []
+
+
+def test_a_file_system_that_has_no_locks_is_no_hindrance(
+    hub: HubServer, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert files_of(fetched()) == tiny
 
 
 def test_a_fetch_that_was_killed_is_continued(hub: HubServer, tiny: dict[str, bytes]) -> None:
