@@ -77,7 +77,7 @@ class Instance(Struct, frozen=True):
     machine: str
     pid: int
     started: float
-    """When the process started, in seconds since 1970; for people."""
+    """When the process started, in seconds since 1970. It orders the model cards of workers."""
     version: str
     protocol: int = PROTOCOL
     subjects: dict[str, str] = {}
@@ -168,6 +168,10 @@ class ModelCard(Struct, frozen=True):
     the worker sees it; empty: none does."""
     template_digest: str = ""
     """The SHA-256, in hex, of the file with the chat template; empty: there is none, or an older worker wrote this."""
+    template_text: str = ""
+    """The text of the template that `chat_template` names, so that each frontend renders the same; empty: there is
+    none, it is too long for a card, or an older worker wrote this. Then frontends read the file, and compare its
+    digest."""
 
     @property
     def routed(self) -> bool:

@@ -56,8 +56,8 @@ class Readiness:
         return faults
 
     def _models_shown(self) -> dict[str, list[str]]:
-        faults = self._models.faults()
-        return {"models": sorted(self._models.served()), **({"not_served": faults} if faults else {})}
+        faults = {"not_served": self._models.faults(), "cards_not_loaded": self._models.card_faults()}
+        return {"models": sorted(self._models.served()), **{name: why for name, why in faults.items() if why}}
 
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceUp) and change.instance.service == "router":

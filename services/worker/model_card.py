@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import msgspec
+
 from services.worker.config import SamplingConfig
 from services.worker.messages import Ready
 from services.worker.model_facts import read_pooling, read_sampling
@@ -18,6 +20,8 @@ from shared.runtime.lifecycle import Runtime
 DEFAULT_SAMPLING = SamplingConfig()
 OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "control")
 """The operations whose subjects a worker's address book names."""
+TEMPLATE_LIMIT_BYTES = 32 << 10
+"""The maximum size of a chat template in a card, as JSON; half of what discovery takes as a value."""
 
 
 def card_of(
@@ -34,6 +38,7 @@ def card_of(
     directory. Reads some MB. Raise ModelError."""
     path, digest = _tokenizer(Path(facts.path or model))
     template = template_file(path, chat_template)
+    content = read_model_file(template, LIST_LIMIT_BYTES, missing=b"")
     return ModelCard(
         model=model_name,
         instance=instance,
@@ -53,8 +58,16 @@ def card_of(
         device=device,
         sampling=read_sampling(path, sampling),
         chat_template=chat_template if chat_template in NAMES or not chat_template else str(template.resolve()),
-        template_digest=hashlib.sha256(read_model_file(template, LIST_LIMIT_BYTES, missing=b"")).hexdigest(),
+        template_digest=hashlib.sha256(content).hexdigest(),
+        template_text=_carried(content) if chat_template else "",
     )
+
+
+def _carried(template: bytes) -> str:
+    """Return a chat template for the card; empty if it is too long, or no text: frontends then read the file."""
+    text = template.decode(errors="ignore")
+    fits = len(msgspec.json.encode(text)) <= TEMPLATE_LIMIT_BYTES
+    return text if fits and text.encode() == template else ""
 
 
 def name_of(model: Path) -> str:

@@ -87,8 +87,8 @@ DEADLINE_S = 60.0
 """Of every wait in these tests; nothing comes near it unless it is broken."""
 
 
-def instance_entry(service: ServiceName, instance: str) -> dict[str, bytes]:
-    entry = Instance(NAMESPACE, service, instance, 1, "here", 1, 0.0, "0")
+def instance_entry(service: ServiceName, instance: str, started: float = 0.0) -> dict[str, bytes]:
+    entry = Instance(NAMESPACE, service, instance, 1, "here", 1, started, "0")
     return {subjects.instance_key(NAMESPACE, service, instance): INSTANCE.encode(entry, JSON_HEADER)}
 
 
@@ -104,8 +104,10 @@ def card_entry(
     role: Role = "aggregated",
     sampling: SamplingDefaults | None = None,
     template: Path | None = None,
+    template_text: str = "",
 ) -> dict[str, bytes]:
     card = ModelCard(
+        template_text=template_text,
         sampling=sampling or SamplingDefaults(),
         chat_template="" if template is None else str(template),
         template_digest="" if template is None else hashlib.sha256(template.read_bytes()).hexdigest(),

@@ -22,7 +22,7 @@ from services.frontend.output.tokenizer_json import TokenizerJson, parse_tokeniz
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName, ReasoningName, detect_format, detect_reasoning
 from shared import model_file
-from shared.chat_templates import template_file
+from shared.chat_templates import NAMES, template_file
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
 from shared.messages import ModelCard, Pooling, SamplingDefaults
@@ -109,6 +109,7 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
     digest = hashlib.sha256(content).hexdigest()
     if digest != card.tokenizer_digest:
         raise ModelError(f"{path}: SHA-256 {digest[:16]}… is not the workers' {card.tokenizer_digest[:16]}…")
+    template, tool_template = _load_templates(directory, card)  # first, since it takes least
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
@@ -118,7 +119,6 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
     file = parse_tokenizer_json(content)
     words, around = _read_words(tokenizer, file)
     token_bytes = read_token_bytes(file)
-    template, tool_template = _load_templates(directory, card)
     source = "" if tool_template is None else tool_template.source
     if parsers.tools == "auto":
         tool_format = detect_format(source)
@@ -186,18 +186,8 @@ def _load_templates(directory: Path, card: ModelCard) -> tuple[ChatTemplate | No
     ModelError."""
     path = directory / "tokenizer_config.json"
     config = model_file.read_model_json(path, dict[str, object], limit_bytes=model_file.LIST_LIMIT_BYTES, missing=b"{}")
-    own_file = template_file(directory, card.chat_template)
-    if own_file != path:  # it takes precedence, as in transformers
-        content = model_file.read_model_file(own_file, model_file.CONFIG_LIMIT_BYTES)
-        digest = hashlib.sha256(content).hexdigest()
-        if card.chat_template and digest != card.template_digest:
-            raise ModelError(f"{own_file}: SHA-256 {digest[:16]}… is not the workers' {card.template_digest[:16]}…")
-        try:
-            chat, tools = pick_templates(content.decode(), str(own_file))
-        except UnicodeDecodeError as wrong:
-            raise ModelError(f"{own_file}: {wrong}") from None
-    else:
-        chat, tools = pick_templates(config.get("chat_template"), str(path))
+    own = card.template_text or _template_of_file(directory, card)
+    chat, tools = pick_templates(config.get("chat_template") if own is None else own, str(path))
     if not chat:
         return None, None
     named = _named_tokens(config)
@@ -205,6 +195,25 @@ def _load_templates(directory: Path, card: ModelCard) -> tuple[ChatTemplate | No
         template_trial.try_template(source, named)
     template = ChatTemplate(chat, named)
     return template, template if tools == chat else ChatTemplate(tools, named)
+
+
+def _template_of_file(directory: Path, card: ModelCard) -> str | None:
+    """Return the template that is a file of its own, which takes precedence as in transformers; None if there is none.
+    Raise ModelError."""
+    given = card.chat_template
+    if given and given not in NAMES and not Path(given).is_absolute():
+        raise ModelError(f"chat template {given[:256]!r}: not a name, and the card's path is not absolute")
+    file = template_file(directory, given)
+    if file == directory / "tokenizer_config.json":
+        return None
+    content = model_file.read_model_file(file, model_file.CONFIG_LIMIT_BYTES)
+    digest = hashlib.sha256(content).hexdigest()
+    if given and digest != card.template_digest:
+        raise ModelError(f"{file}: SHA-256 {digest[:16]}… is not the workers' {card.template_digest[:16]}…")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as wrong:
+        raise ModelError(f"{file}: {wrong}") from None
 
 
 def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:

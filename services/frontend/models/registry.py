@@ -1,9 +1,13 @@
 """Follows the directory's model cards, loads each model's tokenizer, and knows which models can serve requests now.
 
-    card ──▶ loading ──▶ ready          each model by itself: one that fails or loads does not stop another
+    cards ──▶ loading ──▶ ready         each model by itself: one that fails or loads does not stop another
                 │  ▲
-                ▼  │ again after RETRY_S, as long as there is a card
+                ▼  │ again after RETRY_S, as long as a newer card than the loaded one is there
               failed(reason)
+
+The cards of a model have the same tokenizer, but their chat templates may differ. The newest card that can be loaded
+counts: that of the worker which started last, so that all frontends choose the same. While newer ones do not load,
+`card_faults` says why. When the card goes, the newest of the others takes its place.
 
 A model stays known when its last worker goes, so that its clients get 503 and not 404.
 """
@@ -12,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.frontend.models.model import BY_TEMPLATE, Model, ModelLimits, ParserNames, load_model, model_limits
-from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange
+from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages import ModelCard
 
@@ -28,20 +32,28 @@ MODELS_LIMIT = 256
 """The number of known models, with or without workers. Cards of further models are ignored with an error."""
 NAMES_LISTED = 8
 """The number of models that an error lists when the requested one does not exist."""
+FAULTS_LISTED = 32
+"""The number of cards that /health lists because they cannot be loaded."""
 
 _LOADING = "its tokenizer is being loaded"
 
 _log = logging.getLogger(__name__)
 
+_Source = tuple[str, str, str]
+"""Where the tokenizer and the chat template of a card come from, and the template's digest. Cards with the same one
+load alike."""
+
 
 @dataclass
 class _Entry:
     cards: dict[str, ModelCard] = field(default_factory=dict)
-    """The model's cards by the worker's instance id."""
+    """The model's cards by the worker's instance id, in the order in which the workers started."""
     model: Model | None = None
     reason: str = _LOADING
     """Why `model` is None."""
     loading: bool = False
+    failed: dict[_Source, str] = field(default_factory=dict)
+    """Why cards newer than the loaded one cannot be loaded; of a model without a loaded card, why all cannot be."""
 
     @property
     def chosen(self) -> list[ModelCard]:
@@ -68,6 +80,14 @@ class _Entry:
         """Whether the loaded model is the card's, with its chat template."""
         return self.matches(card) and self.model is not None and self.model.template_digest == card.template_digest
 
+    def newest_first(self) -> Iterator[ModelCard]:
+        """Yield one card of each source."""
+        seen: set[_Source] = set()
+        for card in reversed(list(self.cards.values())):
+            if _source(card) not in seen:
+                seen.add(_source(card))
+                yield card
+
 
 class ModelRegistry:
     """All known models by name."""
@@ -86,6 +106,7 @@ class ModelRegistry:
         self._parsers = parsers
         self._tasks = tasks
         self._pool = pool
+        self._instances = directory.instances
         self._entries: dict[str, _Entry] = {}
         self._loaded = asyncio.Event()
         """Set after every attempt to load a model."""
@@ -93,7 +114,9 @@ class ModelRegistry:
 
     async def wait_loaded(self) -> None:
         """Wait until every model that has a worker was loaded, or failed to load."""
-        while any(entry.loading and entry.reason == _LOADING for entry in self._entries.values()):
+        while any(
+            entry.loading and entry.model is None and entry.reason == _LOADING for entry in self._entries.values()
+        ):
             self._loaded.clear()
             await self._loaded.wait()
 
@@ -133,45 +156,95 @@ class ModelRegistry:
         """Return why models with a worker cannot serve requests."""
         return [f"model {name}: {entry.fault}" for name, entry in self._entries.items() if entry.cards and entry.fault]
 
+    def card_faults(self) -> list[str]:
+        """Return why cards of models that are served with another card cannot be loaded."""
+        faults = [
+            f"model {name}: the card of worker {card.instance} cannot be loaded: {entry.failed[_source(card)]}"
+            for name, entry in self._entries.items()
+            for card in (entry.cards.values() if entry.model is not None else ())
+            if _source(card) in entry.failed
+        ]
+        return faults[:FAULTS_LISTED]
+
     def _on_change(self, change: DirectoryChange) -> None:
-        if isinstance(change, CardUp):
-            self._add(change.card)
-        elif isinstance(change, CardDown) and change.card.model in self._entries:
-            self._entries[change.card.model].cards.pop(change.card.instance, None)
+        match change:
+            case CardUp():
+                self._add(change.card)
+            case CardDown() if change.card.model in self._entries:
+                entry = self._entries[change.card.model]
+                entry.cards.pop(change.card.instance, None)
+                self._choose(change.card.model, entry)
+            case InstanceUp():  # a card may be known before its worker is
+                for name, entry in self._entries.items():
+                    if change.instance.instance in entry.cards:
+                        self._choose(name, entry)
+            case _:
+                pass
 
     def _add(self, card: ModelCard) -> None:
         if card.model not in self._entries and len(self._entries) >= MODELS_LIMIT:
             _log.error("model %s is left out: %d models are known already", card.model, MODELS_LIMIT)
             return
         entry = self._entries.setdefault(card.model, _Entry())
-        entry.cards.pop(card.instance, None)
-        entry.cards[card.instance] = card  # the latest is the last
+        entry.cards[card.instance] = card
         if not entry.matches(card):
             entry.model = None  # its tokens would mean something else to the new workers
             entry.reason = _LOADING
-        if not entry.is_current(card) and not entry.loading:
+        self._choose(card.model, entry)
+
+    def _choose(self, name: str, entry: _Entry) -> None:
+        """Order the cards, and load the newest if it is not loaded."""
+        entry.cards = {card.instance: card for card in sorted(entry.cards.values(), key=self._age)}
+        newest = next(entry.newest_first(), None)
+        if newest is not None and not entry.is_current(newest) and not entry.loading:
             entry.loading = True
-            self._tasks.create_task(self._load(card.model, entry), name=f"load {card.model}")
+            self._tasks.create_task(self._load(name, entry), name=f"load {name}")
+
+    def _age(self, card: ModelCard) -> tuple[float, str]:
+        """Return what orders the cards of a model: values that all frontends see."""
+        worker = self._instances.get(card.instance)
+        return (0.0 if worker is None else worker.started), card.instance
 
     async def _load(self, name: str, entry: _Entry) -> None:
-        """Try until the model of the latest card is loaded, or there are no cards."""
-        loop = asyncio.get_running_loop()
+        """Try until the newest card is loaded, or there are no cards."""
         while entry.cards:
-            card = next(reversed(entry.cards.values()))
+            if await self._load_newest(name, entry):
+                if not entry.failed:
+                    break
+                await asyncio.sleep(RETRY_S)
+        entry.loading = False
+        self._loaded.set()
+
+    async def _load_newest(self, name: str, entry: _Entry) -> bool:
+        """Load the newest card that can be loaded, and note why newer ones cannot. Return False if the cards changed
+        meanwhile in such a way that another one may have to be loaded."""
+        loop = asyncio.get_running_loop()
+        failed: dict[_Source, str] = {}
+        for card in entry.newest_first():
             if entry.is_current(card):
                 break
             directory = Path(self._directories.get(name, card.path))
             try:
                 loaded = await loop.run_in_executor(self._pool, load_model, card, directory, self._parsers(name))
             except ModelError as wrong:
-                if entry.reason != str(wrong):
-                    _log.error("model %s is not ready: %s", name, wrong)
-                entry.reason = str(wrong)
-                self._loaded.set()
-                await asyncio.sleep(RETRY_S)
-            else:
-                if card in entry.cards.values():  # else they changed meanwhile
-                    entry.model = loaded
-                    _log.info("model %s is ready", name)
-        entry.loading = False
+                failed[_source(card)] = str(wrong)
+                if entry.failed.get(_source(card)) != str(wrong):
+                    _log.error("model %s: the card of worker %s cannot be loaded: %s", name, card.instance, wrong)
+                continue
+            if card not in entry.cards.values():
+                return False
+            entry.model = loaded
+            _log.info("model %s is ready, as the card of worker %s has it", name, card.instance)
+            break
+        else:
+            if not any(entry.is_current(card) for card in entry.cards.values()):  # one may have come meanwhile
+                entry.model = None
+            entry.reason = next(iter(failed.values()), entry.reason)
+        entry.failed = failed
         self._loaded.set()
+        newest = next(entry.newest_first(), None)
+        return newest is None or entry.is_current(newest) or _source(newest) in failed
+
+
+def _source(card: ModelCard) -> _Source:
+    return card.path, card.chat_template, card.template_digest

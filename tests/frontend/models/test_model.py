@@ -79,6 +79,7 @@ def test_a_missing_or_torn_file_is_named(copy: Path) -> None:
     (copy / "tokenizer_config.json").write_text('{"chat_template": ')
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
         load_model(card_of(copy), copy)
+    (copy / "tokenizer_config.json").unlink()
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         load_model(card_of(copy), copy)
@@ -106,3 +107,9 @@ def test_a_config_nested_too_deeply_is_named(copy: Path) -> None:
     (copy / "tokenizer_config.json").write_text('{"x": ' + "[" * 100_000)
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
         load_model(card_of(copy), copy)
+
+
+def test_a_cards_path_of_a_template_must_be_absolute(directory: Path) -> None:
+    card = msgspec.structs.replace(card_of(directory), chat_template="pyproject.toml")
+    with pytest.raises(ModelError, match="'pyproject.toml': not a name, and the card's path is not absolute"):
+        load_model(card, directory)

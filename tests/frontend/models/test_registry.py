@@ -10,7 +10,7 @@ import pytest
 
 from services.frontend.app import INFORMED_LIMIT_S
 from services.frontend.config import LimitsConfig
-from tests.frontend.peers import DEADLINE_S, MODEL, World, card_entry, clients, world
+from tests.frontend.peers import DEADLINE_S, MODEL, World, card_entry, clients, instance_entry, world
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_and_stops_no_other(directory: Path, tmp_path: Path) -> None:
@@ -117,10 +117,13 @@ async def test_the_workers_chat_template_takes_the_place_of_the_models_own(direc
         assert await rendered(w) == "first"
         # Its tokens mean the same, so the model is served with the former template until the new one is loaded.
         await w.announce("w1", card_entry("w1", directory, template=second))
-        async with asyncio.timeout(DEADLINE_S):
-            while await rendered(w) == "first":
-                pass
-        assert await rendered(w) == "second"
+        await until_rendered(w, "second")
+
+
+async def until_rendered(w: World, text: str) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while await rendered(w) != text:
+            pass
 
 
 async def rendered(w: World) -> str:
@@ -139,3 +142,62 @@ async def test_a_chat_template_that_is_not_the_workers_is_refused(directory: Pat
     async with world(directory) as w:
         await w.announce("w3", card)
         await w.until("/v1/models/other", lambda answer: "template.jinja: SHA-256" in answer["error"]["message"])
+
+
+def worker(instance: str, started: float, directory: Path, template: Path, text: str = "") -> dict[str, bytes]:
+    card = card_entry(instance, directory, template=template, template_text=text)
+    return instance_entry("worker", instance, started) | card
+
+
+async def test_the_newest_card_that_loads_serves_the_model_and_health_names_the_worker_of_the_other(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, broken = tmp_path / "good.jinja", tmp_path / "broken.jinja"
+    good.write_text("good")
+    broken.write_text("{% broken")
+    entries = worker("w1", 1.0, directory, good) | worker("w2", 2.0, directory, broken)
+    async with world(directory, announced=False, ready=False, more=entries) as w:
+        assert await rendered(w) == "good"
+        [said] = (await health(w))["cards_not_loaded"]
+        assert said.startswith(f"model {MODEL}: the card of worker w2 cannot be loaded: the chat template, line 1")
+        assert sum("the card of worker w2 cannot" in line for line in caplog.messages) == 1
+        assert await rendered(w) == "good"
+        await w.announce("w3", worker("w3", 0.5, directory, broken))
+        await w.until("/health", lambda shown: len(shown["cards_not_loaded"]) == 2)
+        await w.leave("more")  # what no worker has any longer is not used
+        await w.until(f"/v1/models/{MODEL}", lambda answer: "line 1" in answer.get("error", {}).get("message", ""))
+
+
+async def test_the_template_of_a_worker_that_left_gives_way_to_that_of_the_newest_other(
+    directory: Path, tmp_path: Path
+) -> None:
+    files = {name: tmp_path / f"{name}.jinja" for name in ("one", "two", "three")}
+    for name, file in files.items():
+        file.write_text(name)
+    async with world(directory, announced=False) as w:
+        # The order in which they arrive, which differs between frontends, says nothing.
+        for instance, started, name in (("w2", 2.0, "two"), ("w3", 3.0, "three"), ("w1", 1.0, "one")):
+            await w.announce(instance, worker(instance, started, directory, files[name]))
+        await w.until("/health", lambda shown: bool(shown["models"]))
+        await until_rendered(w, "three")
+        await w.leave("w3")
+        await until_rendered(w, "two")
+        await w.leave("w1")
+        await w.announce("w0", worker("w0", 0.5, directory, files["one"]))
+        assert await rendered(w) == "two"
+        await w.leave("w2")
+        await until_rendered(w, "one")
+
+
+async def health(w: World) -> Any:
+    async with clients(w) as (_, http), http.get("/health") as response:
+        return await response.json()
+
+
+async def test_a_template_in_the_card_needs_no_file(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("of the card")
+    entries = worker("w1", 1.0, directory, file, "of the card")
+    file.unlink()
+    async with world(directory, announced=False, more=entries) as w:
+        await until_rendered(w, "of the card")
