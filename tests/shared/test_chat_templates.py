@@ -11,7 +11,7 @@ from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.template_trial import try_template
 from services.frontend.tool_parsers.formats import detect_format
 from shared.chat_templates import NAMES, template_file
-from shared.errors import ModelError
+from shared.errors import InvalidRequest, ModelError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"city": "Łódź"}}}
@@ -47,6 +47,38 @@ def test_tools_calls_and_their_results_are_all_in_the_prompt(name: str) -> None:
     for part in ("Be brief.", "Rain?", '"weather"', "Łódź", "dry"):
         assert part in prompt, (part, prompt)
     assert prompt.index("Rain?") < prompt.index("Łódź") < prompt.index("dry")
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"chatml"}))
+def test_no_message_and_no_text_next_to_calls_is_dropped(name: str) -> None:
+    later = [{"role": "system", "content": "From now on in Polish."}, {"role": "user", "content": "And snow?"}]
+    talk = [*TALK[:2], {**TALK[2], "content": "Let me look."}, TALK[3], *later]
+    for tools in (TOOLS, None):
+        prompt = rendered(name, talk, tools)
+        for part in ("Be brief.", "Rain?", "Let me look.", "Łódź", "dry", "From now on in Polish.", "And snow?"):
+            assert prompt.count(part) == 1, (part, prompt)
+        assert prompt.index("Let me look.") < prompt.index("Łódź") < prompt.index("And snow?")
+
+
+def test_chatml_keeps_all_messages() -> None:
+    talk = [{"role": role, "content": f"{role}{at}"} for at, role in enumerate(["system", "user", "system", "tool"])]
+    assert all(one["content"] in rendered("chatml", talk) for one in talk)
+
+
+def test_mistral_joins_system_messages_and_refuses_what_it_has_no_place_for() -> None:
+    talk = [
+        {"role": "user", "content": "U"},
+        {"role": "system", "content": "S"},
+        {"role": "system", "content": "T"},
+        {"role": "assistant", "content": "A", "tool_calls": [CALL]},
+    ]
+    call = '[{"name": "weather", "arguments": {"city": "Łódź"}, "id": "abcdefghi"}]'
+    assert rendered("mistral", talk) == f"<s>[INST] S\n\nT\n\nU[/INST] A[TOOL_CALLS] {call}</s>"
+    for refused in (talk[1:2], [{"role": "other", "content": "x"}]):
+        with pytest.raises(InvalidRequest, match="the chat template refuses the messages"):
+            rendered("mistral", refused)
+    with pytest.raises(InvalidRequest, match="need a message of the user"):
+        rendered("mistral", talk[3:], TOOLS)
 
 
 def test_smollm2_keeps_its_own_prompt_without_tools() -> None:
