@@ -3,14 +3,14 @@
 body ─▶ decode ─▶ as_chat ─▶ JSON of a chat or a completion ─▶ its own decoder, so that its rules hold
                                   └── InvalidRequest ─▶ renaming(NAMES): this body's field names
 
-Ollama's calls have no ids: those without one get one here, and a tool's result belongs to the oldest call of that tool
-that has none.
+Ollama's calls have no ids, and clients that send some repeat them. So each call gets a new one here. A tool's result
+belongs to the oldest call without a result that has the result's id and tool, as far as it names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, product
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -220,27 +220,29 @@ def _think(asked: bool | str | None, support: ThinkingSupport) -> dict[str, Any]
 
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """Return the messages of a chat. Raise InvalidRequest for the result of a call that is not there."""
-    tools: dict[str, str] = {}
-    """The ids of the calls without a result, oldest first → their tools."""
-    waiting: dict[str, dict[str, None]] = {}
-    """Ids of waiting calls by tool, so that no result is looked for among many calls."""
+    named: dict[str, list[tuple[str | None, str | None]]] = {}
+    """The calls without a result → what a result may name: the client's id and the tool, one of them, or neither."""
+    waiting: dict[tuple[str | None, str | None], dict[str, None]] = {}
+    """The same the other way round, oldest call first, so that no result is looked for among many calls."""
     numbers = count()
     for at, message in enumerate(messages):
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
             turn["reasoning_content"] = message.thinking
         for call in message.tool_calls or ():
-            own = call.id or f"call{next(numbers):05}"  # nine letters and digits: Mistral's templates accept no other
-            tools[own] = call.function.name
-            waiting.setdefault(call.function.name, {})[own] = None
+            own = f"call{next(numbers):05}"  # nine letters and digits: Mistral's templates accept no other
+            named[own] = list(dict.fromkeys(product((call.id or None, None), (call.function.name, None))))
+            for result in named[own]:
+                waiting.setdefault(result, {})[own] = None
             function = {"name": call.function.name, "arguments": msgspec.json.encode(call.function.arguments).decode()}
             turn.setdefault("tool_calls", []).append({"id": own, "type": "function", "function": function})
         if message.role == "tool":
-            given, tool = message.tool_call_id, message.tool_name
-            answered = given or next(iter(waiting.get(tool, ()) if tool else tools), "")
-            if answered not in tools or tool not in (None, tools[answered]):
+            given, tool = message.tool_call_id or None, message.tool_name or None
+            answered = next(iter(waiting.get((given, tool), ())), None)
+            if answered is None:
                 why = f"no call of {given or tool or 'a tool'} without a result is before it"
                 raise field_error(f"messages[{at}]", why)
             turn["tool_call_id"] = answered
-            del waiting[tools.pop(answered)][answered]
+            for result in named.pop(answered):
+                del waiting[result][answered]
         yield turn

@@ -52,7 +52,7 @@ def _closed(schema: Any) -> Any:
     for word, value in schema.items():
         if word in _OF_NAMES and isinstance(value, dict):
             closed[word] = {name: _closed(one) for name, one in value.items()}
-        elif word in _LISTS and isinstance(value, list) and not declares:
+        elif word in _LISTS and isinstance(value, list):
             closed[word] = [_closed(one) for one in value]
         elif word in ("items", "additionalProperties"):
             closed[word] = _closed(value)

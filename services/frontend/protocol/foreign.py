@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from services.frontend.protocol.chat_chunks import Usage
 from services.frontend.protocol.decoding import Harmless, check_not_built, decode_body, not_supported
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields, ItemCount
 from shared.errors import InvalidRequest
 
 _NOTHING = tuple(map(msgspec.Raw, (b"null", b"false", b"[]", b"{}")))
@@ -53,8 +53,8 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 def review(request: Struct, ignored: IgnoredFields) -> None:
     """Refuse fields that are not built, in all Structs of a request, and note hints. Raise InvalidRequest, naming the
-    field."""
-    for struct, where in _nested(request, ""):
+    field, and if there are more than ITEMS_LIMIT Structs in lists."""
+    for struct, where in _nested(request, "", ItemCount()):
         if getattr(struct, "images", None):
             raise field_error(f"{where}images", "images are not served")
         check_not_built(struct, where, ignored)
@@ -67,16 +67,16 @@ def ignore(field: str, ignored: IgnoredFields) -> None:
     ignored.add(field)
 
 
-def _nested(struct: Struct, where: str) -> Iterator[tuple[Struct, str]]:
+def _nested(struct: Struct, where: str, count: ItemCount) -> Iterator[tuple[Struct, str]]:
     yield struct, where
     for field in struct.__struct_fields__:
         value = getattr(struct, field)
         if isinstance(value, Struct):
-            yield from _nested(value, f"{where}{field}.")
-        elif isinstance(value, list):
+            yield from _nested(value, f"{where}{field}.", count)
+        elif isinstance(value, list) and value and isinstance(value[0], Struct):
+            count.add(len(value), f"{where}{field}")
             for at, one in enumerate(value):
-                if isinstance(one, Struct):
-                    yield from _nested(one, f"{where}{field}[{at}].")
+                yield from _nested(one, f"{where}{field}[{at}].", count)
 
 
 class ThinkingSupport(Struct, frozen=True):

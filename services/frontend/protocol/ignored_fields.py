@@ -17,10 +17,15 @@ from functools import cache
 import msgspec
 from msgspec import Raw, Struct, inspect
 
+from services.frontend.protocol.errors import field_error
+
 IGNORED_HEADER = "X-Headrace-Ignored"
 """The header of an answer that names the ignored fields."""
 NAMES_LIMIT = 32
 """Names that are reported of one request."""
+ITEMS_LIMIT = 16_384
+"""The number of messages, blocks, parts and calls in a body that are looked at one by one: four times as many as there
+may be messages. This takes some 0.1 s of the event loop."""
 MORE = "..."
 """What stands for the names over the limit."""
 ODD = "?"
@@ -81,7 +86,7 @@ class _Shape(Struct, frozen=True):
     items: _Shape | None
     """The shape of a list's items; None if no list with Structs is allowed."""
     most_items: int
-    """Most items of the list; a longer one is left for the decoder to refuse."""
+    """Most items of the list; of a longer one, one more is kept, for the decoder to refuse."""
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, Raw])
@@ -93,20 +98,36 @@ def without_unknown(body: bytes, type_: type, where: str, ignored: IgnoredFields
     """Return a JSON body without the fields that no Struct in `type_` has; the rest stays as it is, byte for byte.
 
     `where` is the body's own place, if it is part of another. Values of a wrong type stay, for the decoder to refuse.
-    Raise msgspec.DecodeError and RecursionError if the body is not JSON, or nested too deeply.
+    Raise msgspec.DecodeError and RecursionError if the body is not JSON, or nested too deeply, and InvalidRequest if it
+    has more than ITEMS_LIMIT items.
     """
     shape = _shape_of(type_)
-    return body if shape is None else bytes(_stripped(Raw(body.lstrip()), shape, where, ignored))
+    return body if shape is None else bytes(_stripped(Raw(body.lstrip()), shape, where, ignored, ItemCount()))
 
 
-def _stripped(raw: Raw, shape: _Shape, where: str, ignored: IgnoredFields) -> Raw:
+class ItemCount:
+    """The number of items of a body that were looked at."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, count: int, where: str) -> None:
+        """Count items of the list at `where`. Raise InvalidRequest over the limit."""
+        self._count += count
+        if self._count > ITEMS_LIMIT:
+            field = where.partition("[")[0].partition(".")[0]
+            raise field_error(field, f"more than {ITEMS_LIMIT} messages, blocks and calls together")
+
+
+def _stripped(raw: Raw, shape: _Shape, where: str, ignored: IgnoredFields, count: ItemCount) -> Raw:
     first = bytes(memoryview(raw)[:1])
     if first == b"[" and shape.items is not None:
         items, inner = _LIST.decode(raw), f"{where}[]"
-        if len(items) > shape.most_items:
-            return raw
-        kept_items = [_stripped(item, shape.items, inner, ignored) for item in items]
-        return raw if all(map(operator.is_, kept_items, items)) else Raw(_ENCODER.encode(kept_items))
+        few = items[: shape.most_items + 1]
+        count.add(len(few), where)
+        kept_items = [_stripped(item, shape.items, inner, ignored, count) for item in few]
+        unchanged = len(few) == len(items) and all(map(operator.is_, kept_items, items))
+        return raw if unchanged else Raw(_ENCODER.encode(kept_items))
     if first != b"{" or not shape.structs:
         return raw
     fields = _OBJECT.decode(raw)
@@ -119,7 +140,7 @@ def _stripped(raw: Raw, shape: _Shape, where: str, ignored: IgnoredFields) -> Ra
         place = f"{where}.{name}" if where else name
         if name in known:
             inside = known[name]
-            kept[name] = value if inside is None else _stripped(value, inside, place, ignored)
+            kept[name] = value if inside is None else _stripped(value, inside, place, ignored, count)
             changed = changed or kept[name] is not value
         elif name == shape.tag_field:
             kept[name] = value

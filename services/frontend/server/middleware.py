@@ -1,9 +1,11 @@
 """Checks and headers that all HTTP requests have in common: preflights, API keys, request ids.
 
-no HTTP version in the first line, or two keys  ──▶  400
+no HTTP version in the first line               ──▶  400
+a malformed anthropic-version, on its paths     ──▶  400
 a body with a Content-Encoding                  ──▶  415, the body is not read
 OPTIONS with Origin, if origins are set         ──▶  204 or 403, no key needed
-a path not in KEYLESS_PATHS, if keys are set    ──▶  401 before the body is read, or the account of the request
+a path not in KEYLESS_PATHS, if keys are set    ──▶  400 for two keys, 401 before the body is read, or the account of
+                                                     the request
 every answer                                    ──▶  X-Request-Id, the key's rate limits, `no-store` and `nosniff`;
                                                      no Server header
 """
@@ -11,6 +13,7 @@ every answer                                    ──▶  X-Request-Id, the key
 from __future__ import annotations
 
 import asyncio
+import re
 
 from aiohttp import HttpVersion10, web
 from aiohttp.typedefs import Handler
@@ -30,6 +33,9 @@ ANTHROPIC_PATHS = frozenset({FOREIGN_PATHS["messages"], FOREIGN_PATHS["count_tok
 """Paths whose answers name the request in Anthropic's header too."""
 ANTHROPIC_KEY_HEADER = "X-Api-Key"
 """The header that carries the key for Anthropic's clients: the key alone."""
+VERSION_HEADER = "anthropic-version"
+"""The header with the version of Anthropic's API. There is one, so it changes nothing."""
+_VERSION = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 KEYLESS_PATHS = frozenset({"/live", "/health"})
 """Paths that need no API key, since a load balancer has none."""
 _REQUEST_ID = web.RequestKey("named", RequestId)
@@ -54,7 +60,7 @@ class Middleware:
             if isinstance(allowed, Failure):
                 return error_response(allowed)
             return web.Response(status=_OPTIONS, headers=allowed)
-        if request.path not in KEYLESS_PATHS:
+        if self._access.requires_key and request.path not in KEYLESS_PATHS:
             try:
                 account = self._access.authenticate(_authorization(request))
             except InvalidRequest as wrong:
@@ -78,19 +84,21 @@ class Middleware:
 
 
 def _authorization(request: web.Request) -> str | None:
-    """Return the request's key as the header `Authorization` has it."""
-    key = request.headers.get(ANTHROPIC_KEY_HEADER)
-    return request.headers.get(HEADER) if key is None else f"Bearer {key}"
+    """Return the request's key as the header `Authorization` has it. Raise InvalidRequest if there are several."""
+    given = request.headers.getall(HEADER, [])
+    keys = {*given, *(f"Bearer {key}" for key in request.headers.getall(ANTHROPIC_KEY_HEADER, ()))}
+    if len(given) > 1 or len(keys) > 1:
+        raise field_error(HEADER, f"the request has more than one key, here or in {ANTHROPIC_KEY_HEADER}; send one")
+    return next(iter(keys), None)
 
 
 def _malformed(request: web.Request) -> InvalidRequest | None:
     """Return what makes the request unacceptable on any path."""
     if request.version < HttpVersion10:
         return InvalidRequest("the request's first line names no HTTP version; send HTTP/1.0 or HTTP/1.1")
-    given = request.headers.getall(HEADER, ())
-    others = {f"Bearer {key}" for key in request.headers.getall(ANTHROPIC_KEY_HEADER, ())}
-    if len(given) > 1 or len({*given, *others}) > 1:
-        return field_error(HEADER, f"the request has more than one key, here or in {ANTHROPIC_KEY_HEADER}; send one")
+    versions = request.headers.getall(VERSION_HEADER, ()) if request.path in ANTHROPIC_PATHS else ()
+    if len(versions) > 1 or not all(map(_VERSION.fullmatch, versions)):
+        return field_error(VERSION_HEADER, "no version of Anthropic's API; send one date, such as 2023-06-01, or none")
     codings = ",".join(request.headers.getall(ENCODING_HEADER, ())).lower().split(",")
     if request.body_exists and {coding.strip() for coding in codings} - {"", "identity"}:
         return field_error(ENCODING_HEADER, "encoded bodies are not supported; send the body uncompressed", status=415)

@@ -54,6 +54,16 @@ def test_a_system_prompt_is_a_text_or_blocks(system: Any) -> None:
     assert chat(system=system)[0].messages[0] == ChatMessage("system", "Be kind.\nBe brief.")
 
 
+def test_all_blocks_of_a_request_together_are_bounded() -> None:
+    texts = [{"type": "text", "text": "x"}] * 4096
+    many = [{"role": "user", "content": texts}] * 3
+    assert len(chat(messages=many)[0].messages) == 3
+    result = {**RESULT, "content": texts}
+    for more in ({"role": "user", "content": texts}, {"role": "user", "content": [result]}):
+        wrong = refused(messages=[*many, more])
+        assert str(wrong) == "messages: more than 16384 messages, blocks and calls together"
+
+
 def test_claude_codes_line_for_its_bill_is_no_part_of_the_prompt() -> None:
     bill = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"}
     asked, ignored = chat(system=[bill, {"type": "text", "text": "Be kind."}])

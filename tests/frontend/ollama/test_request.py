@@ -94,8 +94,28 @@ def test_results_belong_to_the_oldest_call_of_their_tool_and_calls_without_ids_g
     ]
     with pytest.raises(InvalidRequest, match="no call of weather"):
         chat(messages=[*turns, {"role": "tool", "tool_name": "weather", "content": "again"}])
-    by_id = [called("Zürich", id="one"), {"role": "tool", "tool_call_id": "one", "content": "warm"}]
-    assert messages_as_rendered(chat(messages=by_id)[0].messages)[1]["tool_call_id"] == "one"
+
+
+def test_ids_of_calls_may_be_repeated_and_need_no_form() -> None:
+    def result(content: str, **more: str) -> dict[str, Any]:
+        return {"role": "tool", "content": content, **more}
+
+    turns = [
+        called("Zürich", "Łódź", id="one"),
+        called("Rome", id="two"),
+        *(result("2", tool_call_id="two"), result("0", tool_call_id="one", tool_name="weather")),
+        *(called("Oslo", id=""), called("Bern", id="one")),
+        *(result("1", tool_call_id="one"), result("4", tool_call_id="one"), result("3", tool_call_id="")),
+    ]
+    rendered = messages_as_rendered(chat(messages=turns)[0].messages)
+    made = [call["id"] for turn in rendered for call in turn.get("tool_calls", ())]
+    assert made == [f"call{number:05}" for number in range(5)]
+    answered = {turn["content"]: turn["tool_call_id"] for turn in rendered if turn["role"] == "tool"}
+    assert answered == {str(number): one for number, one in enumerate(made)}
+    with pytest.raises(InvalidRequest, match="no call of one without a result"):
+        chat(messages=[*turns, result("x", tool_call_id="one")])
+    with pytest.raises(InvalidRequest, match="no call of one without a result"):
+        chat(messages=[turns[0], result("x", tool_call_id="one", tool_name="other")])
 
 
 def test_a_format_holds_the_answer() -> None:

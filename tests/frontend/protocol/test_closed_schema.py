@@ -56,3 +56,14 @@ def test_an_object_is_closed(schema: dict[str, Any], closed: dict[str, Any]) -> 
 )
 def test_an_object_is_left_open(schema: dict[str, Any]) -> None:
     assert closed_schema(schema) == schema
+
+
+def test_objects_of_a_tuple_are_closed_next_to_properties_too() -> None:
+    one = {"type": "object", "properties": {"a": {}}}
+    closed = one | {"additionalProperties": False}
+    given = {"properties": {"x": {"prefixItems": [one]}}, "prefixItems": [one, True]}
+    assert closed_schema(given) == {
+        "properties": {"x": {"prefixItems": [closed]}},
+        "prefixItems": [closed, True],
+        "additionalProperties": False,
+    }

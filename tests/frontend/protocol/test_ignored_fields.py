@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.protocol.chat import MESSAGES_LIMIT, ChatRequest, decode_chat
-from services.frontend.protocol.ignored_fields import MORE, NAMES_LIMIT, ODD, IgnoredFields, without_unknown
+from services.frontend.protocol.chat import MESSAGES_LIMIT, PARTS_LIMIT, ChatRequest, decode_chat
+from services.frontend.protocol.ignored_fields import ITEMS_LIMIT, MORE, NAMES_LIMIT, ODD, IgnoredFields, without_unknown
 from shared.errors import InvalidRequest
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -74,9 +74,20 @@ def test_other_fields_in_a_good_body_change_nothing(more: dict[str, Any]) -> Non
             decode_chat(json.dumps(body).encode())
 
 
-def test_a_list_that_is_too_long_is_left_for_the_decoder() -> None:
-    body = json.dumps({"x": 1, "messages": [{"y": 1}] * (MESSAGES_LIMIT + 1)}).encode()
-    assert json.loads(without_unknown(body, ChatRequest, "", ignored := IgnoredFields())).keys() == {"messages"}
-    assert ignored.names == ("x",)
-    with pytest.raises(InvalidRequest, match="messages"):
-        decode_chat(body, IgnoredFields())
+def test_of_a_list_that_is_too_long_the_limit_is_named_and_not_its_unknown_fields() -> None:
+    many = [{**MESSAGES[0], "y": 1}] * (MESSAGES_LIMIT + 7)
+    for body in (
+        {"messages": many},
+        {"x": 1, "messages": many},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "y": 1}] * (PARTS_LIMIT + 7)}]},
+    ):
+        with pytest.raises(InvalidRequest, match=r"^messages(\[0\]\.content)?: Expected `array` of length <= 4096"):
+            decode_chat(json.dumps(body).encode(), IgnoredFields())
+
+
+def test_lists_within_their_limits_may_be_too_many() -> None:
+    parts = [{"type": "text", "text": "", "y": 1}] * PARTS_LIMIT
+    messages = [{"role": "user", "content": parts}] * (ITEMS_LIMIT // PARTS_LIMIT)
+    with pytest.raises(InvalidRequest, match=r"^messages: more than 16384 messages, blocks and calls together"):
+        decode_chat(json.dumps({"messages": messages}).encode(), IgnoredFields())
+    assert len(decode_chat(json.dumps({"messages": messages[1:]}).encode(), IgnoredFields()).messages) == 3

@@ -273,6 +273,42 @@ async def test_a_key_comes_in_either_header_but_only_one(directory: Path, tmp_pa
         assert w.metric("headrace_key_requests_total", key="alice") == 2
 
 
+async def test_without_keys_none_is_looked_at(directory: Path, tmp_path: Path) -> None:
+    two = {"X-Api-Key": "alice", "Authorization": "Bearer bob"}
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("x")
+        await post(http, "/v1/messages", ASK, 200, **two)
+    (tmp_path / "keys.toml").write_text("")
+    access = AccessConfig(str(tmp_path / "keys.toml"))
+    async with world(directory, access=access, ready=False) as w, clients(w) as (_, http):
+        for path, status in (("/live", 200), ("/health", 200), ("/v1/models", 400)):
+            async with asyncio.timeout(DEADLINE_S):
+                while True:  # health is 503 until the router has answered
+                    async with http.get(path, headers=two) as response:
+                        if response.status == status:
+                            break
+
+
+@pytest.mark.parametrize(
+    ("versions", "status"),
+    [((), 200), (("2023-06-01",), 200), (("latest",), 400), (("",), 400), (("2023-06-01", "2023-06-01"), 400)],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_version_of_the_api_may_be_missing_but_not_malformed(
+    directory: Path, path: str, versions: tuple[str, ...], status: int
+) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("x")
+        headers = [("anthropic-version", version) for version in versions]
+        body = ASK if path == "/v1/messages" else {"model": MODEL, "messages": ASK["messages"]}
+        async with http.post(path, json=body, headers=headers) as response:
+            said = await response.json()
+            assert response.status == status, said
+        if status == 400:
+            assert (said["type"], said["error"]["type"]) == ("error", "invalid_request_error")
+            assert "anthropic-version: no version" in said["error"]["message"]
+
+
 async def models_of(http: aiohttp.ClientSession, key: str) -> Any:
     async with http.get("/v1/models", headers={"X-Api-Key": key}) as response:
         return (await response.json())["data"]
