@@ -215,7 +215,7 @@ def _think(asked: bool | str | None, support: ThinkingSupport) -> dict[str, Any]
         return {} if asked is None else {"reasoning_effort": "none"}
     if not support.thinks:
         raise field_error("think", "the model is not known to think")
-    return {"chat_template_kwargs": support.switch or None} if asked is True else {"reasoning_effort": asked}
+    return {"chat_template_kwargs": support.switch or None, "reasoning_effort": None if asked is True else asked}
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
@@ -223,7 +223,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     named: dict[str, list[tuple[str | None, str | None]]] = {}
     """The calls without a result → what a result may name: the client's id and the tool, one of them, or neither."""
     waiting: dict[tuple[str | None, str | None], dict[str, None]] = {}
-    """The same the other way round, oldest call first, so that no result is looked for among many calls."""
+    """Calls without a result by what a result may name, oldest first, so that no call is searched for."""
     numbers = count()
     for at, message in enumerate(messages):
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
@@ -232,8 +232,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
         for call in message.tool_calls or ():
             own = f"call{next(numbers):05}"  # nine letters and digits: Mistral's templates accept no other
             named[own] = list(dict.fromkeys(product((call.id or None, None), (call.function.name, None))))
-            for result in named[own]:
-                waiting.setdefault(result, {})[own] = None
+            for key in named[own]:
+                waiting.setdefault(key, {})[own] = None
             function = {"name": call.function.name, "arguments": msgspec.json.encode(call.function.arguments).decode()}
             turn.setdefault("tool_calls", []).append({"id": own, "type": "function", "function": function})
         if message.role == "tool":
@@ -243,6 +243,6 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
                 why = f"no call of {given or tool or 'a tool'} without a result is before it"
                 raise field_error(f"messages[{at}]", why)
             turn["tool_call_id"] = answered
-            for result in named.pop(answered):
-                del waiting[result][answered]
+            for key in named.pop(answered):
+                del waiting[key][answered]
         yield turn

@@ -111,5 +111,5 @@ def test_a_config_nested_too_deeply_is_named(copy: Path) -> None:
 
 def test_a_cards_path_of_a_template_must_be_absolute(directory: Path) -> None:
     card = msgspec.structs.replace(card_of(directory), chat_template="pyproject.toml")
-    with pytest.raises(ModelError, match="'pyproject.toml': not a name, and the card's path is not absolute"):
+    with pytest.raises(ModelError, match=r"'pyproject\.toml': not a name, and the card's path is not absolute"):
         load_model(card, directory)

@@ -129,7 +129,8 @@ def test_a_format_holds_the_answer() -> None:
 def test_thinking_is_the_templates_switch() -> None:
     assert chat(THINKS, think=True)[0].chat_template_kwargs == {"enable_thinking": True}
     assert chat(THINKS, think=False)[0].reasoning_effort == "none"
-    assert chat(THINKS, think="low")[0].reasoning_effort == "low"
+    low = chat(THINKS, think="low")[0]
+    assert (low.chat_template_kwargs, low.reasoning_effort) == ({"enable_thinking": True}, "low")
     assert chat(THINKS)[0].chat_template_kwargs is None
 
 

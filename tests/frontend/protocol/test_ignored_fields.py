@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.protocol.chat import MESSAGES_LIMIT, PARTS_LIMIT, ChatRequest, decode_chat
-from services.frontend.protocol.ignored_fields import ITEMS_LIMIT, MORE, NAMES_LIMIT, ODD, IgnoredFields, without_unknown
+from services.frontend.protocol.ignored_fields import (
+    ITEMS_LIMIT,
+    MORE,
+    NAMES_LIMIT,
+    ODD,
+    IgnoredFields,
+    without_unknown,
+)
 from shared.errors import InvalidRequest
 
 MESSAGES = [{"role": "user", "content": "x"}]

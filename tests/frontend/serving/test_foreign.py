@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from services.frontend.auth.api_keys import key_digest
-from services.frontend.config import AccessConfig, LimitsConfig
+from services.frontend.config import AccessConfig, FrontendConfig, LimitsConfig
 from services.frontend.requests.deadline import HEADER
 from shared.hashing import unpack_tokens
 from tests.frontend.peers import DEADLINE_S, MODEL, World, clients, world
@@ -252,6 +252,21 @@ async def broken_off(w: World, asking: Coroutine[Any, Any, T]) -> T:
     return await reading
 
 
+async def test_claude_codes_line_for_its_bill_is_dropped_and_named_in_strict_mode_too(directory: Path) -> None:
+    bill = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1;"}
+    async with (
+        world(directory, settings=FrontendConfig(unknown_fields="refuse")) as w,
+        clients(w) as (_, http),
+    ):
+        w.say("x")
+        async with http.post("/v1/messages", json=ASK | {"system": [bill]}) as response:
+            assert (response.status, response.headers["X-Headrace-Ignored"]) == (
+                200,
+                "system.x-anthropic-billing-header",
+            )
+        assert "billing" not in prompt_of(w)
+
+
 async def test_a_key_comes_in_either_header_but_only_one(directory: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'{name} = {{ sha256 = "{key_digest(name).hex()}" }}\n' for name in ("alice", "bob")))
@@ -387,6 +402,19 @@ async def test_ollamas_lines_come_as_tokens_do_and_calls_come_whole(templated: T
         end = await post(http, "/api/chat", CHAT | {"messages": back, "tools": [tool], "stream": False})
         assert end["message"]["content"] == "It is warm."
         assert prompt_of(w).endswith("[tool]21 °C[assistant]")
+
+
+async def test_a_level_of_thinking_needs_a_template_that_reads_it(templated: Templated) -> None:
+    asked = CHAT | {"think": "low", "stream": False}
+    switched = templated(SWITCHED)
+    async with world(switched) as w, clients(w) as (_, http):
+        w.say("x")
+        async with http.post("/api/chat", json=asked) as response:
+            assert (response.status, response.headers["X-Headrace-Ignored"]) == (200, "think")
+        assert prompt_of(w).endswith("<on>")
+    async with world(switched, settings=FrontendConfig(unknown_fields="refuse")) as w, clients(w) as (_, http):
+        wrong = await post(http, "/api/chat", asked, 400)
+        assert wrong["error"].startswith("think: the chat template does not support 'low'")
 
 
 async def test_a_request_that_only_loads_a_model_is_answered_at_once(directory: Path) -> None:
