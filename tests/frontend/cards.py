@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from shared.messages import MODEL_CARD, ModelCard
 from tests.frontend.peers import card_entry
+
+Templated = Callable[[str], Path]
+"""Returns the model's directory with another template; the fixture `templated`."""
 
 
 def card_of(directory: Path) -> ModelCard:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.frontend.cards import Templated
 from tests.tiny_model import write_tiny_model
 
 
@@ -19,3 +20,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(directory: Path, tmp_path: Path) -> Path:
     """One to be changed."""
     return Path(shutil.copytree(directory, tmp_path / "model"))
+
+
+@pytest.fixture
+def templated(directory: Path, tmp_path: Path) -> Templated:
+    """The model's directory with another template."""
+
+    def write(template: str) -> Path:
+        shutil.copytree(directory, tmp_path / "templated")
+        (tmp_path / "templated" / "chat_template.jinja").write_text(template)
+        return tmp_path / "templated"
+
+    return write

@@ -29,7 +29,7 @@ from shared.bus.contract import Bus, Message, Subscription
 from shared.config import NatsConfig
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
-from shared.hashing import pack_tokens, self_test
+from shared.hashing import pack_tokens, self_test, unpack_tokens
 from shared.messages import (
     CANCEL,
     GENERATE,
@@ -362,6 +362,11 @@ class World:
         for worker in self.workers:
             worker.output = [*self.ids(text), 2]
         return self.ids(text)
+
+    def latest_prompt(self) -> str:
+        """The latest prompt that a worker got."""
+        latest = next(worker.generates.all[-1] for worker in self.workers if worker.generates.all)
+        return self.tokenizer.decode(unpack_tokens(latest.tokens), skip_special_tokens=False)
 
     async def announce_router(self) -> None:
         await self.announce(self.router.instance, instance_entry("router", self.router.instance))

@@ -10,6 +10,7 @@ from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🚰"}}\n</tool_call>'
+THOUGHTFUL = f"<think>\nhm\n</think>\n\nI look.\n{CALL}"
 ANSWERS = [
     "",
     "hello, Mühle 🚰",

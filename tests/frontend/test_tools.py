@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
@@ -19,7 +17,9 @@ from shared import subjects
 from shared.hashing import unpack_tokens
 from shared.messages import TokenLogprob
 from tests.fakes.memory_bus import MemoryBus
+from tests.frontend.cards import Templated
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
+from tests.frontend.pieces import CALL
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: Any = {
@@ -40,23 +40,8 @@ TEMPLATE = (
     "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}<|im_start|>assistant\n"
 )
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🚰"}}\n</tool_call>'
 ARGUMENTS = '{"city": "Zürich 🚰"}'
 TWO = "I look.\n" + CALL + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-
-Templated = Callable[[str], Path]
-
-
-@pytest.fixture
-def templated(directory: Path, tmp_path: Path) -> Templated:
-    """The model's directory with another template."""
-
-    def write(template: str) -> Path:
-        shutil.copytree(directory, tmp_path / "templated")
-        (tmp_path / "templated" / "chat_template.jinja").write_text(template)
-        return tmp_path / "templated"
-
-    return write
 
 
 async def chunks_of(client: AsyncOpenAI, **fields: Any) -> list[ChatCompletionChunk]:

@@ -13,12 +13,9 @@ from services.frontend.protocol.foreign import ThinkingSupport, decode
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.structured import JsonSchemaFormat, NamedTool
 from shared.errors import InvalidRequest
+from tests.frontend.foreign import CITY, HELLO, PLAIN, WEATHER
 
-PLAIN = ThinkingSupport(thinks=False, reads=())
 THINKS = ThinkingSupport(thinks=True, reads=("enable_thinking", "reasoning_effort"))
-HELLO = [{"role": "user", "content": "hello"}]
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
-WEATHER = {"name": "weather", "description": "Tells the weather.", "input_schema": CITY}
 USE = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Zürich"}}
 RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": "warm"}
 CACHED = {"cache_control": {"type": "ephemeral"}}

@@ -22,11 +22,9 @@ from services.frontend.protocol.foreign import ThinkingSupport, decode
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.structured import JsonObjectFormat, JsonSchemaFormat
 from shared.errors import InvalidRequest
+from tests.frontend.foreign import CITY, HELLO, PLAIN
 
-PLAIN = ThinkingSupport(thinks=False, reads=())
 THINKS = ThinkingSupport(thinks=True, reads=("enable_thinking",))
-HELLO = [{"role": "user", "content": "hello"}]
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 
 

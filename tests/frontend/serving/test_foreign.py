@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,36 +14,15 @@ import pytest
 from services.frontend.auth.api_keys import key_digest
 from services.frontend.config import AccessConfig, FrontendConfig, LimitsConfig
 from services.frontend.requests.deadline import HEADER
-from shared.hashing import unpack_tokens
+from tests.frontend.cards import Templated
+from tests.frontend.foreign import CITY, WEATHER
 from tests.frontend.peers import DEADLINE_S, MODEL, World, clients, world
-from tests.frontend.pieces import CALL
+from tests.frontend.pieces import CALL, THOUGHTFUL
 from tests.frontend.serving.test_responses import TEMPLATE
 
 SWITCHED = TEMPLATE + "{% if enable_thinking %}<on>{% endif %}"
-THOUGHTFUL = f"<think>\nhm\n</think>\n\nI look.\n{CALL}"
 ASK: Any = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "hello"}]}
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
-WEATHER: Any = {"name": "weather", "description": "Tells the weather.", "input_schema": CITY}
-Templated = Callable[[str], Path]
 T = TypeVar("T")
-
-
-@pytest.fixture
-def templated(directory: Path, tmp_path: Path) -> Templated:
-    """The model's directory with another template."""
-
-    def write(template: str) -> Path:
-        shutil.copytree(directory, tmp_path / "templated")
-        (tmp_path / "templated" / "chat_template.jinja").write_text(template)
-        return tmp_path / "templated"
-
-    return write
-
-
-def prompt_of(w: World) -> str:
-    """The latest prompt that a worker got."""
-    [latest] = [worker.generates.all[-1] for worker in w.workers if worker.generates.all][:1]
-    return w.tokenizer.decode(unpack_tokens(latest.tokens), skip_special_tokens=False)
 
 
 async def post(http: aiohttp.ClientSession, path: str, body: Any, status: int = 200, **headers: str) -> Any:
@@ -80,7 +58,7 @@ async def test_a_message_is_answered_whole_and_streamed(directory: Path) -> None
         assert whole["content"] == [{"type": "text", "text": "hello, Mühle 🚰"}]
         assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", MODEL)
         assert (whole["stop_reason"], whole["usage"]["output_tokens"]) == ("end_turn", len(said) + 1)
-        assert "Be kind." in prompt_of(w)
+        assert "Be kind." in w.latest_prompt()
         assert w.workers[0].generates.all[-1].sampling.max_tokens == 200
         events = await events_of(http, ASK)
         assert [event["type"] for event in events[:3]] == ["message_start", "ping", "content_block_start"]
@@ -133,7 +111,7 @@ async def test_thinking_and_calls_go_back_as_they_came(templated: Templated) -> 
         w.say("It is warm.")
         second = await post(http, "/v1/messages", ASK | {"tools": [WEATHER], "messages": turns})
         assert second["content"] == [{"type": "text", "text": "It is warm."}]
-        assert prompt_of(w).endswith(
+        assert w.latest_prompt().endswith(
             "[user]hello[assistant]<think>hm\n</think>I look.\n"
             '<tool_call>{"name": "weather", "arguments": {"city": "Zürich 🚰"}}</tool_call>[tool]21 °C[assistant]'
         )
@@ -157,12 +135,12 @@ async def test_thinking_is_switched_by_the_template_and_errors_have_anthropics_n
     async with world(templated(SWITCHED), grammars=True) as w, clients(w) as (_, http):
         w.say("x")
         await post(http, "/v1/messages", ASK | {"thinking": {"type": "adaptive"}})
-        assert prompt_of(w).endswith("<on>")
+        assert w.latest_prompt().endswith("<on>")
         budget = await post(http, "/v1/messages", ASK | {"thinking": {"type": "enabled", "budget_tokens": 9}}, 400)
         assert budget["error"]["message"].startswith("thinking.budget_tokens: this model ends its reasoning")
         for thinking in ({"type": "disabled"}, None):
             await post(http, "/v1/messages", ASK | {"thinking": thinking})
-            assert not prompt_of(w).endswith("<on>")
+            assert not w.latest_prompt().endswith("<on>")
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -264,7 +242,7 @@ async def test_claude_codes_line_for_its_bill_is_dropped_and_named_in_strict_mod
                 200,
                 "system.x-anthropic-billing-header",
             )
-        assert "billing" not in prompt_of(w)
+        assert "billing" not in w.latest_prompt()
 
 
 async def test_a_key_comes_in_either_header_but_only_one(directory: Path, tmp_path: Path) -> None:
@@ -366,9 +344,9 @@ async def test_ollamas_answers_are_lines_unless_a_client_wants_one(directory: Pa
             assert answer["total_duration"] >= answer["prompt_eval_duration"] + answer["eval_duration"] > 0
         text = await lines_of(http, "/api/generate", {"model": MODEL, "prompt": "hello", "system": "Be kind."})
         assert "".join(line["response"] for line in text) == "hello, Mühle 🚰"
-        assert "Be kind." in prompt_of(w)
+        assert "Be kind." in w.latest_prompt()
         await post(http, "/api/generate", {"model": MODEL, "prompt": "hello", "raw": True, "stream": False})
-        assert prompt_of(w).endswith("hello")
+        assert w.latest_prompt().endswith("hello")
         room = w.workers[0].generates.all[-1].sampling.max_tokens
         assert room > 1000, "a raw prompt without a limit may fill the context"
         assert w.metric("headrace_requests_total", operation="ollama_chat", status="200") == 2
@@ -401,7 +379,7 @@ async def test_ollamas_lines_come_as_tokens_do_and_calls_come_whole(templated: T
         w.say("It is warm.")
         end = await post(http, "/api/chat", CHAT | {"messages": back, "tools": [tool], "stream": False})
         assert end["message"]["content"] == "It is warm."
-        assert prompt_of(w).endswith("[tool]21 °C[assistant]")
+        assert w.latest_prompt().endswith("[tool]21 °C[assistant]")
 
 
 async def test_a_level_of_thinking_needs_a_template_that_reads_it(templated: Templated) -> None:
@@ -411,7 +389,7 @@ async def test_a_level_of_thinking_needs_a_template_that_reads_it(templated: Tem
         w.say("x")
         async with http.post("/api/chat", json=asked) as response:
             assert (response.status, response.headers["X-Headrace-Ignored"]) == (200, "think")
-        assert prompt_of(w).endswith("<on>")
+        assert w.latest_prompt().endswith("<on>")
     async with world(switched, settings=FrontendConfig(unknown_fields="refuse")) as w, clients(w) as (_, http):
         wrong = await post(http, "/api/chat", asked, 400)
         assert wrong["error"].startswith("think: the chat template does not support 'low'")

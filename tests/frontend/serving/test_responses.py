@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -26,12 +26,12 @@ from services.frontend.server.nats_api import STATUS_HEADER
 from services.frontend.serving import response_directory, responses
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
-from shared.hashing import unpack_tokens
 from shared.messages import RECALLED, Recalled, TokenLogprob
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBus
-from tests.frontend.cards import HERMES, with_template
+from tests.frontend.cards import HERMES, Templated, with_template
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
+from tests.frontend.pieces import CALL, THOUGHTFUL
 
 ASK: Any = {"model": MODEL, "input": "hello"}
 WEATHER: Any = {
@@ -49,23 +49,7 @@ TEMPLATE = (
     "{% endfor %}[assistant]"
 )
 PLAIN = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}[assistant]"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🚰"}}\n</tool_call>'
 ARGUMENTS = '{"city": "Zürich 🚰"}'
-THOUGHTFUL = f"<think>\nhm\n</think>\n\nI look.\n{CALL}"
-
-Templated = Callable[[str], Path]
-
-
-@pytest.fixture
-def templated(directory: Path, tmp_path: Path) -> Templated:
-    """The model's directory with another template."""
-
-    def write(template: str) -> Path:
-        shutil.copytree(directory, tmp_path / "templated")
-        (tmp_path / "templated" / "chat_template.jinja").write_text(template)
-        return tmp_path / "templated"
-
-    return write
 
 
 @asynccontextmanager
@@ -108,12 +92,6 @@ async def _ended(holding: Any) -> None:
         pass
 
 
-def prompt_of(w: World) -> str:
-    """What a worker was asked last."""
-    [latest] = [worker.generates.all[-1] for worker in w.workers if worker.generates.all][:1]
-    return w.tokenizer.decode(unpack_tokens(latest.tokens), skip_special_tokens=False)
-
-
 async def test_a_text_as_the_official_client_reads_it(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (client, _):
         said = w.say("hello, Mühle 🚰")
@@ -127,7 +105,7 @@ async def test_a_text_as_the_official_client_reads_it(directory: Path) -> None:
         assert answer.usage is not None
         assert answer.usage.output_tokens == len(said) + 1
         assert answer.usage.output_tokens_details.reasoning_tokens == 0
-        assert "Be kind." in prompt_of(w)
+        assert "Be kind." in w.latest_prompt()
         assert answer.id.startswith("resp_f1.")
 
 
@@ -201,13 +179,13 @@ async def test_thinking_and_calls_are_items_streamed_and_not_and_go_back_as_they
             output = {"type": "function_call_output", "call_id": call.call_id, "output": "21 °C"}
             items: Any = [{"role": "user", "content": "hello"}, *each.output, output]
             first = await client.responses.create(model=MODEL, tools=[WEATHER], input=items)
-            by_hand = prompt_of(w)
+            by_hand = w.latest_prompt()
             outputs: Any = [output]
             second = await client.responses.create(
                 model=MODEL, tools=[WEATHER], input=outputs, previous_response_id=each.id
             )
             assert first.output_text == second.output_text == "It is warm."
-            assert prompt_of(w) == by_hand
+            assert w.latest_prompt() == by_hand
             assert by_hand.endswith(
                 "[user]hello[assistant]<think>hm\n</think>I look.\n"
                 '<tool_call>{"name": "weather", "arguments": {"city": "Zürich 🚰"}}</tool_call>[tool]21 °C[assistant]'
@@ -273,12 +251,12 @@ async def test_a_conversation_goes_on_by_id_and_instructions_are_not_carried_ove
         second = await client.responses.create(model=MODEL, input="and then?", previous_response_id=first.id)
         w.say("three")
         await client.responses.create(model=MODEL, input="and?", previous_response_id=second.id)
-        prompt = prompt_of(w)
+        prompt = w.latest_prompt()
         assert [word in prompt for word in ("hello", "one", "and then?", "two", "and?")] == [True] * 5
         assert "Rhyme." not in prompt
         again = await client.responses.create(model=MODEL, input="or?", previous_response_id=first.id)
         assert again.previous_response_id == first.id
-        assert "two" not in prompt_of(w), "a response can be continued twice"
+        assert "two" not in w.latest_prompt(), "a response can be continued twice"
 
 
 async def test_what_is_kept_can_be_retrieved_and_deleted(directory: Path) -> None:
@@ -352,9 +330,9 @@ async def test_any_frontend_continues_what_another_one_keeps(directory: Path, mo
             w.say("two")
             answer = await client.responses.create(model=MODEL, input="and?", previous_response_id=first.id)
             assert answer.id.startswith("resp_f1.")
-            assert "one" in prompt_of(w)
+            assert "one" in w.latest_prompt()
             await second.responses.create(model=MODEL, input="or?", previous_response_id=answer.id)
-            assert "and?" in prompt_of(w)
+            assert "and?" in w.latest_prompt()
             await client.responses.delete(first.id)
             with pytest.raises(openai.NotFoundError):
                 await second.responses.retrieve(first.id)
@@ -423,7 +401,7 @@ async def test_over_nats_it_is_the_same(directory: Path) -> None:
         [first] = await ask("responses", ASK)
         events = await ask("responses", ASK | {"stream": True, "previous_response_id": first["id"]})
         assert [events[0]["type"], events[-1]["type"]] == ["response.created", "response.completed"]
-        assert "one" in prompt_of(w)
+        assert "one" in w.latest_prompt()
         assert await ask("retrieve_response", {"response_id": first["id"]}) == [first]
         assert (await client.responses.retrieve(first["id"])).id == first["id"]
         [deleted] = await ask("delete_response", {"response_id": first["id"]})

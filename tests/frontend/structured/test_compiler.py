@@ -21,7 +21,8 @@ from services.frontend.structured.compiler import GrammarCompiler
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 from shared.hashing import unpack_tokens
 from tests.frontend.peers import MODEL, World, clients, world
-from tests.frontend.test_tools import CALL, HELLO, TEMPLATE, TOOLS
+from tests.frontend.pieces import CALL
+from tests.frontend.test_tools import HELLO, TEMPLATE, TOOLS
 from tests.tiny_model import write_tiny_model
 
 PERSON: Any = {
