@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, assert_never
 
@@ -30,6 +30,9 @@ from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.reply import AnswerWriter, EventReply, message_of
 from services.frontend.serving.request_context import RequestContext
 
+Generating = AbstractAsyncContextManager[EventReply | bytes]
+"""An answer that is generated while the context is open, or one that is complete."""
+
 
 class ServingForeign(Struct, frozen=True):
     """Answers the operations of other providers' APIs."""
@@ -44,17 +47,12 @@ class ServingForeign(Struct, frozen=True):
         """Answer a request. Leaving the context cancels what still runs. Raise as `ServingChat.prepare` does."""
         allowed_s(None, context.deadline_header, self.chat.service.limits)  # also where nothing takes long
         match operation:
-            case "messages":
-                request = decode(anthropic.MessagesRequest, body, context.ignored)
-                chat = self._as_chat(request, context)
-                writer = MessageWriter(f"msg_{context.id.unique}", request.model)
-                generating = self._generate(chat, writer, context, anthropic.NAMES)
-                del body, request, chat  # the answer does not need them
-                async with generating as reply:
-                    yield reply
-            case "ollama_chat" | "ollama_generate":
-                generating = self._ollama(operation == "ollama_chat", body, context)
-                del body
+            case "messages" | "ollama_chat" | "ollama_generate":
+                if operation == "messages":
+                    generating = self._message(body, context)
+                else:
+                    generating = self._ollama(operation == "ollama_chat", body, context)
+                del body  # the answer does not need it
                 async with generating as reply:
                     yield reply
             case "count_tokens":
@@ -80,8 +78,12 @@ class ServingForeign(Struct, frozen=True):
         models = self.chat.models
         return msgspec.json.encode({"models": [ollama_answers.listed(*models.find(name)) for name in models.served()]})
 
-    @asynccontextmanager
-    async def _ollama(self, is_chat: bool, body: bytes, context: RequestContext) -> AsyncIterator[EventReply | bytes]:
+    def _message(self, body: bytes, context: RequestContext) -> Generating:
+        request = decode(anthropic.MessagesRequest, body, context.ignored)
+        writer = MessageWriter(f"msg_{context.id.unique}", request.model)
+        return self._generate(self._as_chat(request, context), writer, context, anthropic.NAMES)
+
+    def _ollama(self, is_chat: bool, body: bytes, context: RequestContext) -> Generating:
         request: ollama.OllamaChatRequest | ollama.OllamaGenerateRequest = (
             decode(ollama.OllamaChatRequest, body, context.ignored)
             if is_chat
@@ -92,13 +94,8 @@ class ServingForeign(Struct, frozen=True):
         writer = OllamaWriter(request.model, is_chat=is_chat)
         if not ollama.generates(request):
             review(request, context.ignored)
-            yield writer.loaded()
-            return
-        chat = ollama.as_chat(request, support, context.ignored)
-        generating = self._generate(chat, writer, context, ollama.NAMES)
-        del body, request, chat
-        async with generating as reply:
-            yield reply
+            return nullcontext(writer.loaded())
+        return self._generate(ollama.as_chat(request, support, context.ignored), writer, context, ollama.NAMES)
 
     @asynccontextmanager
     async def _generate(

@@ -10,24 +10,13 @@ import sys
 from typing import Any
 
 import anthropic
+from asked import CALL, NUMBERS, PERSON, says
 
 URL, GUARDED, KEY = sys.argv[1:]
 OURS: dict[str, Any] = {"base_url": URL, "api_key": "any", "max_retries": 0, "timeout": 60}
-CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 MULTIPLY: Any = {"name": "multiply", "description": "Multiplies.", "input_schema": NUMBERS}
 ASKED: Any = {"model": "echo", "max_tokens": 500, "tools": [MULTIPLY]}
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "born": {"type": "integer"}},
-    "required": ["name", "born"],
-    "additionalProperties": False,
-}
 client = anthropic.Anthropic(**OURS)
-
-
-def says(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
 
 
 def error_of(asking: anthropic.Anthropic, error: type[anthropic.APIStatusError], **more: Any) -> Any:

@@ -5,27 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from asked import COUNTED
+from langchain_asked import Person, add_up, multiply
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
-from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
-from pydantic import BaseModel
 
 URL = sys.argv[1]
-CALL = 'I count. <tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
 CALLED = [("multiply", {"a": 6, "b": 7})]
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    born: int
-
-
-@tool
-def multiply(a: int, b: int) -> int:
-    """Multiply two numbers."""
-    return a * b
 
 
 def model(name: str, **settings: object) -> ChatOpenAI:
@@ -37,18 +23,10 @@ def calls(message: AIMessageChunk) -> list[tuple[str, dict[str, int]]]:
     return [(call["name"], call["args"]) for call in message.tool_calls]
 
 
-def add_up(chunks: list[AIMessageChunk]) -> AIMessageChunk:
-    assert len(chunks) > 2, "it streams"
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole += chunk
-    return whole
-
-
 def the_model_calls_and_is_told() -> None:
     """The loop of an agent, whole and streamed, over a model that says what its prompt asks for."""
     echo = model("echo", stream_usage=True).bind_tools([multiply])
-    asked = HumanMessage(CALL)
+    asked = HumanMessage(COUNTED)
     for answer in (echo.invoke([asked]), add_up(list(echo.stream([asked])))):
         assert calls(answer) == CALLED, answer
         assert answer.content == "I count. ", answer
@@ -62,7 +40,7 @@ def the_model_calls_and_is_told() -> None:
 
 async def it_streams_to_a_loop() -> None:
     echo = model("echo").bind_tools([multiply])
-    answer = add_up([chunk async for chunk in echo.astream(CALL)])
+    answer = add_up([chunk async for chunk in echo.astream(COUNTED)])
     assert calls(answer) == CALLED, answer
 
 

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from langchain_core.messages import AIMessageChunk, HumanMessage
-from langchain_core.tools import tool
+from asked import COUNTED
+from langchain_asked import Person, add_up, multiply
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
 
 URL = sys.argv[1]
-CALL = 'I count. <tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    born: int
-
-
-@tool
-def multiply(a: int, b: int) -> int:
-    """Multiply two numbers."""
-    return a * b
 
 
 def model(name: str, **settings: object) -> ChatOpenAI:
@@ -32,18 +18,10 @@ def model(name: str, **settings: object) -> ChatOpenAI:
     )
 
 
-def add_up(chunks: list[AIMessageChunk]) -> AIMessageChunk:
-    assert len(chunks) > 2, "it streams"
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole += chunk
-    return whole
-
-
 def the_model_calls_and_is_told(**settings: object) -> None:
     """The loop of an agent, whole and streamed, over a model that says what its prompt asks for."""
     echo = model("echo", **settings).bind_tools([multiply], strict=settings.get("store"))
-    asked = HumanMessage(CALL)
+    asked = HumanMessage(COUNTED)
     for answer in (echo.invoke([asked]), add_up(list(echo.stream([asked])))):
         [call] = answer.tool_calls
         assert (call["name"], call["args"]) == ("multiply", {"a": 6, "b": 7}), answer

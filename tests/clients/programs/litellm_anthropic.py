@@ -8,14 +8,12 @@ import sys
 from typing import Any
 
 import litellm
+from asked import COUNTED, MULTIPLY
 
 URL = sys.argv[1]
 litellm.suppress_debug_info = True
 OURS: dict[str, Any] = {"api_base": URL, "api_key": "any", "max_retries": 0, "max_tokens": 300}
-CALL = 'I count. <tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-ASKED = {"role": "user", "content": CALL}
-NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
-MULTIPLY = {"type": "function", "function": {"name": "multiply", "parameters": NUMBERS}}
+ASKED = {"role": "user", "content": COUNTED}
 
 
 def chat(messages: list[Any], **more: Any) -> Any:

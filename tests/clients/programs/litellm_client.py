@@ -7,20 +7,12 @@ import json
 import sys
 
 import litellm
+from asked import COUNTED, MULTIPLY, PERSON
 
 URL = sys.argv[1]
 litellm.suppress_debug_info = True
 OURS = {"api_base": URL, "api_key": "any", "temperature": 0, "max_retries": 0}
-CALL = 'I count. <tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-ASKED = {"role": "user", "content": CALL}
-NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
-MULTIPLY = {"type": "function", "function": {"name": "multiply", "parameters": NUMBERS}}
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "born": {"type": "integer"}},
-    "required": ["name", "born"],
-    "additionalProperties": False,
-}
+ASKED = {"role": "user", "content": COUNTED}
 
 
 def calls(message: litellm.Message) -> list[tuple[str, dict[str, int]]]:

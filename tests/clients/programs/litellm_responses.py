@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import litellm
+from asked import COUNTED
 
 URL = sys.argv[1]
-CALL = 'I count. <tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
 TOOLS = [{"type": "function", "name": "multiply", "parameters": {"type": "object"}}]
 
 
@@ -20,7 +20,7 @@ def called(response: object) -> list[tuple[str, str]]:
 
 
 def a_call_is_made_and_answered_by_id() -> None:
-    answer = ask(input=CALL, tools=TOOLS)
+    answer = ask(input=COUNTED, tools=TOOLS)
     assert called(answer) == [("multiply", '{"a": 6, "b": 7}')], answer
     [call] = [item for item in answer.output if item.type == "function_call"]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
@@ -29,7 +29,7 @@ def a_call_is_made_and_answered_by_id() -> None:
 
 
 def a_stream_is_events() -> None:
-    events = list(ask(input=CALL, tools=TOOLS, stream=True))
+    events = list(ask(input=COUNTED, tools=TOOLS, stream=True))
     assert events[0].type == "response.created", events[0]
     assert events[-1].type == "response.completed", events[-1]
     assert called(events[-1].response) == [("multiply", '{"a": 6, "b": 7}')], events[-1]

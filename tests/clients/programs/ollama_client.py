@@ -11,15 +11,9 @@ import sys
 from typing import Any
 
 import ollama
+from asked import COUNTED, PERSON, says
 
 URL, GUARDED, KEY = sys.argv[1:]
-CALL = 'I count. <tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "born": {"type": "integer"}},
-    "required": ["name", "born"],
-    "additionalProperties": False,
-}
 client = ollama.Client(host=URL)
 
 
@@ -34,20 +28,16 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def says(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
-
-
 def the_model_calls_and_gets_the_result() -> None:
     """Whole and streamed; the message goes back as the client has it."""
-    whole = client.chat("echo", says(CALL), tools=[multiply])
-    lines = list(client.chat("echo", says(CALL), tools=[multiply], stream=True))
+    whole = client.chat("echo", says(COUNTED), tools=[multiply])
+    lines = list(client.chat("echo", says(COUNTED), tools=[multiply], stream=True))
     assert "".join(line.message.content or "" for line in lines) == whole.message.content == "I count. "
     streamed = [call for line in lines for call in line.message.tool_calls or ()]
     for calls in (whole.message.tool_calls, streamed):
         assert [(call.function.name, call.function.arguments) for call in calls] == [("multiply", {"a": 6, "b": 7})]
     result = {"role": "tool", "tool_name": "multiply", "content": "42"}
-    end = client.chat("echo", [*says(CALL), whole.message, result], tools=[multiply])
+    end = client.chat("echo", [*says(COUNTED), whole.message, result], tools=[multiply])
     assert end.message.content == "42", end
 
 

@@ -1,0 +1,28 @@
+"""What LangChain's programs ask: a tool, a form, and the sum of a stream."""
+
+from __future__ import annotations
+
+from langchain_core.messages import AIMessageChunk
+from langchain_core.tools import tool
+from pydantic import BaseModel
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    born: int
+
+
+@tool
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+
+def add_up(chunks: list[AIMessageChunk]) -> AIMessageChunk:
+    assert len(chunks) > 2, "it streams"
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    return whole
