@@ -66,7 +66,7 @@ def test_chatml_keeps_all_messages() -> None:
 
 
 def test_mistral_joins_system_messages_and_refuses_what_it_has_no_place_for() -> None:
-    talk = [
+    talk: list[dict[str, Any]] = [
         {"role": "user", "content": "U"},
         {"role": "system", "content": "S"},
         {"role": "system", "content": "T"},

@@ -24,7 +24,7 @@ from pathlib import Path
 from services.frontend.models.model import BY_TEMPLATE, Model, ModelLimits, ParserNames, load_model, model_limits
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
-from shared.messages import ModelCard
+from shared.messages import Instance, ModelCard
 
 RETRY_S = 5.0
 """Seconds between two attempts to load a model."""
@@ -46,8 +46,12 @@ load alike."""
 
 @dataclass
 class _Entry:
+    instances: Mapping[str, Instance]
+    """All instances that are known."""
     cards: dict[str, ModelCard] = field(default_factory=dict)
-    """The model's cards by the worker's instance id, in the order in which the workers started."""
+    """The model's cards by the worker's instance id."""
+    order: list[ModelCard] | None = None
+    """What `ordered` returns; None after a change."""
     model: Model | None = None
     reason: str = _LOADING
     """Why `model` is None."""
@@ -56,9 +60,20 @@ class _Entry:
     """Why cards newer than the loaded one cannot be loaded; of a model without a loaded card, why all cannot be."""
 
     @property
+    def ordered(self) -> list[ModelCard]:
+        """The cards in the order in which the workers started; it follows from values that all frontends see."""
+        if self.order is None:
+            self.order = sorted(self.cards.values(), key=self._age)
+        return self.order
+
+    def _age(self, card: ModelCard) -> tuple[float, str]:
+        worker = self.instances.get(card.instance)
+        return (0.0 if worker is None else worker.started), card.instance
+
+    @property
     def chosen(self) -> list[ModelCard]:
-        """The cards of the workers that routers choose."""
-        return [card for card in self.cards.values() if card.routed]
+        """The cards of the workers that routers choose, in the same order."""
+        return [card for card in self.ordered if card.routed]
 
     @property
     def fault(self) -> str:
@@ -83,7 +98,7 @@ class _Entry:
     def newest_first(self) -> Iterator[ModelCard]:
         """Yield one card of each source."""
         seen: set[_Source] = set()
-        for card in reversed(list(self.cards.values())):
+        for card in reversed(self.ordered):
             if _source(card) not in seen:
                 seen.add(_source(card))
                 yield card
@@ -161,7 +176,7 @@ class ModelRegistry:
         faults = [
             f"model {name}: the card of worker {card.instance} cannot be loaded: {entry.failed[_source(card)]}"
             for name, entry in self._entries.items()
-            for card in (entry.cards.values() if entry.model is not None else ())
+            for card in (entry.ordered if entry.model is not None else ())
             if _source(card) in entry.failed
         ]
         return faults[:FAULTS_LISTED]
@@ -173,11 +188,11 @@ class ModelRegistry:
             case CardDown() if change.card.model in self._entries:
                 entry = self._entries[change.card.model]
                 entry.cards.pop(change.card.instance, None)
-                self._choose(change.card.model, entry)
+                self._reload(change.card.model, entry)
             case InstanceUp():  # a card may be known before its worker is
                 for name, entry in self._entries.items():
                     if change.instance.instance in entry.cards:
-                        self._choose(name, entry)
+                        self._reload(name, entry)
             case _:
                 pass
 
@@ -185,25 +200,19 @@ class ModelRegistry:
         if card.model not in self._entries and len(self._entries) >= MODELS_LIMIT:
             _log.error("model %s is left out: %d models are known already", card.model, MODELS_LIMIT)
             return
-        entry = self._entries.setdefault(card.model, _Entry())
+        entry = self._entries.setdefault(card.model, _Entry(self._instances))
         entry.cards[card.instance] = card
         if not entry.matches(card):
             entry.model = None  # its tokens would mean something else to the new workers
             entry.reason = _LOADING
-        self._choose(card.model, entry)
+        self._reload(card.model, entry)
 
-    def _choose(self, name: str, entry: _Entry) -> None:
-        """Order the cards, and load the newest if it is not loaded."""
-        entry.cards = {card.instance: card for card in sorted(entry.cards.values(), key=self._age)}
-        newest = next(entry.newest_first(), None)
-        if newest is not None and not entry.is_current(newest) and not entry.loading:
+    def _reload(self, name: str, entry: _Entry) -> None:
+        """Order the cards again, and load the newest if it is not loaded. Many changes at once are one."""
+        entry.order = None
+        if not entry.loading:
             entry.loading = True
             self._tasks.create_task(self._load(name, entry), name=f"load {name}")
-
-    def _age(self, card: ModelCard) -> tuple[float, str]:
-        """Return what orders the cards of a model: values that all frontends see."""
-        worker = self._instances.get(card.instance)
-        return (0.0 if worker is None else worker.started), card.instance
 
     async def _load(self, name: str, entry: _Entry) -> None:
         """Try until the newest card is loaded, or there are no cards."""

@@ -201,3 +201,14 @@ async def test_a_template_in_the_card_needs_no_file(directory: Path, tmp_path: P
     file.unlink()
     async with world(directory, announced=False, more=entries) as w:
         await until_rendered(w, "of the card")
+
+
+async def test_a_card_may_be_known_before_its_worker_is(directory: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jinja", tmp_path / "two.jinja"
+    one.write_text("one")
+    two.write_text("two")
+    entries = worker("w2", 1.0, directory, two) | card_entry("w1", directory, template=one)
+    async with world(directory, announced=False, more=entries) as w:
+        await until_rendered(w, "two")
+        await w.announce("w1", instance_entry("worker", "w1", 2.0))
+        await until_rendered(w, "one")
