@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deploy.local.cli import SERVICES
+from deploy.local.stack.options import SERVICES
 from deploy.local.usage import COMMANDS, parse
 from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics
