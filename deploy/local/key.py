@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
-import re
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
-from deploy.local.keys_file import add_entry, entries, line, remove_entry
+from deploy.local.keys_file import add_entry, line, remove_entry
 from deploy.local.table import table
+from shared.api_keys import FILE_LIMIT_BYTES, NAME, NAME_RULE, key_digest, read_keys
 from shared.errors import ConfigError
 
 T = TypeVar("T")
@@ -24,8 +23,6 @@ LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
 DIGITS_SHOWN = 12
 """The digits of a digest that `list` shows, to tell keys apart."""
 FOLLOWED = "a running frontend follows within 2 s"
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-"""Names that the frontend accepts."""
 
 
 def new(name: str, limits: dict[str, int | None], file: Path | None = None, out: Path | None = None) -> None:
@@ -33,19 +30,16 @@ def new(name: str, limits: dict[str, int | None], file: Path | None = None, out:
 
     Raise ConfigError, and then leave both files as they were.
     """
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name}: a name is 1 to 64 of a-z, 0-9, - and _, and begins with a letter or digit")
-    for limit, value in limits.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"--{limit.replace('_', '-')} is at least 1")
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name}: {NAME_RULE}")
     if file is not None and out is not None and file.resolve() == out.resolve():
         raise ConfigError("--file and --out must be different files")
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    entry: dict[str, str | int] = {
-        "sha256": digest,
-        **{limit: value for limit, value in limits.items() if value is not None},
-    }
+    entry: dict[str, str | int] = {"sha256": key_digest(key).hex()}
+    for limit, value in limits.items():
+        if value is not None:
+            _check_limit(limit, value)
+            entry[limit] = value
     with ExitStack() as undo:
         if out is not None:
             try:
@@ -70,9 +64,10 @@ def new(name: str, limits: dict[str, int | None], file: Path | None = None, out:
 
 def listed(file: Path) -> str:
     """Return the names and limits in a keys file, as a table. Raise ConfigError."""
+    entries = _parsed(file, lambda text: read_keys(text.encode()), _read(file))
     rows = (
-        (name, *(entry.get(limit) for limit in LIMITS), str(entry.get("sha256", ""))[:DIGITS_SHOWN])
-        for name, entry in sorted(_parsed(file, entries, _read(file)).items())
+        (name, *(getattr(entry, limit) for limit in LIMITS), entry.sha256[:DIGITS_SHOWN])
+        for name, entry in sorted(entries.items())
     )
     return table("NAME  REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  SHA256", rows)
 
@@ -83,22 +78,41 @@ def revoke(name: str, file: Path) -> None:
     print(f"{name} is no longer in {file}; {FOLLOWED}, and its running requests continue")
 
 
+def _check_limit(limit: str, value: int) -> None:
+    """Raise ConfigError, which names the flag, for a limit that a frontend would refuse."""
+    try:
+        read_keys(line("any", {"sha256": "0" * 64, limit: value}).encode())
+    except ConfigError as wrong:
+        why = str(wrong).removeprefix("any: ").partition(" - at ")[0]
+        raise ConfigError(f"--{limit.replace('_', '-')} {value}: {why}") from None
+
+
 def _write_new(file: Path, text: str) -> None:
-    """Write a file that only its owner can read. Raise FileExistsError if it is there."""
+    """Write a file that only its owner can read. Raise FileExistsError if it is there, and OSError if it cannot be
+    written whole; then nothing of it is left."""
     file.touch(mode=0o600, exist_ok=False)
-    with file.open("w", encoding="utf-8") as new_file:
-        new_file.write(text)
-        new_file.flush()
-        os.fsync(new_file.fileno())
+    try:
+        with file.open("w", encoding="utf-8") as new_file:
+            new_file.write(text)
+            new_file.flush()
+            os.fsync(new_file.fileno())
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
 
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file}: not UTF-8") from None
+        with file.open("rb") as opened:
+            content = opened.read(FILE_LIMIT_BYTES + 1)
     except OSError as wrong:
         raise ConfigError(f"{file}: {wrong.strerror}") from None
+    if len(content) > FILE_LIMIT_BYTES:
+        raise ConfigError(f"{file}: larger than {FILE_LIMIT_BYTES} bytes")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: not UTF-8") from None
 
 
 def _parsed(file: Path, parse: Callable[[str], T], text: str) -> T:

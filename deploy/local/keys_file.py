@@ -2,6 +2,9 @@
 
 The text is edited by lines, and the result is parsed: it must hold what was there before, and the one change. A file
 in which that does not work by lines is refused instead of written wrongly.
+
+What comes out is checked as a frontend checks it (shared/api_keys.py). A frontend that cannot read the file keeps the
+former keys, so a key that was revoked in such a file would stay valid.
 """
 
 from __future__ import annotations
@@ -12,46 +15,32 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+from shared.api_keys import parse_keys, read_keys
 from shared.errors import ConfigError
 
 Entry = Mapping[str, str | int]
 """The digest of a key (`sha256`) and its limits."""
-KEYS_LIMIT = 1000
-"""The maximum number of keys in a file: a frontend refuses a larger one."""
 _HEADER = re.compile(r"\s*\[")
 
 
-def entries(text: str) -> dict[str, dict[str, Any]]:
-    """Return name → entry. Raise ConfigError."""
-    try:
-        found = json.loads(text) if _is_json(text) else tomllib.loads(text)
-    except (ValueError, RecursionError):  # the parsers' words may show a key in the place of a digest
-        raise ConfigError("neither TOML nor JSON") from None
-    for name, entry in found.items():
-        if not isinstance(entry, dict):
-            raise ConfigError(f"{name}: not a table with `sha256`")
-    return dict(found)
-
-
 def add_entry(text: str, name: str, entry: Entry) -> str:
-    """Return the text with one more entry. Raise ConfigError if the name is there, or the file is full."""
-    before = entries(text)
+    """Return the text with one more entry. Raise ConfigError if the name is there, or a frontend would refuse the
+    file."""
+    before = parse_keys(text.encode())
     if name in before:
         raise ConfigError(f"{name}: this name is there already; choose another, or revoke it first")
-    if len(before) >= KEYS_LIMIT:
-        raise ConfigError(f"the file has {len(before)} keys; at most {KEYS_LIMIT} are allowed")
     after = before | {name: dict(entry)}
     if _is_json(text):
-        return json.dumps(after, indent=2) + "\n"
+        return _checked(json.dumps(after, indent=2) + "\n")
     whole = text if not text or text.endswith("\n") else text + "\n"
     pairs = [f"{key} = {json.dumps(value)}" for key, value in entry.items()]
     # After the header of a table, a line would be part of that table.
-    return _first_of(after, (whole + line(name, entry) + "\n", "\n".join([f"{whole}\n[{name}]", *pairs, ""])))
+    return _checked(_first_of(after, (whole + line(name, entry) + "\n", "\n".join([f"{whole}\n[{name}]", *pairs, ""]))))
 
 
 def remove_entry(text: str, name: str) -> str:
-    """Return the text without an entry. Raise ConfigError if it is not there."""
-    after = entries(text)
+    """Return the text without an entry. Raise ConfigError if it is not there, or a frontend would refuse the file."""
+    after = parse_keys(text.encode())
     if name not in after:
         import difflib  # imported here, since only a mistake needs it
 
@@ -59,7 +48,7 @@ def remove_entry(text: str, name: str) -> str:
         raise ConfigError(f"{name}: no such name in the file" + (f"; did you mean {near[0]}?" if near else ""))
     del after[name]
     if _is_json(text):
-        return json.dumps(after, indent=2) + "\n"
+        return _checked(json.dumps(after, indent=2) + "\n")
     key = rf"""\s*(?:{re.escape(name)}|"{re.escape(name)}"|'{re.escape(name)}')\s*"""
     pair, header = re.compile(rf"{key}[=.]"), re.compile(rf"\s*\[{key}\]")
     kept: list[str] = []
@@ -71,12 +60,18 @@ def remove_entry(text: str, name: str) -> str:
         blank = not each.strip() or each.lstrip().startswith("#")
         if blank or not (inside or (not below and pair.match(each))):
             kept.append(each)
-    return _first_of(after, ("".join(kept),))
+    return _checked(_first_of(after, ("".join(kept),)))
 
 
 def line(name: str, entry: Entry) -> str:
     """Return an entry as one line of TOML."""
     return f"{name} = {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in entry.items())} }}"
+
+
+def _checked(text: str) -> str:
+    """Return the text. Raise ConfigError if a frontend would refuse it as its keys file."""
+    read_keys(text.encode())
+    return text
 
 
 def _is_json(text: str) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy.local.stack.model import fetch_default
-from services.frontend.auth.api_keys import key_digest
 from services.worker.native.prepare import prepare
+from shared.api_keys import key_digest
 from tests.integration.fleet import fleet
 from tests.integration.stack import ROOT, eventually
 from tests.tiny_model import write_tiny_model

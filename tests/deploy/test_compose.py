@@ -216,17 +216,18 @@ def test_etcd_gives_the_services_a_user_whose_password_they_have(name: str, sche
     assert users["environment"]["ETCD_ROOT_PASSWORD"] not in service["environment"].values()
 
 
-def test_keys_are_a_secret_of_the_frontend_alone_and_where_it_looks_for_them() -> None:
+def test_the_directory_of_the_keys_file_is_mounted_into_the_frontend_alone_where_it_looks_for_it() -> None:
     overlay = read("compose.keys.yaml")
+    assert overlay.keys() == {"services"}
     assert overlay["services"].keys() == {"frontend"}
     frontend = overlay["services"]["frontend"]
     environment = BASE["frontend"]["environment"] | frontend["environment"]
     config = load(FrontendConfig, file=HERE / "frontend.toml", environ=texts(environment))
-    [secret] = frontend["secrets"]
-    assert config.access.keys_file == f"/run/secrets/{secret}"
-    assert overlay["secrets"] == {secret: {"file": f"./{secret}"}}
+    # A directory: `headrace key` puts another file in the place of the former one, and a mounted file stays the former.
+    assert frontend["volumes"] == [f"./keys:{Path(config.access.keys_file).parent}:ro"]
+    assert Path(config.access.keys_file).parent not in map(Path, mounted(BASE["frontend"]))
     for ignored in (".gitignore", ".dockerignore"):
-        assert f"deploy/compose/{secret}" in (HERE.parents[1] / ignored).read_text(encoding="utf-8").splitlines()
+        assert "deploy/compose/keys/" in (HERE.parents[1] / ignored).read_text(encoding="utf-8").splitlines()
 
 
 def test_services_hide_their_inboxes_from_clients() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pytest
 
 from deploy.local import cli, key
 from services.frontend.auth.accounts import Accounts
-from services.frontend.auth.api_keys import read_keys
+from shared.api_keys import read_keys
+from shared.errors import ConfigError
 
 
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
@@ -46,11 +49,12 @@ def test_a_key_is_256_random_bits(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["Alice"], "error: Alice: a name is 1 to 64 of "),
-        (["a" * 65], "a name is 1 to 64 of "),
-        ([""], "error: : a name is 1 to 64 of "),
-        (["alice", "--concurrency", "0"], "error: --concurrency is at least 1"),
-        (["alice", "--requests-per-minute", "-3"], "error: --requests-per-minute is at least 1"),
+        (["Alice"], "error: Alice: a name has 1 to 64 of "),
+        (["a" * 65], "a name has 1 to 64 of "),
+        ([""], "error: : a name has 1 to 64 of "),
+        (["alice", "--concurrency", "0"], "error: --concurrency 0: Expected `int` >= 1"),
+        (["alice", "--requests-per-minute", "-3"], "error: --requests-per-minute -3: Expected `int` >= 1"),
+        (["alice", "--tokens-per-minute", "1000000000001"], "--tokens-per-minute 1000000000001: Expected `int` <= "),
     ],
 )
 def test_what_the_frontend_would_not_read_is_refused(
@@ -112,9 +116,59 @@ def test_a_keys_file_that_cannot_be_changed_leaves_no_key(tmp_path: Path, capsys
     keys, out = tmp_path / "keys.toml", tmp_path / "alice.key"
     keys.write_text("alice = {")
     assert cli.main(["key", "new", "bob", "--file", str(keys), "--out", str(out)]) == 2
-    assert f"error: {keys}: neither TOML nor JSON" in capsys.readouterr().err
+    assert f"error: {keys}: the file is not TOML: " in capsys.readouterr().err
     assert names(tmp_path) == ["keys.toml"]
     assert keys.read_text() == "alice = {"
+
+
+ONE, TWO = "0" * 64, "1" * 64
+CAROL = f'carol = {{ sha256 = "{TWO}" }}\n'
+REFUSED = {
+    f'bob = {{ sha256 = "{ONE}", concurrency = 1000000000001 }}\n{CAROL}': "bob: Expected `int` <=",
+    f'bob = {{ sha256 = "{ONE}", limit = 3 }}\n{CAROL}': "bob: Object contains unknown field",
+    f'bob = {{ sha256 = "X" }}\n{CAROL}': "bob: Expected `str` matching regex",
+    f'{{"bob": {{"sha256": "{ONE}"}}, "bob": {{"sha256": "{ONE}"}}, "carol": {{"sha256": "{TWO}"}}}}': "a name twice",
+    "".join(f'{name} = {{ sha256 = "{ONE}" }}\n' for name in ("bob", "dan", "carol")): "dan: this is the same key",
+    f'Bob = {{ sha256 = "{ONE}" }}\n{CAROL}': "entry 1: a name has 1 to 64",
+    CAROL + " " * (1 << 20): "larger than 1048576 bytes",
+}
+"""Keys files that a frontend refuses, and why."""
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=REFUSED.values())
+@pytest.mark.parametrize("words", [["new", "alice"], ["revoke", "carol"], ["list"]], ids=lambda words: words[0])
+def test_a_file_that_a_frontend_would_refuse_is_refused_by_name_and_left_as_it_is(
+    text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[text]):
+        read_keys(text.encode())
+    keys = tmp_path / "keys.toml"
+    keys.write_text(text)
+    assert cli.main(["key", *words, "--file", str(keys)]) == 2
+    shown = capsys.readouterr()
+    assert f"error: {keys}: " in shown.err
+    assert REFUSED[text] in shown.err
+    assert shown.out == ""
+    assert keys.read_text() == text
+    assert names(tmp_path) == ["keys.toml"]
+
+
+def test_the_entry_that_a_frontend_refuses_can_be_revoked(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'bob = {{ sha256 = "{ONE}", limit = 3 }}\ncarol = {{ sha256 = "{TWO}" }}\n')
+    assert cli.main(["key", "revoke", "bob", "--file", str(keys)]) == 0
+    assert list(read_keys(keys.read_bytes())) == ["carol"]
+
+
+def test_a_disk_without_room_leaves_no_file(tmp_path: Path) -> None:
+    keys, out = tmp_path / "keys.toml", tmp_path / "alice.key"
+    words = ["key", "new", "alice", "--file", str(keys), "--out", str(out)]
+    command = 'ulimit -f 0; exec "$@"'  # a file may have no byte: a write fails as on a full disk
+    program = [sys.executable, "-c", f"import sys; from deploy.local.cli import main; sys.exit(main({words!r}))"]
+    done = subprocess.run(["sh", "-c", command, "sh", *program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: --out {out}: File too large" in done.stderr
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from services.frontend.auth.accounts import REFUSAL_REASONS, Accounts
-from services.frontend.auth.api_keys import KeyEntry, read_keys
 from services.frontend.config import AccessConfig, HttpConfig
 from services.frontend.metrics import Metrics
+from shared.api_keys import KeyEntry, read_keys
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "access.md").read_text(encoding="utf-8")
 

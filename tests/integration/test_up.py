@@ -21,8 +21,8 @@ import pytest
 from openai import OpenAI
 
 from deploy.local.stack import servers
-from services.frontend.auth.api_keys import key_digest
 from shared import subjects
+from shared.api_keys import key_digest
 from tests.forge import FORGED
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
 from tests.tiny_model import write_tiny_model

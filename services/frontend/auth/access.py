@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 
 from services.frontend.auth.accounts import Account, Accounts
-from services.frontend.auth.api_keys import FILE_LIMIT_BYTES, KeyEntry, read_keys
 from services.frontend.auth.file_reload import FileReloader
 from services.frontend.config import AccessConfig
 from services.frontend.metrics import Metrics
+from shared.api_keys import FILE_LIMIT_BYTES, KeyEntry, read_keys
 from shared.errors import InvalidRequest
 
 _log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from typing import Literal, get_args
 
 from msgspec import Struct
 
-from services.frontend.auth.api_keys import KEY_LIMIT_CHARACTERS, KeyEntry, key_digest
 from services.frontend.auth.token_bucket import TokenBucket
+from shared.api_keys import KEY_LIMIT_CHARACTERS, KeyEntry, key_digest
 from shared.errors import InvalidRequest, RateLimited
 
 RefusalReason = Literal["requests", "tokens", "concurrency", "share"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.frontend.auth.accounts import NO_TOKENS, Account, Accounts, TokenUse, format_duration
-from services.frontend.auth.api_keys import KeyEntry
+from shared.api_keys import KeyEntry
 from shared.errors import InvalidRequest, RateLimited
 
 

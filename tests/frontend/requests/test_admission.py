@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.frontend.auth.accounts import Account
-from services.frontend.auth.api_keys import KeyEntry
 from services.frontend.config import LimitsConfig
 from services.frontend.requests.admission import SHARE_FACTOR, Admission, Permit, may_have
+from shared.api_keys import KeyEntry
 from shared.errors import Overloaded, Unavailable
 
 LIMITS = LimitsConfig(requests=3, body_bytes=100, tokenising_bytes=50, tokens=1000, unasked=2)

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import aiohttp
 import pytest
 
-from services.frontend.auth.api_keys import key_digest
 from services.frontend.config import AccessConfig, FrontendConfig, LimitsConfig
 from services.frontend.requests.deadline import HEADER
+from shared.api_keys import key_digest
 from tests.frontend.cards import Templated
 from tests.frontend.foreign import CITY, WEATHER
 from tests.frontend.peers import DEADLINE_S, MODEL, World, clients, world

@@ -17,7 +17,6 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from services.frontend.app import frontend
-from services.frontend.auth.api_keys import key_digest
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER
 from services.frontend.protocol.responses_request import LOGPROBS
@@ -25,6 +24,7 @@ from services.frontend.requests.deadline import HEADER
 from services.frontend.server.nats_api import STATUS_HEADER
 from services.frontend.serving import response_directory, responses
 from shared import subjects
+from shared.api_keys import key_digest
 from shared.bus.contract import LAST_HEADER, Message
 from shared.messages import RECALLED, Recalled, TokenLogprob
 from tests.fake_runtime import fake_runtime

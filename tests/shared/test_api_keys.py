@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.auth.api_keys import FILE_LIMIT_BYTES, KEYS_LIMIT, KeyEntry, key_digest, read_keys
+from shared.api_keys import FILE_LIMIT_BYTES, KEYS_LIMIT, KeyEntry, key_digest, read_keys
 from shared.errors import ConfigError
 
 HASH = hashlib.sha256(b"some key").hexdigest()

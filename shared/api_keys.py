@@ -1,4 +1,4 @@
-"""Reads the keys file: the digest and the limits of each API key. Pure.
+"""Reads the keys file: the digest and the limits of each API key. Pure. Frontends read it, `headrace key` changes it.
 
     alice = { sha256 = "9f86d0…", requests_per_minute = 600, tokens_per_minute = 200_000, concurrency = 16 }
 
@@ -13,7 +13,6 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -28,8 +27,10 @@ KEYS_LIMIT = 1000
 KEY_LIMIT_CHARACTERS = 256
 """Characters of a key at most; keys made here have 46. A longer one is refused without hashing it."""
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """A key's name. It is lower case, so that a key written in place of its name is refused and not shown."""
+NAME_RULE = "a name has 1 to 64 of the characters a-z, 0-9, - and _, and begins with a letter or digit"
+"""What a message says of a name that is refused."""
 _LONG = re.compile(r"[0-9A-Za-z_-]{33,}")
 """What could be a key in a parser's error message, written in place of a field's name; no field's name is as long."""
 _MOST = 10**12
@@ -55,17 +56,14 @@ def key_digest(key: str) -> bytes:
 
 def read_keys(file: bytes) -> dict[str, KeyEntry]:
     """Parse a keys file; return name → entry. Raise ConfigError, which says what is wrong where, quoting no value."""
-    if len(file) > FILE_LIMIT_BYTES:
-        raise ConfigError(f"the file is larger than {FILE_LIMIT_BYTES} bytes")
-    named = _parse(file)
+    named = parse_keys(file)
     if len(named) > KEYS_LIMIT:
         raise ConfigError(f"the file has {len(named)} keys; at most {KEYS_LIMIT} are allowed")
     entries: dict[str, KeyEntry] = {}
     owners: dict[str, str] = {}
     for at, (name, given) in enumerate(named.items(), 1):
-        if not _NAME.fullmatch(name):
-            rule = "has 1 to 64 of the characters a-z, 0-9, - and _, and begins with a letter or digit"
-            raise ConfigError(f"entry {at}: a name {rule}")
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"entry {at}: {NAME_RULE}")
         try:
             entry = msgspec.convert(given, KeyEntry)
         except msgspec.ValidationError as wrong:
@@ -76,7 +74,10 @@ def read_keys(file: bytes) -> dict[str, KeyEntry]:
     return entries
 
 
-def _parse(file: bytes) -> Mapping[str, Any]:
+def parse_keys(file: bytes) -> dict[str, Any]:
+    """Return name → what the file has of it, unchecked. Raise ConfigError, which quotes no value."""
+    if len(file) > FILE_LIMIT_BYTES:
+        raise ConfigError(f"the file is larger than {FILE_LIMIT_BYTES} bytes")
     try:
         text = file.decode("utf-8")
     except UnicodeDecodeError:
