@@ -35,6 +35,8 @@ _LONG = re.compile(r"[0-9A-Za-z_-]{33,}")
 """What could be a key in a parser's error message, written in place of a field's name; no field's name is as long."""
 _MOST = 10**12
 
+_INT32_MAX = (1 << 31) - 1
+
 Limit = Annotated[int, Meta(ge=1, le=_MOST)]
 
 
@@ -47,6 +49,8 @@ class KeyEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of prompts and answers together."""
     concurrency: Limit | None = None
     """Requests that may run at one time."""
+    min_priority: Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)] | None = None
+    """The lowest `priority` that its requests may ask for; lower is served earlier. None: `access.min_priority`."""
 
 
 def key_digest(key: str) -> bytes:

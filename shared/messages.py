@@ -199,6 +199,7 @@ class Select(Struct, frozen=True, tag="select"):
     """The instances that failed or refused this request."""
     lora: str = ""
     priority: int = 0
+    """Requests of a higher priority are computed first: the negative of what the client sent."""
     session: str = ""
     """Requests of one session prefer one instance, if all else is nearly equal; empty: no session."""
     explain: bool = False
@@ -281,6 +282,7 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     router: str = ""
     """The router that made the reservation; it ignores its own message."""
     priority: int = 0
+    """The priority of its Select."""
 
 
 class Prefilled(Struct, frozen=True, tag="prefilled"):
@@ -486,6 +488,7 @@ class Generate(Struct, frozen=True, tag="generate"):
     lora: str = ""
     salt: str = ""
     priority: int = 0
+    """Attempts of a higher priority are computed first, and those of a lower one give their blocks back first."""
     wait_left_s: float | None = None
     """The time within which the worker must begin to compute the prompt, in seconds. If it does not, the attempt ends
     with NOT_BEGUN. None: there is no such limit."""

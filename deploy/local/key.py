@@ -19,7 +19,7 @@ T = TypeVar("T")
 PREFIX = "hr-"
 """Prefix by which people and secret scanners recognize a key."""
 KEY_BYTES = 32
-LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency", "min_priority")
 DIGITS_SHOWN = 12
 """The digits of a digest that `list` shows, to tell keys apart."""
 FOLLOWED = "a running frontend follows within 2 s"
@@ -69,7 +69,7 @@ def listed(file: Path) -> str:
         (name, *(getattr(entry, limit) for limit in LIMITS), entry.sha256[:DIGITS_SHOWN])
         for name, entry in sorted(entries.items())
     )
-    return table("NAME  REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  SHA256", rows)
+    return table("NAME  REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  MIN PRIORITY  SHA256", rows)
 
 
 def revoke(name: str, file: Path) -> None:

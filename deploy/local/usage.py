@@ -216,6 +216,8 @@ class NewKeyFlags(Struct, frozen=True, kw_only=True):
     """The limit of the key in tokens per minute (none)."""
     concurrency: Annotated[int | None, "N"] = None
     """The limit of the key in requests at once (none)."""
+    min_priority: Annotated[int | None, "N"] = None
+    """The lowest `priority` that requests with the key may ask for (the frontend's)."""
 
 
 class KeysFileFlags(StateFlags, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from shared.config import ServiceConfig
 
 ANY_ORIGIN = "*"
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
+_INT32_MAX = (1 << 31) - 1
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
@@ -123,6 +124,9 @@ class AccessConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     keys_file: str = ""
     """Path of the file with names, hashes and limits of API keys; read again when it changes. Empty: no keys."""
+    min_priority: Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)] = 0
+    """Lowest `priority` that a request may ask for, if it has no key or its key sets none; lower is served earlier, and
+    a request that asks for none has 0, or this if it is higher."""
 
 
 class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -93,7 +93,7 @@ def test_a_key_goes_into_files_of_its_owner_and_is_listed_and_revoked(
 
     assert cli.main(["key", "list", "--file", str(keys)]) == 0
     head, row = capsys.readouterr().out.splitlines()
-    assert head == "NAME   REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  SHA256"
+    assert head == "NAME   REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  MIN PRIORITY  SHA256"
     assert row.split() == ["alice", "3", read_keys(keys.read_bytes())["alice"].sha256[: key.DIGITS_SHOWN]]
 
     assert cli.main(["key", "revoke", "alice", "--file", str(keys)]) == 0

@@ -102,6 +102,13 @@ _PARAMETERS: dict[str, Schema] = {
         {"pattern": "^[0-9]{1,9}(\\.[0-9]{1,9})?$"},
         description="Seconds that the request may take, more than 0; the server has a limit",
     ),
+    "Session": _parameter(
+        "X-Session-Id",
+        "header",
+        {"maxLength": 256},
+        description="The name of the conversation, in printable characters; its requests prefer the same worker, as"
+        " with the body's prompt_cache_key",
+    ),
 }
 _SHARED: list[Schema] = [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
 _STORED: dict[Operation, tuple[str, type[msgspec.Struct]]] = {

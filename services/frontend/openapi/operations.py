@@ -66,6 +66,7 @@ chat_template_kwargs: `chat_template_kwargs` are variables that the model's temp
 max_tokens max_output_tokens: the prompt and `max_tokens` together fit into the model's context
 stop_token_ids encoding_format tokens: token ids are less than the size of the model's vocabulary
 logit_bias: grammars and `logit_bias` are refused unless every worker of the model supports them
+priority: `priority` is at least what the server or the API key allows
 deadline_s: `deadline_s` is at most the server's `limits.deadline_most_s`
 max_completion_tokens: `top_logprobs` needs `logprobs`; `max_tokens` and `max_completion_tokens` are equal if both are \
 given

@@ -84,6 +84,7 @@ ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 TemplateKwargs = Annotated[dict[Label, bool | int | float | Label | None], Meta(max_length=16)]
 LogitBias = Annotated[dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_LIMIT)]
 Seconds = Annotated[float, Meta(gt=0)]
+Priority = Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,6 +160,10 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """OpenAI has this for chats only."""
     cache_salt: CacheName | None = None
     """Prompts share cached blocks only with prompts that have the same salt."""
+    priority: Priority | None = None
+    """vLLM's field: requests with a lower value are computed first. The default is 0; the API key bounds it."""
+    prompt_cache_key: CacheName | None = None
+    """Requests with the same key prefer the same worker. OpenAI has this for chats and responses only."""
     # our own
     deadline_s: Seconds | None = None
     """Seconds that the request may take; the server has a limit."""
@@ -192,8 +197,6 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    prompt_cache_key: CacheName | None = None
-    """Requests with the same key prefer the same worker."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

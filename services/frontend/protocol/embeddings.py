@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from services.frontend.protocol.chat import CacheName, Label, Seconds, TokenCount, TokenId
+from services.frontend.protocol.chat import CacheName, Label, Priority, Seconds, TokenCount, TokenId
 from services.frontend.protocol.decoding import decode_body, texts_or_ids
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from shared.errors import InvalidRequest
@@ -40,6 +40,8 @@ class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Which positions make the vector: their mean, or the last. The default is what the model was trained for."""
     cache_salt: CacheName | None = None
     """vLLM's field: inputs share cached blocks only with prompts that have the same salt."""
+    priority: Priority | None = None
+    """vLLM's field: requests with a lower value are computed first. The default is 0; the API key bounds it."""
     deadline_s: Seconds | None = None
     """Seconds that the request may take; the server has a limit."""
     # harmless

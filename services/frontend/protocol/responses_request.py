@@ -128,6 +128,7 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     logit_bias: chat.LogitBias | None = None
     ignore_eos: bool | None = None
     cache_salt: chat.CacheName | None = None
+    priority: chat.Priority | None = None
     chat_template_kwargs: chat.TemplateKwargs | None = None
     thinking_token_budget: ThinkingBudget | None = None
     # our own
@@ -225,7 +226,7 @@ def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage], ignored: Ignor
 _AS_IN_CHAT = (
     *("model", "stream", "stream_options", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key"),
     *("seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop"),
-    *("stop_token_ids", "logit_bias", "ignore_eos", "cache_salt", "chat_template_kwargs"),
+    *("stop_token_ids", "logit_bias", "ignore_eos", "cache_salt", "priority", "chat_template_kwargs"),
     *("thinking_token_budget", "deadline_s"),
 )
 

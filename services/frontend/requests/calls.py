@@ -59,6 +59,7 @@ class BusCalls:
                 prompt_tokens=request.prompt_tokens + action.produced,
                 max_tokens=request.sampling.max_tokens - action.produced,
                 excluded=action.excluded,
+                priority=request.priority,
                 session=request.affinity_key,
                 # Later attempts have waited already.
                 wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
@@ -122,6 +123,7 @@ class BusCalls:
             time_left_s=max(0.0, request.deadline - now),
             rank=action.rank,
             salt=request.salt,
+            priority=request.priority,
             wait_left_s=max(0.0, stream.started + action.wait_s - now) if action.wait_s else None,
         )
         subject = subjects.worker(self._runtime.namespace, action.instance, "generate")

@@ -54,6 +54,8 @@ class InferenceRequest(Struct, frozen=True):
     is_follower: bool = False
     """Another request of the same body comes first. A follower is not refused for a long wait, because it may wait for
     that request."""
+    priority: int = 0
+    """Requests of a higher priority are computed first (requests/priority.py)."""
     repeats_prompt: bool = False
     """The request that comes first has the same prompt."""
 

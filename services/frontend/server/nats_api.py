@@ -31,7 +31,6 @@ from services.frontend.auth.accounts import Account
 from services.frontend.metrics import Metrics
 from services.frontend.protocol.errors import failure_of
 from services.frontend.protocol.operations import OPERATIONS, Operation
-from services.frontend.requests import deadline
 from services.frontend.requests.service import RequestService
 from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoListener
 from services.frontend.server.middleware import REQUEST_ID_HEADER
@@ -218,7 +217,7 @@ class NatsApi:
             with self._frontend.admit(len(message.payload), request.account) as place:
                 if not (may_probe or _streams(message.payload)):
                     place.count_unasked()
-                context = self._exchange.context(request.id, place, message.headers.get(deadline.HEADER))
+                context = self._exchange.context(request.id, place, message.headers)
                 async with self._exchange.answer(operation, message.payload, context) as reply:
                     ignored = ignored_header(context.ignored)
                     if isinstance(reply, bytes):

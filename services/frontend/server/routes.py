@@ -35,7 +35,6 @@ from services.frontend.protocol.operations import (
     ForeignOperation,
     Operation,
 )
-from services.frontend.requests import deadline
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.service import RequestService
 from services.frontend.server.middleware import Middleware, account_of, error_response, request_id_of
@@ -114,7 +113,7 @@ class HttpApi(Struct):
             with self.frontend.reserve(account_of(request)) as place:
                 sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.admit()
-                context = self.exchange.context(request_id_of(request), place, request.headers.get(deadline.HEADER))
+                context = self.exchange.context(request_id_of(request), place, request.headers)
                 answer = self.exchange.answer(operation, sent, context)
                 del sent  # the operation drops it too once it has decoded it
                 async with answer as reply:

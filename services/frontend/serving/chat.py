@@ -38,6 +38,7 @@ from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan, plan_reasoning
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
+from services.frontend.requests.priority import served_priority
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.choices import Choices, open_choices
@@ -103,6 +104,7 @@ class ServingChat(Struct, frozen=True):
         completion that has none; None: the rest of the context. Raise InvalidRequest, Overloaded, RateLimited,
         Unavailable and RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
+        priority = served_priority(request.priority, context.lowest_priority)
         model, limits = self.models.find(request.model)
         try:
             async with asyncio.timeout_at(deadline.at):
@@ -115,13 +117,14 @@ class ServingChat(Struct, frozen=True):
         return PreparedChat(
             model=model.name,
             prompts=self._requests(
-                context.id.unique,
+                context,
                 request,
                 model,
                 prompts,
                 plan,
                 grammar,
                 deadline.at,
+                priority,
                 sampling_defaults(limits, self.config),
             ),
             echoes=echoes,
@@ -237,19 +240,20 @@ class ServingChat(Struct, frozen=True):
 
     def _requests(
         self,
-        name: str,
+        context: RequestContext,
         request: TextRequest,
         model: Model,
         prompts: Sequence[Prompt],
         plan: ParsePlan,
         grammar: AnswerGrammar | None,
         deadline: float,
+        priority: int,
         defaults: SamplingDefaults,
     ) -> list[list[InferenceRequest]]:
         """Return for each prompt the requests of its choices. Several choices are named `name/0` and so on."""
         found: list[list[InferenceRequest]] = []
         salt, count = request.cache_salt or "", request.n or 1
-        affinity_key = (request.prompt_cache_key or "") if isinstance(request, ChatRequest) else ""
+        name, affinity_key = context.id.unique, request.prompt_cache_key or context.session
         alone = count * len(prompts) == 1
         grammar_text, grammar_param = ("", "") if grammar is None else (grammar.grammar, grammar.param)
         for at, prompt in enumerate(prompts):
@@ -270,6 +274,7 @@ class ServingChat(Struct, frozen=True):
                 output=self._output(request, model, plan),
                 grammar_param=grammar_param,
                 is_follower=at > 0,
+                priority=priority,
             )
             other = replace(first, is_follower=True, repeats_prompt=True)
             others = [

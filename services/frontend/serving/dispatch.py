@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -23,12 +23,14 @@ from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.model_list import ModelEntry, ModelList
 from services.frontend.protocol.operations import ForeignOperation, Operation
+from services.frontend.requests import deadline
 from services.frontend.requests.admission import Permit
+from services.frontend.requests.priority import lowest_allowed
 from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
 from services.frontend.serving.reply import ChatReply, EventReply
-from services.frontend.serving.request_context import RequestContext, RequestId
+from services.frontend.serving.request_context import SESSION_HEADER, RequestContext, RequestId, session_name
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.responses import ServingResponses
 from services.frontend.serving.tokenize import ServingTokenize
@@ -55,11 +57,19 @@ class Dispatcher:
         """The operations of other providers' APIs."""
         self._tokenize = ServingTokenize(chat.models, chat.pool, chat.service.limits)
 
-    def context(self, id_: RequestId, permit: Permit, deadline_header: str | None) -> RequestContext:
-        """Return the context of a request whose body is complete now."""
+    def context(self, id_: RequestId, permit: Permit, headers: Mapping[str, str]) -> RequestContext:
+        """Return the context of a request whose body is complete now. Raise InvalidRequest that names a header."""
         now = asyncio.get_running_loop().time()
         ignored = IgnoredFields(refuse=self._config.unknown_fields == "refuse")
-        return RequestContext(id_, permit, now, deadline_header, ignored)
+        return RequestContext(
+            id_,
+            permit,
+            now,
+            deadline_header=headers.get(deadline.HEADER),
+            session=session_name(headers.get(SESSION_HEADER)),
+            lowest_priority=lowest_allowed(permit.account, self._config.access.min_priority),
+            ignored=ignored,
+        )
 
     @asynccontextmanager
     async def answer(

@@ -30,6 +30,7 @@ from services.frontend.output.output import Output
 from services.frontend.protocol import embeddings
 from services.frontend.protocol.errors import field_error
 from services.frontend.requests.deadline import deadline_of
+from services.frontend.requests.priority import served_priority
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.request_context import RequestContext
@@ -61,6 +62,7 @@ class ServingEmbeddings(Struct, frozen=True):
         Unavailable and RequestTimeout."""
         loop = asyncio.get_running_loop()
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
+        priority = served_priority(request.priority, context.lowest_priority)
         model, limits = self.models.find(request.model)
         sampling, dimensions = _pooled(request, model, limits)
         inputs = embeddings.inputs_of(request)
@@ -79,7 +81,9 @@ class ServingEmbeddings(Struct, frozen=True):
         permit.add_tokens(tokens + len(prompts) * dimensions, at_once)
         if permit.account is not None:
             permit.account.charge_tokens(tokens, loop.time())
-        vectors = _Vectors(self.service, model, sampling, limits.embedding_size, salt, unique, deadline.at, prompts)
+        vectors = _Vectors(
+            self.service, model, sampling, limits.embedding_size, salt, unique, deadline.at, priority, prompts
+        )
         try:
             found = await vectors.compute(at_once)
         finally:
@@ -131,6 +135,7 @@ class _Vectors(Struct):
     """The id of the whole request."""
     deadline: float
     """The time at which the request fails, on the loop's clock."""
+    priority: int
     prompts: list[bytes]
     found: dict[int, bytes] = {}
     begun_tokens: int = 0
@@ -176,6 +181,7 @@ class _Vectors(Struct):
             deadline=self.deadline,
             output=Output(self.model.token_bytes, ()),
             embedding_size=self.size,
+            priority=self.priority,
             is_follower=index > 0,  # not refused for waiting for the inputs before it
         )
 

@@ -7,8 +7,14 @@ import secrets
 
 from msgspec import Struct, field
 
+from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER, IgnoredFields
 from services.frontend.requests.admission import Permit
+
+SESSION_HEADER = "X-Session-Id"
+"""The header, over HTTP and over NATS, that names the conversation to which a request belongs."""
+SESSION_LIMIT_CHARACTERS = 256
+"""Routers refuse a longer name."""
 
 _PLAIN = re.compile(r"[0-9A-Za-z._:-]{1,64}")
 
@@ -35,6 +41,14 @@ def ignored_header(ignored: IgnoredFields) -> dict[str, str]:
     return {IGNORED_HEADER: ", ".join(ignored.names)} if ignored.names else {}
 
 
+def session_name(header: str | None) -> str:
+    """Return the name of a conversation that the header gives; empty if there is none. Raise InvalidRequest."""
+    name = (header or "").strip()
+    if len(name) > SESSION_LIMIT_CHARACTERS or not name.isprintable():
+        raise field_error(SESSION_HEADER, f"must be at most {SESSION_LIMIT_CHARACTERS} printable characters")
+    return name
+
+
 class RequestContext(Struct, frozen=True):
     """The context of one request while it is answered."""
 
@@ -44,5 +58,9 @@ class RequestContext(Struct, frozen=True):
     received_s: float
     """When its body was complete, on the loop's clock."""
     deadline_header: str | None = None
+    session: str = ""
+    """The name of its conversation, of the header; empty: the body may name it."""
+    lowest_priority: int = 0
+    """The lowest `priority` that its body may ask for."""
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     """The fields of its body that have no effect."""

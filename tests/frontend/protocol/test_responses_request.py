@@ -75,6 +75,7 @@ def test_fields_with_the_same_name_are_copied() -> None:
         "ignore_eos": True,
         "cache_salt": "a",
         "prompt_cache_key": "b",
+        "priority": -2,
         "chat_template_kwargs": {"x": 1},
         "thinking_token_budget": 5,
         "deadline_s": 3.0,
