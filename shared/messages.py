@@ -427,6 +427,8 @@ class RouterState(Struct, frozen=True):
     sources: list[SourceState]
     policy_trouble: str = ""
     """Why the policy does not make every choice, for the model with the worst trouble; empty: it makes them all."""
+    events: str = "on"
+    """Whether the router follows KV events: on, or off; then it has no sources."""
 
 
 # --- frontend → worker

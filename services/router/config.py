@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -28,8 +28,8 @@ class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     speculation_s: Seconds = 5.0
     """Seconds for which a routed prompt's blocks count as cached without an event that confirms it; 0 disables this."""
     history_s: Seconds = 120.0
-    """Seconds for which a routed prompt's blocks count as cached, from their last use on, at workers that send no
-    KV events."""
+    """Seconds for which a routed prompt's blocks count as cached, from their last use on, at workers whose KV events
+    are not followed."""
     speculation_limit_bytes: Natural = 64 << 20
     """Bytes of speculation for one model, once for `speculation_s` and once for `history_s`; 8 bytes per block and 600
     per prompt. At the limit the oldest are dropped early."""
@@ -79,6 +79,9 @@ class RouterConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     good."""
     most_hashes: Positive = 131_072
     """Blocks that a prompt may have."""
+    events: Literal["on", "off"] = "on"
+    """Whether the router follows the KV events of workers and block stores; off: it opens no connection to them, and
+    predicts what workers cache from its own choices (`index.history_s`)."""
     explained: Natural = 1_000
     """Number of decisions kept for `headrace explain`, per model; at least one."""
     index: IndexConfig = IndexConfig()

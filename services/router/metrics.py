@@ -42,6 +42,9 @@ class RouterMetrics:
             "(too many batches waited)",
             ["outcome"],
         )
+        self.events_followed = show(
+            "headrace_kv_events_followed", "1 if the router follows KV events; 0 if the setting `events` is off"
+        )
         self.gaps = count("headrace_kv_event_gaps", "Gaps in event streams")
         self.replays = count("headrace_kv_replays", "Replays requested from event sources, by outcome", ["outcome"])
         self.snapshots = count(

@@ -72,6 +72,7 @@ class Queries:
             [model_state(model) for model in self._models.values()],
             sources,
             policy_trouble=policy_problem(self._models.values()),
+            events=self._config.events,
         )
         await self._answer("state", message, ROUTER_STATE.encode(state, JSON_HEADER))
 

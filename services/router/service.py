@@ -66,6 +66,8 @@ EVENTS_PER_TURN = 256
 are 8 ms of work."""
 LAYOUTS_PER_REPORT = 1024
 """Most layouts in a kvbm's report; a larger report is refused."""
+EVENTS_OFF = "events are off: what workers cache is predicted from this router's own choices"
+"""A note in /health and in the log."""
 _TICK_S = 0.1
 _TICKS_PER_GAUGE_UPDATE = 10
 
@@ -97,6 +99,10 @@ class Router:
         self._config = config
         self._now = asyncio.get_running_loop().time
         self._metrics = RouterMetrics(runtime.registry)
+        self._metrics.events_followed.set(config.events == "on")
+        if config.events == "off":
+            runtime.health.also = lambda: {"notes": [EVENTS_OFF]}
+            _log.info(EVENTS_OFF)
         self._limited_log = RateLimitedLog()
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
         self._follower = DirectoryFollower(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from services.router.sync import follower
@@ -9,7 +10,17 @@ from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes
 from shared.kvbm_messages import KVBM_REPORT, KvbmReport, LayoutReport
 from shared.messages import JSON_HEADER, ROUTER_STATE, BlockStored, Overlap, RouterState
-from tests.router.fleet import BLOCK_SIZE, LIMIT_S, MODEL, NAMESPACE, RouterFleet, fleet, tokens_of, until
+from tests.router.fleet import (
+    BLOCK_SIZE,
+    LIMIT_S,
+    MODEL,
+    NAMESPACE,
+    NO_SPECULATION,
+    RouterFleet,
+    fleet,
+    tokens_of,
+    until,
+)
 from tests.router.scripted_kvbm import ScriptedKvbm, kvbm
 
 X, Y = tokens_of("x", 6), tokens_of("y", 3)
@@ -247,3 +258,19 @@ async def test_invalid_reports_and_reports_of_unfollowed_layouts_are_ignored() -
             await world.bus.publish(subject, KVBM_REPORT.encode(KvbmReport(name, strange)))
         await world.chosen(X)
         assert world.router.feeds["k/l"].status().gaps == 0
+
+
+async def test_without_events_no_source_is_followed_and_the_prompts_sent_there_are_what_is_known() -> None:
+    async with fleet(msgspec.structs.replace(NO_SPECULATION, events="off")) as world:
+        worker = await world.worker("a", kvbm="k", kvbm_layout="l", awaited=False)
+        await kvbm(world, layouts=["l"])
+        await until(lambda: "k" in world.runtime.directory.instances)
+        await until(lambda: len(world.router._model_subscriptions.get(MODEL, ())) == 3)
+        prompt = tokens_of("x", 6)
+        await worker.stores(prompt)
+        assert (await world.chosen([*prompt, 1], "first")).overlap.blocks == 0
+        assert (await world.chosen([*prompt, 2], "second")).overlap.device == 6
+        assert world.router.feeds == {}
+        assert world.router.models[MODEL].stores == {}
+        told = await state(world)
+        assert (told.events, told.sources) == ("off", [])

@@ -214,7 +214,14 @@ def _router(row: RouterState) -> tuple[object, ...]:
     blocks = sum(model.index_blocks for model in row.models)
     size_bytes = sum(model.index_bytes for model in row.models)
     policy = f"{row.policy} ({row.policy_trouble})" if row.policy_trouble else row.policy
-    return (row.router, policy, reserved, blocks, size(size_bytes), _sources(row.sources))
+    return (
+        row.router,
+        policy,
+        reserved,
+        blocks,
+        size(size_bytes),
+        "off" if row.events == "off" else _sources(row.sources),
+    )
 
 
 def _sources(sources: Sequence[SourceState]) -> str:

@@ -4,6 +4,8 @@
     card or address goes or changes ─▶ its blocks are removed in slices, and the worker is followed from the start
     a card names a kvbm's layout, and the kvbm's address has it ─▶ one feed of that store, for all workers that name it
 
+With `events = "off"` there are no feeds: what a worker caches is predicted from the prompts that were sent there.
+
 A model without workers is kept, to answer that it has no instances. At MODELS_LIMIT, a model that had no worker for
 UNSERVED_LIMIT_S is dropped for a new one. If there is none, the new model's cards are ignored, with a warning.
 """
@@ -141,7 +143,7 @@ class DirectoryFollower:
         for name, card in cards.items():
             self._model(name).add_card(card, asyncio.get_running_loop().time())
             self._unserved.pop(name, None)
-        stream = address.events if address is not None and cards else None
+        stream = address.events if address is not None and cards and self._config.events == "on" else None
         feed = self.feeds.get(worker)
         if feed is not None and (changed or feed.stream != stream):
             feed.close()
@@ -248,8 +250,11 @@ class DirectoryFollower:
                 self._follow_store(store, stream, name)
 
     def _wanted_stores(self, kvbm: str, address: Instance) -> dict[StoreId, tuple[str, EventSource]]:
-        """Return the kvbm's stores that cards name → the first model that names it, and the source of its events."""
+        """Return the kvbm's stores that cards name → the first model that names it, and the source of its events. None
+        is wanted if events are off."""
         named: dict[StoreId, tuple[str, EventSource]] = {}
+        if self._config.events == "off":
+            return named
         for name, model in self.models.items():
             for store in model.instances_of_store:
                 stream = address.layouts.get(layout_of(store)) if kvbm_of(store) == kvbm else None

@@ -175,6 +175,13 @@ def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> Non
     ]
 
 
+def test_a_router_without_events_says_so() -> None:
+    state = RouterState("r1", "kv", [], [], events="off")
+    assert render(look(instance("router", "r1"), states=(state,))).splitlines()[-1].split() == [
+        *("r1", "kv", "0", "0", "0", "B", "off")
+    ]
+
+
 def test_a_policy_that_does_not_choose_is_not_shown_as_if_it_did() -> None:
     state = RouterState("r1", "mine:Sleeps", [], [], policy_trouble="off: kv chooses")
     assert "r1      mine:Sleeps (off: kv chooses)  0" in render(look(instance("router", "r1"), states=(state,)))
