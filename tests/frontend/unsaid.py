@@ -12,6 +12,8 @@ UNSAID: tuple[tuple[str, str], ...] = (
     (".*", ".*Expected `.*int.*`, got `float`"),  # 5.0 is an integer to JSON Schema
     ("model", ""),  # which are served
     ("deadline_s|Headrace-Deadline-S", ".*: a deadline of"),
+    ("priority", "priority: .* is lower than"),
+    ("X-Session-Id", "X-Session-Id: must be at most 256 printable"),
     # fields that need one another, or rule one another out
     ("top_logprobs", "top_logprobs needs logprobs: true"),
     ("max_tokens", "max_tokens and max_completion_tokens contradict"),

@@ -103,6 +103,8 @@ def mend(body: dict[str, Any]) -> None:
         for call in message.get("tool_calls") or ():
             call["function"]["arguments"] = "{}"
         message["content"] = message.get("content") or "x"
+    if isinstance(body.get("priority"), int | float):
+        body["priority"] = abs(body["priority"])
     if body.get("stream_options") is not None:
         body["stream"] = True
     if body.get("top_logprobs") is not None and "messages" in body:
