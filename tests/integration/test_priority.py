@@ -21,8 +21,8 @@ from tests.integration.test_simulated import status
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 180.0
-LONG = 20_000
-"""Tokens of an answer that takes more than a minute, so that none of the requests ends by itself."""
+LONG = 30_000
+"""Tokens of an answer that takes ten minutes, so that none of the requests ends by itself on a slow machine either."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,9 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     model = str(write_tiny_model(state / "tiny", context_length=32768))
     flags = ("--engine", "simulated", "--workers", "1", "--model", model, "--discovery", "file", "--keys", str(keys))
     policy = "tests.integration.shown_policy:ShownPolicy"
-    with running(state, *flags, "--policy", policy, "--set", "worker.max_running=1") as stack:
+    # Steps are five times as slow as usual, and a request may wait for as long as it takes.
+    slow = ("--simulated", "speed=0.2", "--set", "worker.max_running=1", "--set", "frontend.limits.wait_s=0")
+    with running(state, *flags, "--policy", policy, *slow) as stack:
         yield stack
 
 
