@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
+from zlib import crc32
 
 import msgspec
 
@@ -142,6 +143,7 @@ def _inference_request(
         embedding_size=EMBEDDING_SIZE if request.sampling.pooling else 0,
         is_follower=is_follower,
         repeats_prompt=draw > 0,
+        priority=crc32(request.name.encode()) % 3 - 1,
     )
 
 
