@@ -154,6 +154,8 @@ class ModelCard(Struct, frozen=True):
     """Whether the instance applies `Sampling.grammar`; an instance without this flag ignores the field."""
     biases: bool = False
     """Whether the instance applies `Sampling.logit_bias`; an instance without this flag ignores the field."""
+    min_tokens: bool = False
+    """Whether the instance applies `Sampling.min_tokens`; an instance without this flag ignores the field."""
     embedding_size: int = 0
     """The length of an embedding in floats; 0: the instance ignores `Sampling.pooling`, and answers with text."""
     pooling: Pooling = ""
@@ -470,6 +472,10 @@ class Sampling(Struct, frozen=True):
     """The pooling of an embedding; empty: the request generates text. With it, no token is drawn, and the attempt's
     only Part has finish "stop", no tokens and an `embedding`. Only for instances whose card has an `embedding_size`,
     and only for a prompt without output; the prompt may fill the context."""
+    min_tokens: int = 0
+    """The number of tokens, ≤ `max_tokens`, over all attempts of the request, before which no end-of-sequence token and
+    no token of `stop_token_ids` is drawn, unless the grammar allows nothing else. Only for instances whose card has
+    `min_tokens`."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):

@@ -117,6 +117,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Whether `Sampling.grammar` constrains output."""
     biases: bool = False
     """Whether `Sampling.logit_bias` is added."""
+    min_tokens: bool = False
+    """Whether `Sampling.min_tokens` is kept."""
     embedding_size: int = 0
     """Number of floats of an embedding; 0: the engine makes none."""
     weights: str = ""

@@ -53,6 +53,7 @@ def card_of(
         eos_token_ids=facts.eos_token_ids,
         grammars=facts.grammars,
         biases=facts.biases,
+        min_tokens=facts.min_tokens,
         embedding_size=facts.embedding_size,
         pooling=read_pooling(Path(model)) if facts.embedding_size else "",
         device=device,

@@ -55,6 +55,7 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
         capacity_blocks=capacity_blocks or _DEFAULT_CAPACITY_BLOCKS,
         kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
         path=str(directory),
+        min_tokens=True,
         embedding_size=config.hidden_size,
         weights=hashlib.sha256(b"none computed " + content).hexdigest()[:16],
     )

@@ -30,6 +30,8 @@ class Work(Struct):
     sampling: Sampling
     prompt_tokens: int
     """Where in `history` the output begins."""
+    barred: Sequence[int] = ()
+    """Token ids that may not be drawn before the output has `sampling.min_tokens` tokens."""
     kept: object = None
     """State that the runner keeps from one step with this sequence to the next."""
 
@@ -52,6 +54,11 @@ class Work(Struct):
     def draw_index(self) -> int:
         """Index in the output of the token to draw; it fixes the random number together with the seed."""
         return self.end - self.prompt_tokens
+
+    @property
+    def barred_now(self) -> Sequence[int]:
+        """Token ids that this step may not draw, unless the grammar allows nothing else."""
+        return self.barred if self.barred and self.draw_index < self.sampling.min_tokens else ()
 
 
 class Drawn(Struct, frozen=True, gc=False):

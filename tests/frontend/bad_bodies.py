@@ -16,6 +16,9 @@ STRICT = FrontendConfig(unknown_fields="refuse")
 _MESSAGES = [{"role": "user", "content": "hello"}]
 
 
+_BOTH_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
+_OUR_WORD = "chat_template_kwargs.messages"
+
 Operation = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
 
 
@@ -272,6 +275,47 @@ BAD_BODIES = [
     _completion("guided_json, of workers that cannot", "guided_json", code=_NOT_BUILT, guided_json={}),
     _completion("a regex, of workers that cannot", "structured_outputs.regex", code=_NOT_BUILT, structured_outputs=_A),
     _chat("a bias, of workers that add none", "logit_bias", code=_NOT_BUILT, logit_bias={"5": 1}),
+    _chat("min_tokens, of workers that draw any", "min_tokens", code=_NOT_BUILT, min_tokens=1),
+    *(_chat(f"min_tokens {least!r}", "min_tokens", min_tokens=least) for least in (-1, 1.5, "1", True, 1 << 31)),
+    _chat("min_tokens above max_tokens", "min_tokens", min_tokens=9, max_tokens=8),
+    _chat("min_tokens above max_completion_tokens", "min_tokens", min_tokens=9, max_completion_tokens=8),
+    _completion("min_tokens of a prompt above max_tokens", "min_tokens", min_tokens=9, max_tokens=8),
+    *(
+        _completion(f"{field} no flag", field, **{field: 1})
+        for field in ("skip_special_tokens", "include_stop_str_in_output", "return_token_ids")
+    ),
+    _completion("spaces no flag", "spaces_between_special_tokens", spaces_between_special_tokens=1),
+    *(
+        _completion(f"{kept!r} tokens kept", "truncate_prompt_tokens", truncate_prompt_tokens=kept)
+        for kept in (0, -2, 1.5, "1", CONTEXT + 1, 1 << 31)
+    ),
+    _completion("a suffix, and tokens kept", "truncate_prompt_tokens", suffix="x", truncate_prompt_tokens=5),
+    _completion("a prompt's beginning of an answer", "add_generation_prompt", add_generation_prompt=True),
+    _chat("add_generation_prompt no flag", "add_generation_prompt", add_generation_prompt=1),
+    _chat("continue_final_message no flag", "continue_final_message", continue_final_message="yes"),
+    _chat("both ends of a prompt", "continue_final_message", **_BOTH_ENDS),
+    _chat(
+        "nothing to go on with",
+        "messages[0].content",
+        messages=[{"role": "assistant", "tool_calls": [_CALL]}],
+        continue_final_message=True,
+    ),
+    _chat(
+        "calls to go on with",
+        "messages[0].tool_calls",
+        messages=[{"role": "assistant", "content": "x", "tool_calls": [_CALL]}],
+        continue_final_message=True,
+    ),
+    *(
+        _chat(
+            f"{name} of the template", f"chat_template_kwargs.{name}", code=_NOT_BUILT, chat_template_kwargs={name: "x"}
+        )
+        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token")
+    ),
+    *(
+        _chat(f"prompt_logprobs {count!r}", "prompt_logprobs", code=_NOT_BUILT, prompt_logprobs=count)
+        for count in (0, 1, "x")
+    ),
     _chat("301 biases", "logit_bias", logit_bias={str(token): 1 for token in range(301)}),
     _chat("a bias beyond 100", "logit_bias[...]", logit_bias={"5": 100.5}),
     _chat("a bias of a long token", "logit_bias", logit_bias={"5" * 513: 1}),
@@ -480,9 +524,20 @@ BAD_BODIES = [
     _tokenize("tools to tokenise, and no place", "tools", code=_NOT_BUILT, messages=_MESSAGES, tools=[_tool("a")]),
     _tokenize("a bad tool to tokenise", "tools[0].function.name", messages=_MESSAGES, tools=[_tool("a b")]),
     _tokenize("a template", "chat_template", code=_NOT_BUILT, messages=_MESSAGES, chat_template="{{ messages }}"),
+    _tokenize("a prompt's message to go on with", "continue_final_message", prompt="x", continue_final_message=True),
+    _tokenize("a prompt's thinking", "enable_thinking", prompt="x", enable_thinking=False),
+    _tokenize("a prompt's effort", "reasoning_effort", prompt="x", reasoning_effort="low"),
+    _tokenize("a prompt's choice of tools", "tool_choice", prompt="x", tool_choice="none"),
+    _tokenize("both ends to tokenise", "continue_final_message", messages=_MESSAGES, **_BOTH_ENDS),
     _tokenize(
-        "a message to go on with", "continue_final_message", code=_NOT_BUILT, prompt="x", continue_final_message=True
+        "a word of ours to tokenise",
+        _OUR_WORD,
+        code=_NOT_BUILT,
+        messages=_MESSAGES,
+        chat_template_kwargs={"messages": "x"},
     ),
+    _tokenize("nothing kept to tokenise", "truncate_prompt_tokens", prompt="x", truncate_prompt_tokens=0),
+    _tokenize("more kept than the context", "truncate_prompt_tokens", prompt="x", truncate_prompt_tokens=CONTEXT + 1),
     _tokenize("more than 1 Mi tokens", "prompt", prompt="水" * 400_000),
     _detokenize("nothing to detokenise", "tokens"),
     _detokenize("a text to detokenise", "tokens", tokens="x"),
@@ -513,6 +568,7 @@ IGNORED = {
     "an input cut to size": "truncation",
     "padding of a response": "stream_options.include_obfuscation",
     "an unknown field to tokenise": "x",
+    "a prompt's beginning of an answer": "add_generation_prompt",
     "an unknown field to detokenise": "skip_special_tokens",
 }
 """Bodies that are bad only for fields that have no effect → the name of that field in the answer's header."""

@@ -99,6 +99,7 @@ def card_entry(
     *,
     grammars: bool = False,
     biases: bool = False,
+    min_tokens: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
     role: Role = "aggregated",
@@ -124,6 +125,7 @@ def card_entry(
         kv_layout=KvLayout("float32", 2, 2, 16, BLOCK_SIZE),
         grammars=grammars,
         biases=biases,
+        min_tokens=min_tokens,
         embedding_size=embedding_size,
         pooling=pooling if embedding_size else "",
     )
@@ -377,6 +379,7 @@ class World:
         *,
         grammars: bool = False,
         biases: bool = False,
+        min_tokens: bool = False,
         embedding_size: int = 0,
         pooling: Pooling = "mean",
     ) -> None:
@@ -384,6 +387,7 @@ class World:
             *(instance, self.directory),
             grammars=grammars,
             biases=biases,
+            min_tokens=min_tokens,
             embedding_size=embedding_size,
             pooling=pooling,
         )
@@ -429,6 +433,7 @@ async def world(
     access: AccessConfig | None = None,
     grammars: bool = False,
     biases: bool = False,
+    min_tokens: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
     nats: NatsConfig | None = None,
@@ -436,8 +441,9 @@ async def world(
     settings: FrontendConfig | None = None,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
-    `grammars`, `biases`: their cards say that they can be held to one, and add them; `embedding_size`, `pooling`: how
-    they embed. `more` is in the address book from the start. `connected` makes connections, which the caller closes."""
+    `grammars`, `biases`, `min_tokens`: their cards say that they can be held to one, add them, keep it;
+    `embedding_size`, `pooling`: how they embed. `more` is in the address book from the start. `connected` makes
+    connections, which the caller closes."""
     w = World(MemoryBroker(), MemoryStore(), directory, connected)
     await w.router.start()
     for worker in w.workers:
@@ -447,7 +453,12 @@ async def world(
         for worker in w.workers:
             worker.embedding_size = embedding_size
             await w.announce_worker(
-                worker.instance, grammars=grammars, biases=biases, embedding_size=embedding_size, pooling=pooling
+                worker.instance,
+                grammars=grammars,
+                biases=biases,
+                min_tokens=min_tokens,
+                embedding_size=embedding_size,
+                pooling=pooling,
             )
     if more:
         await w.announce("more", more)

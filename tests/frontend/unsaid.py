@@ -23,7 +23,17 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("response_format|structured_outputs", ".*: cannot be combined with tools"),
     ("structured_outputs", "structured_outputs: (set exactly one of|cannot be combined)"),
     ("prompt", "prompt: send either prompt or messages|prompt.*: a token id in a list of prompts"),
-    ("add_generation_prompt|tools|chat_template_kwargs", ".*: only allowed with messages"),
+    (
+        "add_generation_prompt|continue_final_message|tools|tool_choice|chat_template_kwargs|enable_thinking"
+        "|reasoning_effort",
+        ".*: only allowed with messages",
+    ),
+    ("min_tokens", "min_tokens: .* is more than|min_tokens: not every worker"),
+    ("truncate_prompt_tokens", "truncate_prompt_tokens: (0 would|.* is more than|cannot be combined)"),
+    ("return_token_ids", "return_token_ids: the prompts of all answers"),
+    ("continue_final_message", "continue_final_message: add_generation_prompt"),
+    (r"messages\.(content|tool_calls)", ".*(continue_final_message|cannot be continued)"),
+    (r"chat_template_kwargs\..*", ".*: not a variable of requests"),
     ("echo", "echo: cannot be combined with logprobs"),
     ("suffix", "suffix: "),  # texts, and a model that has marks for it
     # messages, by their roles

@@ -31,6 +31,8 @@ fewer than half as many messages."""
 _STEP = "0step"
 """The name of the step counter. It begins with a digit, so that no template can write it or change its meaning."""
 _OURS = {"messages", "add_generation_prompt"}
+_CALL = {"tools", "continue_final_message", "chat_template", "tokenize"}
+"""Further arguments of the call that renders a template in `transformers`."""
 
 
 class StepLimitReached(Exception):
@@ -55,6 +57,8 @@ class ChatTemplate:
             # A field that the template does not read would be missing in the prompt without an error.
             named = meta.find_undeclared_variables(environment.parse(source))
             self.reads = named - self._tokens.keys() - environment.globals.keys() - _OURS
+            self.sets = frozenset(self._tokens.keys() | _OURS | _CALL)
+            """The names that have their values from the call itself, or from the tokenizer."""
             self.reads_calls = "tool_calls" in source
             self._template = environment.from_string(_counting(environment, source))
             # Each rendering copies them; out of Jinja's ChainMap that takes two thirds of a short chat's 19 µs.

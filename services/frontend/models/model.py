@@ -85,6 +85,8 @@ class ModelLimits(Struct, frozen=True):
     """What the model recommends, as the latest worker's card has it."""
     pooling: Pooling = ""
     """The pooling of embeddings; empty if it is not supported, or not the same for all workers."""
+    min_tokens: bool = False
+    """Whether all workers support `min_tokens`."""
 
 
 def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
@@ -99,6 +101,7 @@ def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
         sizes.pop() if len(sizes) == 1 else 0,
         cards[-1].sampling,
         poolings.pop() if len(poolings) == 1 else "",
+        all(card.min_tokens for card in cards),
     )
 
 

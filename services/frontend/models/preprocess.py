@@ -33,6 +33,9 @@ INLINE_CHARACTERS = 4096
 """The longest text that `tokenizers` encodes on the event loop: 1 ms."""
 CHARACTERS_PER_TURN = 8192
 """The number of characters that are encoded from the cache before other tasks run: 0.5 ms."""
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""What is put after a message's text to find its end in the rendered text, as in `transformers`. The space shows
+whether the template strips texts."""
 INLINE_STEPS = 256
 """The number of steps of a template that run on the event loop: about a millisecond."""
 
@@ -57,10 +60,30 @@ async def render_chat(
     more: Mapping[str, Any] = MappingProxyType({}),
     *,
     answer_begins: bool = True,
+    continues: bool = False,
 ) -> str:
-    """Return the text of a conversation up to the beginning of its answer, unless `answer_begins` is false. `more` has
-    values for the template's own names. Raise InvalidRequest."""
+    """Return the text of a conversation up to the beginning of its answer, unless `answer_begins` is false. With
+    `continues` it ends with the text of the last message. `more` has values for the template's own names. Raise
+    InvalidRequest."""
     template = _template(model, messages, with_tools=bool(tools))
+    if continues:
+        last = messages[-1]
+        messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
+        text = await _rendered(template, model, messages, pool, tools, more, answer_begins=False)
+        return _up_to_mark(text, f"messages[{len(messages) - 1}].content")
+    return await _rendered(template, model, messages, pool, tools, more, answer_begins=answer_begins)
+
+
+async def _rendered(
+    template: ChatTemplate,
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    pool: Executor,
+    tools: Sequence[Mapping[str, Any]],
+    more: Mapping[str, Any],
+    *,
+    answer_begins: bool,
+) -> str:
     for name in more:
         if name not in template.reads or name == "tools":
             raise _not_read(f"the chat template of {model.name!r} has no {name!r}", f"chat_template_kwargs.{name}")
@@ -74,6 +97,16 @@ async def render_chat(
     except StepLimitReached:
         wrong = f"the chat template needs more than {STEPS_LIMIT} steps"
         raise InvalidRequest(wrong, param="messages") from None
+
+
+def _up_to_mark(text: str, param: str) -> str:
+    """Return the text before the mark. A template that strips a message's text gets it stripped."""
+    at = text.rfind(_END_MARK.strip())
+    if at < 0:
+        raise InvalidRequest(
+            f"{param}: the chat template does not show it at the end, so that it cannot be continued", param=param
+        )
+    return text[:at] if text.startswith(_END_MARK, at) else text[:at].rstrip()
 
 
 def _template(model: Model, messages: Sequence[Mapping[str, Any]], *, with_tools: bool) -> ChatTemplate:
@@ -164,6 +197,19 @@ def check_encoded(model: Model, tokens: bytes, limits: ModelLimits, *, param: st
     """Raise InvalidRequest for a token id outside the vocabulary, in packed tokens from the model's tokenizer."""
     if model.largest_token >= limits.vocab_size:
         check_vocabulary(token_array(tokens), limits, param=param)
+
+
+def truncate(tokens: bytes, kept: int | None, limits: ModelLimits, max_tokens: int | None) -> bytes:
+    """Return the last `kept` tokens of a packed prompt. None keeps all; -1 keeps as many as leave room for
+    `max_tokens`, or for one. Raise InvalidRequest."""
+    if kept is None:
+        return tokens
+    if kept > limits.context_length:
+        why = f"truncate_prompt_tokens: {kept} is more than the model's context of {limits.context_length} tokens"
+        raise InvalidRequest(why, param="truncate_prompt_tokens")
+    if kept < 0:
+        kept = max(1, limits.context_length - (max_tokens or 1))
+    return tokens[-4 * kept :]
 
 
 def fit_context(

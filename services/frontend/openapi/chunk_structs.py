@@ -32,6 +32,8 @@ class ChatChunkChoice(Struct, frozen=True):
     delta: ChatChunkDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
+    """The new tokens, present with `return_token_ids`."""
 
 
 class ChatChunk(AnswerIdentity, frozen=True):
@@ -43,6 +45,8 @@ class ChatChunk(AnswerIdentity, frozen=True):
     """The usage, present with `stream_options.include_usage`; null in all chunks but the last."""
     service_tier: Literal["default"] | UnsetType = UNSET
     """The service tier, present if the request has one."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """The tokens of the prompt, present in the first chunk with `return_token_ids`."""
 
 
 class CompletionChunkChoice(Struct, frozen=True):
@@ -52,6 +56,10 @@ class CompletionChunkChoice(Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | UnsetType = UNSET
+    """The new tokens, present with `return_token_ids`."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """The tokens of the prompt, present in a choice's first chunk with `return_token_ids`."""
 
 
 class CompletionChunk(AnswerIdentity, frozen=True):

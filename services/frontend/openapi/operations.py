@@ -62,7 +62,8 @@ dimensions: `dimensions` is at most the model's; some workers compute no embeddi
 response_format text: one constraint applies to an answer: `response_format`, exactly one member of \
 `structured_outputs`, or calls; together with tools, `response_format` is allowed only for models that write calls as \
 Hermes does; a schema, expression or grammar compiles within the server's limits
-chat_template_kwargs: `chat_template_kwargs` are variables that the model's template reads
+chat_template_kwargs: `chat_template_kwargs` are variables that the model's template reads; `messages`, `tools` and \
+others that the server sets are refused
 max_tokens max_output_tokens: the prompt and `max_tokens` together fit into the model's context
 stop_token_ids encoding_format tokens: token ids are less than the size of the model's vocabulary
 logit_bias: grammars and `logit_bias` are refused unless every worker of the model supports them
@@ -70,9 +71,13 @@ priority: `priority` is at least what the server or the API key allows
 deadline_s: `deadline_s` is at most the server's `limits.deadline_most_s`
 max_completion_tokens: `top_logprobs` needs `logprobs`; `max_tokens` and `max_completion_tokens` are equal if both are \
 given
-add_generation_prompt: either `prompt` or `messages` is given
-add_generation_prompt: `add_generation_prompt`, `tools` and `chat_template_kwargs` are allowed only with messages
-add_generation_prompt: at most 1 Mi tokens
+return_token_strs: either `prompt` or `messages` is given
+return_token_strs: fields that say how messages are rendered, such as `tools`, are allowed only with messages
+return_token_strs: at most 1 Mi tokens
+continue_final_message: `continue_final_message` excludes `add_generation_prompt: true`; the last message then has a \
+text and no calls
+min_tokens: `min_tokens` is at most `max_tokens`, and is refused unless every worker of the model supports it
+truncate_prompt_tokens: `truncate_prompt_tokens` is -1 or from 1 to the model's context, and excludes `suffix`
 tokens: at most 8 Mi characters
 """.splitlines()
 ]

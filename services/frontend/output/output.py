@@ -49,6 +49,8 @@ class Delta(Struct, frozen=True):
     """Reasoning text, which only ParsedOutput separates."""
     calls: tuple[CallPiece, ...] = ()
     """Pieces of tool calls, which only ParsedOutput separates."""
+    token_ids: tuple[int, ...] = ()
+    """The new tokens, if they are asked for, also those whose text is held back."""
 
 
 class Output:
@@ -57,10 +59,23 @@ class Output:
     calls = thinking_tokens = 0
     """The numbers of tool calls and of reasoning tokens; only ParsedOutput finds any."""
 
-    def __init__(self, tokens: TokenBytes, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokens: TokenBytes,
+        stops: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        with_ids: bool = False,
+    ) -> None:
+        """Create it. A stop string counts if a token after the first `min_tokens` completes it. `include_stop`: the
+        stop string, or the text of the stop token, stays in the output. `with_ids`: deltas have token ids."""
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens)
-        self._scanner = StopScanner(stops)
+        self._scanner = StopScanner(stops, include=include_stop)
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._with_ids = with_ids
         self._one_by_one = bool(stops)
         self._decoded = 0
         self._emitted = 0
@@ -80,31 +95,36 @@ class Output:
             self.counted += len(tokens)
             text = self._detokenizer.push(tokens)
             self._emitted += len(text)
-            return Delta(text)
-        text = ""
+            return Delta(text, token_ids=tuple(tokens)) if self._with_ids else Delta(text)
+        text, before = "", self.counted
         for at, token in enumerate(tokens):
             self.counted += 1
             if logprobs is not None:
                 self._waiting.append(self._entry(token, logprobs[at]))
             piece = self._detokenizer.push((token,))
             self._decoded += len(piece)
-            text += self._scanner.push(piece)
+            text += self._scanner.push(piece, may_stop=self.counted > self._min_tokens)
             if self._scanner.stopped:
                 break
-        return self._emit(text)
+        return self._emit(text, tokens[: self.counted - before])
 
-    def finish(self, *, short: bool = False) -> Delta:  # noqa: ARG002  only ParsedOutput needs it
-        """Return the rest, if the output ends for another reason than a stop string. `short`: a limit cut it."""
-        text = self._scanner.push(self._detokenizer.finish())
-        return self._emit(text if self._scanner.stopped else text + self._scanner.finish(), last=True)
+    def finish(self, *, short: bool = False, stop_token: int | None = None) -> Delta:  # noqa: ARG002  for ParsedOutput
+        """Return the rest, if the output ends for another reason than a stop string. `short`: a limit cut it.
+        `stop_token`: the token that ended it."""
+        included = () if stop_token is None or not self._include_stop else (stop_token,)
+        piece = self._detokenizer.push(included) + self._detokenizer.finish()
+        text = self._scanner.push(piece, may_stop=not included and self.counted > self._min_tokens)
+        text = text if self._scanner.stopped else text + self._scanner.finish()
+        return self._emit(text, () if stop_token is None else (stop_token,), last=True)
 
-    def _emit(self, text: str, *, last: bool = False) -> Delta:
+    def _emit(self, text: str, tokens: Sequence[int], *, last: bool = False) -> Delta:
         self._emitted += len(text)
         entries: list[LogprobEntry] = []
         whole = last and not self._scanner.stopped
         while self._waiting and (whole or self._waiting[0].text_offset < self._emitted):
             entries.append(self._waiting.popleft())
-        return Delta(text, tuple(entries), self._scanner.stopped)
+        token_ids = tuple(tokens) if self._with_ids else ()
+        return Delta(text, tuple(entries), self._scanner.stopped, token_ids=token_ids)
 
     def _entry(self, token: int, given: TokenLogprob) -> LogprobEntry:
         top = zip(unpack_tokens(given.top_tokens), given.top_logprobs, strict=True)

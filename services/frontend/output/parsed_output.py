@@ -52,14 +52,16 @@ class ParsedOutput:
 
     def _one_by_one(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Delta:
         entries: list[LogprobEntry] = []
+        token_ids: list[int] = []
         delta = Delta("")
         for at, token in enumerate(tokens):
             delta = self._output.push((token,), None if logprobs is None else (logprobs[at],))
             entries += delta.entries
+            token_ids += delta.token_ids
             self._parse(delta.text)
             if delta.stopped or self._parser.at_call_limit:
                 break
-        return self._taken(replace(delta, entries=tuple(entries)), last=delta.stopped)
+        return self._taken(replace(delta, entries=tuple(entries), token_ids=tuple(token_ids)), last=delta.stopped)
 
     def _parse(self, text: str) -> None:
         if not text:
@@ -69,9 +71,9 @@ class ParsedOutput:
         if self._parser.result.reasoning_characters > before:
             self.thinking_tokens = self._output.counted
 
-    def finish(self, *, short: bool = False) -> Delta:
+    def finish(self, *, short: bool = False, stop_token: int | None = None) -> Delta:
         """Return the rest, as `Output.finish` does."""
-        delta = self._output.finish(short=short)
+        delta = self._output.finish(short=short, stop_token=stop_token)
         self._parse(delta.text)
         return self._taken(delta, last=True, short=short and not delta.stopped)
 
@@ -80,7 +82,8 @@ class ParsedOutput:
         if last and not parser.at_call_limit:
             parser.finish(short=short)
         content, reasoning, calls = parser.result.drain()
-        return Delta(content, delta.entries, delta.stopped or parser.at_call_limit, reasoning, calls)
+        stopped = delta.stopped or parser.at_call_limit
+        return Delta(content, delta.entries, stopped, reasoning, calls, delta.token_ids)
 
     def validate(self) -> None:
         """Assert the invariants."""

@@ -3,7 +3,7 @@
     emitted before | held: the longest suffix that could begin a stop string | not here yet
 
 The stop string that is complete first wins; of two that are complete with the same character, the longer one. So it
-does not matter how the text was cut into pieces.
+does not matter how the text was cut into pieces. One that is complete while stopping is not allowed yet is text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Passes text on up to the first stop string."""
+    """Passes text on up to the first stop string, and with `include` that string too."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         assert all(stops), "an empty stop string would stop at once"
         self._stops = tuple(stops)
+        self._include = include
         self._first = frozenset(stop[0] for stop in stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
@@ -25,18 +26,22 @@ class StopScanner:
         self.found = ""
         """The stop string that was found."""
 
-    def push(self, text: str) -> str:
-        """Return the part of the text that is now known to lie before any stop string and was not returned yet."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Return the part of the text that is now known to lie before any stop string and was not returned yet. Without
+        `may_stop`, a stop string that this text completes does not count."""
         if self.stopped or not self._stops:
             return "" if self.stopped else text
-        text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        before, text = len(self._held), self._held + text
+        found: list[tuple[int, int]] = []
+        if may_stop:
+            starts = [(stop, max(0, before - len(stop) + 1)) for stop in self._stops]  # so that the end is new
+            found = [(at + len(stop), at) for stop, start in starts if (at := text.find(stop, start)) >= 0]
         if found:
             self.stopped = True
             self._held = ""
             end, at = min(found)
             self.found = text[at:end]
-            return text[:at]
+            return text[:end] if self._include else text[:at]
         keep = self._candidate(text)
         self._held = text[keep:]
         return text[:keep]
@@ -49,7 +54,8 @@ class StopScanner:
     def _candidate(self, text: str) -> int:
         """Return where the earliest stop string that is still possible would begin."""
         for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[at] in self._first and any(stop.startswith(text[at:]) for stop in self._stops):
+            begun = text[at:]
+            if text[at] in self._first and any(stop.startswith(begun) and stop != begun for stop in self._stops):
                 return at
         return len(text)
 

@@ -64,6 +64,8 @@ MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
 TokenCount = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+LeastTokens = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
+TruncatedTokens = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
 Seed = Annotated[int, Meta(ge=-_INT64_MAX - 1, le=_INT64_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LIMIT_CHARACTERS)]
@@ -150,6 +152,16 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     stop_token_ids: StopIds | None = None
+    min_tokens: LeastTokens | None = None
+    """Tokens before which no end of sequence and no stop counts."""
+    skip_special_tokens: bool | None = None
+    """False: special tokens stand in the text in their written form."""
+    include_stop_str_in_output: bool | None = None
+    """Whether the answer ends with the stop string, or with the text of the stop token, that ended it."""
+    return_token_ids: bool | None = None
+    """Whether the answer has the tokens of the prompt and its own."""
+    truncate_prompt_tokens: TruncatedTokens | None = None
+    """Tokens of the prompt that are kept, the last ones; -1: as many as fit."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | Text | None = None
     """What older clients of vLLM send in place of `structured_outputs.json`; so are the next three."""
@@ -172,21 +184,16 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     # harmless
     user: Label | None = None
     # advisory
-    spaces_between_special_tokens: Annotated[bool | None, Advisory()] = None
+    spaces_between_special_tokens: Annotated[bool | None, Advisory(), Harmless(False)] = None
     """vLLM's field; tokenizers as ours do not put spaces there."""
     # not built
     add_special_tokens: NotBuilt = None
     allowed_token_ids: Annotated[NotBuilt, Harmless([])] = None
     bad_words: Annotated[NotBuilt, Harmless([])] = None
-    include_stop_str_in_output: Annotated[NotBuilt, Harmless(False)] = None
     kv_transfer_params: NotBuilt = None
     length_penalty: Annotated[NotBuilt, Harmless(1.0)] = None
     logits_processors: Annotated[NotBuilt, Harmless([])] = None
-    min_tokens: Annotated[NotBuilt, Harmless(0)] = None
     prompt_logprobs: NotBuilt = None
-    return_token_ids: Annotated[NotBuilt, Harmless(False)] = None
-    skip_special_tokens: Annotated[NotBuilt, Harmless(True)] = None
-    truncate_prompt_tokens: NotBuilt = None
     use_beam_search: Annotated[NotBuilt, Harmless(False)] = None
 
 
@@ -201,6 +208,11 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: the answer ends after its first call."""
+    add_generation_prompt: bool | None = None
+    """False: the prompt does not end with the beginning of an answer. True by default, except with
+    `continue_final_message`."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message instead of answering it."""
     chat_template_kwargs: TemplateKwargs | None = None
     """vLLM's field: variables of the chat template, such as `enable_thinking`."""
     enable_thinking: bool | None = None
@@ -221,11 +233,9 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     """Chats are not stored; /v1/responses stores its own."""
     verbosity: Annotated[Verbosity | None, Advisory()] = None
     # not built
-    add_generation_prompt: Annotated[NotBuilt, Harmless(True)] = None
     audio: NotBuilt = None
     best_of: Annotated[NotBuilt, Harmless(1)] = None
     chat_template: NotBuilt = None
-    continue_final_message: Annotated[NotBuilt, Harmless(False)] = None
     documents: Annotated[NotBuilt, Harmless([])] = None
     echo: Annotated[NotBuilt, Harmless(False)] = None
     function_call: NotBuilt = None
@@ -255,6 +265,27 @@ def check_chat(request: ChatRequest, ignored: IgnoredFields = REFUSE) -> None:
     check_tools(request.tools or ())
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    check_final_message(request.messages, request.add_generation_prompt, request.continue_final_message)
+
+
+def check_final_message(messages: Sequence[ChatMessage], begins: bool | None, continues: bool | None) -> None:
+    """Check the fields that say where a prompt ends. `begins` is add_generation_prompt, `continues` is
+    continue_final_message. Raise InvalidRequest."""
+    if not continues:
+        return
+    if begins:
+        raise field_error("continue_final_message", "add_generation_prompt: true contradicts it")
+    last, where = messages[-1], f"messages[{len(messages) - 1}]"
+    if last.content is None:
+        raise field_error(f"{where}.content", "continue_final_message needs a text to continue")
+    if last.tool_calls:
+        raise field_error(f"{where}.tool_calls", "a message with calls cannot be continued")
+
+
+def check_truncation(tokens: int | None) -> None:
+    """Check a request's truncate_prompt_tokens. Raise InvalidRequest."""
+    if tokens == 0:
+        raise field_error("truncate_prompt_tokens", "0 would leave no prompt; -1 keeps as much as fits")
 
 
 def check_message(message: ChatMessage, where: str) -> None:
@@ -360,6 +391,7 @@ def sampling_of(
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,
         logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
+        min_tokens=request.min_tokens or 0,
     )
 
 
@@ -383,4 +415,13 @@ def check_common(request: ChatRequest | CompletionRequest, ignored: IgnoredField
             if ignored.refuse:
                 raise InvalidRequest("stream_options needs stream: true", param="stream_options")
             ignored.add("stream_options")
-    token_limit(request)
+    check_truncation(request.truncate_prompt_tokens)
+    limit, param = token_limit(request)
+    if limit is not None:
+        check_least_tokens(request, limit, param)
+
+
+def check_least_tokens(request: ChatRequest | CompletionRequest, most: int, param: str) -> None:
+    """Raise InvalidRequest if a request's min_tokens is more than `most`, which the field `param` sets."""
+    if (least := request.min_tokens or 0) > most:
+        raise field_error("min_tokens", f"{least} is more than {param}, which is {most}")

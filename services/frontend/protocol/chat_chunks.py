@@ -8,6 +8,9 @@ only the text between them is encoded: 0.07 µs instead of 0.36 µs for a Struct
 If a request wants several choices, each has an encoder of its own, and a chunk has one choice.
 
 If the text is parsed, "reasoning_content" (DeepSeek's name) and "tool_calls" come in addition to "content".
+
+If token ids are asked for, they are where vLLM has them: "token_ids" in each choice, "prompt_token_ids" in the answer
+of a chat and in its first chunk, but in each choice of a completion and in its first chunk.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from msgspec.structs import replace
 
 from services.frontend.output.output import Delta, LogprobEntry
 from services.frontend.tool_parsers.parse_result import CallPiece
+from shared.hashing import token_array
 
 SERVICE_TIER: Literal["default"] = "default"
 """The only service tier there is."""
+
+_NO_DELTA = Delta("")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -100,6 +106,10 @@ class ChunkFrame:
         """Return the chunk with the usage, which follows the last one and has no choices."""
         return self._head + b'[],"usage":' + _encode(usage) + b"}"
 
+    def close_with(self, field: bytes) -> bytes:
+        """Return the end of a chunk that has one more field next to its choice."""
+        return b"}]," + field + self._tail
+
 
 # --- chat
 
@@ -164,6 +174,7 @@ class ChatChoice(Struct, frozen=True):
     message: Message
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatAnswer(AnswerIdentity, frozen=True):
@@ -171,6 +182,7 @@ class ChatAnswer(AnswerIdentity, frozen=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     service_tier: Literal["default"] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatEncoder:
@@ -187,14 +199,19 @@ class ChatEncoder:
         parsed: bool = False,
         tier: bool = False,
         index: int = 0,
+        prompts: Sequence[bytes] = (),
     ) -> None:
         """Create it. `parsed`: the answer may have reasoning and calls, and missing content is null. `tier`: the
-        request named a service tier. `index`: the choice of the chunks."""
+        request named a service tier. `index`: the choice of the chunks. `prompts`: the packed tokens of each choice's
+        prompt, if token ids are asked for."""
         self._identity = (f"chatcmpl-{request}", created, model)
         self._tier: Literal["default"] | UnsetType = SERVICE_TIER if tier else UNSET
         self._with_logprobs = with_logprobs
         self._parsed = parsed
-        self._plain = not (with_logprobs or parsed)
+        self._with_ids = bool(prompts)
+        self._plain = not (with_logprobs or parsed or prompts)
+        self._prompt = prompts[0] if prompts else b""
+        self._index = index
         self.frame = ChunkFrame("chat.completion.chunk", *self._identity, index, with_usage=with_usage, tier=tier)
         self._before_text = self.frame.choice + b'"delta":{"content":'
         self._after_text = b'},"logprobs":null,"finish_reason":null' + self.frame.close
@@ -203,29 +220,37 @@ class ChatEncoder:
         """Return the chunk before the first text."""
         content = b"null" if self._parsed else b'""'
         role = b'"delta":{"role":"assistant","content":%b' % content
-        return self.frame.choice + role + self._after_text
+        if not self._with_ids:
+            return self.frame.choice + role + self._after_text
+        close = self.frame.close
+        if self._index == 0:
+            close = self.frame.close_with(b'"prompt_token_ids":' + _encode(_ids(self._prompt)))
+        return self.frame.choice + role + b'},"logprobs":null,"finish_reason":null,"token_ids":[]' + close
 
     def delta_chunk(self, delta: Delta) -> bytes:
-        if self._plain or not (self._with_logprobs or delta.reasoning or delta.calls):
+        if self._plain or not (self._with_logprobs or self._with_ids or delta.reasoning or delta.calls):
             return self._before_text + _encode(delta.text) + self._after_text
         added = _encode(ChatDelta.of(delta))
         logprobs = _encode(chat_logprobs(delta.entries)) if self._with_logprobs else b"null"
         middle = b'"delta":' + added + b',"logprobs":' + logprobs + b',"finish_reason":null'
-        return self.frame.choice + middle + self.frame.close
+        return self.frame.choice + middle + _ids_field(delta, with_ids=self._with_ids) + self.frame.close
 
     def last_chunk(self, finish: str) -> bytes:
-        return self.frame.choice + b'"delta":{},"logprobs":null,"finish_reason":' + _encode(finish) + self.frame.close
+        end = _encode(finish) + _ids_field(_NO_DELTA, with_ids=self._with_ids) + self.frame.close
+        return self.frame.choice + b'"delta":{},"logprobs":null,"finish_reason":' + end
 
     def full_body(self, choices: Sequence[tuple[Delta, str]], usage: Usage) -> bytes:
         """Return the body of an answer; each choice is its whole output and the reason why it ended."""
         encoded = [self._choice(index, *one) for index, one in enumerate(choices)]
-        return _encode(ChatAnswer(*self._identity, encoded, usage, service_tier=self._tier))
+        prompt = _ids(self._prompt) if self._with_ids else UNSET
+        return _encode(ChatAnswer(*self._identity, encoded, usage, service_tier=self._tier, prompt_token_ids=prompt))
 
     def _choice(self, index: int, delta: Delta, finish: str) -> ChatChoice:
         logprobs = chat_logprobs(delta.entries) if self._with_logprobs else None
         calls = [replace(ToolCall.of_piece(call), index=UNSET) for call in delta.calls]
         content = None if self._parsed and not delta.text else delta.text
-        return ChatChoice(index, Message(content, delta.reasoning or UNSET, calls or UNSET), logprobs, finish)
+        message = Message(content, delta.reasoning or UNSET, calls or UNSET)
+        return ChatChoice(index, message, logprobs, finish, list(delta.token_ids) if self._with_ids else UNSET)
 
 
 def chat_logprobs(entries: Sequence[LogprobEntry]) -> ChatLogprobs:
@@ -257,6 +282,8 @@ class CompletionChoice(Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionAnswer(AnswerIdentity, frozen=True):
@@ -269,29 +296,44 @@ class CompletionEncoder:
     """Encodes text_completion objects, as a whole and in chunks."""
 
     def __init__(
-        self, request: str, created: int, model: str, *, with_logprobs: bool, with_usage: bool, index: int = 0
+        self,
+        request: str,
+        created: int,
+        model: str,
+        *,
+        with_logprobs: bool,
+        with_usage: bool,
+        index: int = 0,
+        prompts: Sequence[bytes] = (),
     ) -> None:
-        """Create it. `index`: the choice of the chunks."""
+        """Create it. `index`: the choice of the chunks. `prompts`: as ChatEncoder has them."""
         self._identity = (f"cmpl-{request}", created, model)
         self._with_logprobs = with_logprobs
+        self._prompts = prompts
+        self._index = index
         self.frame = ChunkFrame("text_completion", *self._identity, index, with_usage=with_usage)
         self._before_text = self.frame.choice + b'"text":'
         self._after_text = b',"logprobs":null,"finish_reason":null' + self.frame.close
 
     def first_chunk(self) -> bytes | None:
-        """Return None, since a completion has no chunk before its first text."""
-        return None
+        """Return the chunk with the prompt's token ids. Without them, there is no chunk before the first text."""
+        if not self._prompts:
+            return None
+        ids = b',"token_ids":[],"prompt_token_ids":' + _encode(_ids(self._prompts[self._index]))
+        return self._before_text + b'"","logprobs":null,"finish_reason":null' + ids + self.frame.close
 
     def delta_chunk(self, delta: Delta) -> bytes:
         text = _encode(delta.text)
-        if not self._with_logprobs:
+        if not (self._with_logprobs or self._prompts):
             return self._before_text + text + self._after_text
-        logprobs = _encode(_text_logprobs(delta.entries))
+        logprobs = _encode(_text_logprobs(delta.entries)) if self._with_logprobs else b"null"
         middle = b',"logprobs":' + logprobs + b',"finish_reason":null'
+        middle += _ids_field(delta, with_ids=bool(self._prompts))
         return self._before_text + text + middle + self.frame.close
 
     def last_chunk(self, finish: str) -> bytes:
-        return self._before_text + b'"","logprobs":null,"finish_reason":' + _encode(finish) + self.frame.close
+        end = _encode(finish) + _ids_field(_NO_DELTA, with_ids=bool(self._prompts)) + self.frame.close
+        return self._before_text + b'"","logprobs":null,"finish_reason":' + end
 
     def full_body(self, choices: Sequence[tuple[Delta, str]], usage: Usage) -> bytes:
         """Return the body of an answer; each choice is its whole output and the reason why it ended."""
@@ -301,7 +343,10 @@ class CompletionEncoder:
 
     def _choice(self, index: int, delta: Delta, finish: str) -> CompletionChoice:
         logprobs = _text_logprobs(delta.entries) if self._with_logprobs else None
-        return CompletionChoice(index, delta.text, logprobs, finish)
+        if not self._prompts:
+            return CompletionChoice(index, delta.text, logprobs, finish)
+        prompt = _ids(self._prompts[index])
+        return CompletionChoice(index, delta.text, logprobs, finish, list(delta.token_ids), prompt)
 
 
 def _text_logprobs(entries: Sequence[LogprobEntry]) -> CompletionLogprobs:
@@ -324,6 +369,14 @@ def _by_text(entry: LogprobEntry) -> dict[str, float]:
 
 def _text(token: bytes) -> str:
     return token.decode("utf-8", "replace")
+
+
+def _ids(packed: bytes) -> list[int]:
+    return token_array(packed).tolist()
+
+
+def _ids_field(delta: Delta, *, with_ids: bool) -> bytes:
+    return b',"token_ids":' + _encode(delta.token_ids) if with_ids else b""
 
 
 AnswerEncoder = ChatEncoder | CompletionEncoder

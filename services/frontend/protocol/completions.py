@@ -55,6 +55,8 @@ def decode_completion(body: bytes, ignored: IgnoredFields = REFUSE) -> Completio
     prompts = prompts_of(request)
     if request.suffix and not all(isinstance(prompt, str) for _, prompt in prompts):
         raise field_error("suffix", "the prompt must be a text, not token ids")
+    if request.suffix and request.truncate_prompt_tokens is not None:
+        raise field_error("truncate_prompt_tokens", "cannot be combined with suffix, whose marks it would cut off")
     return request
 
 

@@ -10,11 +10,21 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from services.frontend.protocol.chat import Messages, TemplateKwargs, TokenId, check_message
+from services.frontend.protocol.chat import (
+    ChatRequest,
+    Messages,
+    TemplateKwargs,
+    TokenId,
+    TruncatedTokens,
+    check_chat,
+    check_truncation,
+)
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
-from services.frontend.protocol.tools import Tools, check_tools
+from services.frontend.protocol.reasoning import Effort
+from services.frontend.protocol.structured import ToolChoice
+from services.frontend.protocol.tools import Tools
 
 TOKENS_LIMIT = 1 << 20
 """Tokens of one request, in either direction."""
@@ -34,13 +44,18 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Whether the tokenizer adds its special tokens. By default it does for a prompt; a chat template writes them
     itself."""
     return_token_strs: bool | None = None
+    truncate_prompt_tokens: TruncatedTokens | None = None
+    """Tokens that are kept, the last ones; -1: as many as fit with one token of an answer."""
     # only with messages
     add_generation_prompt: bool | None = None
     """False: the rendered text does not end with the beginning of an answer."""
+    continue_final_message: bool | None = None
     tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
     # not built
-    continue_final_message: Annotated[NotBuilt, _EMPTY] = None
     chat_template: Annotated[NotBuilt, _EMPTY] = None
     media_io_kwargs: Annotated[NotBuilt, _EMPTY] = None
     mm_processor_kwargs: Annotated[NotBuilt, _EMPTY] = None
@@ -53,7 +68,16 @@ class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tokens: Annotated[list[TokenId], Meta(max_length=TOKENS_LIMIT)]
 
 
-_ONLY_WITH_MESSAGES = ("add_generation_prompt", "tools", "chat_template_kwargs")
+_CHAT_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "enable_thinking",
+    "reasoning_effort",
+)
+"""The fields of a chat that its prompt depends on."""
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
@@ -66,13 +90,18 @@ def decode_tokenize(body: bytes, ignored: IgnoredFields = REFUSE) -> TokenizeReq
     if (request.prompt is None) == (request.messages is None):
         raise field_error("prompt", "send either prompt or messages")
     if request.messages is None:
-        for field in _ONLY_WITH_MESSAGES:
+        for field in _CHAT_FIELDS:
             if getattr(request, field) is not None:
                 raise field_error(field, "only allowed with messages")
-    for at, message in enumerate(request.messages or ()):
-        check_message(message, f"messages[{at}]")
-    check_tools(request.tools or ())
+    else:
+        check_chat(chat_of(request, request.messages), ignored)
+    check_truncation(request.truncate_prompt_tokens)
     return request
+
+
+def chat_of(request: TokenizeRequest, messages: Messages) -> ChatRequest:
+    """Return the chat with the same prompt."""
+    return ChatRequest(messages=messages, **{field: getattr(request, field) for field in _CHAT_FIELDS})
 
 
 def decode_detokenize(body: bytes, ignored: IgnoredFields = REFUSE) -> DetokenizeRequest:

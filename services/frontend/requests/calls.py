@@ -143,14 +143,17 @@ class BusCalls:
     def _missing_feature(self, instance: str, request: InferenceRequest) -> str:
         """Return the feature that the request needs and the worker lacks; empty if none. A worker of an earlier version
         would ignore the field."""
-        if not (request.sampling.grammar or request.sampling.logit_bias or request.sampling.pooling):
+        sampling = request.sampling
+        if not (sampling.grammar or sampling.logit_bias or sampling.min_tokens or sampling.pooling):
             return ""
         card = self._runtime.directory.cards.get((request.model, instance))
-        if request.sampling.grammar and not (card is not None and card.grammars):
+        if sampling.grammar and not (card is not None and card.grammars):
             return "it does not support grammars"
-        if request.sampling.logit_bias and not (card is not None and card.biases):
+        if sampling.logit_bias and not (card is not None and card.biases):
             return "it does not support logit_bias"
-        if request.sampling.pooling and not (card is not None and card.embedding_size == request.embedding_size):
+        if sampling.min_tokens and not (card is not None and card.min_tokens):
+            return "it does not support min_tokens"
+        if sampling.pooling and not (card is not None and card.embedding_size == request.embedding_size):
             return f"it does not make embeddings of {request.embedding_size} numbers"
         return ""
 

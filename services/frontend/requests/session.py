@@ -194,6 +194,8 @@ class Finish(Struct, frozen=True):
     """`stop` or `length`."""
     embedding: bytes = b""
     """The embedding as `Part.embedding` has it; empty for text."""
+    stop_token: int | None = None
+    """The token that ended the output, which was not passed on; None if another reason ended it."""
 
 
 class Fail(Struct, frozen=True):
@@ -356,7 +358,8 @@ class Session:
             case "stop" | "length":
                 if part.embedding:
                     actions += self._prefill(part)
-                return actions + self._end([Finish(part.finish, part.embedding)], withdraw=False)
+                stop_token = new[-1] if new and part.finish == "stop" else None
+                return actions + self._end([Finish(part.finish, part.embedding, stop_token)], withdraw=False)
             case "deadline":
                 late = RequestTimeout(self._retries.error_text("the request's deadline has passed"))
                 return actions + self._end([Fail(late)], withdraw=False)

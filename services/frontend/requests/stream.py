@@ -138,7 +138,7 @@ class Stream:
         elif isinstance(last, Fail):
             self.error = last.error
         else:
-            self._pass_on(self.output.finish(short=last.reason == "length"))
+            self._pass_on(self.output.finish(short=last.reason == "length", stop_token=last.stop_token))
             self.finish = "stop" if self._stopped else last.reason
             self.embedding = last.embedding
         if self.finish == "stop" and self.output.calls:
@@ -148,7 +148,7 @@ class Stream:
 
     def _pass_on(self, delta: Delta) -> None:
         self._stopped = delta.stopped
-        if not (delta.text or delta.entries or delta.calls or delta.reasoning):
+        if not (delta.text or delta.entries or delta.calls or delta.reasoning or delta.token_ids):
             if self.awaits_first_token:
                 self._selector.mark_ready(self)
             return
@@ -204,4 +204,5 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         tuple(entry for delta in deltas for entry in delta.entries),
         reasoning="".join(delta.reasoning for delta in deltas),
         calls=join_pieces([piece for delta in deltas for piece in delta.calls]),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
     )

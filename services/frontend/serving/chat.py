@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,7 +22,7 @@ from services.frontend.auth.accounts import TokenUse
 from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics
 from services.frontend.models import preprocess
-from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS, ChatTemplate
+from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import Prompt
 from services.frontend.models.registry import ModelRegistry
@@ -35,19 +34,20 @@ from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, C
 from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, prompts_of
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
-from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan, plan_reasoning
+from services.frontend.protocol.reasoning import DEFAULT_REASONING
+from services.frontend.protocol.tokenize import TOKENS_LIMIT
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.priority import served_priority
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.choices import Choices, open_choices
+from services.frontend.serving.prompts import chat_prompt, plan_of_reasoning
 from services.frontend.serving.reply import ChatReply
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.tokenize import detokenize
 from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
-from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.formats import FORMATS
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
@@ -138,7 +138,7 @@ class ServingChat(Struct, frozen=True):
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         try:
             async with asyncio.timeout_at(deadline.at):
-                tokens, _ = await self._chat(request, *self.models.find(request.model), context.ignored)
+                tokens, _ = await chat_prompt(request, *self.models.find(request.model), self.pool, context.ignored)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         return len(tokens) // 4
@@ -177,35 +177,39 @@ class ServingChat(Struct, frozen=True):
         """Tokenise the prompts; return them and what the answers are parsed for. Raise InvalidRequest."""
         preprocess.check_vocabulary(request.stop_token_ids or (), limits, param="stop_token_ids")
         _check_biases(request.logit_bias or {}, model, limits)
+        if request.min_tokens and not limits.min_tokens:
+            raise field_error("min_tokens", f"not every worker of {model.name!r} supports it", UNSUPPORTED)
         max_tokens, limit_param = chat.token_limit(request)
         prompts = [] if isinstance(request, ChatRequest) else prompts_of(request)
         choices = (request.n or 1) * (len(prompts) or 1)
         if choices > (limit := min(self.service.limits.choices, self.service.limits.requests)):
             param = "prompt" if len(prompts) > 1 else "n"
             raise field_error(param, f"{choices} choices in one request, more than {limit}")
-        fitted = partial(preprocess.fit_context, limits=limits, max_tokens=max_tokens, limit_param=limit_param)
+
+        def fitted(tokens: bytes, default: int | None, param: str) -> Prompt:
+            tokens = preprocess.truncate(tokens, request.truncate_prompt_tokens, limits, max_tokens)
+            prompt = preprocess.fit_context(
+                tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param
+            )
+            chat.check_least_tokens(request, prompt.max_tokens, limit_param)
+            return prompt
+
         if isinstance(request, ChatRequest):
-            tokens, plan = await self._chat(request, model, limits, ignored)
-            return [fitted(tokens, default=self.config.default_max_tokens or None, param="messages")], plan
+            tokens, plan = await chat_prompt(request, model, limits, self.pool, ignored)
+            return [fitted(tokens, self.config.default_max_tokens or None, "messages")], plan
         found: list[Prompt] = []
         for param, given in prompts:
             if found:
                 await asyncio.sleep(0)  # each blocks the loop for a millisecond at most, all of them for 100
             tokens = await self._text(given, request.suffix or "", model, limits, param)
-            found.append(fitted(tokens, default=default_tokens, param=param))
+            found.append(fitted(tokens, default_tokens, param))
+        if (
+            request.return_token_ids
+            and (count := (request.n or 1) * sum(prompt.count for prompt in found)) > TOKENS_LIMIT
+        ):
+            why = f"the prompts of all answers have {count} tokens, more than {TOKENS_LIMIT}"
+            raise field_error("return_token_ids", why)
         return found, ParsePlan()
-
-    async def _chat(
-        self, request: ChatRequest, model: Model, limits: ModelLimits, ignored: IgnoredFields
-    ) -> tuple[bytes, ParsePlan]:
-        tools = chat.offered_tools(request)
-        template = model.tool_template if tools else model.template
-        more = _read_kwargs(template, _reasoning(request, model, ignored).template_kwargs, ignored)
-        text = await preprocess.render_chat(model, chat.messages_as_rendered(request.messages), self.pool, tools, more)
-        plan = ParsePlan(model.tool_format if tools else None, model.thinks, reasoning.open_in(text))
-        tokens = await preprocess.encode(model, text, self.pool, special=False, param="messages")
-        preprocess.check_encoded(model, tokens, limits, param="messages")
-        return tokens, plan
 
     async def _text(
         self, given: str | Sequence[int], suffix: str, model: Model, limits: ModelLimits, param: str
@@ -226,7 +230,7 @@ class ServingChat(Struct, frozen=True):
         """Return the grammar that constrains the answer; None if it is free. Raise InvalidRequest."""
         thought = DEFAULT_REASONING
         if isinstance(request, ChatRequest):
-            thought = _reasoning(request, model, ignored)
+            thought = plan_of_reasoning(request, model, ignored)
         grammar = answer_grammar(
             request, plan, model.marks, thought, ignored, close=self.config.schema_objects == "closed"
         )
@@ -292,11 +296,21 @@ class ServingChat(Struct, frozen=True):
 
     def _output(self, request: TextRequest, model: Model, plan: ParsePlan) -> Output | ParsedOutput:
         """Return what turns the tokens of one choice into text. Plain content needs no parser."""
-        stops = chat.stop_strings(request)
-        if not _is_parsed(request, plan):
-            return Output(model.token_bytes, stops)
+        parsed = _is_parsed(request, plan)
+        table = model.marked_token_bytes if parsed else model.token_bytes
+        if request.skip_special_tokens is False:
+            table = replace(table, table=table.names)
+        output = Output(
+            table,
+            chat.stop_strings(request),
+            min_tokens=request.min_tokens or 0,
+            include_stop=bool(request.include_stop_str_in_output),
+            with_ids=bool(request.return_token_ids),
+        )
+        if not parsed:
+            return output
         if plan.calls is None:
-            return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, ParseResult()))
+            return ParsedOutput(output, AnswerParser(plan, ParseResult()))
         count, form = self.metrics.tool_calls, FORMATS[plan.calls]
         assert isinstance(request, ChatRequest)
         result = ParseResult(
@@ -305,22 +319,12 @@ class ServingChat(Struct, frozen=True):
             count=lambda outcome: count.labels(plan.calls, outcome).inc(),
             parallel=request.parallel_tool_calls is not False,
         )
-        return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, result))
+        return ParsedOutput(output, AnswerParser(plan, result))
 
 
 def sampling_defaults(limits: ModelLimits, config: FrontendConfig) -> SamplingDefaults:
     """Return the sampling parameters of requests that do not set them."""
     return limits.sampling if config.sampling_defaults == "model" else chat.OPENAI_DEFAULTS
-
-
-def _read_kwargs(template: ChatTemplate | None, given: Mapping[str, Any], ignored: IgnoredFields) -> Mapping[str, Any]:
-    """Return the variables that the chat template reads. Others are ignored, or left to be refused."""
-    if ignored.refuse or template is None:
-        return given
-    for name in given:
-        if name not in template.reads and name != "tools":
-            ignored.add(f"chat_template_kwargs.{name}")
-    return {name: value for name, value in given.items() if name in template.reads or name == "tools"}
 
 
 def _is_parsed(request: TextRequest, plan: ParsePlan) -> bool:
@@ -361,26 +365,13 @@ def _encoders(request: TextRequest, request_id: RequestId, prepared: PreparedCha
     kind: Callable[..., AnswerEncoder] = CompletionEncoder
     if isinstance(request, ChatRequest):
         kind = partial(ChatEncoder, parsed=prepared.parsed, tier=request.service_tier is not None)
-    encoder = partial(kind, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
+    prompts = [one.prompt for prompt in prepared.prompts for one in prompt] if request.return_token_ids else ()
+    encoder = partial(kind, *identity, with_logprobs=with_logprobs, with_usage=with_usage, prompts=prompts)
     return [encoder(index=index) for index in range(len(prepared.echoes))]
 
 
 def _with_usage(request: TextRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
-
-
-def _reasoning(request: ChatRequest, model: Model, ignored: IgnoredFields) -> ReasoningPlan:
-    """Return how the model is to reason before its answer. Raise InvalidRequest."""
-    offers = request.tools and request.tool_choice != "none"
-    template = model.tool_template if offers else model.template
-    return plan_reasoning(
-        request.reasoning_effort,
-        request.thinking_token_budget,
-        chat.template_kwargs(request),
-        ignored,
-        reads=() if template is None else template.reads,
-        reasons=model.thinks,
-    )
 
 
 def _check_biases(biases: Mapping[str, float], model: Model, limits: ModelLimits) -> None:

@@ -20,14 +20,14 @@ from msgspec import Struct
 from services.frontend.config import LimitsConfig
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.models.model import Model
-from services.frontend.models.preprocess import check_encoded, check_vocabulary, encode, render_chat
+from services.frontend.models.preprocess import check_encoded, check_vocabulary, encode, truncate
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import Detokenizer
-from services.frontend.protocol import chat, tokenize
+from services.frontend.protocol import tokenize
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
-from services.frontend.protocol.tools import tools_as_rendered
 from services.frontend.requests.deadline import allowed_s
+from services.frontend.serving.prompts import chat_prompt
 from shared.errors import RequestTimeout
 from shared.hashing import token_array
 
@@ -55,25 +55,22 @@ class ServingTokenize(Struct, frozen=True):
         try:
             async with asyncio.timeout(allowed_s(None, deadline_header, self.limits)):
                 if operation == "tokenize":
-                    return await self._tokenize(tokenize.decode_tokenize(body, ignored))
+                    return await self._tokenize(tokenize.decode_tokenize(body, ignored), ignored)
                 return await self._detokenize(tokenize.decode_detokenize(body, ignored))
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its answer was complete") from None
 
-    async def _tokenize(self, request: tokenize.TokenizeRequest) -> bytes:
+    async def _tokenize(self, request: tokenize.TokenizeRequest, ignored: IgnoredFields) -> bytes:
         model, limits = self.models.find(request.model)
+        param = "prompt" if request.messages is None else "messages"
+        special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
         if request.messages is None:
-            param, special, text = "prompt", True, request.prompt or ""
+            packed = await encode(model, request.prompt or "", self.pool, special=special, param=param)
+            check_encoded(model, packed, limits, param=param)
         else:
-            param, special = "messages", False
-            messages, tools = chat.messages_as_rendered(request.messages), tools_as_rendered(request.tools or ())
-            more, answer_begins = request.chat_template_kwargs or {}, request.add_generation_prompt is not False
-            text = await render_chat(model, messages, self.pool, tools, more, answer_begins=answer_begins)
-        if request.add_special_tokens is not None:
-            special = request.add_special_tokens
-        packed = await encode(model, text, self.pool, special=special, param=param)
-        check_encoded(model, packed, limits, param=param)
-        tokens = token_array(packed)
+            asked = tokenize.chat_of(request, request.messages)
+            packed, _ = await chat_prompt(asked, model, limits, self.pool, ignored, special=special)
+        tokens = token_array(truncate(packed, request.truncate_prompt_tokens, limits, None))
         if len(tokens) > tokenize.TOKENS_LIMIT:
             raise field_error(param, f"{len(tokens)} tokens, more than {tokenize.TOKENS_LIMIT}")
         return msgspec.json.encode(

@@ -78,6 +78,7 @@ class NativeRunner:
             path=str(directory),
             grammars=grammars is not None,
             biases=True,
+            min_tokens=True,
             embedding_size=config.hidden,
             weights=weights_digest(directory, config),
         )

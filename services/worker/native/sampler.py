@@ -4,7 +4,8 @@
        │                             └─▶ ÷ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ draw    otherwise
        └────▶ log-probabilities of the raw logits, if a request asks for them
 
-A mask says which tokens a row's grammar allows; the others count as if the model had given them no weight.
+A mask says which tokens a row may draw; the others count as if the model had given them no weight. It is what the row's
+grammar allows, without the tokens that would end the output before `min_tokens`. Where nothing else is left, they stay.
 
 Biases are OpenAI's `logit_bias`. Penalties are OpenAI's (presence, frequency: over the output) and CTRL's (repetition:
 over prompt and output), in vLLM's order: biases, repetition, the others. Then temperature and the filters in
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
@@ -105,27 +107,40 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
 
 def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> Array:
     """Return a copy in which masked tokens have no weight, or the logits themselves if no row has a mask."""
-    rows = [row for row, work in enumerate(works) if work.sequence in masks.allowed]
+    rows = [row for row, work in enumerate(works) if work.sequence in masks.allowed or work.barred_now]
     if not rows:
         return logits
-    allowed = xp.asarray(np.stack([masks.allowed[works[row].sequence] for row in rows]))
+    allowed = xp.asarray(np.stack([_allowed(works[row], masks, logits.shape[1]) for row in rows]))
     masked = logits.copy()
     masked[rows] = xp.where(allowed, logits[rows], xp.float32(-xp.inf))
     return masked
+
+
+def _allowed(work: Work, masks: Masks, vocab: int) -> NDArray[np.bool_]:
+    """Return which tokens a row may draw, at least one."""
+    allowed = masks.allowed.get(work.sequence)
+    if not work.barred_now and allowed is not None:
+        return allowed
+    left = np.ones(vocab, np.bool_) if allowed is None else allowed.copy()
+    left[np.asarray(work.barred_now, np.int64)] = False
+    if left.any():
+        return left
+    return np.ones(vocab, np.bool_) if allowed is None else allowed
 
 
 def _has_penalty(sampling: Sampling) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
-def is_plain(sampling: Sampling, vocab: int) -> bool:
+def is_plain(work: Work, vocab: int) -> bool:
     """Say whether a row needs only the greatest logit, or a draw from the model's distribution at some temperature.
 
     The GPU has a faster kernel for these rows.
     """
+    sampling = work.sampling
     greedy = sampling.temperature < GREEDY_BELOW
     filtered = not greedy and (0 < sampling.top_k < vocab or sampling.top_p < 1.0 or sampling.min_p > 0.0)
-    changed = sampling.logit_bias or _has_penalty(sampling) or sampling.grammar
+    changed = sampling.logit_bias or _has_penalty(sampling) or sampling.grammar or work.barred_now
     return not (filtered or changed or sampling.logprobs >= 0)
 
 

@@ -73,6 +73,7 @@ def _tokens(generate: Generate, facts: Ready) -> str:
 def _sampling(sampling: Sampling, facts: Ready) -> str:
     checks = (
         ("max_tokens", sampling.max_tokens >= 1),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens),
         ("temperature", 0.0 <= sampling.temperature <= 2.0),
         ("top_p", 0.0 < sampling.top_p <= 1.0),
         ("top_k", sampling.top_k >= 0),
@@ -95,6 +96,8 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
             return f"sampling.{name}: {shown if not isinstance(shown, float) or math.isfinite(shown) else 'not finite'}"
     if sampling.logit_bias and not facts.biases:
         return "sampling.logit_bias: this engine does not support it"
+    if sampling.min_tokens and not facts.min_tokens:
+        return "sampling.min_tokens: this engine does not support it"
     if sampling.pooling and not facts.embedding_size:
         return "sampling.pooling: this engine makes no embeddings"
     return _grammar(sampling, facts) if sampling.grammar else ""

@@ -78,8 +78,10 @@ class Sequence:
         root = root_key(limits.model, submit.lora, submit.salt)
         tokens, blocks = token_array(submit.tokens), list[int]()
         stop_tokens = frozenset[int]() if sampling.ignore_eos else limits.eos_token_ids
+        # As in vLLM, an end-of-sequence token is barred even where it would not end the sequence.
+        barred = sorted(limits.eos_token_ids.union(sampling.stop_token_ids)) if sampling.min_tokens else ()
         return Sequence(
-            work=Work(arrival, tokens, 0, 0, blocks, sampling, submit.prompt_tokens),
+            work=Work(arrival, tokens, 0, 0, blocks, sampling, submit.prompt_tokens, barred),
             tokens=tokens,
             request=submit.request,
             attempt=submit.attempt,

@@ -32,6 +32,11 @@ def embedding_of(checksum: int, size: int) -> bytes:
     return pack(f"<{size}f", *(number / length for number in numbers))
 
 
+def unbarred(barred: Sequence[int], vocab: int) -> int:
+    """Return the lowest token id that is not barred; 0 if all are."""
+    return next((token for token in range(vocab) if token not in barred), 0)
+
+
 class SimulatedModel:
     """One simulated model: seconds and tokens for the scheduler's works."""
 
@@ -54,7 +59,10 @@ class SimulatedModel:
         token = work.history[(work.end - work.prompt_tokens) % work.prompt_tokens]
         if token in self._eos:
             token = self._plain
-        if self._output_tokens and not sampling.ignore_eos and self._eos and self._ends(work):
+        barred = work.barred_now
+        if token in barred:
+            token = unbarred(barred, self.facts.vocab_size)
+        if self._output_tokens and not sampling.ignore_eos and self._eos and not barred and self._ends(work):
             token = self.facts.eos_token_ids[0]
         return Drawn(token) if sampling.logprobs < 0 else Drawn(token, TokenLogprob(0.0))
 

@@ -13,7 +13,7 @@ from services.worker.config import SimulatedConfig
 from services.worker.messages import Ready
 from services.worker.mover import Mover
 from services.worker.runner import Drawn, Work
-from services.worker.simulated.model import SimulatedModel
+from services.worker.simulated.model import SimulatedModel, unbarred
 from services.worker.simulated.mover import SimulatedMover
 from services.worker.simulated.timing import Table, Timing
 from shared.errors import ConfigError
@@ -42,7 +42,8 @@ class SimulatedRunner:
 
 class EchoRunner:
     """A Runner that repeats the prompt: token i of the prompt is token i of the output, then comes the end of sequence.
-    It makes no embeddings. It is there for tests, and for trying the wiring."""
+    With `min_tokens` it begins the prompt again instead. It makes no embeddings. It is there for tests, and for trying
+    the wiring."""
 
     def __init__(self, facts: Ready) -> None:
         self.facts = msgspec.structs.replace(facts, embedding_size=0)
@@ -62,6 +63,9 @@ class EchoRunner:
     def _draw(self, work: Work) -> Drawn:
         index = work.draw_index
         token = work.history[index] if index < work.prompt_tokens else self.facts.eos_token_ids[0]
+        if barred := work.barred_now:
+            token = work.history[index % work.prompt_tokens]
+            token = unbarred(barred, self.facts.vocab_size) if token in barred else token
         return Drawn(token, TokenLogprob(0.0) if work.sampling.logprobs >= 0 else None)
 
 

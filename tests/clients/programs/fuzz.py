@@ -129,7 +129,10 @@ def mend(body: dict[str, Any]) -> None:
         body.pop("prompt", None)
     else:
         body["prompt"] = known(body.get("prompt")) or "x"
-        for field in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+        for field in (
+            *("add_generation_prompt", "continue_final_message", "tools", "tool_choice", "chat_template_kwargs"),
+            *("enable_thinking", "reasoning_effort"),
+        ):
             body.pop(field, None)
 
 

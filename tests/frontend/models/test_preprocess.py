@@ -19,10 +19,12 @@ from services.frontend.models.preprocess import (
     encode,
     fit_context,
     render_chat,
+    truncate,
 )
 from shared.errors import InvalidRequest
-from shared.hashing import pack_tokens
+from shared.hashing import pack_tokens, unpack_tokens
 from tests.frontend.cards import HERMES, card_of, with_template
+from tests.tiny_model import CHAT_TEMPLATE
 
 LIMITS = ModelLimits(context_length=100, vocab_size=320, grammars=False, biases=False)
 
@@ -237,3 +239,46 @@ async def test_what_the_template_has_no_place_for_is_refused_by_name(copy: Path)
             with pytest.raises(InvalidRequest) as refusal:
                 await render_chat(model, messages, pool, [{"type": "function"}] * tools)
             assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")
+
+
+def test_the_last_tokens_are_kept_and_as_many_as_fit_where_that_is_asked_for() -> None:
+    tokens = pack_tokens(range(200))
+
+    def kept(count: int | None, max_tokens: int | None = None) -> list[int]:
+        return list(unpack_tokens(truncate(tokens, count, LIMITS, max_tokens)))
+
+    assert kept(None) == [*range(200)]
+    assert kept(3) == [197, 198, 199]
+    assert kept(-1) == [*range(101, 200)]
+    assert kept(-1, max_tokens=40) == [*range(140, 200)]
+    assert kept(-1, max_tokens=1000) == [199]
+    assert truncate(pack_tokens([7]), 100, LIMITS, None) == pack_tokens([7])
+    with pytest.raises(InvalidRequest) as refusal:
+        kept(101)
+    assert refusal.value.param == "truncate_prompt_tokens"
+
+
+STRIPPING = "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}"
+TURNS: Any = [{"role": "user", "content": "Say"}, {"role": "assistant", "content": "So it "}]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (CHAT_TEMPLATE, "<|im_start|>user\nSay<|im_end|>\n<|im_start|>assistant\nSo it "),
+        (STRIPPING, "<Say><So it"),
+    ],
+)
+async def test_a_prompt_may_end_within_its_last_message(copy: Path, template: str, text: str) -> None:
+    model = load_model(card_of(copy), with_template(copy, template))
+    with ThreadPoolExecutor(1) as pool:
+        assert await render_chat(model, TURNS, pool, continues=True) == text
+        assert TURNS[-1]["content"] == "So it ", "the messages stay as they were"
+
+
+async def test_a_last_message_that_the_template_does_not_show_cannot_be_continued(copy: Path) -> None:
+    model = load_model(card_of(copy), with_template(copy, "{{ messages[0].content }}"))
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(InvalidRequest) as refusal:
+            await render_chat(model, TURNS, pool, continues=True)
+        assert refusal.value.param == "messages[1].content"

@@ -65,3 +65,37 @@ def test_minus_infinity_becomes_a_number_that_json_can_write() -> None:
     delta = output.push([1], [TokenLogprob(float("-inf"), pack_tokens([2]), (float("-inf"),))])
     [entry] = delta.entries
     assert (entry.logprob, entry.top[0].logprob) == (-9999.0, -9999.0)
+
+
+def test_a_stop_string_that_is_complete_within_the_least_tokens_is_text() -> None:
+    output = Output(TOKENS, ["b"], min_tokens=2)
+    assert output.push([3]) == Delta("ab")
+    assert output.push([2]) == Delta("b")
+    assert output.push([1, 2, 1]) == Delta("a", stopped=True)
+    assert output.counted == 4
+
+
+def test_a_stop_string_may_begin_within_the_least_tokens() -> None:
+    output = Output(TOKENS, ["ab"], min_tokens=2)
+    assert output.push([3, 1]) == Delta("ab")
+    assert output.push([2]) == Delta("", stopped=True)
+
+
+def test_what_ended_the_output_stays_where_it_is_asked_for() -> None:
+    assert Output(TOKENS, ["b"], include_stop=True).push([1, 3, 1]) == Delta("aab", stopped=True)
+    for include, token, text in ((True, 7, "END"), (True, 0, ""), (False, 7, "")):
+        assert Output(TOKENS, [], include_stop=include).finish(stop_token=token) == Delta(text)
+    shown = TokenBytes([b"<s>", *TOKENS.table[1:]], TOKENS.names, False)
+    assert Output(shown, ["x"], include_stop=True).finish(stop_token=0) == Delta("<s>")
+
+
+def test_every_token_is_named_once_also_where_its_text_waits() -> None:
+    output = Output(TOKENS, ["END!"], with_ids=True)
+    assert output.push([1, 7]) == Delta("a", token_ids=(1, 7))
+    assert output.push([0]) == Delta("", token_ids=(0,))
+    assert output.finish(stop_token=4) == Delta("END", token_ids=(4,))
+    stopped = Output(TOKENS, ["END"], with_ids=True)
+    assert stopped.push([1, 7, 2]) == Delta("a", stopped=True, token_ids=(1, 7))
+    plain = Output(TOKENS, [], with_ids=True)
+    assert plain.push([1, 7]) == Delta("aEND", token_ids=(1, 7))
+    assert plain.push([1], [logprob(1)]).token_ids == (1,)

@@ -91,3 +91,14 @@ def test_tokens_of_thinking_are_counted_however_many_come_at_once(size: int) -> 
     text = "<think>why</think>so"
     whole(output, text, step=size)
     assert output.thinking_tokens == text.index("</think>")
+
+
+def test_token_ids_are_those_of_all_the_text_calls_and_marks_too() -> None:
+    for step in (1, 3, 1000):
+        output = ParsedOutput(
+            Output(TOKENS, (), with_ids=True),
+            AnswerParser(ParsePlan("mistral"), ParseResult(frozenset({"now"}), lambda: "id")),
+        )
+        delta, _ = whole(output, "Well. " + CALL, step=step)
+        assert bytes(delta.token_ids) == ("Well. " + CALL).encode()
+    assert output.finish(stop_token=5).token_ids == (5,)

@@ -50,3 +50,27 @@ def test_nothing_passes_after_a_stop_string() -> None:
     assert scanner.push("one. two") == "one"
     assert scanner.push("three") == ""
     assert scanner.finish() == ""
+
+
+@given(st.lists(st.tuples(TEXT, st.booleans()), max_size=8), STOPS)
+def test_a_stop_string_counts_only_where_its_last_character_may_stop(
+    pieces: list[tuple[str, bool]], stops: list[str]
+) -> None:
+    scanner, got = StopScanner(stops), ""
+    for piece, may_stop in pieces:
+        got += scanner.push(piece, may_stop=may_stop)
+        scanner.validate()
+    got += scanner.finish()
+    text = "".join(piece for piece, _ in pieces)
+    allowed = [may_stop for piece, may_stop in pieces for _ in piece]
+    ends = [end for end in range(1, len(text) + 1) if allowed[end - 1] and text[:end].endswith(tuple(stops))]
+    longest = max((len(stop) for stop in stops if ends and text[: ends[0]].endswith(stop)), default=0)
+    assert (got, scanner.stopped) == (text[: ends[0] - longest] if ends else text, bool(ends))
+
+
+@given(st.lists(TEXT, max_size=6), STOPS)
+def test_the_stop_string_stays_where_it_is_asked_for(pieces: list[str], stops: list[str]) -> None:
+    without, scanner = StopScanner(stops), StopScanner(stops, include=True)
+    cut = "".join(map(without.push, pieces)) + without.finish()
+    assert "".join(map(scanner.push, pieces)) + scanner.finish() == cut + without.found
+    assert scanner.found == without.found

@@ -42,7 +42,9 @@ def test_every_field_is_read_or_refused() -> None:
         *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
         *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls", "chat_template_kwargs"),
         *("tool_choice", "response_format", "structured_outputs", "logit_bias", "service_tier"),
-        *("reasoning_effort", "thinking_token_budget", "enable_thinking", "priority"),
+        *("reasoning_effort", "thinking_token_budget", "enable_thinking", "min_tokens", "skip_special_tokens"),
+        *("include_stop_str_in_output", "return_token_ids", "truncate_prompt_tokens", "add_generation_prompt"),
+        *("continue_final_message", "priority"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     }
     marked = fields_not_built(chats.ChatRequest).keys() | advisory_fields(chats.ChatRequest).keys()

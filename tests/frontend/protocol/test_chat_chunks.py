@@ -15,6 +15,7 @@ from services.frontend.protocol.chat_chunks import (
     usage_of,
 )
 from services.frontend.tool_parsers.parse_result import CallPiece
+from shared.hashing import pack_tokens
 
 COUNTS = st.integers(min_value=-3, max_value=40)
 
@@ -108,3 +109,38 @@ def test_a_completions_chunk_is_of_one_choice_too() -> None:
     told = CompletionEncoder("r", 7, "m", with_logprobs=False, with_usage=True, index=3)
     assert [choice(payload)["index"] for payload in (told.delta_chunk(Delta("so")), told.last_chunk("stop"))] == [3, 3]
     assert json.loads(told.frame.keepalive_chunk())["usage"] is None
+
+
+def test_token_ids_are_in_each_choice_and_the_prompts_where_vllm_has_them() -> None:
+    prompts = [pack_tokens([5, 6]), pack_tokens([7])]
+    usage = usage_of(3, 2, 0)
+    for with_logprobs in (False, True):
+        told = partial(ChatEncoder, "r", 7, "m", with_logprobs=with_logprobs, with_usage=True, prompts=prompts)
+        first = json.loads(told(index=0).first_chunk())
+        assert (first["prompt_token_ids"], first["usage"], first["choices"][0]["token_ids"]) == ([5, 6], None, [])
+        assert "prompt_token_ids" not in json.loads(told(index=1).first_chunk())
+        assert choice(told(index=1).delta_chunk(Delta("so", token_ids=(1, 2))))["token_ids"] == [1, 2]
+        assert choice(told(index=1).last_chunk("stop"))["token_ids"] == []
+        whole = json.loads(told().full_body([(Delta("a", token_ids=(1,)), "stop"), (Delta("b"), "length")], usage))
+        assert whole["prompt_token_ids"] == [5, 6]
+        assert [one["token_ids"] for one in whole["choices"]] == [[1], []]
+        text = partial(CompletionEncoder, "r", 7, "m", with_logprobs=with_logprobs, with_usage=False, prompts=prompts)
+        begun = text(index=1).first_chunk()
+        assert begun is not None
+        assert choice(begun) == {
+            **{"index": 1, "text": "", "logprobs": None, "finish_reason": None},
+            **{"token_ids": [], "prompt_token_ids": [7]},
+        }
+        assert choice(text().delta_chunk(Delta("so", token_ids=(1, 2))))["token_ids"] == [1, 2]
+        assert choice(text().last_chunk("stop"))["token_ids"] == []
+        whole = json.loads(text().full_body([(Delta("a", token_ids=(1,)), "stop"), (Delta("b"), "length")], usage))
+        assert [one["prompt_token_ids"] for one in whole["choices"]] == [[5, 6], [7]]
+        assert [one["token_ids"] for one in whole["choices"]] == [[1], []]
+
+
+def test_without_token_ids_there_is_no_field_for_them() -> None:
+    told = CompletionEncoder("r", 7, "m", with_logprobs=False, with_usage=False)
+    assert told.first_chunk() is None
+    plain = shape(parsed=False)
+    whole = told.full_body([(Delta("a"), "stop")], usage_of(1, 1, 0))
+    assert b"token_ids" not in b"".join((plain.first_chunk(), plain.delta_chunk(Delta("a")), whole))

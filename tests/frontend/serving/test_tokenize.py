@@ -173,3 +173,41 @@ async def test_a_text_much_longer_than_its_tokens_is_refused(directory: Path) ->
         with pytest.raises(InvalidRequest) as refusal:
             await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8193}))
         assert refusal.value.param == "tokens"
+
+
+async def test_messages_take_the_fields_of_a_chat_that_its_prompt_depends_on(copy: Path) -> None:
+    with_template(
+        copy,
+        '{{ tools }}<tool_call>{"name": {{ messages[0].tool_calls }}'
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        "{{ enable_thinking }}{{ reasoning_effort }}{% if add_generation_prompt %}So:{% endif %}",
+    )
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    turns = [*HELLO, {"role": "assistant", "content": "I"}]
+    async with world(copy) as w, clients(w) as (_, http):
+        for fields in (
+            {"enable_thinking": False},
+            {"chat_template_kwargs": {"enable_thinking": True, "unread": 1}},
+            {"reasoning_effort": "low"},
+            {"tools": tools, "tool_choice": "none"},
+            {"tools": tools},
+            {"add_generation_prompt": False},
+            {"messages": turns, "continue_final_message": True},
+            {"truncate_prompt_tokens": 5},
+        ):
+            w.say("x")
+            body = {"messages": HELLO, **fields}
+            tokens = (await post(http, "/tokenize", **body))["tokens"]
+            await post(http, "/v1/chat/completions", **body)
+            assert tokens == list(unpack_tokens(w.workers[0].generates.all[-1].tokens)), fields
+        text = (await post(http, "/detokenize", tokens=tokens))["prompt"]
+        assert len(tokens) == 5
+        assert text.endswith("So:")
+
+
+async def test_variables_that_no_template_reads_are_ignored_by_name(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        body = {"model": MODEL, "messages": HELLO, "chat_template_kwargs": {"unread": 1}}
+        async with http.post("/tokenize", json=body) as response:
+            assert response.status == 200
+            assert response.headers["X-Headrace-Ignored"] == "chat_template_kwargs.unread"

@@ -302,4 +302,58 @@ def test_a_mask_is_of_its_own_row_and_a_failed_grammar_is_an_error_there() -> No
     ],
 )
 def test_plain_rows_need_only_the_greatest_logit_or_an_unchanged_draw(asked: dict[str, object], plain: bool) -> None:
-    assert is_plain(msgspec.structs.replace(Sampling(max_tokens=1, temperature=1.0), **asked), VOCAB) == plain
+    sampling = msgspec.structs.replace(Sampling(max_tokens=1, temperature=1.0), **asked)
+    assert is_plain(_work(sampling), VOCAB) == plain
+
+
+def _barred(index: int, sampling: Sampling, barred: Sequence[int], sequence: int = 0) -> Work:
+    return Work(sequence, range(index + 1), index, index + 1, [], sampling, 1, barred)
+
+
+@given(rows, samplings, st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1))
+def test_no_barred_token_is_drawn_before_the_least_tokens(row: Logits, sampling: Sampling, barred: set[int]) -> None:
+    sampling = msgspec.structs.replace(sampling, min_tokens=3, grammar="")
+    held = [_barred(index, sampling, sorted(barred)) for index in range(3)]
+    assert not {drawn.token for drawn in sample(np, np.tile(row, (3, 1)), held)} & barred
+    free = [sample(np, row[None], [_barred(3, sampling, given)]) for given in (sorted(barred), ())]
+    assert free[0] == free[1], "afterwards they change nothing"
+
+
+def test_a_row_beside_one_with_barred_tokens_draws_as_alone() -> None:
+    row = np.arange(VOCAB, dtype=np.float32)
+    greedy = settings(temperature=0.0, min_tokens=5)
+    works = [_barred(0, greedy, [VOCAB - 1]), _barred(0, greedy, []), _barred(5, greedy, [VOCAB - 1])]
+    assert [drawn.token for drawn in sample(np, np.tile(row, (3, 1)), works)] == [VOCAB - 2, VOCAB - 1, VOCAB - 1]
+
+
+def test_barred_tokens_stay_where_the_grammar_allows_nothing_else_or_there_is_nothing_else() -> None:
+    row = np.arange(VOCAB, dtype=np.float32)
+    greedy = settings(temperature=0.0, min_tokens=5, grammar="g")
+
+    def drawn(barred: Sequence[int], *allowed: int) -> int:
+        mask = np.isin(np.arange(VOCAB), allowed)
+        [one] = sample(np, row[None], [_barred(0, greedy, barred)], Masks({0: mask}, {}))
+        return one.token
+
+    assert drawn([7], 3, 7) == 3
+    assert drawn([7], 7) == 7
+    assert drawn([3, 7], 3, 7) == 7
+    [one] = sample(np, row[None], [_barred(0, settings(temperature=0.0, min_tokens=5), range(VOCAB))])
+    assert one.token == VOCAB - 1
+
+
+def test_log_probabilities_are_those_before_tokens_were_barred() -> None:
+    row = np.arange(VOCAB, dtype=np.float32)
+    sampling = settings(temperature=0.0, min_tokens=5, logprobs=1)
+    [held] = sample(np, row[None], [_barred(0, sampling, [VOCAB - 1])])
+    [free] = sample(np, row[None], [_barred(0, sampling, [])])
+    assert held.logprob is not None
+    assert free.logprob is not None
+    assert held.logprob.top_tokens == free.logprob.top_tokens
+    assert held.logprob.logprob < free.logprob.logprob
+
+
+def test_a_row_is_not_plain_while_tokens_are_barred() -> None:
+    sampling = settings(min_tokens=2)
+    assert [is_plain(_barred(index, sampling, [1]), VOCAB) for index in range(4)] == [False, False, True, True]
+    assert is_plain(_barred(0, sampling, []), VOCAB)

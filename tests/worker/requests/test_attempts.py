@@ -233,3 +233,18 @@ class AttemptsMachine(RuleBasedStateMachine):
 
 TestAttemptsMachine = AttemptsMachine.TestCase
 TestAttemptsMachine.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+def test_a_least_number_of_tokens_is_refused_by_name_where_it_would_be_passed_over_or_is_none() -> None:
+    def least(tokens: int) -> Generate:
+        return msgspec.structs.replace(generate("a"), sampling=Sampling(max_tokens=8, min_tokens=tokens))
+
+    reply, _ = attempts().admit(least(1), FACTS)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.min_tokens: this engine does not support it")
+    able = msgspec.structs.replace(FACTS, min_tokens=True)
+    assert code(attempts(), least(8), able) == "accepted"
+    for wrong in (-1, 9):
+        reply, _ = attempts().admit(least(wrong), able)
+        assert isinstance(reply, Refused)
+        assert reply.reason == f"sampling.min_tokens: {wrong}"

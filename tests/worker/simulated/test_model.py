@@ -98,3 +98,17 @@ def test_an_embedding_follows_from_all_tokens_however_they_are_cut() -> None:
         numbers = unpack("<40f", drawn.embedding)
         assert sum(number * number for number in numbers) == pytest.approx(1.0)
         assert embedding_of(crc32(pack_tokens(PROMPT[:3])), 40) != drawn.embedding
+
+
+def test_no_answer_ends_before_its_least_tokens_and_no_barred_token_is_said() -> None:
+    simulated = model(output_tokens=10)
+    history = list(PROMPT)
+    sampling = Sampling(max_tokens=100, min_tokens=60, stop_token_ids=(7,))
+    while len(history) < 100:
+        work = Work(0, history, len(history) - 1, len(history), [], sampling, len(PROMPT), (EOS, 7))
+        (drawn,) = simulated.draw([work])
+        assert drawn is not None
+        history.append(drawn.token)
+    output = history[len(PROMPT) :]
+    assert not {EOS, 7} & set(output[:60])
+    assert output[60] == EOS

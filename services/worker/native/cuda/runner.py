@@ -87,6 +87,7 @@ class CudaRunner:
             path=path,
             grammars=grammars is not None,
             biases=True,
+            min_tokens=True,
             embedding_size=config.hidden,
             weights=digest,
         )

@@ -60,7 +60,7 @@ class CudaSampler:
         instead of a token.
         """
         vocab = logits.shape[1]
-        special = [row for row, work in enumerate(works) if not is_plain(work.sampling, vocab)]
+        special = [row for row, work in enumerate(works) if not is_plain(work, vocab)]
         if len(special) == len(works):
             return _sampled(logits, works, masks)
         count = len(works)

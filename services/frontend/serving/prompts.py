@@ -1,0 +1,85 @@
+"""The prompt of a chat: its template, the variables that the template gets, and its tokens.
+
+    ChatRequest ─▶ plan_of_reasoning ─▶ read_kwargs ─▶ render_chat ─▶ encode ─▶ tokens, and the plan to parse the answer
+
+A chat and /tokenize make prompts here, so that both accept the same fields and count the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import Any
+
+from services.frontend.models import preprocess
+from services.frontend.models.chat_template import ChatTemplate
+from services.frontend.models.model import Model, ModelLimits
+from services.frontend.protocol import chat
+from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.reasoning import ReasoningPlan, plan_reasoning
+from services.frontend.tool_parsers import reasoning
+from services.frontend.tool_parsers.parser import ParsePlan
+
+
+async def chat_prompt(
+    request: ChatRequest,
+    model: Model,
+    limits: ModelLimits,
+    pool: Executor,
+    ignored: IgnoredFields,
+    *,
+    special: bool = False,
+) -> tuple[bytes, ParsePlan]:
+    """Return the packed tokens of a chat's prompt and what its answer is parsed for. `special`: with the tokens that
+    the tokenizer puts around a text. Raise InvalidRequest."""
+    tools = chat.offered_tools(request)
+    template = model.tool_template if tools else model.template
+    more = read_kwargs(template, plan_of_reasoning(request, model, ignored).template_kwargs, ignored)
+    text = await preprocess.render_chat(
+        model,
+        chat.messages_as_rendered(request.messages),
+        pool,
+        tools,
+        more,
+        answer_begins=not request.continue_final_message and request.add_generation_prompt is not False,
+        continues=bool(request.continue_final_message),
+    )
+    plan = ParsePlan(model.tool_format if tools else None, model.thinks, reasoning.open_in(text))
+    tokens = await preprocess.encode(model, text, pool, special=special, param="messages")
+    preprocess.check_encoded(model, tokens, limits, param="messages")
+    return tokens, plan
+
+
+def plan_of_reasoning(request: ChatRequest, model: Model, ignored: IgnoredFields) -> ReasoningPlan:
+    """Return how the model is to reason before its answer. Raise InvalidRequest."""
+    offers = request.tools and request.tool_choice != "none"
+    template = model.tool_template if offers else model.template
+    return plan_reasoning(
+        request.reasoning_effort,
+        request.thinking_token_budget,
+        chat.template_kwargs(request),
+        ignored,
+        reads=() if template is None else template.reads,
+        reasons=model.thinks,
+    )
+
+
+def read_kwargs(template: ChatTemplate | None, given: Mapping[str, Any], ignored: IgnoredFields) -> Mapping[str, Any]:
+    """Return the variables that the chat template reads. Others are ignored, or left to be refused. Raise
+    InvalidRequest for a variable that has its value from elsewhere, because the client would get another prompt than
+    it asks for."""
+    if template is None:
+        return given
+    for name in given:
+        if name in template.sets:
+            by_field = name in ChatRequest.__struct_fields__
+            source = f"the field {name} of the request sets it" if by_field else "the server sets it"
+            raise field_error(f"chat_template_kwargs.{name}", f"not a variable of requests: {source}", UNSUPPORTED)
+    if ignored.refuse:
+        return given
+    for name in given:
+        if name not in template.reads:
+            ignored.add(f"chat_template_kwargs.{name}")
+    return {name: value for name, value in given.items() if name in template.reads}
