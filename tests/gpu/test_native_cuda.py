@@ -253,6 +253,20 @@ def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int,
     assert abs(drawn[-1].logprob.logprob - expected[-1].logprob.logprob) < 1e-4
 
 
+def test_barred_tokens_are_not_drawn_before_the_least_tokens(tmp_path: Path) -> None:
+    draws = drawing(tmp_path, CudaConfig())
+    logits = np.random.default_rng(7).normal(0, 4, (6, 320)).astype(np.float32)
+    settings = [Sampling(max_tokens=9, temperature=one, seed=5, min_tokens=3) for one in (0.0, 0.7, 0.0, 0.7, 0.0, 0.7)]
+    works = [work([1, 2, 3, 1], [0], sampling=one, prompt_tokens=2) for one in settings]
+    for one in works[:4]:
+        one.barred = [int(logits[0].argmax()), int(logits[2].argmax())]
+    works[2].prompt_tokens = works[3].prompt_tokens = 1  # their outputs have three tokens
+    drawn = draws.draw(cp.asarray(logits), works)
+    assert [one.token for one in drawn] == [one.token for one in sample(np, logits, works)]
+    assert drawn[0].token != logits[0].argmax()
+    assert drawn[2].token == logits[2].argmax()
+
+
 def test_a_logit_that_is_not_finite_is_an_error_of_its_row_and_the_others_draw_as_ever(tmp_path: Path) -> None:
     draws = drawing(tmp_path, CudaConfig())
     plain, special = GREEDY, Sampling(max_tokens=1, temperature=0.9, top_k=4, seed=5)

@@ -717,3 +717,11 @@ def streaming_embedding() -> Session:
     session.on(selected(1))
     session.on(Accepted(R, 1))
     return session
+
+
+def test_the_token_that_ended_the_output_is_named_at_its_end() -> None:
+    session = streaming(max_tokens=5)
+    actions = step(session, PartReceived("w1", part(0, [5, 6], "stop")))
+    assert actions[1:] == [EmitTokens([5], None), PublishLoad(Finished(R, 1)), Finish("stop", stop_token=6)]
+    session = streaming(max_tokens=2)
+    assert step(session, PartReceived("w1", part(0, [5, 6], "length")))[-1] == Finish("length")

@@ -158,3 +158,13 @@ async def test_a_turn_with_calls_ends_for_them_and_what_piled_up_is_joined(
     stream.end(Finish(reason))
     assert [delta async for delta in stream] == [Delta("", calls=(CallPiece(0, "{}", "id", "f"),))]
     assert stream.finish == told
+
+
+async def test_token_ids_come_without_text_and_with_the_token_that_ended_the_output() -> None:
+    output = Output(TOKENS, ["ab!"], with_ids=True)
+    stream = Stream(request(output, 10), Session("r", 10))
+    stream.add_tokens([0], None)
+    assert stream.pop_delta() == Delta("", token_ids=(0,))
+    stream.add_tokens([1], None)
+    stream.end(Finish("stop", stop_token=2))
+    assert [delta async for delta in stream] == [Delta("ab", token_ids=(1, 2))]

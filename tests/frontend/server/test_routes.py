@@ -338,6 +338,31 @@ async def test_a_worker_that_would_pass_over_a_bias_is_not_asked(directory: Path
         assert w.router.asked.all[-1].excluded == ("w1",)
 
 
+async def test_the_least_tokens_reach_the_worker_and_are_at_most_what_may_follow(directory: Path) -> None:
+    async with world(directory, min_tokens=True) as w, clients(w) as (client, _):
+        w.say("x")
+        await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=9, extra_body={"min_tokens": 9})
+        [generate] = w.workers[0].generates.all
+        assert generate.sampling.min_tokens == 9
+        for fields, name in (({"min_tokens": 17}, "max_tokens"), ({"min_tokens": CONTEXT}, "max_tokens")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.completions.create(model=MODEL, prompt="x", extra_body=fields)
+            assert refused.value.param == "min_tokens"
+            assert name in refused.value.message
+
+
+async def test_a_worker_that_would_pass_over_the_least_tokens_is_not_asked(directory: Path) -> None:
+    async with world(directory, announced=False) as w, clients(w) as (client, _):
+        await w.announce_router()
+        await w.announce_worker("w2", min_tokens=True)
+        await w.ready()
+        w.say("x")
+        # The router knows of w1 already; this frontend does not.
+        await client.completions.create(model=MODEL, prompt="x", extra_body={"min_tokens": 1})
+        assert w.workers[0].generates.all == []
+        assert w.router.asked.all[-1].excluded == ("w1",)
+
+
 async def test_routers_hear_of_the_first_token_and_of_the_end(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (client, _):
         w.say("abc")

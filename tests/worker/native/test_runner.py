@@ -111,6 +111,7 @@ def test_the_facts_are_those_of_the_directory(tiny: NativeRunner) -> None:
     assert facts.eos_token_ids == (0, 2)
     assert facts.grammars
     assert facts.biases
+    assert facts.min_tokens
     assert facts.context_length == 32 * 16  # the model allows 2048; the cache does not
     assert (Path(facts.path) / "tokenizer.json").exists()
     assert facts.weights == weights_digest(Path(facts.path), read_config(Path(facts.path)))

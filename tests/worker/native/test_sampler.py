@@ -319,7 +319,7 @@ def test_no_barred_token_is_drawn_before_the_least_tokens(row: Logits, sampling:
     assert free[0] == free[1], "afterwards they change nothing"
 
 
-def test_a_row_beside_one_with_barred_tokens_draws_as_alone() -> None:
+def test_a_row_draws_the_same_next_to_one_with_barred_tokens() -> None:
     row = np.arange(VOCAB, dtype=np.float32)
     greedy = settings(temperature=0.0, min_tokens=5)
     works = [_barred(0, greedy, [VOCAB - 1]), _barred(0, greedy, []), _barred(5, greedy, [VOCAB - 1])]

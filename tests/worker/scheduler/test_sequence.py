@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from services.worker.limits import SchedulerLimits
+from services.worker.messages import Submit
+from services.worker.scheduler.sequence import Sequence
+from shared.hashing import pack_tokens
+from shared.messages import Sampling
+
+PROMPT_TOKENS = 4
+LIMITS = SchedulerLimits(
+    model="model", context_length=64, eos_token_ids=frozenset((9, 0)), block_size=2, capacity_blocks=16
+)
+
+
+def sequence(sampling: Sampling, produced: int = 0) -> Sequence:
+    tokens = pack_tokens([5] * (PROMPT_TOKENS + produced))
+    return Sequence.of(Submit("r", 1, "f", tokens, PROMPT_TOKENS, sampling, 60.0), LIMITS, 0, 0.0)
+
+
+def test_ends_of_sequence_and_stop_tokens_are_barred_where_there_is_a_least_number_of_tokens() -> None:
+    assert sequence(Sampling(8, stop_token_ids=(3,))).work.barred == ()
+    assert sequence(Sampling(8, min_tokens=2)).work.barred == [0, 9]
+    both = sequence(Sampling(8, min_tokens=2, stop_token_ids=(3, 9), ignore_eos=True))
+    assert both.work.barred == [0, 3, 9], "ends of sequence too, where they end nothing"
+    assert both.stop_tokens == {3, 9}
+
+
+def test_tokens_of_earlier_attempts_count() -> None:
+    for produced, barred in ((0, True), (1, True), (2, False)):
+        work = sequence(Sampling(8, min_tokens=2), produced).work
+        work.end = len(work.history)
+        assert bool(work.barred_now) == barred
