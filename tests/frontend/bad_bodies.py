@@ -16,7 +16,7 @@ STRICT = FrontendConfig(unknown_fields="refuse")
 _MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-_BOTH_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
+_BOTH_ENDS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": True}
 _OUR_WORD = "chat_template_kwargs.messages"
 
 Operation = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
@@ -281,7 +281,7 @@ BAD_BODIES = [
     _chat("min_tokens above max_completion_tokens", "min_tokens", min_tokens=9, max_completion_tokens=8),
     _completion("min_tokens of a prompt above max_tokens", "min_tokens", min_tokens=9, max_tokens=8),
     *(
-        _completion(f"{field} no flag", field, **{field: 1})
+        _completion(f"{field} no flag", field, 400, None, **{field: 1})
         for field in ("skip_special_tokens", "include_stop_str_in_output", "return_token_ids")
     ),
     _completion("spaces no flag", "spaces_between_special_tokens", spaces_between_special_tokens=1),

@@ -346,6 +346,22 @@ async def test_thinking_is_separated_from_the_answer_and_the_calls(templated: Te
         assert completion.choices[0].text == "Never done", "a completion is its text"
 
 
+async def test_thinking_that_a_client_began_goes_on_as_thinking(templated: Templated) -> None:
+    async with world(templated(THINKING)) as w, clients(w) as (_, http):
+        w.say("so.</think>\n\nYes.")
+        for begun, message in (
+            ("<think>\nHm", {"content": "Yes.", "reasoning_content": "so."}),
+            ("<think>Hm</think>\n\nWell", {"content": "so.</think>\n\nYes."}),
+        ):
+            messages = [*HELLO, {"role": "assistant", "content": begun}]
+            body = {"model": MODEL, "messages": messages, "continue_final_message": True}
+            async with http.post("/v1/chat/completions", json=body) as response:
+                [choice] = (await response.json())["choices"]
+            assert {name: choice["message"].get(name) for name in message} == message
+            prompt = w.tokenizer.decode(unpack_tokens(w.workers[0].generates.all[-1].tokens), skip_special_tokens=False)
+            assert prompt.endswith(begun)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_each_choice_has_its_own_calls(templated: Templated, streams: bool) -> None:
     async with world(templated(TEMPLATE)) as w, clients(w) as (_, http):

@@ -170,7 +170,7 @@ def test_no_end_of_sequence_comes_before_the_least_tokens(asking: Asking) -> Non
 
 
 def test_no_stop_token_comes_before_the_least_tokens_and_no_stop_string_counts(asking: Asking) -> None:
-    says = {"logit_bias": asking.bias("a"), "max_tokens": 40, "n": 2}
+    says: dict[str, Any] = {"logit_bias": asking.bias("a"), "max_tokens": 40, "n": 2}
     [stop] = asking.ids("a")
     for choice in asking.ask(**says, stop_token_ids=[stop], min_tokens=5, return_token_ids=True).choices:
         assert choice.tokens.index(stop) == 5
@@ -197,7 +197,7 @@ def test_more_least_tokens_than_may_come_are_refused_by_both_names(asking: Askin
 
 
 def test_special_tokens_are_in_the_text_where_that_is_asked_for(asking: Asking) -> None:
-    says = {"logit_bias": {START: 100}, "max_tokens": 3, "n": 2, "return_token_ids": True}
+    says: dict[str, Any] = {"logit_bias": {START: 100}, "max_tokens": 3, "n": 2, "return_token_ids": True}
     for skip, text in ((True, ""), (None, ""), (False, "<|im_start|>" * 3)):
         for choice in asking.ask(**says, skip_special_tokens=skip, spaces_between_special_tokens=False).choices:
             assert (choice.text, choice.tokens) == (text, [START] * 3)
@@ -207,10 +207,10 @@ def test_what_ended_the_answer_stays_in_it_where_that_is_asked_for(asking: Askin
     says: dict[str, Any] = {"logit_bias": asking.bias("a"), "max_tokens": 40, "n": 2}
     [token] = asking.ids("a")
     for included, string, stop in ((False, "", ""), (True, "aaa", "a")):
-        kept = {"include_stop_str_in_output": included}
+        kept: dict[str, Any] = {"include_stop_str_in_output": included}
         assert [one.text for one in asking.ask(**says, **kept, stop=["aaa"]).choices] == [string] * 2
         assert [one.text for one in asking.ask(**says, **kept, stop_token_ids=[token]).choices] == [stop] * 2
-    ends = {"logit_bias": {END: 100}, "max_tokens": 40, "include_stop_str_in_output": True}
+    ends: dict[str, Any] = {"logit_bias": {END: 100}, "max_tokens": 40, "include_stop_str_in_output": True}
     assert [one.text for one in asking.ask(**ends).choices] == [""]
     assert [one.text for one in asking.ask(**ends, skip_special_tokens=False).choices] == ["<|im_end|>"]
 
@@ -251,12 +251,13 @@ def test_a_chat_says_where_its_prompt_ends(services: Fleet, stream: bool) -> Non
     asking = Asking(services.services["frontend"].url, "chat", stream=stream)
     turns = [*HELLO, {"role": "assistant", "content": "turns and "}]
     before = "<|im_start|>user\nthe mill at the river<|im_end|>\n<|im_start|>assistant\nturns and "
-    for fields, text in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, before + "<|im_end|>\n<|im_start|>assistant\n"),
         ({"add_generation_prompt": False}, before + "<|im_end|>\n"),
         ({"continue_final_message": True}, before),
         ({"continue_final_message": True, "add_generation_prompt": False}, before),
-    ):
+    ]
+    for fields, text in cases:
         answer = asking.ask(messages=turns, max_tokens=3, n=2, return_token_ids=True, **fields)
         assert asking.post("/detokenize", tokens=answer.prompt)["prompt"] == text
         assert asking.post("/tokenize", messages=turns, **fields)["tokens"] == answer.prompt

@@ -77,6 +77,7 @@ return_token_strs: at most 1 Mi tokens
 continue_final_message: `continue_final_message` excludes `add_generation_prompt: true`; the last message then has a \
 text and no calls
 min_tokens: `min_tokens` is at most `max_tokens`, and is refused unless every worker of the model supports it
+echo: with `return_token_ids`, the prompts of all answers have at most 1 Mi tokens together
 truncate_prompt_tokens: `truncate_prompt_tokens` is -1 or from 1 to the model's context, and excludes `suffix`
 tokens: at most 8 Mi characters
 """.splitlines()

@@ -314,12 +314,16 @@ def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]
     return rendered
 
 
-def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
+def text_of(message: ChatMessage) -> str:
+    """Return the text of a message; empty if it has none."""
     content = message.content or ""
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
     turn = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": text,
+        "content": text_of(message),
         "name": message.name,
         "tool_calls": calls_as_rendered(message.tool_calls or (), f"{where}.tool_calls") or None,
         "tool_call_id": message.tool_call_id,

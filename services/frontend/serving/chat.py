@@ -31,11 +31,10 @@ from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol import chat
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
-from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, prompts_of
+from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, check_prompt_ids, prompts_of
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
-from services.frontend.protocol.tokenize import TOKENS_LIMIT
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.priority import served_priority
@@ -203,12 +202,7 @@ class ServingChat(Struct, frozen=True):
                 await asyncio.sleep(0)  # each blocks the loop for a millisecond at most, all of them for 100
             tokens = await self._text(given, request.suffix or "", model, limits, param)
             found.append(fitted(tokens, default_tokens, param))
-        if (
-            request.return_token_ids
-            and (count := (request.n or 1) * sum(prompt.count for prompt in found)) > TOKENS_LIMIT
-        ):
-            why = f"the prompts of all answers have {count} tokens, more than {TOKENS_LIMIT}"
-            raise field_error("return_token_ids", why)
+        check_prompt_ids(request, sum(prompt.count for prompt in found))
         return found, ParsePlan()
 
     async def _text(

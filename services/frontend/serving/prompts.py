@@ -15,7 +15,7 @@ from services.frontend.models import preprocess
 from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.model import Model, ModelLimits
 from services.frontend.protocol import chat
-from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.chat import ChatRequest, text_of
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import ReasoningPlan, plan_reasoning
@@ -46,7 +46,10 @@ async def chat_prompt(
         answer_begins=not request.continue_final_message and request.add_generation_prompt is not False,
         continues=bool(request.continue_final_message),
     )
-    plan = ParsePlan(model.tool_format if tools else None, model.thinks, reasoning.open_in(text))
+    begun = reasoning.open_in(text)
+    if request.continue_final_message:
+        begun = begun or reasoning.is_open(text_of(request.messages[-1]))
+    plan = ParsePlan(model.tool_format if tools else None, model.thinks, begun)
     tokens = await preprocess.encode(model, text, pool, special=special, param="messages")
     preprocess.check_encoded(model, tokens, limits, param="messages")
     return tokens, plan

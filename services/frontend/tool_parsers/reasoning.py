@@ -14,6 +14,11 @@ def open_in(prompt: str) -> bool:
     return prompt[-64:].rstrip().endswith(OPEN)
 
 
+def is_open(text: str) -> bool:
+    """Return whether a text that a model continues ends within reasoning."""
+    return text.rfind(OPEN) > text.rfind(CLOSE)
+
+
 def read_reasoning(reader: TextReader, result: ParseResult, *, inside: bool) -> Reading[None]:
     """Read up to where the answer begins. `inside`: the prompt ends within reasoning; a model may still open it again.
 

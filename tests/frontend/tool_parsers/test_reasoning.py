@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.frontend.tool_parsers.parser import ParsePlan
-from services.frontend.tool_parsers.reasoning import open_in
+from services.frontend.tool_parsers.reasoning import is_open, open_in
 from tests.frontend.tool_parsers.transcripts import Answer, every_cut
 
 OUTSIDE, INSIDE = ParsePlan(reasoning=True), ParsePlan(reasoning=True, reasoning_open=True)
@@ -44,3 +44,11 @@ def test_a_prompt_shows_whether_it_ends_within_reasoning() -> None:
     assert open_in("<|assistant|><think>\n")
     assert not open_in("<|assistant|><think>\n\n</think>\n\n")
     assert not open_in("think")
+
+
+@pytest.mark.parametrize(
+    ("text", "begun"),
+    [("<think>\nHm", True), ("<think>Hm</think>", False), ("<think>a</think><think>", True), ("", False)],
+)
+def test_a_text_that_is_continued_may_end_within_reasoning(text: str, begun: bool) -> None:
+    assert is_open(text) == begun
