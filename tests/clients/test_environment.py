@@ -14,7 +14,19 @@ pytestmark = pytest.mark.timeout(600)
 
 async def test_a_program_runs_in_it_with_its_own_clients(run_program: Run) -> None:
     versions = dict(line.split() for line in (await run_program("versions.py")).splitlines())
-    assert versions.keys() == {"anthropic", "langchain-openai", "litellm", "ollama", "openai", "schemathesis"}
+    assert versions.keys() == {
+        "anthropic",
+        "instructor",
+        "langchain-openai",
+        "litellm",
+        "llm",
+        "ollama",
+        "openai",
+        "openai-agents",
+        "outlines",
+        "pydantic-ai-slim",
+        "schemathesis",
+    }
 
 
 def test_it_is_made_once_and_again_where_its_lock_file_is_another(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ import msgspec
 from services.worker.config import SimulatedConfig
 from services.worker.messages import Ready
 from services.worker.mover import Mover
+from services.worker.native.grammars import GrammarCache
+from services.worker.native.masks import Masks, MaskThread
 from services.worker.runner import Drawn, Work
 from services.worker.simulated.model import SimulatedModel, unbarred
 from services.worker.simulated.mover import SimulatedMover
 from services.worker.simulated.timing import Table, Timing
 from shared.errors import ConfigError
-from shared.messages import TokenLogprob
+from shared.messages import UNFOLLOWABLE, TokenLogprob
 
 
 class SimulatedRunner:
@@ -43,13 +45,21 @@ class SimulatedRunner:
 class EchoRunner:
     """A Runner that repeats the prompt: token i of the prompt is token i of the output, then comes the end of sequence.
     With `min_tokens` it begins the prompt again instead. It makes no embeddings. It is there for tests, and for trying
-    the wiring."""
+    the wiring.
+
+    A grammar ends the repetition where the prompt goes on and the grammar lets the output end. A prompt that breaks the
+    grammar ends with an error.
+    """
 
     def __init__(self, facts: Ready) -> None:
-        self.facts = msgspec.structs.replace(facts, embedding_size=0)
+        grammars = GrammarCache.from_directory(Path(facts.path), facts.vocab_size, facts.eos_token_ids)
+        self._masks = MaskThread(grammars)
+        self.facts = msgspec.structs.replace(facts, embedding_size=0, grammars=grammars is not None)
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        return [self._draw(work) if work.draws else None for work in works]
+        self._masks.begin(works)
+        masks = self._masks.end()
+        return [self._draw(work, masks) if work.draws else None for work in works]
 
     def mover(self, clock: Callable[[], float]) -> Mover:  # noqa: ARG002 - a Runner's
         """Raise ConfigError: there is no KV."""
@@ -58,14 +68,21 @@ class EchoRunner:
         )
 
     def close(self) -> None:
-        pass
+        self._masks.close()
 
-    def _draw(self, work: Work) -> Drawn:
-        index = work.draw_index
-        token = work.history[index] if index < work.prompt_tokens else self.facts.eos_token_ids[0]
+    def _draw(self, work: Work, masks: Masks) -> Drawn:
+        if work.sequence in masks.failed:
+            return Drawn(0, error=masks.failed[work.sequence])
+        index, end = work.draw_index, self.facts.eos_token_ids[0]
+        token = work.history[index] if index < work.prompt_tokens else end
         if barred := work.barred_now:
             token = work.history[index % work.prompt_tokens]
             token = unbarred(barred, self.facts.vocab_size) if token in barred else token
+        allowed = masks.allowed.get(work.sequence)
+        if allowed is not None and not allowed[token]:
+            if not allowed[end]:
+                return Drawn(0, error=f"{UNFOLLOWABLE}: it does not allow token {index} of the prompt")
+            token = end
         return Drawn(token, TokenLogprob(0.0) if work.sampling.logprobs >= 0 else None)
 
 

@@ -4,5 +4,18 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-for name in ("anthropic", "langchain-openai", "litellm", "ollama", "openai", "schemathesis"):
+CLIENTS = (
+    "anthropic",
+    "instructor",
+    "langchain-openai",
+    "litellm",
+    "llm",
+    "ollama",
+    "openai",
+    "openai-agents",
+    "outlines",
+    "pydantic-ai-slim",
+    "schemathesis",
+)
+for name in CLIENTS:
     print(name, version(name))

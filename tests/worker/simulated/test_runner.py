@@ -1,14 +1,21 @@
+"""The engines without arithmetic, as a worker's engine process runs them."""
+
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from services.worker.messages import Ready
+from services.worker.model_facts import facts_of
 from services.worker.runner import Work
 from services.worker.simulated.runner import EchoRunner
 from shared.errors import ConfigError
-from shared.messages import KvLayout, Sampling
+from shared.messages import UNFOLLOWABLE, KvLayout, Sampling
+from tests.tiny_model import write_tiny_model
 
 FACTS = Ready(16, 10, (0,), 4, 4, KvLayout("float32", 1, 1, 1, 4), embedding_size=64)
 
@@ -32,3 +39,50 @@ def test_the_echo_engine_begins_again_until_it_has_the_least_tokens_and_says_no_
         history.append(drawn.token)
         work.start, work.end = len(history) - 1, len(history)
     assert history[3:] == [5, 1, 7, 5, 1, 0]
+
+
+def echoed(directory: Path, prompt: str, grammar: str) -> tuple[str, str]:
+    """The text that the echo engine makes of a prompt until its end of sequence, and its error."""
+    write_tiny_model(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    facts = facts_of(directory, block_size=4, capacity_blocks=64)
+    runner = EchoRunner(facts)
+    history = tokenizer.encode(prompt).ids
+    sampling = Sampling(max_tokens=64, grammar=grammar)
+    work = Work(1, history, 0, len(history), (), sampling, len(history))
+    try:
+        while True:
+            [drawn] = runner.step([work])
+            assert drawn is not None
+            if drawn.error or drawn.token in facts.eos_token_ids:
+                return tokenizer.decode(history[work.prompt_tokens :]), drawn.error
+            history.append(drawn.token)
+            work = msgspec.structs.replace(work, start=work.end, end=len(history))
+    finally:
+        runner.close()
+
+
+DIGITS = "%llguidance {}\nstart: /[0-9]{2,4}/"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("1815", "1815"), ("181", "181"), ("18 and more", "18"), ("18159", "1815")]
+)
+def test_the_echo_engine_ends_where_the_grammar_lets_it(tmp_path: Path, prompt: str, text: str) -> None:
+    assert echoed(tmp_path / "tiny", prompt, DIGITS) == (text, "")
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("x", ""), ("1x", "1"), ("1", "1")])
+def test_a_prompt_that_breaks_the_grammar_is_the_echo_engines_error(tmp_path: Path, prompt: str, text: str) -> None:
+    said, error = echoed(tmp_path / "tiny", prompt, DIGITS)
+    assert said == text
+    assert error.startswith(UNFOLLOWABLE)
+
+
+def test_the_echo_engine_supports_grammars_where_it_can_read_the_tokenizer(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    for readable in (True, False):
+        runner = EchoRunner(facts_of(model, block_size=4, capacity_blocks=64))
+        assert runner.facts.grammars is readable
+        runner.close()
+        (model / "tokenizer.json").write_text("{}")

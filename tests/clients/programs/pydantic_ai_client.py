@@ -1,0 +1,93 @@
+"""pydantic-ai over chats and over responses, at the URL given; a traceback where something is not right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+URL = sys.argv[1]
+PROVIDER = OpenAIProvider(base_url=URL, api_key="any")
+SETTINGS: Any = {"temperature": 0, "max_tokens": 200}
+MODELS: list[type[OpenAIChatModel] | type[OpenAIResponsesModel]] = [OpenAIChatModel, OpenAIResponsesModel]
+ADA = {"name": "Ada", "born": 1815}
+ASKED = "Who was Ada Lovelace?"
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    born: int
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+
+def call(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def an_agent_calls_its_tool_and_says_the_result(kind: Any) -> None:
+    """Whole and streamed."""
+    agent = Agent(kind("echo", provider=PROVIDER), tools=[multiply], instructions="Be kind.")
+    whole = await agent.run(call("multiply", {"a": 6, "b": 7}))
+    assert whole.output == "42", whole
+    assert whole.usage.requests == 2, whole.usage
+    assert whole.usage.output_tokens > 0, whole.usage
+    async with agent.run_stream(call("multiply", {"a": 6, "b": 7})) as streamed:
+        text = "".join([piece async for piece in streamed.stream_text(delta=True)])
+    assert text == "42", text
+    more = await agent.run("And now?", message_history=whole.all_messages())
+    assert more.output == "And now?", more
+
+
+async def the_output_is_a_call_of_a_tool(kind: Any) -> None:
+    said = Agent(kind("echo", provider=PROVIDER), output_type=Person)
+    assert (await said.run(call("final_result", ADA))).output == Person(**ADA)
+    held = Agent(kind("speaker", provider=PROVIDER, settings=SETTINGS), output_type=ToolOutput(Person, strict=True))
+    assert isinstance((await held.run(ASKED)).output, Person)
+    async with said.run_stream(call("final_result", ADA)) as streamed:
+        parts = [part async for part in streamed.stream_output(debounce_by=None)]
+    assert parts[-1] == Person(**ADA), parts
+
+
+async def the_output_is_held_to_a_schema(kind: Any) -> None:
+    said = Agent(kind("echo", provider=PROVIDER), output_type=NativeOutput(Person))
+    assert (await said.run(json.dumps(ADA))).output == Person(**ADA)
+    held = Agent(kind("speaker", provider=PROVIDER, settings=SETTINGS), output_type=NativeOutput(Person))
+    assert isinstance((await held.run(ASKED)).output, Person)
+
+
+async def the_output_is_asked_for_in_words(kind: Any) -> None:
+    said = Agent(kind("echo", provider=PROVIDER), output_type=PromptedOutput(Person))
+    assert (await said.run(json.dumps(ADA))).output == Person(**ADA)
+
+
+async def what_is_wrong_is_its_error(kind: Any) -> None:
+    try:
+        await Agent(kind("nobody", provider=PROVIDER)).run("x")
+    except ModelHTTPError as wrong:
+        assert wrong.status_code == 404, wrong
+        return
+    raise AssertionError("no ModelHTTPError")
+
+
+async def ask_everything() -> None:
+    for kind in MODELS:
+        await an_agent_calls_its_tool_and_says_the_result(kind)
+        await the_output_is_a_call_of_a_tool(kind)
+        await the_output_is_held_to_a_schema(kind)
+        await the_output_is_asked_for_in_words(kind)
+        await what_is_wrong_is_its_error(kind)
+
+
+asyncio.run(ask_everything())
