@@ -6,8 +6,8 @@ our .venv. Node's is made from npm/package-lock.json, with the Node.js and npm t
 
     .headrace/clients/        Python's
     .headrace/clients-npm/    Node's: node_modules, and programs/, a link to PROGRAMS, from where Node finds node_modules
-    …/requirements.lock, …/npm.lock    a copy of the lock file that it was made from; written last, so that it is there
-                              exactly if the environment is whole
+    …/requirements.lock, …/npm.lock    copies of the lock files that they were made from; written last, so that one is
+                              there exactly if its environment is whole
     .headrace/clients.lock    held (flock) by the process that makes it; the kernel drops it with its holder
 
 requirements.lock is made of requirements.in: `uv pip compile --universal --generate-hashes -p 3.11 requirements.in -o

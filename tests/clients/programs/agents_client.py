@@ -86,9 +86,10 @@ async def what_is_wrong_is_its_error(kind: Any) -> None:
     try:
         await Runner.run(agent(kind, "nobody"), "x")
     except openai.NotFoundError as wrong:
-        assert wrong.code == "model_not_found", wrong
-        return
-    raise AssertionError("no NotFoundError")
+        code = wrong.code
+    else:
+        raise AssertionError("no NotFoundError")
+    assert code == "model_not_found", code
 
 
 async def ask_everything() -> None:

@@ -2,7 +2,8 @@
 
 llm_command.py URL FOLDER        FOLDER: an empty one, where llm finds its settings and writes its log
 
-Its commands run in this process, because each process of its own would take 3 s of CPU to begin. The models are listed in extra-openai-models.yaml, as llm's documents say: over chats, and over responses.
+The models are listed in extra-openai-models.yaml, as llm's documents say: over chats, and over responses. Commands run
+in this process, because each process of its own would take 3 s of CPU to begin.
 """
 
 from __future__ import annotations

@@ -76,9 +76,10 @@ async def what_is_wrong_is_its_error(kind: Any) -> None:
     try:
         await Agent(kind("nobody", provider=PROVIDER)).run("x")
     except ModelHTTPError as wrong:
-        assert wrong.status_code == 404, wrong
-        return
-    raise AssertionError("no ModelHTTPError")
+        status = wrong.status_code
+    else:
+        raise AssertionError("no ModelHTTPError")
+    assert status == 404, status
 
 
 async def ask_everything() -> None:
