@@ -60,6 +60,20 @@ async def an_agent_calls_its_tool_and_says_the_result(kind: Any, settings: Model
     assert more.final_output == "And now?", more
 
 
+async def thinking_comes_apart_and_goes_back(kind: Any, settings: ModelSettings) -> None:
+    counter = agent(kind, "echo", tools=[multiply], model_settings=settings)
+    whole = await Runner.run(counter, f"<think>I count.</think>{CALL}")
+    streamed = Runner.run_streamed(counter, f"<think>I count.</think>{CALL}")
+    kinds = [event.data.type async for event in streamed.stream_events() if event.type == "raw_response_event"]
+    assert any("reasoning" in kind for kind in kinds), kinds
+    for ended in (whole, streamed):
+        assert ended.final_output == "42", ended
+        [thought] = [item.raw_item for item in ended.new_items if item.type == "reasoning_item"]
+        assert [part.text for part in thought.content or thought.summary] == ["I count."], thought
+        more = await Runner.run(counter, [*ended.to_input_list(), {"role": "user", "content": "And now?"}])
+        assert more.final_output == "And now?", more
+
+
 async def the_output_is_held_to_a_type(kind: Any) -> None:
     said = await Runner.run(agent(kind, "echo", output_type=Person), json.dumps(ADA))
     assert said.final_output == Person(**ADA), said
@@ -104,12 +118,14 @@ async def ask_everything() -> None:
     for kind in MODELS:
         await an_agent_calls_its_tool_and_says_the_result(kind, plain)
         await an_agent_calls_its_tool_and_says_the_result(kind, advised)
+        await thinking_comes_apart_and_goes_back(kind, advised)
         await the_output_is_held_to_a_type(kind)
         await a_real_model_is_held_to_a_call(kind)
         await an_agent_hands_over_to_another(kind)
         await what_is_wrong_is_its_error(kind)
     kept_by_the_client = ModelSettings(store=False, response_include=["reasoning.encrypted_content"])
     await an_agent_calls_its_tool_and_says_the_result(OpenAIResponsesModel, kept_by_the_client)
+    await thinking_comes_apart_and_goes_back(OpenAIResponsesModel, kept_by_the_client)
 
 
 asyncio.run(ask_everything())

@@ -140,6 +140,33 @@ def a_response_comes_whole_and_streamed_and_goes_on(provider: str) -> None:
         assert end.output_text == "42", end
 
 
+def thinking_comes_apart(provider: str) -> None:
+    """In each API in its own place, streamed too.
+
+    LiteLLM itself refuses efforts for models that it does not know. Messages go through `openai` as responses, and then
+    it drops reasoning that is not a summary."""
+    model, text = f"{provider}-echo", "<think>Hm.</think>Yes."
+    messages: Any = [{"role": "user", "content": text}]
+    [choice] = client.chat.completions.create(model=model, messages=messages).choices
+    assert (choice.message.content, choice.message.reasoning_content) == ("Yes.", "Hm."), choice
+    chunks = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(model=model, messages=messages, stream=True)
+        if chunk.choices
+    ]
+    assert "".join(chunk.content or "" for chunk in chunks) == "Yes.", chunks
+    assert "".join(getattr(chunk, "reasoning_content", None) or "" for chunk in chunks) == "Hm.", chunks
+    response = client.responses.create(model=model, input=text)
+    assert response.output_text == "Yes.", response
+    assert [item.type for item in response.output] == ["reasoning", "message"], response
+    said = claude.messages.create(model=model, max_tokens=100, messages=messages)
+    assert said.content[-1].text == "Yes.", said
+    thoughts = [block.thinking for block in said.content if block.type == "thinking"]
+    assert thoughts == (["Hm."] if provider == "hosted_vllm" else []), said
+    with claude.messages.stream(model=model, max_tokens=100, messages=messages) as stream:
+        assert stream.get_final_text() == "Yes."
+
+
 def a_message_comes_whole_and_streamed(provider: str) -> None:
     """As Claude Code asks such a proxy."""
     tools: Any = [{"name": "multiply", "input_schema": NUMBERS}]
@@ -186,6 +213,7 @@ def ask_everything() -> None:
         a_real_model_is_held_to_a_call_and_to_a_schema(provider)
         a_response_comes_whole_and_streamed_and_goes_on(provider)
         a_message_comes_whole_and_streamed(provider)
+        thinking_comes_apart(provider)
         texts_are_embedded(provider)
         what_is_wrong_is_the_clients_error(provider)
 

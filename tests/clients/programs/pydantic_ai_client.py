@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai.messages import ThinkingPart
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -50,6 +51,20 @@ async def an_agent_calls_its_tool_and_says_the_result(kind: Any) -> None:
     assert more.output == "And now?", more
 
 
+async def thinking_comes_apart_and_goes_back(kind: Any) -> None:
+    """It is no part of the output, before a call and before a text."""
+    agent = Agent(kind("echo", provider=PROVIDER), tools=[multiply])
+    thought = await agent.run(f"<think>I count.</think>{call('multiply', {'a': 6, 'b': 7})}")
+    assert thought.output == "42", thought
+    text = await agent.run("<think>I wonder.</think>Yes.", message_history=thought.all_messages())
+    assert text.output == "Yes.", text
+    found = [part for message in text.all_messages() for part in message.parts if isinstance(part, ThinkingPart)]
+    said = [part.content or (part.provider_details or {}).get("raw_content") for part in found]
+    assert said in (["I count.", "I wonder."], [["I count."], ["I wonder."]]), found
+    async with agent.run_stream("<think>I wonder.</think>Yes.") as streamed:
+        assert await streamed.get_output() == "Yes.", streamed
+
+
 async def the_output_is_a_call_of_a_tool(kind: Any) -> None:
     said = Agent(kind("echo", provider=PROVIDER), output_type=Person)
     assert (await said.run(call("final_result", ADA))).output == Person(**ADA)
@@ -85,6 +100,7 @@ async def what_is_wrong_is_its_error(kind: Any) -> None:
 async def ask_everything() -> None:
     for kind in MODELS:
         await an_agent_calls_its_tool_and_says_the_result(kind)
+        await thinking_comes_apart_and_goes_back(kind)
         await the_output_is_a_call_of_a_tool(kind)
         await the_output_is_held_to_a_schema(kind)
         await the_output_is_asked_for_in_words(kind)
