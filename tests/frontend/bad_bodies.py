@@ -425,7 +425,8 @@ BAD_BODIES = [
     _response("messages to respond to", "messages", messages=_MESSAGES),
     _item("an item without content", "content", role="user"),
     _item("an item of a tool's role", "role", role="tool", content="x"),
-    _item("a reference to an item", "type", _NOT_BUILT, type="item_reference", id="msg_1"),
+    _item("a reference to no item", "id", type="item_reference"),
+    _item("a reference to an item without a name", "id", type="item_reference", id=""),
     _item("an item of a tool of OpenAI's", "type", _NOT_BUILT, type="web_search_call", id="1"),
     _item("an item whose type is no text", "type", type=5),
     _item(

@@ -2,6 +2,7 @@
 
     items of the input ─▶ decode_items ─▶ messages_of ─▶ chat messages; each turn of the assistant becomes one message
     items of an answer ─────────────────────────┘
+    references to items ─▶ items_by_id ─▶ decode_referenced ─▶ as items of the input
 
 An item without `type` is a message: OpenAI's easy form. Fields of an answer that clients send back (ids, status,
 annotations) are ignored if they ask for nothing.
@@ -107,7 +108,14 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
     """Reasoning of a server that encrypts it; it cannot be read here."""
 
 
-InputItem = InputMessage | PastCall | CallOutput | PastThought
+class ItemReference(Struct, frozen=True, forbid_unknown_fields=True):
+    """An item of a stored response. The service replaces it by the item before anything else reads it."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+InputItem = InputMessage | PastCall | CallOutput | PastThought | ItemReference
 INPUT_ITEMS: tuple[type[InputItem], ...] = get_args(InputItem)
 AnyInputItem = Annotated[
     msgspec.Raw,
@@ -127,6 +135,7 @@ _DECODERS: dict[str | None, msgspec.json.Decoder[InputItem]] = {
     "function_call": msgspec.json.Decoder(PastCall),
     "function_call_output": msgspec.json.Decoder(CallOutput),
     "reasoning": msgspec.json.Decoder(PastThought),
+    "item_reference": msgspec.json.Decoder(ItemReference),
 }
 
 
@@ -147,6 +156,29 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
     if isinstance(item, PastCall):
         decoded_object(item.arguments or "{}", f"{where}.arguments")
     return item
+
+
+class _Named(Struct, frozen=True):
+    id: str
+
+
+class _Items(Struct, frozen=True):
+    output: list[msgspec.Raw]
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+_ITEMS = msgspec.json.Decoder(_Items)
+
+
+def items_by_id(response: bytes) -> dict[str, bytes]:
+    """Return the items of a response in JSON, by their ids. Raise msgspec.MsgspecError."""
+    return {_NAMED.decode(raw).id: bytes(raw) for raw in _ITEMS.decode(response).output}
+
+
+def decode_referenced(raw: bytes, at: int) -> InputItem:
+    """Decode an item of an answer, to which `input[at]` refers, as if the client had sent it back. Raise
+    InvalidRequest."""
+    return _decode_item(raw, f"input[{at}]", IgnoredFields())
 
 
 # --- items of an answer
@@ -228,6 +260,8 @@ def messages_of(items: Iterable[InputItem | OutputItem]) -> list[ChatMessage]:
             case InputMessage():
                 end_turn()
                 messages.append(ChatMessage(item.role, _text(item.content)))
+            case ItemReference():
+                raise AssertionError("references are replaced before")
     end_turn()
     return messages
 

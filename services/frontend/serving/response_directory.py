@@ -1,6 +1,7 @@
 """Stores responses and finds them again, whichever frontend stores them: an id names that frontend.
 
     resp_{frontend}.{request}   this frontend's ──▶ its store     another's ──▶ Recall, Forget ──▶ that one's store
+    {kind}_{frontend}.{request}-{number}    an item of that response
 
 The same checks hold for both: a response must be stored, and belong to the account that asks. The responses of a
 frontend that has ended are lost: no frontend answers for their ids, and they are unknown.
@@ -29,6 +30,17 @@ PEER_LIMIT_S = 10.0
 """Seconds to wait for all of another frontend's answer, within the request's own deadline."""
 EXPIRE_EVERY_S = 30.0
 """Seconds between two removals of old responses."""
+
+
+def item_name(response_id: str) -> str:
+    """Return what the ids of a response's items have between their kind and their number."""
+    return response_id.removeprefix(PREFIX)
+
+
+def response_of(item_id: str) -> str:
+    """Return the id of the response that an item belongs to; of an id that is not ours, one that is unknown."""
+    _, _, name = item_id.partition("_")
+    return PREFIX + name.rpartition("-")[0]
 
 
 class ResponseDirectory:

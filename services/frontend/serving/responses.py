@@ -1,6 +1,6 @@
 """Responses, for /v1/responses: a chat whose answer is sent as items and events, and stored to be continued.
 
-body ─▶ decode ─▶ the stored conversation ─▶ as_chat ─▶ ServingChat ─▶ ResponseWriter ─▶ store
+body ─▶ decode ─▶ the stored items and conversation ─▶ as_chat ─▶ ServingChat ─▶ ResponseWriter ─▶ store
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ from services.frontend.protocol.decoding import BODY_LIMIT_BYTES
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.foreign import name_here, renaming
 from services.frontend.protocol.responses_events import Response, ResponseDeleted, new_response
-from services.frontend.protocol.responses_items import messages_of
+from services.frontend.protocol.responses_items import (
+    InputItem,
+    ItemReference,
+    decode_referenced,
+    items_by_id,
+    messages_of,
+)
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.reply import EventReply
 from services.frontend.serving.request_context import RequestContext
-from services.frontend.serving.response_directory import ResponseDirectory
+from services.frontend.serving.response_directory import ResponseDirectory, item_name, response_of
 from services.frontend.serving.response_store import StoredResponse
 from services.frontend.serving.responses_writer import ResponseWriter
 from shared.errors import InvalidRequest, ProtocolError
 from shared.messages import Forget, Recall, ResponseStoreRequest
 
+REFERENCED_RESPONSES = 256
+"""The most responses whose items one input may refer to."""
 _MESSAGES = msgspec.json.Decoder(list[ChatMessage])
 
 
@@ -44,7 +52,7 @@ class ServingResponses(Struct, frozen=True):
     async def create(self, body: bytes, context: RequestContext) -> AsyncIterator[EventReply | bytes]:
         """Answer a new response. Leaving the context cancels what still runs. Raise what `prepare` of ServingChat
         raises."""
-        decoded = responses_request.decode_response(body, context.ignored)
+        decoded = await self._with_references(responses_request.decode_response(body, context.ignored), context)
         self._check_logprobs(decoded)
         rename = partial(name_here, table=responses_request.NAMES)
         of_chat = replace(context, ignored=context.ignored.renamed(rename))
@@ -64,7 +72,7 @@ class ServingResponses(Struct, frozen=True):
             response = new_response(decoded, response_id, int(time.time()), prepared.model, sampling)
             del body, request, decoded  # the answer does not need them
             async with self.chat.run(prepared, context) as choices:
-                writer = ResponseWriter(response, context.id.unique, keep)
+                writer = ResponseWriter(response, item_name(response_id), keep)
                 reply = EventReply(writer, choices.streams[0], context.received_s)
                 yield reply if streamed else await reply.full_body()
 
@@ -100,6 +108,37 @@ class ServingResponses(Struct, frozen=True):
             raise field_error(param, why, "request_too_large", status=413)
         return chat, conversation if decoded.is_stored else b""
 
+    async def _with_references(
+        self, decoded: responses_request.DecodedRequest, context: RequestContext
+    ) -> responses_request.DecodedRequest:
+        """Replace references to items of stored responses by these items. Raise InvalidRequest, Unavailable and
+        RequestTimeout."""
+        deadline = self._deadline(context, decoded.request.deadline_s)
+        recalled: dict[str, dict[str, bytes]] = {}
+        items: list[InputItem] = []
+        size_bytes = 0
+        for at, item in enumerate(decoded.items):
+            if not isinstance(item, ItemReference):
+                items.append(item)
+                continue
+            response_id = response_of(item.id)
+            if response_id not in recalled:
+                if len(recalled) == REFERENCED_RESPONSES:
+                    raise field_error(f"input[{at}].id", f"references to more than {REFERENCED_RESPONSES} responses")
+                found = await self.directory.ask(Recall(response_id, _account(context), "response"), deadline)
+                recalled[response_id] = _items(found or b'{"output":[]}')
+            raw = recalled[response_id].get(item.id)
+            if raw is None:
+                wrong = f"Item with id {item.id!r} not found."  # in OpenAI's words, and with its status
+                raise InvalidRequest(wrong, param=f"input[{at}].id", code="item_not_found", status=404)
+            size_bytes += len(raw)
+            if size_bytes > BODY_LIMIT_BYTES:
+                why = f"the items that are referred to are longer than {BODY_LIMIT_BYTES} bytes"
+                raise field_error(f"input[{at}].id", why, "request_too_large", status=413)
+            context.permit.add_bytes(len(raw))
+            items.append(decode_referenced(raw, at))
+        return replace(decoded, items=items)
+
     async def _former(self, decoded: responses_request.DecodedRequest, context: RequestContext) -> bytes:
         """Return the conversation that the request continues, as a JSON list of messages. Raise InvalidRequest,
         Unavailable and RequestTimeout."""
@@ -133,6 +172,13 @@ class ServingResponses(Struct, frozen=True):
             if model.thinks:
                 why = f"{responses_request.LOGPROBS!r} is not supported for {model.name!r}, which thinks"
                 raise field_error("include", why, "unsupported_value")
+
+
+def _items(response: bytes) -> dict[str, bytes]:
+    try:
+        return items_by_id(response)
+    except msgspec.MsgspecError as strange:  # of a frontend of another version
+        raise ProtocolError(f"a stored response cannot be read: {strange}") from None
 
 
 def _append(conversation: bytes, messages: list[ChatMessage]) -> bytes:

@@ -287,6 +287,49 @@ async def test_an_id_that_no_frontend_stores_is_unknown(directory: Path, named: 
         assert unknown.value.code == "previous_response_not_found"
 
 
+async def test_items_that_are_kept_can_be_referred_to_at_any_frontend(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _), another(w) as other:
+        asked: Any = ASK | {"tools": [WEATHER]}
+        w.say(THOUGHTFUL)
+        thought, message, call = cast("Any", (await client.responses.create(**asked)).output)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}
+        refer: Any = [{"type": "item_reference", "id": item.id} for item in (thought, message, call)]
+        w.say("It is warm.")
+        whole: Any = [item.model_dump(exclude_none=True) for item in (thought, message, call)]
+        prompts: list[str] = []
+        for each in (client, other):
+            for sent in (whole, refer):
+                await each.responses.create(**asked | {"input": [{"role": "user", "content": "hi"}, *sent, result]})
+                prompts.append(prompt_of(w))
+        assert "<think>hm\n</think>I look." in prompts[0]
+        assert len(set(prompts)) == 1
+
+
+@pytest.mark.parametrize("named", ["msg_1", "x", "rs_f1.abc-0", "rs_f9.abc-0", "-", "_", "resp_f1.x"])
+async def test_an_item_that_no_frontend_keeps_is_unknown(directory: Path, named: str) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        with pytest.raises(openai.NotFoundError) as wrong:
+            await client.responses.create(**ASK | {"input": [{"type": "item_reference", "id": named}]})
+        assert (wrong.value.param, wrong.value.code) == ("input[0].id", "item_not_found")
+
+
+async def test_items_of_too_many_responses_and_too_large_ones_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("hello")
+        made = [(await client.responses.create(**ASK)).output[0].id for _ in range(3)]
+        refer: Any = [{"type": "item_reference", "id": name} for name in made]
+        monkeypatch.setattr(responses, "REFERENCED_RESPONSES", 2)
+        with pytest.raises(openai.BadRequestError) as many:
+            await client.responses.create(**ASK | {"input": refer})
+        assert many.value.param == "input[2].id"
+        monkeypatch.setattr(responses, "BODY_LIMIT_BYTES", 300)
+        with pytest.raises(openai.APIStatusError) as large:
+            await client.responses.create(**ASK | {"input": [*refer[:1], *refer[:1]]})
+        assert (large.value.status_code, large.value.param) == (413, "input[1].id")
+
+
 async def test_store_false_keeps_nothing(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (client, _):
         w.say("one")
