@@ -4,9 +4,9 @@ They are apart from our own .venv because these clients pin what we do not (Lite
 dependency of Headrace: only a test that asks for one makes it. Python's is made from requirements.lock, with the uv of
 our .venv. Node's is made from npm/package-lock.json, with the Node.js and npm that are packages of Python's.
 
-    .headrace/clients/        Python's; in it requirements.lock, and in Node's npm.lock, is a copy of the lock file that it
-                              was made from. It is written last, so that it is there exactly if the environment is whole
-    .headrace/clients-npm/    Node's: node_modules, and programs/, a link to PROGRAMS, from where Node finds node_modules
+    .headrace/clients/        Python's; its requirements.lock, and npm.lock in Node's, are copies of the lock files.
+                              They are written last, so that they are there exactly if the environment is whole
+    .headrace/clients-npm/    Node's: node_modules, and programs/, a link to PROGRAMS; node_modules are found from there
     .headrace/NAME.lock       held (flock) by the process that makes it; the kernel drops it with its holder
 
 requirements.lock is made of requirements.in: `uv pip compile --universal --generate-hashes -p 3.11 requirements.in -o

@@ -135,6 +135,11 @@ async function thinkingComesApart(model) {
   await streamed.consumeStream();
   assert.equal(whole.text, "42");
   assert.equal(await streamed.text, "42");
+  for (const { messages } of [await whole.response, await streamed.response]) {
+    const asking = [{ role: "user", content: "6 times 7?" }, ...messages, { role: "user", content: "And now?" }];
+    const more = await generateText({ model: model("echo"), messages: asking, tools, maxRetries: 0 });
+    assert.equal(more.text, "And now?");
+  }
   return [whole.steps[0].reasoningText, (await streamed.steps)[0].reasoningText];
 }
 
@@ -190,7 +195,8 @@ for (const [name, model] of Object.entries(providers)) {
   for (const one of [aTextIsGeneratedAndStreamed, toolsAreCalled, anObjectIsGeneratedAndStreamed]) {
     await what(`ai, ${name}: ${one.name}`, () => one(model));
   }
-  const thought = name === "compatible" ? "I count." : undefined; // OpenAI's own API shows summaries at most
+  // OpenAI's own chats show no reasoning, and its responses show summaries at most.
+  const thought = { compatible: "I count.", "openai's responses": "" }[name];
   await what(`ai, ${name}: thinking`, async () => assert.deepEqual(await thinkingComesApart(model), [thought, thought]));
 }
 for (const model of [(name) => compatible.embeddingModel(name), (name) => openai.embeddingModel(name)]) {
