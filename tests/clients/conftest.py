@@ -40,8 +40,7 @@ def clients_node(clients_python: Path) -> list[str]:
 @pytest.fixture
 def run_program(clients_python: Path) -> Run:
     """`await run_program("name.py", "argument", …, VARIABLE="value")` runs tests/clients/programs/name.py to its end
-    and gives its stdout; where it fails, or takes longer than LIMIT_S, the test fails with what it said. An absolute
-    path is taken as it is: so a test can run a program that it took from a document."""
+    and gives its stdout; where it fails, or takes longer than LIMIT_S, the test fails with what it said."""
 
     async def run(name: str, *arguments: str, **variables: str) -> str:
         return await run_to_its_end([str(clients_python), str(environment.PROGRAMS / name), *arguments], variables)

@@ -17,21 +17,12 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from asked import ADA, CALL, Person
 from openai.types.shared import Reasoning
-from pydantic import BaseModel
 
 URL = sys.argv[1]
 MODELS: list[Any] = [OpenAIChatCompletionsModel, OpenAIResponsesModel]
-ADA = {"name": "Ada", "born": 1815}
-CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
 set_tracing_disabled(True)
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    born: int
 
 
 @function_tool

@@ -13,19 +13,13 @@ from typing import Any, Literal
 
 import instructor
 import openai
+from asked import ADA, Person, says
 from instructor import Mode
 from instructor.core.exceptions import InstructorRetryException
 from pydantic import BaseModel
 
 URL = sys.argv[1]
 OURS: dict[str, Any] = {"base_url": URL, "api_key": "any", "max_retries": 0, "timeout": 180}
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    born: int
 
 
 class River(BaseModel):
@@ -35,7 +29,6 @@ class River(BaseModel):
     flows: Literal["north", "south"]
 
 
-ADA = {"name": "Ada", "born": 1815}
 RHINE = {"name": "Rhine", "flows": "north"}
 TEXT = json.dumps(ADA)
 SAYS: dict[Mode, str] = {
@@ -50,13 +43,9 @@ SAYS: dict[Mode, str] = {
 HELD = (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.RESPONSES_TOOLS, Mode.JSON_SCHEMA)
 
 
-def asks(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
-
-
 def ask(mode: Mode, model: str, text: str, **more: Any) -> Any:
     client = instructor.from_openai(openai.OpenAI(**OURS), mode=mode)
-    return client.create(**{"model": model, "messages": asks(text), "response_model": Person, "max_retries": 0, **more})
+    return client.create(**{"model": model, "messages": says(text), "response_model": Person, "max_retries": 0, **more})
 
 
 def what_the_model_says_is_parsed(mode: Mode) -> None:
@@ -80,14 +69,14 @@ def several_calls_come_at_once() -> None:
 def a_list_streams() -> None:
     client = instructor.from_openai(openai.OpenAI(**OURS), mode=Mode.TOOLS)
     call = json.dumps({"name": "IterablePerson", "arguments": {"tasks": [ADA, ADA]}})
-    said = asks(f"<tool_call>\n{call}\n</tool_call>")
+    said = says(f"<tool_call>\n{call}\n</tool_call>")
     found = list(client.create_iterable(model="echo", messages=said, response_model=Person, max_retries=0))
     assert [one.model_dump() for one in found] == [ADA] * 2, found
 
 
 def a_part_grows(mode: Mode) -> None:
     """Instructor calls the tool by another name then."""
-    said = asks(SAYS[mode].replace('"Person"', '"PartialPerson"'))
+    said = says(SAYS[mode].replace('"Person"', '"PartialPerson"'))
     client = instructor.from_openai(openai.OpenAI(**OURS), mode=mode)
     parts = list(client.create_partial(model="echo", messages=said, response_model=Person, max_retries=0))
     assert parts[-1].model_dump() == ADA, parts
@@ -107,7 +96,7 @@ def what_does_not_fit_is_asked_again() -> None:
 
 async def it_asks_on_a_loop() -> None:
     client = instructor.from_openai(openai.AsyncOpenAI(**OURS), mode=Mode.TOOLS)
-    asked: Any = {"model": "echo", "messages": asks(SAYS[Mode.TOOLS]), "response_model": Person, "max_retries": 0}
+    asked: Any = {"model": "echo", "messages": says(SAYS[Mode.TOOLS]), "response_model": Person, "max_retries": 0}
     answers = await asyncio.gather(*(client.create(**asked) for _ in range(4)))
     assert [answer.model_dump() for answer in answers] == [ADA] * 4, answers
 

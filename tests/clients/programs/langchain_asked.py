@@ -1,17 +1,9 @@
-"""What LangChain's programs ask: a tool, a form, and the sum of a stream."""
+"""What LangChain's programs ask: a tool, and the sum of a stream."""
 
 from __future__ import annotations
 
 from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import tool
-from pydantic import BaseModel
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    born: int
 
 
 @tool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from asked import COUNTED
-from langchain_asked import Person, add_up, multiply
+from asked import COUNTED, Person
+from langchain_asked import add_up, multiply
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 

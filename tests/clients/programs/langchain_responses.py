@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from asked import COUNTED
-from langchain_asked import Person, add_up, multiply
+from asked import COUNTED, Person
+from langchain_asked import add_up, multiply
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 

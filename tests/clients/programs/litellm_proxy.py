@@ -21,6 +21,7 @@ from typing import Any
 
 import anthropic
 import openai
+from asked import COUNTED, MULTIPLY, NUMBERS, PERSON, says
 
 URL, PORT = sys.argv[1:]
 PROXY = f"http://127.0.0.1:{PORT}"
@@ -29,16 +30,7 @@ LIMIT_S = 180.0
 PR_SET_PDEATHSIG = 1
 PROVIDERS = ("openai", "hosted_vllm")
 MODELS = ("echo", "speaker")
-CALL = 'I count. <tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-ASKED: Any = {"role": "user", "content": CALL}
-NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
-MULTIPLY: Any = {"type": "function", "function": {"name": "multiply", "parameters": NUMBERS}}
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "born": {"type": "integer"}},
-    "required": ["name", "born"],
-    "additionalProperties": False,
-}
+ASKED: Any = says(COUNTED)[0]
 CALLED = [("multiply", {"a": 6, "b": 7})]
 client = openai.OpenAI(base_url=f"{PROXY}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S)
 claude = anthropic.Anthropic(base_url=PROXY, api_key=KEY, max_retries=0, timeout=LIMIT_S)
@@ -127,8 +119,8 @@ def a_real_model_is_held_to_a_call_and_to_a_schema(provider: str) -> None:
 def a_response_comes_whole_and_streamed_and_goes_on(provider: str) -> None:
     tools: Any = [{"type": "function", "name": "multiply", "parameters": NUMBERS, "strict": False}]
     asked: Any = {"model": f"{provider}-echo", "tools": tools}
-    whole = client.responses.create(input=CALL, **asked)
-    events = list(client.responses.create(input=CALL, stream=True, **asked))
+    whole = client.responses.create(input=COUNTED, **asked)
+    events = list(client.responses.create(input=COUNTED, stream=True, **asked))
     assert events[0].type == "response.created", events[0]
     assert events[-1].type == "response.completed", events[-1]
     for answer in (whole, events[-1].response):
@@ -146,7 +138,7 @@ def thinking_comes_apart(provider: str) -> None:
     LiteLLM itself refuses efforts for models that it does not know. Messages go through `openai` as responses, and then
     it drops reasoning that is not a summary."""
     model, text = f"{provider}-echo", "<think>Hm.</think>Yes."
-    messages: Any = [{"role": "user", "content": text}]
+    messages = says(text)
     [choice] = client.chat.completions.create(model=model, messages=messages).choices
     assert (choice.message.content, choice.message.reasoning_content) == ("Yes.", "Hm."), choice
     chunks = [

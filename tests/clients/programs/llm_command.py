@@ -17,11 +17,10 @@ from typing import Any
 URL, FOLDER = sys.argv[1:]
 os.environ |= {"LLM_USER_PATH": FOLDER, "OPENAI_API_KEY": "any"}  # read when llm is imported
 
+from asked import ADA, CALL  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 from llm.cli import cli  # noqa: E402
 
-ADA = {"name": "Ada", "born": 1815}
-CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
 FUNCTION = """
 def multiply(a: int, b: int) -> int:
     "Multiply two numbers."

@@ -13,21 +13,14 @@ from typing import Any, Literal
 
 import openai
 import outlines
+from asked import Person
 from outlines.types import CFG, JsonSchema, Regex
-from pydantic import BaseModel
 
 URL = sys.argv[1]
 OURS: dict[str, Any] = {"base_url": URL, "api_key": "any", "max_retries": 0, "timeout": 180}
 client = openai.OpenAI(**OURS)
 BOUND: dict[str, Any] = {"max_tokens": 200, "temperature": 0}
 ASKED = "Who was Ada Lovelace?"
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    born: int
 
 
 def a_text_is_generated_whole_and_streamed(model: Any) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from pydantic import BaseModel
+from asked import ADA, CALL, Person
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.messages import ThinkingPart
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -17,15 +17,8 @@ URL = sys.argv[1]
 PROVIDER = OpenAIProvider(base_url=URL, api_key="any")
 SETTINGS: Any = {"temperature": 0, "max_tokens": 200}
 MODELS: list[type[OpenAIChatModel] | type[OpenAIResponsesModel]] = [OpenAIChatModel, OpenAIResponsesModel]
-ADA = {"name": "Ada", "born": 1815}
+FINAL = f"<tool_call>\n{json.dumps({'name': 'final_result', 'arguments': ADA})}\n</tool_call>"
 ASKED = "Who was Ada Lovelace?"
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    born: int
 
 
 def multiply(a: int, b: int) -> int:
@@ -33,18 +26,14 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def call(name: str, arguments: dict[str, Any]) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 async def an_agent_calls_its_tool_and_says_the_result(kind: Any) -> None:
     """Whole and streamed."""
     agent = Agent(kind("echo", provider=PROVIDER), tools=[multiply], instructions="Be kind.")
-    whole = await agent.run(call("multiply", {"a": 6, "b": 7}))
+    whole = await agent.run(CALL)
     assert whole.output == "42", whole
     assert whole.usage.requests == 2, whole.usage
     assert whole.usage.output_tokens > 0, whole.usage
-    async with agent.run_stream(call("multiply", {"a": 6, "b": 7})) as streamed:
+    async with agent.run_stream(CALL) as streamed:
         text = "".join([piece async for piece in streamed.stream_text(delta=True)])
     assert text == "42", text
     more = await agent.run("And now?", message_history=whole.all_messages())
@@ -54,7 +43,7 @@ async def an_agent_calls_its_tool_and_says_the_result(kind: Any) -> None:
 async def thinking_comes_apart_and_goes_back(kind: Any) -> None:
     """It is no part of the output, before a call and before a text."""
     agent = Agent(kind("echo", provider=PROVIDER), tools=[multiply])
-    thought = await agent.run(f"<think>I count.</think>{call('multiply', {'a': 6, 'b': 7})}")
+    thought = await agent.run(f"<think>I count.</think>{CALL}")
     assert thought.output == "42", thought
     text = await agent.run("<think>I wonder.</think>Yes.", message_history=thought.all_messages())
     assert text.output == "Yes.", text
@@ -67,10 +56,10 @@ async def thinking_comes_apart_and_goes_back(kind: Any) -> None:
 
 async def the_output_is_a_call_of_a_tool(kind: Any) -> None:
     said = Agent(kind("echo", provider=PROVIDER), output_type=Person)
-    assert (await said.run(call("final_result", ADA))).output == Person(**ADA)
+    assert (await said.run(FINAL)).output == Person(**ADA)
     held = Agent(kind("speaker", provider=PROVIDER, settings=SETTINGS), output_type=ToolOutput(Person, strict=True))
     assert isinstance((await held.run(ASKED)).output, Person)
-    async with said.run_stream(call("final_result", ADA)) as streamed:
+    async with said.run_stream(FINAL) as streamed:
         parts = [part async for part in streamed.stream_output(debounce_by=None)]
     assert parts[-1] == Person(**ADA), parts
 

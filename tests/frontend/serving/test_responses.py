@@ -300,7 +300,7 @@ async def test_items_that_are_kept_can_be_referred_to_at_any_frontend(templated:
         for each in (client, other):
             for sent in (whole, refer):
                 await each.responses.create(**asked | {"input": [{"role": "user", "content": "hi"}, *sent, result]})
-                prompts.append(prompt_of(w))
+                prompts.append(w.latest_prompt())
         assert "<think>hm\n</think>I look." in prompts[0]
         assert len(set(prompts)) == 1
 
