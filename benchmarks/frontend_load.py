@@ -82,6 +82,7 @@ class Peers:
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._text = [pack_tokens([token]) for token in tokenizer.encode(TEXT, add_special_tokens=False).ids]
         self._streams: dict[str, tuple[Generate, int]] = {}
+        self._digest = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         self._sequence = 0
         self._more = asyncio.Event()
 
@@ -99,10 +100,9 @@ class Peers:
         await discovery.register(self._entries)
 
     def _entries(self, epoch: int) -> dict[str, bytes]:
-        digest = hashlib.sha256((self._directory / "tokenizer.json").read_bytes()).hexdigest()
         layout = KvLayout("float32", 2, 2, 16, BLOCK_SIZE)
         sizes = (self_test(BLOCK_SIZE), CONTEXT, 320, BLOCK_SIZE, CONTEXT)
-        card = ModelCard(MODEL, WORKER, str(self._directory), digest, *sizes, kv_layout=layout)
+        card = ModelCard(MODEL, WORKER, str(self._directory), self._digest, *sizes, kv_layout=layout)
         services: tuple[tuple[ServiceName, str], ...] = (("router", ROUTER), ("worker", WORKER))
         both = {
             subjects.instance_key(NAMESPACE, service, name): INSTANCE.encode(
