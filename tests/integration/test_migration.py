@@ -45,7 +45,9 @@ def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Pat
         one.start("router", "router")
         for name in WORKERS:
             start_worker(one, name, model)
-        one.start("frontend", "frontend", "--limits-frozen-s", "1.5", "--limits-quiet-s", "0.5")
+        # A busy machine that makes workers look frozen costs attempts, and no request.
+        limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
+        one.start("frontend", "frontend", *limits)
         one.wait_ready()
         router = one.services["router"]  # it sees the workers later than the frontend does, now and then
         eventually(

@@ -56,7 +56,9 @@ def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterato
         one.start("router", "router")
         for name in WORKERS:
             one.start("worker", name, "--model", str(model), "--threads", "1")
-        one.start("frontend", "frontend", "--limits-frozen-s", "1.5", "--limits-quiet-s", "0.5")
+        # A busy machine that makes workers look frozen costs attempts, and no request.
+        limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
+        one.start("frontend", "frontend", *limits)
         one.wait_ready()
         router = one.services["router"]
         eventually(
