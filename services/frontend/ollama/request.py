@@ -4,7 +4,8 @@ body ─▶ decode ─▶ as_chat ─▶ JSON of a chat or a completion ─▶ i
                                   └── InvalidRequest ─▶ renaming(NAMES): this body's field names
 
 Ollama's calls have no ids, and clients that send some repeat them. So each call gets a new one here. A tool's result
-belongs to the oldest call without a result that has the result's id and tool, as far as it names them.
+belongs to a call without a result that has the result's id and tool, as far as it names them: to the oldest of the
+model's last turn, else to the oldest of all.
 """
 
 from __future__ import annotations
@@ -224,8 +225,12 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """The calls without a result → what a result may name: the client's id and the tool, one of them, or neither."""
     waiting: dict[tuple[str | None, str | None], dict[str, None]] = {}
     """Calls without a result by what a result may name, oldest first, so that no call is searched for."""
+    latest: dict[tuple[str | None, str | None], dict[str, None]] = {}
+    """Calls of the model's last turn, as above: of the last assistant message, and of those right before it."""
     numbers = count()
     for at, message in enumerate(messages):
+        if message.role == "assistant" and at and messages[at - 1].role != "assistant":
+            latest.clear()
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
             turn["reasoning_content"] = message.thinking
@@ -233,16 +238,19 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
             own = f"call{next(numbers):05}"  # nine letters and digits: Mistral's templates accept no other
             named[own] = list(dict.fromkeys(product((call.id or None, None), (call.function.name, None))))
             for key in named[own]:
-                waiting.setdefault(key, {})[own] = None
+                for calls in (waiting, latest):
+                    calls.setdefault(key, {})[own] = None
             function = {"name": call.function.name, "arguments": msgspec.json.encode(call.function.arguments).decode()}
             turn.setdefault("tool_calls", []).append({"id": own, "type": "function", "function": function})
         if message.role == "tool":
             given, tool = message.tool_call_id or None, message.tool_name or None
-            answered = next(iter(waiting.get((given, tool), ())), None)
+            key = given, tool
+            answered = next(iter(latest.get(key) or waiting.get(key) or ()), None)
             if answered is None:
                 why = f"no call of {given or tool or 'a tool'} without a result is before it"
                 raise field_error(f"messages[{at}]", why)
             turn["tool_call_id"] = answered
             for key in named.pop(answered):
                 del waiting[key][answered]
+                latest.get(key, {}).pop(answered, None)
         yield turn

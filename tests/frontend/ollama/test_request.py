@@ -103,7 +103,7 @@ def test_ids_of_calls_may_be_repeated_and_need_no_form() -> None:
         called("Rome", id="two"),
         *(result("2", tool_call_id="two"), result("0", tool_call_id="one", tool_name="weather")),
         *(called("Oslo", id=""), called("Bern", id="one")),
-        *(result("1", tool_call_id="one"), result("4", tool_call_id="one"), result("3", tool_call_id="")),
+        *(result("4", tool_call_id="one"), result("1", tool_call_id="one"), result("3", tool_call_id="")),
     ]
     rendered = messages_as_rendered(chat(messages=turns)[0].messages)
     made = [call["id"] for turn in rendered for call in turn.get("tool_calls", ())]
@@ -114,6 +114,23 @@ def test_ids_of_calls_may_be_repeated_and_need_no_form() -> None:
         chat(messages=[*turns, result("x", tool_call_id="one")])
     with pytest.raises(InvalidRequest, match="no call of one without a result"):
         chat(messages=[turns[0], result("x", tool_call_id="one", tool_name="other")])
+
+
+def test_a_result_belongs_to_the_models_last_turn_if_an_earlier_call_without_result_has_the_same_id() -> None:
+    def results_of(*turns: dict[str, Any]) -> dict[str, str]:
+        rendered = messages_as_rendered(chat(messages=list(turns))[0].messages)
+        return {turn["content"]: turn["tool_call_id"] for turn in rendered if turn["role"] == "tool"}
+
+    def result(content: str) -> dict[str, Any]:
+        return {"role": "tool", "content": content, "tool_call_id": "call_0", "tool_name": "weather"}
+
+    abandoned, question = called("Zürich", id="call_0"), {"role": "user", "content": "Leave that. Genf?"}
+    again = called("Genf", id="call_0")
+    assert results_of(abandoned, question, again, result("1")) == {"1": "call00001"}
+    assert results_of(abandoned, question, again, result("1"), result("0")) == {"1": "call00001", "0": "call00000"}
+    # Clients that append each line of a stream have several messages of one turn; those are answered in their order.
+    turn = (called("Rome", id="call_0"), called("Oslo", id="call_0"))
+    assert results_of(abandoned, question, *turn, result("1"), result("2")) == {"1": "call00001", "2": "call00002"}
 
 
 def test_a_format_holds_the_answer() -> None:
