@@ -105,6 +105,11 @@ def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
     )
 
 
+def is_template_text_true(card: ModelCard) -> bool:
+    """Tell whether the text of a card's chat template, if it has one, has the card's digest."""
+    return not card.template_text or hashlib.sha256(card.template_text.encode()).hexdigest() == card.template_digest
+
+
 def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPLATE) -> Model:
     """Load a model from tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raise ModelError."""
     path = directory / "tokenizer.json"
@@ -189,6 +194,8 @@ def _load_templates(directory: Path, card: ModelCard) -> tuple[ChatTemplate | No
     ModelError."""
     path = directory / "tokenizer_config.json"
     config = model_file.read_model_json(path, dict[str, object], limit_bytes=model_file.LIST_LIMIT_BYTES, missing=b"{}")
+    if not is_template_text_true(card):
+        raise ModelError(f"template_text: its SHA-256 is not template_digest, {card.template_digest[:16]!r}…")
     own = card.template_text or _template_of_file(directory, card)
     chat, tools = pick_templates(config.get("chat_template") if own is None else own, str(path))
     if not chat:

@@ -2,7 +2,7 @@
 
     cards ──▶ loading ──▶ ready         each model by itself: one that fails or loads does not stop another
                 │  ▲
-                ▼  │ again after RETRY_S, as long as a newer card than the loaded one is there
+                ▼  │ again after RETRY_S or a change, as long as a newer card than the loaded one is there
               failed(reason)
 
 The cards of a model have the same tokenizer, but their chat templates may differ. The newest card that can be loaded
@@ -18,11 +18,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.frontend.models.model import BY_TEMPLATE, Model, ModelLimits, ParserNames, load_model, model_limits
-from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceUp
+from services.frontend.models.model import (
+    BY_TEMPLATE,
+    Model,
+    ModelLimits,
+    ParserNames,
+    is_template_text_true,
+    load_model,
+    model_limits,
+)
+from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages import Instance, ModelCard
 
@@ -39,9 +48,9 @@ _LOADING = "its tokenizer is being loaded"
 
 _log = logging.getLogger(__name__)
 
-_Source = tuple[str, str, str]
-"""Where the tokenizer and the chat template of a card come from, and the template's digest. Cards with the same one
-load alike."""
+_Source = tuple[str, str, str, str]
+"""Where the tokenizer and the chat template of a card come from, the template's digest, and its text in the card. Cards
+with the same one load alike."""
 
 
 @dataclass
@@ -56,6 +65,8 @@ class _Entry:
     reason: str = _LOADING
     """Why `model` is None."""
     loading: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by every change, which ends the wait for the next attempt to load."""
     failed: dict[_Source, str] = field(default_factory=dict)
     """Why cards newer than the loaded one cannot be loaded; of a model without a loaded card, why all cannot be."""
 
@@ -93,7 +104,9 @@ class _Entry:
 
     def is_current(self, card: ModelCard) -> bool:
         """Whether the loaded model is the card's, with its chat template."""
-        return self.matches(card) and self.model is not None and self.model.template_digest == card.template_digest
+        loaded = self.model
+        same = loaded is not None and self.matches(card) and loaded.template_digest == card.template_digest
+        return same and is_template_text_true(card)
 
     def newest_first(self) -> Iterator[ModelCard]:
         """Yield one card of each source."""
@@ -189,7 +202,7 @@ class ModelRegistry:
                 entry = self._entries[change.card.model]
                 entry.cards.pop(change.card.instance, None)
                 self._reload(change.card.model, entry)
-            case InstanceUp():  # a card may be known before its worker is
+            case InstanceUp() | InstanceDown():  # a card may be known before its worker is, and after it
                 for name, entry in self._entries.items():
                     if change.instance.instance in entry.cards:
                         self._reload(name, entry)
@@ -210,6 +223,7 @@ class ModelRegistry:
     def _reload(self, name: str, entry: _Entry) -> None:
         """Order the cards again, and load the newest if it is not loaded. Many changes at once are one."""
         entry.order = None
+        entry.changed.set()
         if not entry.loading:
             entry.loading = True
             self._tasks.create_task(self._load(name, entry), name=f"load {name}")
@@ -217,10 +231,13 @@ class ModelRegistry:
     async def _load(self, name: str, entry: _Entry) -> None:
         """Try until the newest card is loaded, or there are no cards."""
         while entry.cards:
+            entry.changed.clear()
             if await self._load_newest(name, entry):
                 if not entry.failed:
                     break
-                await asyncio.sleep(RETRY_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await entry.changed.wait()
         entry.loading = False
         self._loaded.set()
 
@@ -256,4 +273,4 @@ class ModelRegistry:
 
 
 def _source(card: ModelCard) -> _Source:
-    return card.path, card.chat_template, card.template_digest
+    return card.path, card.chat_template, card.template_digest, card.template_text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -113,3 +114,13 @@ def test_a_cards_path_of_a_template_must_be_absolute(directory: Path) -> None:
     card = msgspec.structs.replace(card_of(directory), chat_template="pyproject.toml")
     with pytest.raises(ModelError, match=r"'pyproject\.toml': not a name, and the card's path is not absolute"):
         load_model(card, directory)
+
+
+def test_a_template_in_the_card_must_have_the_cards_digest(directory: Path) -> None:
+    digest = hashlib.sha256(b"of the card").hexdigest()
+    card = msgspec.structs.replace(card_of(directory), chat_template="hermes", template_digest=digest)
+    model = load_model(msgspec.structs.replace(card, template_text="of the card"), directory)
+    assert model.template is not None
+    assert model.template.render([]) == "of the card"
+    with pytest.raises(ModelError, match=f"template_text: its SHA-256 is not template_digest, '{digest[:16]}'"):
+        load_model(msgspec.structs.replace(card, template_text="of another"), directory)

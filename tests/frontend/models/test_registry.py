@@ -10,6 +10,7 @@ import pytest
 
 from services.frontend.app import INFORMED_LIMIT_S
 from services.frontend.config import LimitsConfig
+from services.frontend.models import registry
 from tests.frontend.peers import DEADLINE_S, MODEL, World, card_entry, clients, instance_entry, world
 
 
@@ -212,3 +213,52 @@ async def test_a_card_may_be_known_before_its_worker_is(directory: Path, tmp_pat
         await until_rendered(w, "two")
         await w.announce("w1", instance_entry("worker", "w1", 2.0))
         await until_rendered(w, "one")
+
+
+async def test_a_card_whose_worker_is_no_longer_known_is_the_oldest_as_for_a_frontend_that_starts_then(
+    directory: Path, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one.jinja", tmp_path / "two.jinja"
+    one.write_text("one")
+    two.write_text("two")
+    async with world(directory, announced=False, more=worker("w1", 1.0, directory, one)) as w:
+        await w.announce("w2", instance_entry("worker", "w2", 2.0))
+        await w.announce("card", card_entry("w2", directory, template=two))
+        await until_rendered(w, "two")
+        await w.leave("w2")
+        await until_rendered(w, "one")
+
+
+@pytest.mark.parametrize("first", ["w1", "w2"])
+async def test_a_template_whose_text_contradicts_its_digest_is_not_used_whichever_card_comes_first(
+    directory: Path, tmp_path: Path, first: str
+) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("true")
+    cards = {"w1": worker("w1", 1.0, directory, file, "true"), "w2": worker("w2", 2.0, directory, file, "false")}
+    said = f"model {MODEL}: the card of worker w2 cannot be loaded: template_text: its SHA-256 is not template_digest"
+    async with world(directory, announced=False, more=cards.pop(first)) as w:
+        for instance, entries in cards.items():
+            await w.announce(instance, entries)
+        await w.until("/health", lambda shown: shown.get("cards_not_loaded", [""])[0].startswith(said))
+        assert await rendered(w) == "true"
+        await w.leave("more" if first == "w1" else "w1")
+        await w.until("/health", lambda shown: not shown["models"])
+
+
+async def test_a_new_card_is_loaded_at_once_while_another_waits_for_its_next_attempt(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "RETRY_S", 3600.0)
+    files = {name: tmp_path / f"{name}.jinja" for name in ("good", "better", "broken", "other")}
+    for name, file in files.items():
+        file.write_text("{% broken" if name in ("broken", "other") else name)
+    async with world(directory, announced=False, more=worker("w1", 1.0, directory, files["broken"])) as w:
+        await w.until("/health", lambda shown: "line 1" in shown.get("not_served", [""])[0])
+        await w.announce("w2", worker("w2", 2.0, directory, files["good"]))
+        await w.until("/health", lambda shown: bool(shown["models"]))
+        assert await rendered(w) == "good"
+        await w.announce("w3", worker("w3", 3.0, directory, files["other"]))
+        await w.until("/health", lambda shown: bool(shown.get("cards_not_loaded")))
+        await w.announce("w4", worker("w4", 4.0, directory, files["better"]))
+        await until_rendered(w, "better")
