@@ -175,6 +175,14 @@ async def test_two_keys_are_400_whichever_comes_first(directory: Path, access: A
         assert w.router.asked.all == []
 
 
+async def test_keys_are_not_read_where_none_is_asked_for_however_many_there_are(directory: Path) -> None:
+    async with world(directory) as w:
+        reader, writer = await connect(w)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + bearer(ALICE) + bearer(BOB) + b"\r\n")
+        assert (await answer(reader))[0] == 200
+        writer.close()
+
+
 async def test_a_request_without_a_version_is_400(directory: Path, access: AccessConfig) -> None:
     async with world(directory, access=access) as w:
         for line in (b"GET /live\r\n\r\n", b"GET /v1/models\r\n\r\n", b"GET /live HTTP/0.9\r\n\r\n"):
