@@ -4,7 +4,8 @@ body ─▶ decode ─▶ as_chat ─▶ a ChatRequest, checked and computed lik
                               └── InvalidRequest ─▶ renaming(NAMES): this body's field names
 
 Blocks of one turn become one chat message; each tool_result is a message of role tool. Text blocks of a user, of a
-tool's result and of `system` are joined by line ends, those of the assistant by nothing.
+tool's result and of `system` are joined by line ends, those of the assistant by nothing. The answer continues the last
+turn if that is the assistant's.
 """
 
 from __future__ import annotations
@@ -192,9 +193,9 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
         if len(prompt) < len(request.system or ()):
             ignored.add("system.x-anthropic-billing-header")
     system = [ChatMessage("system", text)] if (text := _joined(prompt, "system")) else []
-    if request.messages[-1].role == "assistant":
-        last = f"messages[{len(request.messages) - 1}].role"
-        raise field_error(last, "no answer is continued; send a message of the user last")
+    continues = request.messages[-1].role == "assistant"
+    if continues:
+        _check_continued(request.messages[-1], f"messages[{len(request.messages) - 1}].content")
     thinking = _thinking(request, support, ignored)
     schema = None if request.output_config is None else request.output_config.format
     more: dict[str, Any] = {}
@@ -204,6 +205,7 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
     asked = ChatRequest(
         model=request.model,
         messages=[*system, *_messages(request.messages)],
+        continue_final_message=continues or None,
         tools=[_tool(tool) for tool in request.tools or ()] or None,
         tool_choice=_choice(request.tool_choice),
         parallel_tool_calls=False if request.tool_choice and request.tool_choice.disable_parallel_tool_use else None,
@@ -214,6 +216,16 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
     with renaming(NAMES):
         chat.check_chat(asked, ignored)
     return asked
+
+
+def _check_continued(turn: Turn, where: str) -> None:
+    """Check an assistant's turn that the answer continues. Raise InvalidRequest."""
+    blocks = () if isinstance(turn.content, str) else turn.content
+    for at, block in enumerate(blocks):
+        if isinstance(block, ToolUseBlock):
+            raise field_error(f"{where}[{at}]", "a tool_use in the last message needs its tool_result after it")
+    if blocks and not isinstance(blocks[-1], TextBlock):
+        raise field_error(where, "the last message is the assistant's and has no text at its end to continue")
 
 
 def _thinking(request: CountTokensRequest, support: ThinkingSupport, ignored: IgnoredFields) -> dict[str, Any]:

@@ -103,6 +103,23 @@ def test_thinking_text_and_calls_of_a_turn_are_one_message_and_each_result_one_o
     ]
 
 
+def test_the_last_turn_is_continued_if_it_is_the_assistants() -> None:
+    thought, text = {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "I look"}
+    continued: list[tuple[Any, str | None]] = [("I look", None), ([text], None), ([thought, text], "hm")]
+    for content, reasoning in continued:
+        asked, _ = chat(messages=[*HELLO, {"role": "assistant", "content": content}])
+        assert asked.continue_final_message is True
+        assert asked.messages[-1] == ChatMessage("assistant", "I look", reasoning_content=reasoning)
+    assert chat()[0].continue_final_message is None
+    for blocks, param, why in (
+        ([text, USE], "messages[1].content[1]", "needs its tool_result"),
+        ([thought], "messages[1].content", "no text at its end"),
+    ):
+        wrong = refused(messages=[*HELLO, {"role": "assistant", "content": blocks}])
+        assert wrong.param == param
+        assert why in str(wrong)
+
+
 def test_tools_and_their_choice_are_a_chats() -> None:
     asked, _ = chat(tools=[WEATHER | {"strict": True, "type": "custom"}])
     assert asked.tools is not None
@@ -196,7 +213,6 @@ def test_unknown_fields_are_ignored_and_named_and_refused_in_strict_mode() -> No
         ({"system": [{"type": "thinking", "thinking": "hm"}]}, "system[0].type", "only blocks of type text"),
         ({"system": [{"text": "x"}]}, "system[0].type", "missing required field `type`"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type", "between_tools"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages[1].role", "no answer is continued"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_its_name(fields: dict[str, Any], param: str, why: str) -> None:

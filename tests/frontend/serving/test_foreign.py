@@ -182,6 +182,20 @@ async def test_tokens_are_counted_as_a_message_counts_them(templated: Templated)
         assert wrong["error"]["type"] == "not_found_error"
 
 
+async def test_an_answer_continues_a_last_message_of_the_assistant(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (_, http):
+        w.say(" river is the Rhine.")
+        asked = {"model": MODEL, "messages": [*ASK["messages"], {"role": "assistant", "content": "One such"}]}
+        whole = await post(http, "/v1/messages", {**asked, "max_tokens": 99})
+        assert whole["content"] == [{"type": "text", "text": " river is the Rhine."}]
+        assert w.latest_prompt().endswith("[user]hello[assistant]One such")
+        counted = await post(http, "/v1/messages/count_tokens", asked)
+        assert counted["input_tokens"] == whole["usage"]["input_tokens"]
+        events = await events_of(http, {**asked, "max_tokens": 99})
+        said = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(said) == " river is the Rhine."
+
+
 async def test_refusals_have_anthropics_form(directory: Path) -> None:
     async with world(directory, limits=LimitsConfig(requests=1, drain_s=0.0)) as w, clients(w) as (_, http):
         w.say("x")
