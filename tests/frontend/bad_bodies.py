@@ -459,8 +459,14 @@ BAD_BODIES = [
         content=[{"type": "reasoning_text", "text": ""}] * 4097,
     ),
     _item(
-        "thinking in short", "summary", _NOT_BUILT, type="reasoning", summary=[{"type": "summary_text", "text": "x"}]
+        "thinking in short",
+        "summary",
+        _NOT_BUILT,
+        type="reasoning",
+        content=[{"type": "reasoning_text", "text": "x"}],
+        summary=[{"type": "summary_text", "text": "x"}],
     ),
+    _item("thinking in a short of another kind", "summary[0].type", type="reasoning", summary=[{"type": "text"}]),
     _response("a tool of OpenAI's", "tools[0].type", code=_NOT_SERVED, tools=[{"type": "web_search"}]),
     _response("chat's form of a tool", "tools[0].function", tools=[_tool("a")]),
     _response("a response's bad tool", "tools[0].name", tools=[{"type": "function", "name": "x y"}]),

@@ -2,6 +2,7 @@
 
 created, in_progress
 output_item.added ─▶ content_part.added ─▶ ….delta … ─▶ ….done ─▶ content_part.done ─▶ output_item.done    each item
+                     reasoning_summary_part.added, .done: in their place, where reasoning is sent as its summary
 completed, incomplete or failed
 """
 
@@ -12,8 +13,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from services.frontend.protocol.chat_chunks import SERVICE_TIER, PromptTokensDetails, TokenLogprobs, Usage
-from services.frontend.protocol.responses_items import OutputItem, OutputText, ThoughtText
-from services.frontend.protocol.responses_request import ChosenFunction, DecodedRequest, ResponseTool
+from services.frontend.protocol.responses_items import OutputItem, OutputText, SummaryText, ThoughtText
+from services.frontend.protocol.responses_request import ChosenFunction, DecodedRequest, ResponseTool, Summary
 from shared.messages import Sampling
 
 
@@ -70,7 +71,7 @@ class ReasoningSetting(Struct, frozen=True):
     """The reasoning options of the request."""
 
     effort: str | None
-    summary: None = None
+    summary: Summary | None = None
 
 
 class Response(Struct, frozen=True, kw_only=True):
@@ -119,7 +120,7 @@ def new_response(asked: DecodedRequest, response_id: str, created_at: int, model
         model=model,
         metadata=request.metadata or {},
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        reasoning=ReasoningSetting(None if request.reasoning is None else request.reasoning.effort),
+        reasoning=ReasoningSetting(None if request.reasoning is None else request.reasoning.effort, asked.summary[0]),
         store=asked.is_stored,
         temperature=sampling.temperature,
         text={"format": {"type": "text"} if form is None else form},
@@ -170,6 +171,12 @@ class _WholePart(_InItem, frozen=True):
     content_index: int = 0
 
 
+class _SummaryPart(_InItem, frozen=True):
+    part: SummaryText
+    sequence_number: int
+    summary_index: int = 0
+
+
 class ResponseCreated(_ResponseState, frozen=True, tag="response.created"):
     """The first event."""
 
@@ -186,6 +193,10 @@ class PartAdded(_WholePart, frozen=True, tag="response.content_part.added"):
     """The only part of a message or of reasoning begins; it is empty."""
 
 
+class SummaryPartAdded(_SummaryPart, frozen=True, tag="response.reasoning_summary_part.added"):
+    """The only part of reasoning's summary begins; it is empty."""
+
+
 class TextDelta(_InItem, frozen=True, tag="response.output_text.delta"):
     """The next text of a message."""
 
@@ -199,6 +210,14 @@ class ThoughtDelta(_InItem, frozen=True, tag="response.reasoning_text.delta"):
     """The next text of reasoning."""
 
     content_index: int
+    delta: str
+    sequence_number: int
+
+
+class SummaryDelta(_InItem, frozen=True, tag="response.reasoning_summary_text.delta"):
+    """The next text of reasoning's summary."""
+
+    summary_index: int
     delta: str
     sequence_number: int
 
@@ -227,6 +246,14 @@ class ThoughtDone(_InItem, frozen=True, tag="response.reasoning_text.done"):
     content_index: int = 0
 
 
+class SummaryDone(_InItem, frozen=True, tag="response.reasoning_summary_text.done"):
+    """The whole text of reasoning's summary."""
+
+    text: str
+    sequence_number: int
+    summary_index: int = 0
+
+
 class ArgumentsDone(_InItem, frozen=True, tag="response.function_call_arguments.done"):
     """The complete arguments of a call."""
 
@@ -237,6 +264,10 @@ class ArgumentsDone(_InItem, frozen=True, tag="response.function_call_arguments.
 
 class PartDone(_WholePart, frozen=True, tag="response.content_part.done"):
     """A part is complete."""
+
+
+class SummaryPartDone(_SummaryPart, frozen=True, tag="response.reasoning_summary_part.done"):
+    """The part of reasoning's summary is complete."""
 
 
 class ItemDone(_WholeItem, frozen=True, tag="response.output_item.done"):
@@ -260,13 +291,17 @@ ResponseEvent = (
     | ResponseInProgress
     | ItemAdded
     | PartAdded
+    | SummaryPartAdded
     | TextDelta
     | ThoughtDelta
+    | SummaryDelta
     | ArgumentsDelta
     | TextDone
     | ThoughtDone
+    | SummaryDone
     | ArgumentsDone
     | PartDone
+    | SummaryPartDone
     | ItemDone
     | ResponseCompleted
     | ResponseIncomplete

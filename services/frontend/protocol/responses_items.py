@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage
 from services.frontend.protocol.chat_chunks import TokenLogprobs
-from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
+from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body, not_supported
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.tools import TOOLS_LIMIT, Call, CalledFunction, ToolName, Unread, decoded_object
@@ -96,6 +96,12 @@ class ThoughtText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ty
     text: str
 
 
+class SummaryText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="summary_text"):
+    """A text of a summary of reasoning; in answers it is the whole reasoning."""
+
+    text: str
+
+
 class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
     """Reasoning of the assistant that the client sends back; the chat template decides whether to render it."""
 
@@ -103,7 +109,8 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     content: Annotated[list[ThoughtText], Meta(max_length=PARTS_LIMIT)] | None = None
     status: Status | None = None
-    summary: Annotated[list[Unread] | None, Advisory(), _EMPTY] = None
+    summary: Annotated[list[SummaryText], Meta(max_length=PARTS_LIMIT)] | None = None
+    """The reasoning, unless there is content; next to content it is ignored."""
     encrypted_content: Annotated[str | None, Advisory(), _EMPTY] = None
     """Reasoning of a server that encrypts it; it cannot be read here."""
 
@@ -155,6 +162,10 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
     check_not_built(item, f"{where}.", ignored)
     if isinstance(item, PastCall):
         decoded_object(item.arguments or "{}", f"{where}.arguments")
+    if isinstance(item, PastThought) and item.content and item.summary:
+        if ignored.refuse:
+            raise not_supported(f"{where}.summary")
+        ignored.add("input[].summary")
     return item
 
 
@@ -207,7 +218,8 @@ class OutputThought(Struct, frozen=True, tag_field="type", tag="reasoning"):
     id: str
     content: list[ThoughtText]
     status: Status
-    summary: list[None] = []
+    summary: list[SummaryText] = []
+    """The reasoning in place of content, if the request asks for a summary."""
     encrypted_content: None = None
 
 
@@ -245,7 +257,7 @@ def messages_of(items: Iterable[InputItem | OutputItem]) -> list[ChatMessage]:
             case PastThought() | OutputThought():
                 if said is not None or calls:
                     end_turn()
-                thoughts += [part.text for part in item.content or ()]
+                thoughts += [part.text for part in item.content or item.summary or ()]
             case OutputMessage() | InputMessage(role="assistant"):
                 if said is not None or calls:
                     end_turn()

@@ -81,9 +81,10 @@ class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     effort: Effort | None = None
     """The effort, as in a chat's `reasoning_effort`."""
-    summary: Annotated[Summary | None, Advisory()] = None
-    """Reasoning is returned whole; there are no summaries."""
-    generate_summary: Annotated[Summary | None, Advisory()] = None
+    summary: Summary | None = None
+    """With any of these values the whole reasoning is returned as its summary, in place of its content."""
+    generate_summary: Summary | None = None
+    """The former name of `summary`."""
     context: NotBuilt = None
     mode: NotBuilt = None
 
@@ -167,6 +168,14 @@ class DecodedRequest(Struct, frozen=True):
     def is_stored(self) -> bool:
         """Whether the response is to be stored."""
         return self.request.store is not False
+
+    @property
+    def summary(self) -> tuple[Summary | None, str]:
+        """The summary of the reasoning that is asked for, and the field that asks for it."""
+        asked = self.request.reasoning or ReasoningConfig()
+        if asked.summary is None and asked.generate_summary is not None:
+            return asked.generate_summary, "reasoning.generate_summary"
+        return asked.summary, "reasoning.summary"
 
     @property
     def wants_logprobs(self) -> bool:

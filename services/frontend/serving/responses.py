@@ -18,7 +18,7 @@ from services.frontend.protocol import responses_request
 from services.frontend.protocol.chat import ChatMessage, ChatRequest
 from services.frontend.protocol.decoding import BODY_LIMIT_BYTES
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.foreign import name_here, renaming
+from services.frontend.protocol.foreign import ignore, name_here, renaming
 from services.frontend.protocol.responses_events import Response, ResponseDeleted, new_response
 from services.frontend.protocol.responses_items import (
     InputItem,
@@ -53,7 +53,7 @@ class ServingResponses(Struct, frozen=True):
         """Answer a new response. Leaving the context cancels what still runs. Raise what `prepare` of ServingChat
         raises."""
         decoded = await self._with_references(responses_request.decode_response(body, context.ignored), context)
-        self._check_logprobs(decoded)
+        self._check_thinking(decoded, context)
         rename = partial(name_here, table=responses_request.NAMES)
         of_chat = replace(context, ignored=context.ignored.renamed(rename))
         request, conversation = await self._as_chat(decoded, of_chat)
@@ -164,14 +164,18 @@ class ServingResponses(Struct, frozen=True):
         """Return the request's deadline on the loop's clock. Raise InvalidRequest."""
         return deadline_of(field, context.deadline_header, context.received_s, self.chat.service.limits).at
 
-    def _check_logprobs(self, decoded: responses_request.DecodedRequest) -> None:
+    def _check_thinking(self, decoded: responses_request.DecodedRequest, context: RequestContext) -> None:
         """Raise InvalidRequest if log-probabilities are asked for and the model thinks: which of its tokens belong to
-        the message would be unknown."""
-        if decoded.wants_logprobs:
-            model, _ = self.chat.models.find(decoded.request.model)
-            if model.thinks:
-                why = f"{responses_request.LOGPROBS!r} is not supported for {model.name!r}, which thinks"
-                raise field_error("include", why, "unsupported_value")
+        the message would be unknown. A summary of the thinking is ignored for a model that does not think."""
+        summary, field = decoded.summary
+        if not (decoded.wants_logprobs or summary):
+            return
+        model, _ = self.chat.models.find(decoded.request.model)
+        if decoded.wants_logprobs and model.thinks:
+            why = f"{responses_request.LOGPROBS!r} is not supported for {model.name!r}, which thinks"
+            raise field_error("include", why, "unsupported_value")
+        if summary and not model.thinks:
+            ignore(field, context.ignored)
 
 
 def _items(response: bytes) -> dict[str, bytes]:

@@ -30,6 +30,7 @@ from services.frontend.protocol.responses_items import (
     OutputMessage,
     OutputText,
     OutputThought,
+    SummaryText,
     ThoughtText,
 )
 
@@ -41,17 +42,21 @@ _DELTAS = {
     OutputCall: (b"function_call_arguments", b"", b""),
 }
 """For each kind of item the name of its delta event, and that event's other fields before and after the text."""
+_SUMMARY_DELTA = (b"reasoning_summary_text", b',"summary_index":0', b"")
+"""What stands for a thought's, where it is sent as its summary."""
 
 
 class _OpenItem:
     """The open item, which grows."""
 
-    def __init__(self, item: OutputItem, index: int) -> None:
+    def __init__(self, item: OutputItem, index: int, *, summed_up: bool) -> None:
         self.item = item
         self.index = index
+        self.is_summary = summed_up and isinstance(item, OutputThought)
+        """Whether the text is the item's summary, in place of its content."""
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
-        kind, part, logprobs = _DELTAS[type(item)]
+        kind, part, logprobs = _SUMMARY_DELTA if self.is_summary else _DELTAS[type(item)]
         self.head = b'{"type":"response.%b.delta","item_id":%b,"output_index":%d%b' % (
             kind,
             _encode(item.id),
@@ -66,6 +71,8 @@ class _OpenItem:
         if isinstance(self.item, OutputCall):
             return replace(self.item, arguments=text, status=status)
         if isinstance(self.item, OutputThought):
+            if self.is_summary:
+                return replace(self.item, summary=[SummaryText(text)], status=status)
             return replace(self.item, content=[ThoughtText(text)], status=status)
         return replace(self.item, content=[OutputText(text, logprobs=self.logprobs)], status=status)
 
@@ -186,7 +193,10 @@ class ResponseWriter:
         prefix, part = ("rs", ThoughtText("")) if kind is OutputThought else ("msg", OutputText(""))
         item = kind(self._name(prefix), [], "in_progress")
         grown = self._begin(item)
-        self._say(events.PartAdded(item.id, grown.index, part, self._sequence))
+        if grown.is_summary:
+            self._say(events.SummaryPartAdded(item.id, grown.index, SummaryText(""), self._sequence))
+        else:
+            self._say(events.PartAdded(item.id, grown.index, part, self._sequence))
         return grown
 
     def _name(self, prefix: str) -> str:
@@ -194,7 +204,7 @@ class ResponseWriter:
 
     def _begin(self, item: OutputItem) -> _OpenItem:
         self._close(_DONE)
-        self._open = _OpenItem(item, len(self._items))
+        self._open = _OpenItem(item, len(self._items), summed_up=self.response.reasoning.summary is not None)
         self._say(events.ItemAdded(item, self._open.index, self._sequence))
         return self._open
 
@@ -207,6 +217,9 @@ class ResponseWriter:
             case OutputMessage(content=[part]):
                 self._say(events.TextDone(item.id, index, part.text, part.logprobs, self._sequence))
                 self._say(events.PartDone(item.id, index, part, self._sequence))
+            case OutputThought(summary=[summary]):
+                self._say(events.SummaryDone(item.id, index, summary.text, self._sequence))
+                self._say(events.SummaryPartDone(item.id, index, summary, self._sequence))
             case OutputThought(content=[thought]):
                 self._say(events.ThoughtDone(item.id, index, thought.text, self._sequence))
                 self._say(events.PartDone(item.id, index, thought, self._sequence))

@@ -27,6 +27,8 @@ URL, PORT = sys.argv[1:]
 PROXY = f"http://127.0.0.1:{PORT}"
 KEY = "sk-0123456789abcdef0123456789abcdef0123456789abcdef"
 LIMIT_S = 180.0
+SETTINGS = {"num_retries": 0, "reasoning_auto_summary": True}
+"""With the second one, messages that go through `openai` ask for a summary where the client asks for thinking."""
 PR_SET_PDEATHSIG = 1
 PROVIDERS = ("openai", "hosted_vllm")
 MODELS = ("echo", "speaker")
@@ -42,12 +44,13 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
         {
             "model_name": f"{provider}-{model}",
             "litellm_params": {"model": f"{provider}/{model}", "api_base": URL, "api_key": "any"},
+            "model_info": {"supports_reasoning": model == "echo"},
         }
         for provider in PROVIDERS
         for model in MODELS
     ]
     settings = folder / "proxy.yaml"
-    settings.write_text(json.dumps({"model_list": listed, "litellm_settings": {"num_retries": 0}}))
+    settings.write_text(json.dumps({"model_list": listed, "litellm_settings": SETTINGS}))
     libc = ctypes.CDLL(None)
     return subprocess.Popen(
         [
@@ -136,7 +139,7 @@ def thinking_comes_apart(provider: str) -> None:
     """In each API in its own place, streamed too.
 
     LiteLLM itself refuses efforts for models that it does not know. Messages go through `openai` as responses, and then
-    it drops reasoning that is not a summary."""
+    it drops reasoning that is not a summary, and asks for one only where the client asks for thinking."""
     model, text = f"{provider}-echo", "<think>Hm.</think>Yes."
     messages = says(text)
     [choice] = client.chat.completions.create(model=model, messages=messages).choices
@@ -157,6 +160,20 @@ def thinking_comes_apart(provider: str) -> None:
     assert thoughts == (["Hm."] if provider == "hosted_vllm" else []), said
     with claude.messages.stream(model=model, max_tokens=100, messages=messages) as stream:
         assert stream.get_final_text() == "Yes."
+    if provider == "openai":
+        thinking_is_kept_as_its_summary({"model": model, "max_tokens": 2000}, messages)
+
+
+def thinking_is_kept_as_its_summary(asked: Any, messages: Any) -> None:
+    asked = asked | {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    whole = claude.messages.create(messages=messages, **asked)
+    with claude.messages.stream(messages=messages, **asked) as stream:
+        streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        thought, text = answer.content
+        assert (thought.thinking, text.text) == ("Hm.", "Yes."), answer
+        turns = [*messages, {"role": "assistant", "content": [thought, text]}, {"role": "user", "content": "And now?"}]
+        assert claude.messages.create(messages=turns, **asked).content[-1].text == "And now?"
 
 
 def a_message_comes_whole_and_streamed(provider: str) -> None:

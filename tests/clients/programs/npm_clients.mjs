@@ -128,8 +128,9 @@ async function aTextIsGeneratedAndStreamed(model) {
   }
 }
 
-async function thinkingComesApart(model) {
-  const asked = { model: model("echo"), prompt: `<think>I count.</think>${call}`, tools, stopWhen: stepCountIs(3) };
+async function thinkingComesApart(model, providerOptions) {
+  const prompt = `<think>I count.</think>${call}`;
+  const asked = { model: model("echo"), prompt, tools, stopWhen: stepCountIs(3), providerOptions };
   const whole = await generateText({ ...asked, maxRetries: 0 });
   const streamed = streamText({ ...asked, maxRetries: 0 });
   await streamed.consumeStream();
@@ -137,7 +138,7 @@ async function thinkingComesApart(model) {
   assert.equal(await streamed.text, "42");
   for (const { messages } of [await whole.response, await streamed.response]) {
     const asking = [{ role: "user", content: "6 times 7?" }, ...messages, { role: "user", content: "And now?" }];
-    const more = await generateText({ model: model("echo"), messages: asking, tools, maxRetries: 0 });
+    const more = await generateText({ model: model("echo"), messages: asking, tools, maxRetries: 0, providerOptions });
     assert.equal(more.text, "And now?");
   }
   return [whole.steps[0].reasoningText, (await streamed.steps)[0].reasoningText];
@@ -195,9 +196,14 @@ for (const [name, model] of Object.entries(providers)) {
   for (const one of [aTextIsGeneratedAndStreamed, toolsAreCalled, anObjectIsGeneratedAndStreamed]) {
     await what(`ai, ${name}: ${one.name}`, () => one(model));
   }
-  // OpenAI's own chats show no reasoning, and its responses show summaries at most.
+  // OpenAI's own chats show no reasoning, and its responses show the summary, where one is asked for.
   const thought = { compatible: "I count.", "openai's responses": "" }[name];
   await what(`ai, ${name}: thinking`, async () => assert.deepEqual(await thinkingComesApart(model), [thought, thought]));
+}
+for (const store of [true, false]) {
+  const asked = { openai: { reasoningSummary: "auto", forceReasoning: true, store } };  // it does not know our models
+  await what(`ai, openai's responses: thinking as its summary, store ${store}`, async () =>
+    assert.deepEqual(await thinkingComesApart(providers["openai's responses"], asked), ["I count.", "I count."]));
 }
 for (const model of [(name) => compatible.embeddingModel(name), (name) => openai.embeddingModel(name)]) {
   await what("ai: texts are embedded", () => textsAreEmbeddedByVercels(model));

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.protocol.chat import ChatMessage, check_message, messages_as_rendered
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.responses_items import (
     InputItem,
     OutputCall,
@@ -48,6 +49,16 @@ def test_what_the_assistant_does_at_once_is_one_message() -> None:
     assert (found[1].reasoning_content, found[1].content) == ("hm", "I look.")
     assert [one.id for one in found[1].tool_calls or ()] == ["a", "b"]
     assert found[2].tool_call_id == "a"
+
+
+def test_a_summary_that_comes_back_is_the_reasoning_unless_there_is_content() -> None:
+    summary = {"summary": [{"type": "summary_text", "text": "in short"}]}
+    alone = THOUGHT | summary | {"content": None}
+    assert messages_of(items(alone, SAID))[0] == ChatMessage("assistant", "I look.", reasoning_content="in short")
+    ignored = IgnoredFields()
+    [both] = decode_items([msgspec.Raw(json.dumps(THOUGHT | summary).encode())], ignored)
+    assert messages_of([both])[0].reasoning_content == "hm"
+    assert ignored.names == ("input[].summary",)
 
 
 def test_a_message_after_a_call_is_another_one_and_so_is_reasoning_after_a_message() -> None:

@@ -193,6 +193,42 @@ async def test_thinking_and_calls_are_items_streamed_and_not_and_go_back_as_they
             w.say(THOUGHTFUL)
 
 
+async def test_thinking_is_sent_as_the_summary_that_is_asked_for_and_goes_back_as_it_came(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, http):
+        asked: Any = ASK | {"reasoning": {"summary": "auto"}}
+        w.say("<think>hm</think>Yes.")
+        answer = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            said = [event.delta async for event in stream if event.type == "response.reasoning_summary_text.delta"]
+            streamed = await stream.get_final_response()
+        assert "".join(said) == "hm"
+        for each in (answer, streamed):
+            output: Any = each.output
+            thought, _ = output
+            assert ([part.text for part in thought.summary], thought.content) == (["hm"], [])
+            assert each.reasoning is not None
+            assert each.reasoning.summary == "auto"
+            again: Any = [{"role": "user", "content": "hello"}, *output, {"role": "user", "content": "So?"}]
+            await client.responses.create(model=MODEL, input=again)
+            by_hand = w.latest_prompt()
+            assert "[assistant]<think>hm</think>Yes.[user]So?" in by_hand
+            await client.responses.create(model=MODEL, input="So?", previous_response_id=each.id)
+            assert w.latest_prompt() == by_hand
+            refer: Any = [{"type": "item_reference", "id": item.id} for item in output]
+            await client.responses.create(model=MODEL, input=[again[0], *refer, again[-1]])
+            assert w.latest_prompt() == by_hand
+        async with http.post("/v1/responses", json=asked) as response:
+            assert IGNORED_HEADER not in response.headers
+
+
+@pytest.mark.parametrize("field", ["summary", "generate_summary"])
+async def test_a_summary_of_thinking_is_ignored_for_a_model_that_does_not_think(directory: Path, field: str) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("Yes.")
+        async with http.post("/v1/responses", json=ASK | {"reasoning": {field: "auto"}}) as response:
+            assert response.headers[IGNORED_HEADER] == f"reasoning.{field}"
+
+
 async def test_strict_tools_hold_the_answer_and_those_that_may_not_be_called_do_not(templated: Templated) -> None:
     async with world(templated(TEMPLATE), grammars=True) as w, clients(w) as (client, _):
         w.say(CALL)

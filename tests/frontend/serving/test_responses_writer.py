@@ -30,17 +30,22 @@ OURS = msgspec.json.Decoder(ResponseEvent)
 USAGE = usage_of(7, 5, 3)
 
 
-def response() -> Response:
-    asked = decode_response(b'{"input": "hi", "model": "tiny", "metadata": {"a": "b"}, "instructions": "be kind"}')
+def response(*, summed_up: bool = False) -> Response:
+    body = {"input": "hi", "model": "tiny", "metadata": {"a": "b"}, "instructions": "be kind"}
+    asked = decode_response(msgspec.json.encode(body | ({"reasoning": {"summary": "auto"}} if summed_up else {})))
     return new_response(asked, "resp_f1.abc", 1, "tiny", Sampling(max_tokens=8))
 
 
 def written(
-    deltas: Sequence[Delta], finish: str = "stop", directly: Callable[[], bool] = lambda: True
+    deltas: Sequence[Delta],
+    finish: str = "stop",
+    directly: Callable[[], bool] = lambda: True,
+    *,
+    summed_up: bool = False,
 ) -> tuple[Response, list[bytes]]:
     """The response, and its events; `directly`: whether a delta may take the fast path, as a client that reads."""
     kept: list[tuple[Response, bytes]] = []
-    writer = ResponseWriter(response(), "abc", lambda *one: kept.append(one))
+    writer = ResponseWriter(response(summed_up=summed_up), "abc", lambda *one: kept.append(one))
     events = writer.first_events(USAGE)
     for delta in deltas:
         event = writer.continuation(delta)
@@ -82,6 +87,14 @@ def folded(events: Sequence[bytes]) -> dict[str, Any]:
                 part["logprobs"] += event["logprobs"]
             case "response.reasoning_text.delta":
                 items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+            case "response.reasoning_summary_part.added":
+                items[event["output_index"]]["summary"].append(event["part"])
+            case "response.reasoning_summary_text.delta":
+                items[event["output_index"]]["summary"][event["summary_index"]]["text"] += event["delta"]
+            case "response.reasoning_summary_text.done":
+                assert items[event["output_index"]]["summary"][event["summary_index"]]["text"] == event["text"]
+            case "response.reasoning_summary_part.done":
+                assert items[event["output_index"]]["summary"][event["summary_index"]] == event["part"]
             case "response.function_call_arguments.delta":
                 items[event["output_index"]]["arguments"] += event["delta"]
             case "response.output_text.done" | "response.reasoning_text.done":
@@ -110,20 +123,21 @@ def folded(events: Sequence[bytes]) -> dict[str, Any]:
     st.booleans(),
     st.sampled_from(["hermes", None]),
     st.sampled_from(["stop", "length", "tool_calls"]),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_events_add_up_to_the_whole_answer_wherever_it_is_cut(
-    text: str, cuts: list[int], thinks: bool, calls: FormatName | None, finish: str, draw: Random
+    text: str, cuts: list[int], thinks: bool, calls: FormatName | None, finish: str, summed_up: bool, draw: Random
 ) -> None:
     plan = ParsePlan(calls, thinks)
     deltas = parsed(text, cuts, plan)
-    whole, _ = written([join_deltas(parsed(text, (), plan))], finish)
-    streamed, events = written(deltas, finish, lambda: draw.random() < 0.5)
+    whole, _ = written([join_deltas(parsed(text, (), plan))], finish, summed_up=summed_up)
+    streamed, events = written(deltas, finish, lambda: draw.random() < 0.5, summed_up=summed_up)
     assert streamed == whole
     told = folded(events)
     assert told == msgspec.json.decode(msgspec.json.encode(whole))
     assert OpenAIResponse.model_validate(told).status == ("incomplete" if finish == "length" else "completed")
-    joined, _ = written([join_deltas(deltas)], finish)
+    joined, _ = written([join_deltas(deltas)], finish, summed_up=summed_up)
     assert joined == whole, "a client that reads slowly gets the same"
 
 
@@ -135,6 +149,18 @@ def test_items_are_where_the_model_wrote_them() -> None:
     ]
     assert OpenAIResponse.model_validate(folded(events)).output_text == "I look.\nthen "
     assert len({item.id for item in whole.output}) == 5
+
+
+def test_thinking_is_its_own_summary_in_place_of_content_where_a_summary_is_asked_for() -> None:
+    whole, events = written(parsed("<think>hm</think>Yes.", (4, 9), ParsePlan(None, reasoning=True)), summed_up=True)
+    thought, message = folded(events)["output"]
+    assert (thought["summary"], thought["content"]) == ([{"type": "summary_text", "text": "hm"}], [])
+    assert message["content"][0]["text"] == "Yes."
+    assert whole.reasoning.summary == "auto"
+    types = {msgspec.json.decode(event)["type"] for event in events}
+    summed_up = {f"response.reasoning_summary_{end}" for end in ("part.added", "text.delta", "text.done", "part.done")}
+    assert summed_up <= types
+    assert not any(kind.startswith("response.reasoning_text") for kind in types)
 
 
 def test_an_answer_that_is_cut_off_is_incomplete_and_so_is_its_last_item() -> None:
