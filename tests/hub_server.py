@@ -75,6 +75,8 @@ class HubServer:
         """Name of a file, or `listing` → what happens to its next requests, one each: an HTTP status, `to ADDRESS`,
         `cut` and `stall` (in the middle), `drip` (ends after 4 KiB), `changed`, `larger` and `endless` (other content),
         `whole` (no ranges). Of a listing only statuses and `cut`."""
+        self.without_digest = set[str]()
+        """Names of files that the listing has without a digest."""
         self.over = Event()
         """Set at the end, for requests that are held."""
         self.holding = Event()
@@ -201,6 +203,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _sibling(self, repository: Repository, name: str) -> dict[str, object]:
         size, digest = len(repository.files[name]), repository.digest(name)
+        if name in self.server_hub.without_digest:
+            return {"rfilename": name, "size": size}
         if name.endswith(LARGE):
             large = {"sha256": digest, "size": size, "pointerSize": 134}
             return {"rfilename": name, "size": size, "blobId": "0" * 40, "lfs": large}

@@ -12,6 +12,7 @@ checkout by a relative path. That needs no build tools and no network, and the c
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import filecmp
 import shutil
@@ -29,6 +30,8 @@ DEVELOPMENT = "requirements-dev.lock"
 GPU = "requirements-gpu.lock"
 PROVIDES = {RUNTIME: (RUNTIME,), DEVELOPMENT: (RUNTIME, DEVELOPMENT), GPU: (RUNTIME, GPU)}
 """Lock file → the lock files that are satisfied once it is installed."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""The errors of a file system that has no locks."""
 LINES_SHOWN = 15
 """Last lines of pip's output that are shown if it fails."""
 
@@ -84,14 +87,17 @@ def _tidy(root: Path) -> None:
 
 @contextmanager
 def exclusive(file: Path, waiting: Callable[[], None]) -> Iterator[int]:
-    """Hold the lock of a file; call `waiting` if another process holds it. The kernel releases it when its last holder
-    has ended, however it ended."""
+    """Hold the lock of a file, if its file system has locks; call `waiting` if another process holds it. The kernel
+    releases it when its last holder has ended, however it ended."""
     with file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             waiting()
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as wrong:
+            if wrong.errno not in NO_LOCKS:
+                raise
         yield lock.fileno()
 
 

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import constants
 from msgspec.structs import replace
 
+from deploy.local.install import exclusive
 from deploy.local.stack.hub_cache import HubCache, disk_errors, format_size
 from deploy.local.stack.hub_client import HubClient
 from deploy.local.stack.hub_files import (
@@ -110,9 +111,9 @@ def fetch(
     """Return the directory or file of a model, after fetching what the cache lacks of it.
 
     With `newest` that is the revision's present commit. Otherwise a commit in the cache that lacks nothing necessary
-    is completed, and served as it is if the hub does not list its files or the cache cannot be written. `check` runs
-    before weights are fetched, with a directory in which they have only their heads; a GGUF file is checked
-    afterwards. Of several processes, one fetches. Raises ModelError, and what `check` raises.
+    is completed, and served as it is if the hub, asked once, does not list its files, or if the cache cannot be
+    written. `check` runs before weights are fetched, with a directory in which they have only their heads; a GGUF
+    file is checked afterwards. Of several processes, one fetches. Raises ModelError, and what `check` raises.
     """
     if constants.HF_HUB_OFFLINE:
         return _offline(model, weights, check, notice)
@@ -124,15 +125,17 @@ def fetch(
         try:
             if commit and not cache.is_writable(commit):
                 raise ModelError(f"{cache.snapshot(commit)} cannot be written")
-            listing = parse_listing(at, client.listing(at, LIST_LIMIT_BYTES, notice))
+            answer = client.listing(at, LIST_LIMIT_BYTES, notice, once=bool(commit))
+            listing = parse_listing(at, answer, SMALL)
+            lock_file = cache.lock_file()
         except ModelError as wrong:
             if not commit:
                 raise
             path = cache.snapshot(commit) / model.file
-            notice(f"{wrong}\n{model}: served as it is in the cache, {path}")
+            notice(f"{wrong}\n{model}: served as it is in the cache, {path}; with HF_HUB_OFFLINE=1 no hub is asked")
             check(str(path))
             return path
-        with cache.lock(partial(progress, WAITING, 0.0)), closing(cache):
+        with exclusive(lock_file, partial(progress, WAITING, 0.0)), closing(cache):
             notice(f"{model}: commit {listing.commit[:12]} at {client.host}")
             fetching = _ModelFetch(model, cache, client, listing, progress)
             if model.file:
@@ -174,6 +177,7 @@ class _ModelFetch:
     def fetch_file(self, check: Check) -> None:
         """Fetch, link and check the GGUF file of the model's name."""
         file = chosen_file(self._model, self._listing)
+        self._cache.take_in(self._listing.commit, [file])
         self._fetch_weights([file])
         check(str(self._cache.link(self._listing.commit, [file]) / file.name))
 
@@ -185,6 +189,7 @@ class _ModelFetch:
                 raise ModelError(
                     f"{self._model}: {file.name} has {file.size_bytes} bytes; at most {limit_bytes} are read"
                 )
+        self._cache.take_in(self._listing.commit, small)
         self._fetch(small, [file.size_bytes for file in small], "configuration and tokenizer of ")
         heavy = self._fetch_heads() if weights else []
         with TemporaryDirectory(prefix="headrace-hub-") as aside:
@@ -201,6 +206,7 @@ class _ModelFetch:
         index = self._listing.files.get(INDEX)
         content = None if index is None else read_model_file(self._cache.blob(index), LIST_LIMIT_BYTES)
         heavy = weight_files(self._model, self._listing, content)
+        self._cache.take_in(self._listing.commit, heavy)
         self._fetch(heavy, [min(8, file.size_bytes) for file in heavy])
         self._fetch(heavy, [self._cache.head_bytes(file) for file in heavy], "heads of the weights of ")
         return heavy
@@ -212,7 +218,6 @@ class _ModelFetch:
 
     def _fetch(self, files: Sequence[HubFile], lengths: Sequence[int], what: str | None = None, size: str = "") -> None:
         """Fetch the first `lengths` bytes of each file that is not there; a file that is then whole gets its name."""
-        self._cache.take_in(self._listing.commit, files)
         missing = [
             (file, length)
             for file, length in zip(files, lengths, strict=True)
@@ -225,8 +230,8 @@ class _ModelFetch:
                 if what is not None:
                     self._progress(f"fetching {what}{self._model}{size}", (done + fetched) / total)
 
-            part = self._cache.part(file)
-            digest = self._client.fetch(self._model, self._listing.commit, file, part, length, show)
+            part, whole = self._cache.part(file), False
+            while not whole:
+                digest = self._client.fetch(self._model, self._listing.commit, file, part, length, show)
+                whole = length < file.size_bytes or self._cache.accept(self._model, file, digest)
             done += length
-            if length == file.size_bytes:
-                self._cache.accept(self._model, file, digest)

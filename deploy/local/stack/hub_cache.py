@@ -1,9 +1,9 @@
 """The cache of Hugging Face's tools, in which models of a hub are kept.
 
     HF_HUB_CACHE/models--ORG--NAME/
-      blobs/DIGEST                   a file, there only when its size and digest are right
-      blobs/DIGEST.incomplete        a part of it, which a fetch has left; the next one takes it over and continues it
-      blobs/DIGEST.headrace-HOST-PID-RANDOM.incomplete       a part that a fetch writes now
+      blobs/DIGEST                   a file. What we put there has this digest; what is there is taken by its size
+      blobs/DIGEST.headrace.incomplete     a part of it, which a fetch has left; the next one takes it over
+      blobs/DIGEST.headrace-HOST-PID-PROCESS-FETCH.incomplete       a part that a fetch writes now
       snapshots/COMMIT/FILE          a link to its blob; the model's directory
       .no_exist/COMMIT/FILE          empty: the repository has no such file at this commit
       refs/main                      the commit of a branch or tag, written when all files are there
@@ -17,19 +17,19 @@ parts of its own: without a lock two processes fetch the same file twice, and ne
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import constants
 
-from deploy.local.install import exclusive
 from deploy.local.stack.hub_files import HubFile, HubModel, is_commit
 from shared.errors import ModelError
 
@@ -38,7 +38,11 @@ HEAD_LIMIT_BYTES = 16 << 20
 ABANDONED_S = 3600.0
 """Seconds without a write after which a part of another host's process is taken over. One that writes is never silent
 for so long; a process of this host is looked up instead."""
-_WRITER = re.compile(r"headrace-(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{8}")
+_PROCESS = secrets.token_hex(4)
+"""This process. In a container, a process may have host name and PID of one that was killed."""
+_PART = re.compile(
+    r"[0-9a-f]+\.headrace(?:-(?P<host>.*)-(?P<pid>\d+)-(?P<process>[0-9a-f]{8})-[0-9a-f]{8})?\.incomplete"
+)
 
 
 class HubCache:
@@ -48,9 +52,11 @@ class HubCache:
         """Name the repository's directories. Nothing is made before `lock_file`."""
         self._cache = Path(constants.HF_HUB_CACHE).absolute()
         self._folder = "--".join(("models", *model.repository.split("/")))
-        self._writer = f"headrace-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._writer = f"headrace-{socket.gethostname()}-{os.getpid()}-{_PROCESS}-{secrets.token_hex(4)}"
         self._parts: dict[str, Path] = {}
         """Digest → the part that this fetch has made or taken over."""
+        self._taken_over = set[str]()
+        """The digests of the parts that were taken over."""
 
     def blob(self, file: HubFile) -> Path:
         """Return the path of a file that is whole."""
@@ -70,16 +76,16 @@ class HubCache:
                         left.unlink()
                     else:
                         left.rename(part)
+                        self._taken_over.add(file.digest)
         return part
 
     def _left(self, file: HubFile) -> list[tuple[int, Path]]:
         """Return the parts of a file that no process writes any more, with their sizes."""
         left: list[tuple[int, Path]] = []
-        for path in self.blob(file).parent.glob(f"{file.digest}.*incomplete"):
-            writer = path.name.removeprefix(f"{file.digest}.").removesuffix("incomplete").removesuffix(".")
+        for path in self.blob(file).parent.glob(f"{file.digest}.headrace*"):
             with suppress(FileNotFoundError):
-                status = path.stat()
-                if not writer or _is_abandoned(writer, status.st_mtime):
+                status, match = path.stat(), _PART.fullmatch(path.name)
+                if match and _is_abandoned(match, status.st_mtime):
                     left.append((status.st_size, path))
         return left
 
@@ -88,7 +94,7 @@ class HubCache:
         while self._parts:
             digest, part = self._parts.popitem()
             with suppress(FileNotFoundError):  # it has become a blob
-                part.rename(part.with_name(f"{digest}.incomplete"))
+                part.rename(part.with_name(f"{digest}.headrace.incomplete"))
 
     def part_bytes(self, file: HubFile) -> int:
         """Return the length of that part."""
@@ -151,50 +157,52 @@ class HubCache:
             (self._cache / self._folder / "blobs").mkdir(parents=True, exist_ok=True)
             locks = self._cache / ".locks" / self._folder
             locks.mkdir(parents=True, exist_ok=True)
+            (lock := locks / "headrace.lock").touch()
         except OSError as wrong:
             raise ModelError(f"{self._cache}: {wrong.strerror}; HF_HOME names another directory") from None
-        return locks / "headrace.lock"
-
-    @contextmanager
-    def lock(self, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock of those that fetch, where the file system has locks; call `waiting` if it is held."""
-        with ExitStack() as held:
-            try:
-                held.enter_context(exclusive(self.lock_file(), waiting))
-            except OSError as wrong:
-                if wrong.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-            yield
+        return lock
 
     def take_in(self, commit: str, files: Iterable[HubFile]) -> None:
-        """Make blobs of files of a commit that are no links, as some tools keep them where there can be none."""
+        """Make blobs of files of a commit that are no links, as some tools keep them where there can be none.
+
+        One with another content than the hub announces is no such file.
+        """
         for file in files:
             path = self.snapshot(commit) / file.name
-            if path.is_file() and not path.is_symlink() and path.stat().st_size == file.size_bytes:
-                with suppress(OSError):  # it is there already, or the file system has no hard links: then it is fetched
+            if self.has(file) or path.is_symlink() or not path.is_file() or path.stat().st_size != file.size_bytes:
+                continue
+            with path.open("rb") as content:
+                digest = hashlib.file_digest(content, file.new_hash).hexdigest()
+            if digest == file.digest:
+                with suppress(OSError):  # the file system has no hard links: then it is fetched
                     self.blob(file).hardlink_to(path)
 
-    def accept(self, model: HubModel, file: HubFile, digest: str) -> None:
-        """Give a fetched file its name, once it is on the disk.
+    def accept(self, model: HubModel, file: HubFile, digest: str) -> bool:
+        """Give a fetched file its name, if it has the size and digest that the hub has announced; else remove it.
 
-        Raises ModelError, and removes it, if the hub has announced another size or digest.
+        Return False if an earlier fetch has begun the removed file: a power cut may have torn that part. Raises
+        ModelError if this fetch has.
         """
         part = self.part(file)
-        with part.open("rb") as whole:
-            if digest != file.digest or os.fstat(whole.fileno()).st_size != file.size_bytes:
-                part.unlink()
-                raise ModelError(f"{model}: {file.name} does not have the digest that the hub announced; it is removed")
-            os.fsync(whole.fileno())  # the name must not outlive the content if the machine stops now
-        part.replace(self.blob(file))
+        if digest == file.digest and part.stat().st_size == file.size_bytes:
+            part.replace(self.blob(file))
+            return True
+        part.unlink()
+        if file.digest not in self._taken_over:
+            raise ModelError(f"{model}: {file.name} does not have the digest that the hub announced; it is removed")
+        self._taken_over.remove(file.digest)
+        return False
 
     def link(self, commit: str, files: Iterable[HubFile]) -> Path:
-        """Link the files into the snapshot of a commit, and return its directory."""
+        """Link the files into the snapshot of a commit, and return its directory. Parts of them that were left go."""
         for file in files:
-            link = self.snapshot(commit) / file.name
+            link, blob = self.snapshot(commit) / file.name, self.blob(file)
             link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.is_file() or link.stat().st_size != file.size_bytes:
+            if not link.is_file() or not link.samefile(blob):
                 link.unlink(missing_ok=True)
-                link.symlink_to(os.path.relpath(self.blob(file), link.parent))
+                link.symlink_to(os.path.relpath(blob, link.parent))
+            for _, left in self._left(file):
+                left.unlink(missing_ok=True)
         return self.snapshot(commit)
 
     def head_bytes(self, file: HubFile) -> int:
@@ -237,14 +245,15 @@ def disk_errors(model: HubModel) -> Iterator[None]:
         raise ModelError(f"{model}: {what} in {constants.HF_HUB_CACHE}; HF_HOME names another directory") from None
 
 
-def _is_abandoned(writer: str, written_at_s: float) -> bool:
+def _is_abandoned(part: re.Match[str], written_at_s: float) -> bool:
     """Return whether the process that a part's name names writes it no more."""
-    match = _WRITER.fullmatch(writer)
-    if match is None:  # of another tool, which may not have written it from its beginning on
-        return False
-    if match["host"] == socket.gethostname():
+    if part["host"] is None:
+        return True
+    if part["host"] == socket.gethostname():
+        if int(part["pid"]) == os.getpid() and part["process"] != _PROCESS:
+            return True
         try:
-            os.kill(int(match["pid"]), 0)
+            os.kill(int(part["pid"]), 0)
         except ProcessLookupError:
             return True
         except (PermissionError, OverflowError):

@@ -7,7 +7,7 @@ scheme is used.
 
 from __future__ import annotations
 
-import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,10 +112,17 @@ class HubClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         close_session()
 
-    def listing(self, model: HubModel, limit_bytes: int, notice: Callable[[str], None] = lambda _text: None) -> bytes:
+    def listing(
+        self,
+        model: HubModel,
+        limit_bytes: int,
+        notice: Callable[[str], None] = lambda _text: None,
+        *,
+        once: bool = False,
+    ) -> bytes:
         """Return the hub's description of a repository at a revision, as JSON. Raises ModelError.
 
-        `notice` gets why it is asked again.
+        `notice` gets why it is asked again, which it is not with `once`.
         """
         url = f"{self._endpoint}/api/models/{model.repository}/revision/{quote(model.revision, safe='')}?blobs=true"
         tries = _Tries(LIST_LIMIT_S)
@@ -129,7 +136,7 @@ class HubClient:
                             raise ModelError(f"{model}: the list of its files has more than {limit_bytes} bytes")
                 return bytes(content)
             except _Passing as wrong:
-                if (pause_s := tries.failed(wrong, progress=False)) is None:
+                if (pause_s := tries.failed(wrong, progress=False)) is None or once:
                     raise ModelError(f"{wrong}; try again later") from None
                 notice(f"{wrong}; it is asked again in {pause_s:g} s")
                 time.sleep(pause_s)
@@ -145,8 +152,8 @@ class HubClient:
     ) -> str:
         """Fetch a file's first `until_bytes` bytes into `path`, after those that it has, and return the digest of all.
 
-        `progress` gets the length. Raises ModelError, also if what comes is longer or shorter than the hub has
-        announced; OSError of the disk.
+        They are then on the disk. `progress` gets the length. Raises ModelError, also if what comes is longer or
+        shorter than the hub has announced; OSError of the disk.
         """
         url = f"{self._endpoint}/{model.repository}/resolve/{commit}/{quote(file.name)}"
         tries = _Tries(FILE_LIMIT_S)
@@ -160,6 +167,8 @@ class HubClient:
                     if pause_s is None:
                         raise ModelError(f"{model}: {file.name}: {wrong}; the next start continues there") from None
                     time.sleep(pause_s)
+            out.flush()
+            os.fsync(out.fileno())  # a name, or what follows a head, must not outlive it if the machine stops now
         return part.digest
 
     def _continue(self, model: HubModel, url: str, file: HubFile, part: _Part, until_bytes: int, tries: _Tries) -> None:
@@ -286,10 +295,7 @@ class _Part:
 
     def _begin(self) -> None:
         self.length = 0
-        if len(self._file.digest) == 64:
-            self._digest = hashlib.sha256()
-        else:
-            self._digest = hashlib.sha1(b"blob %d\0" % self._file.size_bytes, usedforsecurity=False)
+        self._digest = self._file.new_hash()
 
     def _count(self, piece: bytes) -> None:
         self._digest.update(piece)

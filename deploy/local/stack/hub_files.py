@@ -9,14 +9,18 @@ Whatever a hub says is checked here before a path or an address is made of it.
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from shared.errors import ModelError
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(
@@ -55,6 +59,12 @@ class HubFile(Struct, frozen=True):
     digest: str
     """Hexadecimal: the SHA-256 of a large file, or the SHA-1 that Git gives a small one. It is the file's name in the
     cache."""
+
+    def new_hash(self) -> _Hash:
+        """Return the hash that has the digest after all bytes of the file."""
+        if len(self.digest) == 64:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
 
 
 class Listing(Struct, frozen=True):
@@ -98,8 +108,12 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
-def parse_listing(model: HubModel, content: bytes) -> Listing:
-    """Return the files that the hub's answer lists, those without a size and a digest left out. Raises ModelError."""
+def parse_listing(model: HubModel, content: bytes, small: Container[str] = ()) -> Listing:
+    """Return the files that the hub's answer lists.
+
+    Raises ModelError, also if it lists a file that may be fetched without a size and a digest: the GGUF file, one of
+    `small`, or weights. Others are left out.
+    """
     answer = _decoded(content, _Repository, f"{model}: the hub's list of files")
     if not is_commit(answer.sha):
         raise ModelError(f"{model}: the hub names the commit {answer.sha[:80]!r}, which is none")
@@ -110,6 +124,8 @@ def parse_listing(model: HubModel, content: bytes) -> Listing:
         size, digest = (each.lfs.size, each.lfs.sha256) if each.lfs else (each.size, each.digest)
         if size is not None and size >= 0 and digest is not None and _DIGEST.fullmatch(digest):
             files[each.name] = HubFile(each.name, size, digest)
+        elif each.name == model.file or (not model.file and (each.name in small or each.name.endswith(".safetensors"))):
+            raise ModelError(f"{model}: the hub lists {each.name} without a size and a digest, so it is not fetched")
     return Listing(answer.sha, files)
 
 

