@@ -1,7 +1,7 @@
 """The cache of Hugging Face's tools, in which models of a hub are kept.
 
     HF_HUB_CACHE/models--ORG--NAME/
-      blobs/DIGEST                   a file. What we put there has this digest; what is there is taken by its size
+      blobs/DIGEST                   a file, put there when its digest is right. Of another tool's, the size counts
       blobs/DIGEST.headrace.incomplete     a part of it, which a fetch has left; the next one takes it over
       blobs/DIGEST.headrace-HOST-PID-PROCESS-FETCH.incomplete       a part that a fetch writes now
       snapshots/COMMIT/FILE          a link to its blob; the model's directory
@@ -39,7 +39,7 @@ ABANDONED_S = 3600.0
 """Seconds without a write after which a part of another host's process is taken over. One that writes is never silent
 for so long; a process of this host is looked up instead."""
 _PROCESS = secrets.token_hex(4)
-"""This process. In a container, a process may have host name and PID of one that was killed."""
+"""A mark of this process. In a container, a process may have the host name and PID of one that was killed."""
 _PART = re.compile(
     r"[0-9a-f]+\.headrace(?:-(?P<host>.*)-(?P<pid>\d+)-(?P<process>[0-9a-f]{8})-[0-9a-f]{8})?\.incomplete"
 )

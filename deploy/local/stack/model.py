@@ -74,7 +74,7 @@ def fetch_default(cache: Path, progress: Progress) -> Path:
                     whole.rename(target)
     except OSError as wrong:
         where = wrong.filename or cache
-        raise ModelError(f"{where}: {wrong.strerror}; {CACHE_VARIABLE} names another directory") from None
+        raise ModelError(f"{where}: {wrong.strerror or wrong}; {CACHE_VARIABLE} names another directory") from None
     return target
 
 

@@ -22,6 +22,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -122,12 +123,10 @@ def _converted(
                 return target
             if found:  # not what a worker without a lock has made meanwhile
                 shutil.rmtree(target, ignore_errors=True)
-            if alone:  # the same name each time, so that a killed conversion's files are replaced
-                aside = cache / f"{target.name}.partial"
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir()
-            else:
-                aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".partial", dir=cache))
+            own = "" if alone else f".{secrets.token_hex(4)}"  # else the same, to replace a killed conversion's files
+            aside = cache / f"{target.name}{own}.partial"
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
             try:
                 convert(aside)
                 try:

@@ -148,7 +148,7 @@ HERE, RANDOM = socket.gethostname(), "0123abcd-4567cdef"
         (f"headrace-{HERE}-{os.getppid()}-{RANDOM}.", 0, False),
         (f"headrace-other-host.org-1-{RANDOM}.", 0, False),
         (f"headrace-other-host.org-1-{RANDOM}.", ABANDONED_S + 100, True),
-        ("", ABANDONED_S + 100, False),  # of a huggingface_hub before 1.0
+        ("", ABANDONED_S + 100, False),  # of a huggingface_hub before 1.18
         ("0123abcd.", ABANDONED_S + 100, False),  # of a later one
     ],
 )
