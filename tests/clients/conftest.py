@@ -1,6 +1,6 @@
 """Fixtures: what clients ask, the environments of other people's clients, and one of their programs run to its end.
 
-The first test of a checkout that asks for one waits until 700 MB are there: such tests say `pytest.mark.timeout(600)`.
+The first test of a checkout that asks for one waits until 700 MB are there: such tests say `pytest.mark.timeout(1200)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.clients import environment
 from tests.clients.served import Served, served
 
-LIMIT_S = 240.0
+LIMIT_S = 900.0
 Run = Callable[..., Awaitable[str]]
 
 

@@ -19,7 +19,7 @@ from tests.clients.served import LIMIT_S, smollm2_with_tools
 from tests.integration.fleet import fleet
 from tests.integration.stack import ROOT, eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 SHOWN = "http://127.0.0.1:8000"
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -9,7 +9,7 @@ import pytest
 from tests.clients import environment
 from tests.clients.conftest import Run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 async def test_a_program_runs_in_it_with_its_own_clients(run_program: Run) -> None:

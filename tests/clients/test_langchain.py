@@ -7,7 +7,7 @@ import pytest
 from tests.clients.conftest import Run
 from tests.clients.served import Served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 async def test_langchains_agents_and_structured_output_work(run_program: Run, stack: Served) -> None:

@@ -8,7 +8,7 @@ from tests.clients.conftest import Run
 from tests.clients.served import Served
 from tests.servers import free_port
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 async def test_what_goes_through_litellms_proxy_works(run_program: Run, stack: Served) -> None:

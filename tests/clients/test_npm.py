@@ -7,7 +7,7 @@ import pytest
 from tests.clients.conftest import Run
 from tests.clients.served import Served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 async def test_openais_and_vercels_packages_of_npm_work(run_node_program: Run, stack: Served) -> None:

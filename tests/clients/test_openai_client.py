@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from tests.clients.served import ECHO, KEY, LIMIT_S, SLOW_KEY, SPEAKER, Served, says
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 WEATHER: Any = {
     "type": "function",

@@ -7,7 +7,7 @@ import pytest
 from tests.clients.conftest import Run
 from tests.clients.served import Served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 async def test_outlines_gets_what_it_asks_for_over_either_backend(run_program: Run, stack: Served) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.clients.conftest import Run
 from tests.clients.served import Served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 async def test_pydantic_ais_agents_work_over_chats_and_responses(run_program: Run, stack: Served) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.clients.conftest import Run
 from tests.clients.served import Served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.parametrize("program", ["langchain_responses.py", "litellm_responses.py"])

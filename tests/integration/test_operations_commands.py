@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.stack import ROOT, Up, running, with_models
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 [FUNCTIONS] = re.findall(r"^```\n(of\(\) \{.*?)^```", PAGE, re.M | re.S)
