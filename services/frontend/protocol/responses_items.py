@@ -4,8 +4,8 @@
     items of an answer ─────────────────────────┘
     references to items ─▶ items_by_id ─▶ decode_referenced ─▶ as items of the input
 
-An item without `type` is a message: OpenAI's easy form. Fields of an answer that clients send back (ids, status,
-annotations) are ignored if they ask for nothing.
+An item without `type` is a message: OpenAI's easy form. With an `id`, and neither role nor content, it is a reference.
+Fields of an answer that clients send back (ids, status, annotations) are ignored if they ask for nothing.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
 class ItemReference(Struct, frozen=True, forbid_unknown_fields=True):
     """An item of a stored response. The service replaces it by the item before anything else reads it."""
 
-    type: Literal["item_reference"]
     id: Annotated[str, Meta(min_length=1, max_length=256)]
+    type: Literal["item_reference"] | None = None
 
 
 InputItem = InputMessage | PastCall | CallOutput | PastThought | ItemReference
@@ -128,11 +128,22 @@ AnyInputItem = Annotated[
     msgspec.Raw,
     Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{one.__name__}"} for one in INPUT_ITEMS]}),
 ]
-"""An item that is not decoded yet. Its `type` says which it is; without one it is a message."""
+"""An item that is not decoded yet. Its `type` says which it is; without one it is a message, or a reference if it has
+an `id`, no role and no content."""
 
 
 class _Kind(Struct, frozen=True):
     type: str | None = None
+    id: Unread | UnsetType = UNSET
+    role: Unread | UnsetType = UNSET
+    content: Unread | UnsetType = UNSET
+
+    @property
+    def name(self) -> str | None:
+        """The item's type; None for a message that does not say it."""
+        if self.type is None and self.id is not UNSET and self.role is UNSET and self.content is UNSET:
+            return "item_reference"
+        return self.type
 
 
 _KIND = msgspec.json.Decoder(_Kind)
@@ -154,7 +165,7 @@ def decode_items(given: str | Sequence[msgspec.Raw], ignored: IgnoredFields = RE
 
 
 def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
-    kind = decode_body(_KIND, raw, where=where).type
+    kind = decode_body(_KIND, raw, where=where).name
     decoder = _DECODERS.get(kind)
     if decoder is None:
         raise field_error(f"{where}.type", f"items of type {str(kind)[:64]!r} are not supported", UNSUPPORTED)

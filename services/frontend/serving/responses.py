@@ -5,6 +5,7 @@ body ─▶ decode ─▶ the stored items and conversation ─▶ as_chat ─�
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -39,6 +40,8 @@ from shared.messages import Forget, Recall, ResponseStoreRequest
 
 REFERENCED_RESPONSES = 256
 """The most responses whose items one input may refer to."""
+RECALLED_BYTES = 8 << 20
+"""The most bytes of these responses. Each comes as a whole, with the tools that it echoes."""
 _MESSAGES = msgspec.json.Decoder(list[ChatMessage])
 
 
@@ -116,7 +119,7 @@ class ServingResponses(Struct, frozen=True):
         deadline = self._deadline(context, decoded.request.deadline_s)
         recalled: dict[str, dict[str, bytes]] = {}
         items: list[InputItem] = []
-        size_bytes = 0
+        size_bytes = recalled_bytes = 0
         for at, item in enumerate(decoded.items):
             if not isinstance(item, ItemReference):
                 items.append(item)
@@ -126,7 +129,14 @@ class ServingResponses(Struct, frozen=True):
                 if len(recalled) == REFERENCED_RESPONSES:
                     raise field_error(f"input[{at}].id", f"references to more than {REFERENCED_RESPONSES} responses")
                 found = await self.directory.ask(Recall(response_id, _account(context), "response"), deadline)
-                recalled[response_id] = _items(found or b'{"output":[]}')
+                found = found or b'{"output":[]}'
+                recalled_bytes += len(found)
+                if recalled_bytes > RECALLED_BYTES:
+                    why = f"the responses that are referred to are longer than {RECALLED_BYTES} bytes"
+                    raise field_error(f"input[{at}].id", why, "request_too_large", status=413)
+                context.permit.add_bytes(len(found))
+                recalled[response_id] = _items(found)
+                await asyncio.sleep(0)  # a response of this frontend comes without waiting
             raw = recalled[response_id].get(item.id)
             if raw is None:
                 wrong = f"Item with id {item.id!r} not found."  # in OpenAI's words, and with its status

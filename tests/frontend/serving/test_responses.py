@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from services.frontend.app import frontend
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER
+from services.frontend.protocol.responses_items import items_by_id
 from services.frontend.protocol.responses_request import LOGPROBS
 from services.frontend.requests.deadline import HEADER
 from services.frontend.server.nats_api import STATUS_HEADER
@@ -330,11 +331,12 @@ async def test_items_that_are_kept_can_be_referred_to_at_any_frontend(templated:
         thought, message, call = cast("Any", (await client.responses.create(**asked)).output)
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}
         refer: Any = [{"type": "item_reference", "id": item.id} for item in (thought, message, call)]
+        short: Any = [{"id": item.id} for item in (thought, message)] + [{"id": call.id, "type": None}]
         w.say("It is warm.")
         whole: Any = [item.model_dump(exclude_none=True) for item in (thought, message, call)]
         prompts: list[str] = []
         for each in (client, other):
-            for sent in (whole, refer):
+            for sent in (whole, refer, short):
                 await each.responses.create(**asked | {"input": [{"role": "user", "content": "hi"}, *sent, result]})
                 prompts.append(w.latest_prompt())
         assert "<think>hm\n</think>I look." in prompts[0]
@@ -364,6 +366,61 @@ async def test_items_of_too_many_responses_and_too_large_ones_are_refused(
         with pytest.raises(openai.APIStatusError) as large:
             await client.responses.create(**ASK | {"input": [*refer[:1], *refer[:1]]})
         assert (large.value.status_code, large.value.param) == (413, "input[1].id")
+
+
+async def test_the_responses_that_items_are_of_count_as_a_whole(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = LimitsConfig(drain_s=0.0, deadline_s=60.0, body_bytes=20_000)
+    tools = [WEATHER | {"parameters": {"type": "object", "description": "x" * 8000}}]
+    async with world(directory, limits=limits) as w, clients(w) as (client, _), another(w) as other:
+        w.say("hello")
+        made = [await client.responses.create(**ASK, tools=tools, tool_choice="none") for _ in range(3)]
+        refer: Any = [{"type": "item_reference", "id": one.output[0].id} for one in made]
+        for each in (client, other):
+            await each.responses.create(**ASK | {"input": refer})
+        with monkeypatch.context() as smaller:
+            smaller.setattr(responses, "RECALLED_BYTES", 20_000)
+            for each in (client, other):
+                with pytest.raises(openai.APIStatusError) as large:
+                    await each.responses.create(**ASK | {"input": refer})
+                assert (large.value.status_code, large.value.param) == (413, "input[2].id")
+                await each.responses.create(**ASK | {"input": refer[:2] * 20})
+        for worker in w.workers:
+            worker.output = None
+        asked = len(w.router.asked.all)
+        waiting = asyncio.create_task(client.responses.create(**ASK))
+        await w.router.asked.at_least(asked + 1)
+        with pytest.raises(openai.RateLimitError, match="the bodies of other requests"):
+            await client.responses.create(**ASK | {"input": refer})
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+async def test_other_tasks_run_between_the_responses_that_items_are_of(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, read = 0, list[int]()
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def recorded(response: bytes) -> dict[str, bytes]:
+        read.append(turns)
+        return items_by_id(response)
+
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("hello")
+        made = [(await client.responses.create(**ASK)).output[0].id for _ in range(5)]
+        refer: Any = [{"type": "item_reference", "id": name} for name in made]
+        monkeypatch.setattr(responses, "items_by_id", recorded)
+        counting = asyncio.create_task(count())
+        await client.responses.create(**ASK | {"input": refer})
+        counting.cancel()
+        assert len(read) == len(set(read)) == 5
 
 
 async def test_store_false_keeps_nothing(directory: Path) -> None:
