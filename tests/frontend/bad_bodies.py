@@ -287,7 +287,7 @@ BAD_BODIES = [
     _completion("spaces no flag", "spaces_between_special_tokens", spaces_between_special_tokens=1),
     *(
         _completion(f"{kept!r} tokens kept", "truncate_prompt_tokens", truncate_prompt_tokens=kept)
-        for kept in (0, -2, 1.5, "1", CONTEXT + 1, 1 << 31)
+        for kept in (0, -2, 1.5, "1", CONTEXT, 1 << 31)
     ),
     _completion("a suffix, and tokens kept", "truncate_prompt_tokens", suffix="x", truncate_prompt_tokens=5),
     _completion("a prompt's beginning of an answer", "add_generation_prompt", add_generation_prompt=True),
@@ -305,6 +305,15 @@ BAD_BODIES = [
         "messages[0].tool_calls",
         messages=[{"role": "assistant", "content": "x", "tool_calls": [_CALL]}],
         continue_final_message=True,
+    ),
+    *(
+        _chat(
+            f"a {role} message to go on with",
+            "messages[1].role",
+            messages=[*_MESSAGES, {"role": role, "content": "be"}],
+            continue_final_message=True,
+        )
+        for role in ("system", "developer")
     ),
     *(
         _chat(
@@ -427,6 +436,8 @@ BAD_BODIES = [
     _item("an item of a tool's role", "role", role="tool", content="x"),
     _item("a reference to no item", "id", type="item_reference"),
     _item("a reference to an item without a name", "id", type="item_reference", id=""),
+    _item("a reference without a type to an item without a name", "id", id=""),
+    _item("a reference with content", "role", id="msg_1", content="x"),
     _item("an item of a tool of OpenAI's", "type", _NOT_BUILT, type="web_search_call", id="1"),
     _item("an item whose type is no text", "type", type=5),
     _item(
@@ -544,7 +555,7 @@ BAD_BODIES = [
         chat_template_kwargs={"messages": "x"},
     ),
     _tokenize("nothing kept to tokenise", "truncate_prompt_tokens", prompt="x", truncate_prompt_tokens=0),
-    _tokenize("more kept than the context", "truncate_prompt_tokens", prompt="x", truncate_prompt_tokens=CONTEXT + 1),
+    _tokenize("more kept than the context", "truncate_prompt_tokens", prompt="x", truncate_prompt_tokens=CONTEXT),
     _tokenize("more than 1 Mi tokens", "prompt", prompt="水" * 400_000),
     _detokenize("nothing to detokenise", "tokens"),
     _detokenize("a text to detokenise", "tokens", tokens="x"),

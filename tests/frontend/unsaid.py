@@ -32,7 +32,7 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("truncate_prompt_tokens", "truncate_prompt_tokens: (0 would|.* is more than|cannot be combined)"),
     ("return_token_ids", "return_token_ids: the prompts of all answers"),
     ("continue_final_message", "continue_final_message: add_generation_prompt"),
-    (r"messages\.(content|tool_calls)", ".*(continue_final_message|cannot be continued)"),
+    (r"messages\.(content|tool_calls|role)", ".*(continue_final_message|cannot be continued)"),
     (r"chat_template_kwargs\..*", ".*: not a variable of requests"),
     ("echo", "echo: cannot be combined with logprobs"),
     ("suffix", "suffix: "),  # texts, and a model that has marks for it

@@ -240,11 +240,11 @@ def test_a_prompt_is_cut_to_its_last_tokens(asking: Asking) -> None:
 
     whole = prompt()
     assert prompt(truncate_prompt_tokens=5) == whole[-5:]
-    assert prompt(truncate_prompt_tokens=-1) == prompt(truncate_prompt_tokens=4096) == whole
+    assert prompt(truncate_prompt_tokens=-1) == prompt(truncate_prompt_tokens=4095) == whole
     text = "the mill " * 4000
     long = {"messages": [{"role": "user", "content": text}]} if asking.kind == "chat" else {"prompt": text}
     assert len(prompt(**long, truncate_prompt_tokens=-1)) == 4095
-    status, message = asking.refused(truncate_prompt_tokens=4097)
+    status, message = asking.refused(truncate_prompt_tokens=4096)
     assert (status, "truncate_prompt_tokens" in message) == (400, True)
 
 

@@ -204,8 +204,9 @@ def truncate(tokens: bytes, kept: int | None, limits: ModelLimits, max_tokens: i
     `max_tokens`, or for one. Raise InvalidRequest."""
     if kept is None:
         return tokens
-    if kept > limits.context_length:
-        why = f"truncate_prompt_tokens: {kept} is more than the model's context of {limits.context_length} tokens"
+    most = limits.context_length - 1
+    if kept > most:
+        why = f"truncate_prompt_tokens: {kept} is more than the {most} that leave room for an answer in the context"
         raise InvalidRequest(why, param="truncate_prompt_tokens")
     if kept < 0:
         kept = max(1, limits.context_length - (max_tokens or 1))

@@ -75,10 +75,11 @@ return_token_strs: either `prompt` or `messages` is given
 return_token_strs: fields that say how messages are rendered, such as `tools`, are allowed only with messages
 return_token_strs: at most 1 Mi tokens
 continue_final_message: `continue_final_message` excludes `add_generation_prompt: true`; the last message then has a \
-text and no calls
+text and no calls, and is not of role `system` or `developer`
 min_tokens: `min_tokens` is at most `max_tokens`, and is refused unless every worker of the model supports it
-echo: with `return_token_ids`, the prompts of all answers have at most 1 Mi tokens together
-truncate_prompt_tokens: `truncate_prompt_tokens` is -1 or from 1 to the model's context, and excludes `suffix`
+return_token_ids: with `return_token_ids`, the prompts of all answers have at most 128 Ki tokens together
+truncate_prompt_tokens: `truncate_prompt_tokens` is -1, or from 1 to less than the model's context, and excludes \
+`suffix`
 tokens: at most 8 Mi characters
 """.splitlines()
 ]

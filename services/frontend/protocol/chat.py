@@ -50,6 +50,8 @@ TOP_LOGPROBS_LIMIT = 20
 LOGIT_BIAS_LIMIT = 300
 CHOICES_LIMIT = 128
 """OpenAI's limit for `n`."""
+PROMPT_IDS_LIMIT = 1 << 17
+"""Token ids of prompts in one answer. They are written in one turn of the event loop: 1 Mi would hold it for 0.1 s."""
 
 OPENAI_DEFAULTS = SamplingDefaults()
 """OpenAI's sampling parameters of a request that sets none."""
@@ -276,6 +278,8 @@ def check_final_message(messages: Sequence[ChatMessage], begins: bool | None, co
     if begins:
         raise field_error("continue_final_message", "add_generation_prompt: true contradicts it")
     last, where = messages[-1], f"messages[{len(messages) - 1}]"
+    if last.role in ("system", "developer"):  # a template may put it first, and what follows it would be cut off
+        raise field_error(f"{where}.role", f"continue_final_message cannot continue a message of role {last.role}")
     if last.content is None:
         raise field_error(f"{where}.content", "continue_final_message needs a text to continue")
     if last.tool_calls:
@@ -420,12 +424,24 @@ def check_common(request: ChatRequest | CompletionRequest, ignored: IgnoredField
                 raise InvalidRequest("stream_options needs stream: true", param="stream_options")
             ignored.add("stream_options")
     check_truncation(request.truncate_prompt_tokens)
-    limit, param = token_limit(request)
+    limit, _ = token_limit(request)
     if limit is not None:
-        check_least_tokens(request, limit, param)
+        check_least_tokens(request, limit)
 
 
-def check_least_tokens(request: ChatRequest | CompletionRequest, most: int, param: str) -> None:
-    """Raise InvalidRequest if a request's min_tokens is more than `most`, which the field `param` sets."""
+def check_least_tokens(request: ChatRequest | CompletionRequest, most: int) -> None:
+    """Raise InvalidRequest if a request's min_tokens is more than `most`, the tokens that may follow its prompt."""
     if (least := request.min_tokens or 0) > most:
-        raise field_error("min_tokens", f"{least} is more than {param}, which is {most}")
+        limit, param = token_limit(request)
+        most_is = f"the {most} tokens that may follow without {param}" if limit is None else f"{param}, which is {most}"
+        raise field_error("min_tokens", f"{least} is more than {most_is}")
+
+
+def check_prompt_ids(request: ChatRequest | CompletionRequest, tokens: int) -> None:
+    """Raise InvalidRequest if an answer would name more than PROMPT_IDS_LIMIT tokens of its prompts, which have
+    `tokens` tokens. A chat's answer names them once, a completion's in each choice."""
+    count = tokens if isinstance(request, ChatRequest) else (request.n or 1) * tokens
+    if request.return_token_ids and count > PROMPT_IDS_LIMIT:
+        raise field_error(
+            "return_token_ids", f"the prompts of all answers have {count} tokens, more than {PROMPT_IDS_LIMIT}"
+        )

@@ -14,7 +14,6 @@ from services.frontend.protocol.chat import CommonFields, TokenId, TopLogprobs, 
 from services.frontend.protocol.decoding import Harmless, NotBuilt, decode_body, texts_or_ids
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
-from services.frontend.protocol.tokenize import TOKENS_LIMIT
 
 DEFAULT_TOKENS = 16
 """OpenAI's default for `max_tokens`."""
@@ -59,16 +58,6 @@ def decode_completion(body: bytes, ignored: IgnoredFields = REFUSE) -> Completio
     if request.suffix and request.truncate_prompt_tokens is not None:
         raise field_error("truncate_prompt_tokens", "cannot be combined with suffix, whose marks it would cut off")
     return request
-
-
-def check_prompt_ids(request: CompletionRequest, tokens: int) -> None:
-    """Raise InvalidRequest if an answer would name more than TOKENS_LIMIT tokens of its prompts, which have `tokens`
-    tokens and are named in each of their choices."""
-    count = (request.n or 1) * tokens
-    if request.return_token_ids and count > TOKENS_LIMIT:
-        raise field_error(
-            "return_token_ids", f"the prompts of all answers have {count} tokens, more than {TOKENS_LIMIT}"
-        )
 
 
 def prompts_of(request: CompletionRequest) -> list[tuple[str, Prompt]]:

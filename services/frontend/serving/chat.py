@@ -31,7 +31,7 @@ from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol import chat
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
-from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, check_prompt_ids, prompts_of
+from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, prompts_of
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
@@ -190,19 +190,21 @@ class ServingChat(Struct, frozen=True):
             prompt = preprocess.fit_context(
                 tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param
             )
-            chat.check_least_tokens(request, prompt.max_tokens, limit_param)
+            chat.check_least_tokens(request, prompt.max_tokens)
             return prompt
 
         if isinstance(request, ChatRequest):
             tokens, plan = await chat_prompt(request, model, limits, self.pool, ignored)
-            return [fitted(tokens, self.config.default_max_tokens or None, "messages")], plan
+            prompt = fitted(tokens, self.config.default_max_tokens or None, "messages")
+            chat.check_prompt_ids(request, prompt.count)
+            return [prompt], plan
         found: list[Prompt] = []
         for param, given in prompts:
             if found:
                 await asyncio.sleep(0)  # each blocks the loop for a millisecond at most, all of them for 100
             tokens = await self._text(given, request.suffix or "", model, limits, param)
             found.append(fitted(tokens, default_tokens, param))
-        check_prompt_ids(request, sum(prompt.count for prompt in found))
+        chat.check_prompt_ids(request, sum(prompt.count for prompt in found))
         return found, ParsePlan()
 
     async def _text(

@@ -252,9 +252,9 @@ def test_the_last_tokens_are_kept_and_as_many_as_fit_where_that_is_asked_for() -
     assert kept(-1) == [*range(101, 200)]
     assert kept(-1, max_tokens=40) == [*range(140, 200)]
     assert kept(-1, max_tokens=1000) == [199]
-    assert truncate(pack_tokens([7]), 100, LIMITS, None) == pack_tokens([7])
+    assert truncate(pack_tokens([7]), 99, LIMITS, None) == pack_tokens([7])
     with pytest.raises(InvalidRequest) as refusal:
-        kept(101)
+        kept(100)
     assert refusal.value.param == "truncate_prompt_tokens"
 
 

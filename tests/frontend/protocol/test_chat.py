@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.protocol import chat as chats
+from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.decoding import advisory_fields, fields_not_built
 from shared.errors import InvalidRequest
 from shared.messages import Sampling
@@ -162,3 +163,14 @@ def test_any_value_of_any_field_is_accepted_or_refused_by_name(field: str, value
     except InvalidRequest as refusal:
         named = refusal.param or "nothing"
     assert named.startswith((field, RELATED.get(field, field)))
+
+
+def test_the_prompts_tokens_in_one_answer_are_bounded() -> None:
+    """A chat's answer names those of its one prompt once, a completion's in each choice."""
+    two = CompletionRequest(prompt="x", n=2, return_token_ids=True)
+    for request, most in ((chat(n=2, return_token_ids=True), 128 << 10), (two, 64 << 10)):
+        chats.check_prompt_ids(request, most)
+        with pytest.raises(InvalidRequest) as refusal:
+            chats.check_prompt_ids(request, most + 1)
+        assert refusal.value.param == "return_token_ids"
+    chats.check_prompt_ids(CompletionRequest(prompt="x", n=2), 1 << 20)

@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.protocol import chat
-from services.frontend.protocol.completions import (
-    CompletionRequest,
-    check_prompt_ids,
-    decode_completion,
-    prompts_of,
-)
-from services.frontend.protocol.tokenize import TOKENS_LIMIT
+from services.frontend.protocol.completions import CompletionRequest, decode_completion, prompts_of
 from shared.errors import InvalidRequest
 
 
@@ -53,12 +47,3 @@ def test_a_prompt_is_a_text_or_token_ids_or_there_are_several_with_their_places(
 def test_no_bytes_raise_anything_but_an_invalid_request(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         decode_completion(body)
-
-
-def test_the_prompts_tokens_in_one_answer_are_bounded() -> None:
-    request = CompletionRequest(prompt="x", n=2, return_token_ids=True)
-    check_prompt_ids(request, TOKENS_LIMIT // 2)
-    check_prompt_ids(CompletionRequest(prompt="x", n=2), TOKENS_LIMIT)
-    with pytest.raises(InvalidRequest) as refusal:
-        check_prompt_ids(request, TOKENS_LIMIT // 2 + 1)
-    assert refusal.value.param == "return_token_ids"

@@ -344,11 +344,18 @@ async def test_the_least_tokens_reach_the_worker_and_are_at_most_what_may_follow
         await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=9, extra_body={"min_tokens": 9})
         [generate] = w.workers[0].generates.all
         assert generate.sampling.min_tokens == 9
-        for fields, name in (({"min_tokens": 17}, "max_tokens"), ({"min_tokens": CONTEXT}, "max_tokens")):
+        says: list[tuple[dict[str, int], str]] = [
+            ({"min_tokens": 17}, "17 is more than the 16 tokens that may follow without max_tokens"),
+            ({"min_tokens": 17, "max_tokens": 5}, "17 is more than max_tokens, which is 5"),
+        ]
+        for fields, wrong in says:
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.completions.create(model=MODEL, prompt="x", extra_body=fields)
             assert refused.value.param == "min_tokens"
-            assert name in refused.value.message
+            assert wrong in refused.value.message
+        with pytest.raises(openai.BadRequestError, match=r"than the \d+ tokens that may follow") as refused:
+            await client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"min_tokens": CONTEXT})
+        assert refused.value.param == "min_tokens"
 
 
 async def test_a_worker_that_would_pass_over_the_least_tokens_is_not_asked(directory: Path) -> None:
