@@ -31,7 +31,7 @@ class Work(Struct):
     prompt_tokens: int
     """Where in `history` the output begins."""
     barred: Sequence[int] = ()
-    """Token ids that may not be drawn before the output has `sampling.min_tokens` tokens."""
+    """Distinct token ids that may not be drawn before the output has `sampling.min_tokens` tokens."""
     kept: object = None
     """State that the runner keeps from one step with this sequence to the next."""
 

@@ -106,26 +106,36 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
 
 
 def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> Array:
-    """Return a copy in which masked tokens have no weight, or the logits themselves if no row has a mask."""
-    rows = [row for row, work in enumerate(works) if work.sequence in masks.allowed or work.barred_now]
-    if not rows:
+    """Return a copy in which masked tokens have no weight, or the logits themselves if no row has a mask.
+
+    Only a grammar's mask is as long as the vocabulary. Of all other rows the barred ids go to the device, in one array.
+    """
+    held = [row for row, work in enumerate(works) if work.sequence in masks.allowed]
+    barred = [
+        (row, token)
+        for row, work in enumerate(works)
+        if work.sequence not in masks.allowed and len(work.barred_now) < logits.shape[1]
+        for token in work.barred_now
+    ]
+    if not held and not barred:
         return logits
-    allowed = xp.asarray(np.stack([_allowed(works[row], masks, logits.shape[1]) for row in rows]))
     masked = logits.copy()
-    masked[rows] = xp.where(allowed, logits[rows], xp.float32(-xp.inf))
+    if held:
+        allowed = xp.asarray(np.stack([_allowed(works[row], masks.allowed[works[row].sequence]) for row in held]))
+        masked[held] = xp.where(allowed, logits[held], xp.float32(-xp.inf))
+    if barred:
+        rows, tokens = xp.asarray(np.array(barred, np.int64).T)
+        masked[rows, tokens] = xp.float32(-xp.inf)
     return masked
 
 
-def _allowed(work: Work, masks: Masks, vocab: int) -> NDArray[np.bool_]:
-    """Return which tokens a row may draw, at least one."""
-    allowed = masks.allowed.get(work.sequence)
-    if not work.barred_now and allowed is not None:
+def _allowed(work: Work, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which of the tokens that a row's grammar allows it may draw, at least one."""
+    if not work.barred_now:
         return allowed
-    left = np.ones(vocab, np.bool_) if allowed is None else allowed.copy()
+    left = allowed.copy()
     left[np.asarray(work.barred_now, np.int64)] = False
-    if left.any():
-        return left
-    return np.ones(vocab, np.bool_) if allowed is None else allowed
+    return left if left.any() else allowed
 
 
 def _has_penalty(sampling: Sampling) -> bool:

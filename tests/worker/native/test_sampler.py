@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from services.worker.native.masks import Masks
 from services.worker.native.sampler import is_plain, sample
@@ -340,6 +342,38 @@ def test_barred_tokens_stay_where_the_grammar_allows_nothing_else_or_there_is_no
     assert drawn([3, 7], 3, 7) == 7
     [one] = sample(np, row[None], [_barred(0, settings(temperature=0.0, min_tokens=5), range(VOCAB))])
     assert one.token == VOCAB - 1
+
+
+class CountingNumpy(ModuleType):
+    """NumPy, which counts the bytes of the arrays that a device would be sent."""
+
+    sent = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(np, name)
+
+    def asarray(self, given: Any, dtype: DTypeLike | None = None) -> NDArray[Any]:
+        array: NDArray[Any] = np.asarray(given, dtype)
+        self.sent += array.nbytes
+        return array
+
+
+def test_barred_tokens_send_their_ids_to_the_device_and_no_mask_of_the_vocabulary() -> None:
+    logits = np.tile(np.arange(4096, dtype=np.float32), (8, 1))
+    greedy, counting = settings(temperature=0.0, min_tokens=5), CountingNumpy("counting")
+    works = [_barred(0, greedy, [7, 4095 - row]) for row in range(8)]
+    assert [drawn.token for drawn in sample(counting, logits, works)] == [4094] + [4095] * 7
+    assert 0 < counting.sent < 4096
+
+
+def test_barred_rows_with_and_without_a_grammar_are_drawn_together() -> None:
+    row = np.arange(VOCAB, dtype=np.float32)
+    free, held = settings(temperature=0.0, min_tokens=5), settings(temperature=0.0, min_tokens=5, grammar="g")
+    works = [_barred(0, free, [39]), _barred(0, held, [30], 1), _barred(0, free, [38, 39], 2), _barred(0, held, [], 3)]
+    mask = np.arange(VOCAB) <= 30
+    assert [drawn.token for drawn in sample(np, np.tile(row, (4, 1)), works, Masks({1: mask, 3: mask}, {}))] == [
+        *(38, 29, 37, 30)
+    ]
 
 
 def test_log_probabilities_are_those_before_tokens_were_barred() -> None:
