@@ -32,9 +32,9 @@ def embedding_of(checksum: int, size: int) -> bytes:
     return pack(f"<{size}f", *(number / length for number in numbers))
 
 
-def unbarred(barred: Sequence[int], vocab: int) -> int:
-    """Return the lowest token id that is not barred; 0 if all are."""
-    return next((token for token in range(vocab) if token not in barred), 0)
+def unbarred(token: int, barred: Sequence[int], allowed: Sequence[int]) -> int:
+    """Return the first of the allowed token ids that is not barred; `token` if all are."""
+    return next((each for each in allowed if each not in barred), token)
 
 
 class SimulatedModel:
@@ -61,7 +61,7 @@ class SimulatedModel:
             token = self._plain
         barred = work.barred_now
         if token in barred:
-            token = unbarred(barred, self.facts.vocab_size)
+            token = unbarred(token, barred, range(self.facts.vocab_size))
         if self._output_tokens and not sampling.ignore_eos and self._eos and not barred and self._ends(work):
             token = self.facts.eos_token_ids[0]
         return Drawn(token) if sampling.logprobs < 0 else Drawn(token, TokenLogprob(0.0))

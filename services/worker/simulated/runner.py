@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from services.worker.config import SimulatedConfig
 from services.worker.messages import Ready
@@ -48,7 +49,8 @@ class EchoRunner:
     the wiring.
 
     A grammar ends the repetition where the prompt goes on and the grammar lets the output end. A prompt that breaks the
-    grammar ends with an error.
+    grammar ends with an error. Before `min_tokens` the lowest id that is allowed and not barred takes the place of a
+    token that may not be drawn.
     """
 
     def __init__(self, facts: Ready) -> None:
@@ -75,10 +77,12 @@ class EchoRunner:
             return Drawn(0, error=masks.failed[work.sequence])
         index, end = work.draw_index, self.facts.eos_token_ids[0]
         token = work.history[index] if index < work.prompt_tokens else end
+        allowed = masks.allowed.get(work.sequence)
         if barred := work.barred_now:
             token = work.history[index % work.prompt_tokens]
-            token = unbarred(barred, self.facts.vocab_size) if token in barred else token
-        allowed = masks.allowed.get(work.sequence)
+            if token in barred or (allowed is not None and not allowed[token]):
+                ids = range(self.facts.vocab_size) if allowed is None else np.flatnonzero(allowed).tolist()
+                token = unbarred(token, barred, ids)
         if allowed is not None and not allowed[token]:
             if not allowed[end]:
                 return Drawn(0, error=f"{UNFOLLOWABLE}: it does not allow token {index} of the prompt")

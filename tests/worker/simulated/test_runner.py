@@ -41,15 +41,19 @@ def test_the_echo_engine_begins_again_until_it_has_the_least_tokens_and_says_no_
     assert history[3:] == [5, 1, 7, 5, 1, 0]
 
 
-def echoed(directory: Path, prompt: str, grammar: str) -> tuple[str, str]:
-    """The text that the echo engine makes of a prompt until its end of sequence, and its error."""
+def echoed(
+    directory: Path, prompt: str, grammar: str, *, min_tokens: int = 0, barred_text: str = ""
+) -> tuple[str, str]:
+    """The text that the echo engine makes of a prompt until its end of sequence, and its error. `barred_text` are stop
+    tokens."""
     write_tiny_model(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     facts = facts_of(directory, block_size=4, capacity_blocks=64)
     runner = EchoRunner(facts)
     history = tokenizer.encode(prompt).ids
-    sampling = Sampling(max_tokens=64, grammar=grammar)
-    work = Work(1, history, 0, len(history), (), sampling, len(history))
+    sampling = Sampling(max_tokens=64, min_tokens=min_tokens, grammar=grammar)
+    barred = sorted({*facts.eos_token_ids, *tokenizer.encode(barred_text).ids})
+    work = Work(1, history, 0, len(history), (), sampling, len(history), barred)
     try:
         while True:
             [drawn] = runner.step([work])
@@ -70,6 +74,23 @@ DIGITS = "%llguidance {}\nstart: /[0-9]{2,4}/"
 )
 def test_the_echo_engine_ends_where_the_grammar_lets_it(tmp_path: Path, prompt: str, text: str) -> None:
     assert echoed(tmp_path / "tiny", prompt, DIGITS) == (text, "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "barred", "text"),
+    [
+        ("18 and more", "", "1800"),
+        ("18", "", "1818"),
+        ("18", "8", "1010"),
+        ("x", "", "0000"),
+        ("x", "012", "3333"),
+        ("18", "0123456789", "1818"),  # digits come although all are barred: the grammar allows nothing else
+    ],
+)
+def test_the_echo_engine_does_not_end_before_the_least_tokens_while_the_grammar_allows_others(
+    tmp_path: Path, prompt: str, barred: str, text: str
+) -> None:
+    assert echoed(tmp_path / "tiny", prompt, DIGITS, min_tokens=4, barred_text=barred) == (text, "")
 
 
 @pytest.mark.parametrize(("prompt", "text"), [("x", ""), ("1x", "1"), ("1", "1")])
