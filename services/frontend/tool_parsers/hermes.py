@@ -31,7 +31,7 @@ def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.Ans
     start = {"one": "tagged", "some": "calls", "any": "(upto body)* TEXT", "or": "calls | @content"}[how]
     return [
         f"start: {start}",
-        'calls: tagged ("\\n" tagged)*',
+        "calls: tagged " + lark.further('"\\n" tagged', how),
         f"tagged: {lark.mark_symbol(_OPEN, tokens)} body",
         f'body: "\\n" call "\\n" {lark.mark_symbol(_CLOSE, tokens)}',
         *lark.upto(_OPEN, tokens),

@@ -18,6 +18,9 @@ Tokens = Mapping[str, int]
 AnswerKind = Literal["one", "some", "any", "or"]
 """What an answer must be: `one` call; `some` calls, at least one; `any` text with any calls; calls `or` the grammar
 named `content`."""
+CALLS_LIMIT = 16
+"""Calls of an answer that consists of calls, at most. Without a bound, a weak model repeats its call up to the limit of
+tokens."""
 PLACE_LIMIT_CHARACTERS = 100
 """Characters of a place in a schema that an error repeats at most."""
 WHITE = "[ \\t\\r\\n]*"
@@ -81,6 +84,12 @@ def json_calls(calls: Sequence[CallableTool], key: str) -> list[str]:
         opening = quote(f'{{"name": {json.dumps(call.name)}, "{key}": ')
         rules.append(f'call_{at}: {opening} {json_value(call.arguments or {"type": "object"})} "}}"')
     return rules
+
+
+def further(call: str, how: AnswerKind) -> str:
+    """Return the expression for the calls after the first. `call` is one of them, with what separates it from the
+    former one."""
+    return {"one": "", "any": f"({call})*"}.get(how, f"({call}){{0,{CALLS_LIMIT - 1}}}")
 
 
 def either(rule: str, count: int) -> str:

@@ -43,7 +43,7 @@ def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.Ans
     start = {"one": f"{tag}call", "some": f"{tag}calls", "any": "calls | TEXT | upto calls"}[how]
     return [
         f"start: {start}",
-        'calls: call ("; " call)*',
+        "calls: call " + lark.further('"; " call', how),
         *lark.upto(_TAG, tokens, not_first=lark.WHITE + "\\{"),
         *lark.json_calls(calls, "parameters"),
     ]

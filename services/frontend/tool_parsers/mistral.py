@@ -54,11 +54,11 @@ def _named(reader: TextReader, result: ParseResult) -> Reading[None]:
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
     """Return the Lark rules that an answer must follow. The model may use either form if it has a token for the
     second."""
-    further = "" if how == "one" else '(", " call)*'
+    further = lark.further('", " call', how)
     ways, named = [f'(" ")? "[" call {further} "]"'], list[str]()
     if _ARGS in tokens:
         start, args = lark.mark_symbol(_CALLS, tokens), lark.mark_symbol(_ARGS, tokens)
-        ways.append("named" if how == "one" else f"named ({start} named)*")
+        ways.append(f"named {lark.further(f'{start} named', how)}")
         with_id = f"({lark.mark_symbol(_ID, tokens)} /[0-9A-Za-z]{{9}}/)? " if _ID in tokens else ""
         named = [lark.either("named", len(calls))]
         for at, call in enumerate(calls):

@@ -88,7 +88,7 @@ def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.Ans
     also accepts, except for booleans, which models write as Python does. Raise lark.UnsupportedSchema.
     """
     before, after = (f"({lark.mark_symbol(one, tokens)})? " if one in tokens else "" for one in MARKS)
-    further = "" if how == "one" else '(", " call)*'
+    further = lark.further('", " call', how)
     first = f"({'|'.join(re.escape(one) for one in ('[', _START))})"
     return [
         "start: calls | TEXT" if how == "any" else "start: calls",

@@ -104,6 +104,8 @@ def test_mistrals_models_choose_between_their_two_ways() -> None:
         "[TOOL_CALLS]weather[CALL_ID]0123abcDE[ARGS]{}[TOOL_CALLS]weather[ARGS]{}",
     ):
         assert fits(held, written, TOKENS), written
+    assert fits(held, "[TOOL_CALLS]weather[ARGS]{}" * lark.CALLS_LIMIT, TOKENS)
+    assert not fits(held, "[TOOL_CALLS]weather[ARGS]{}" * (lark.CALLS_LIMIT + 1), TOKENS)
     assert not fits(held, "[TOOL_CALLS]other[ARGS]{}", TOKENS)
     assert not fits(held, "weather[ARGS]{}", TOKENS)
 
@@ -120,6 +122,23 @@ def test_pythons_arguments_come_in_order_and_those_that_are_not_required_may_be_
     assert not fits(one, "[f(b=1), f(b=1)]", {})
     tagged = grammar("pythonic", {"f": None}, TOKENS, "some")
     assert fits(tagged, '<|python_start|>[f(a="x", b=[1]), f()]<|python_end|>', TOKENS)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_an_answer_that_consists_of_calls_has_a_bounded_number_of_them(name: FormatName) -> None:
+    opening, call, between, closing = {
+        "hermes": ("", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "\n", ""),
+        "llama3_json": ("", '{"name": "f", "parameters": {}}', "; ", ""),
+        "mistral": ("[TOOL_CALLS] [", '{"name": "f", "arguments": {}}', ", ", "]"),
+        "pythonic": ("[", "f()", ", ", "]"),
+    }[name]
+    at_limit, beyond = (
+        opening + between.join([call] * count) + closing for count in (lark.CALLS_LIMIT, lark.CALLS_LIMIT + 1)
+    )
+    held = grammar(name, {"f": {"type": "object"}}, {}, "some")
+    assert fits(held, at_limit, {})
+    assert not fits(held, beyond, {})
+    assert fits(grammar(name, {"f": {"type": "object"}}, {}, "any"), beyond, {}), "calls that the model chooses to make"
 
 
 @pytest.mark.parametrize(
