@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, TypeVar, get_type_hints
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
-from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields, without_unknown
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields, alternatives, without_unknown
 from shared.errors import InvalidRequest
 
 BODY_LIMIT_BYTES = 4 << 20
@@ -36,6 +36,10 @@ NotBuilt = Annotated[object, _NOT_BUILT]
 _PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = "Object contains unknown field"
 _VALUE = re.compile(r"Invalid (?:enum )?value '(\w+)'")
+_NAME = re.compile(r"Expected `str` matching regex '\^\[a-zA-Z0-9_-\]\{1,(?P<most>\d+)\}\\+Z'")
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
+WORDS_SHOWN = 16
+"""Allowed words that an error lists at most."""
 NOT_SERVED = {
     **dict.fromkeys(("image", "image_url", "input_image", "image_generation"), "images"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "sounds"),
@@ -131,8 +135,10 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredF
                 raise
         return decoder.decode(without_unknown(body, decoder.type, _INDEX.sub("[]", where), ignored))
     except msgspec.ValidationError as wrong:
-        raise _invalid(str(wrong), where) from None
+        raise _invalid(str(wrong), where, decoder.type) from None
     except msgspec.DecodeError as wrong:
+        if not body.strip():
+            raise InvalidRequest("the body is empty; send JSON") from None
         raise InvalidRequest(f"the body is not JSON: {wrong}") from None
     except UnicodeDecodeError as wrong:
         raise InvalidRequest(f"the body is not UTF-8: {wrong.reason} 0x{wrong.object[wrong.start]:02x}") from None
@@ -143,11 +149,15 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredF
             gc.enable()
 
 
-def _invalid(message: str, where: str) -> InvalidRequest:
-    """Turn msgspec's message with its path, `Expected … - at `$.messages[0].role``, into OpenAI's message and param."""
+def _invalid(message: str, where: str, type_: type) -> InvalidRequest:
+    """Turn msgspec's message with its path, `Expected … - at `$.messages[0].role``, into OpenAI's message and param.
+
+    `type_` is the type of the body, in which the allowed words are looked up."""
     found = _PATH.match(message)
     assert found is not None, "the pattern matches any text"
     path, said = found["path"] or "", found["message"]
+    said = _NAME.sub(r"a name has 1 to \g<most> letters a-z and A-Z, digits, _ or -", said)
+    allowed = _allowed(type_, path) if said.startswith("Invalid ") else ""
     if (named := _FIELD.search(said)) is not None:
         path = f"{path}.{named['field']}" if path else named["field"]
     if where:
@@ -155,7 +165,44 @@ def _invalid(message: str, where: str) -> InvalidRequest:
     code = None
     if (value := _VALUE.search(said)) is not None and path.endswith(".type") and value[1] in NOT_SERVED:
         said, code = f"{value[1]}: {NOT_SERVED[value[1]]} are not served", "unsupported_value"
+    elif allowed:
+        said = f"{said}; it is one of {allowed}"
     return InvalidRequest(f"{path}: {said}" if path else said, param=path or None, code=code)
+
+
+def _allowed(type_: type, path: str) -> str:
+    """Return the words that a field may have, and whether it may be an object; empty if it has no words."""
+    kinds = list(alternatives(_body_type(type_)))
+    for step in _STEP.findall(path):
+        kinds = [one for kind in kinds for inside in _inside(kind, step) for one in alternatives(inside)]
+    words = {str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values}
+    if not words:
+        return ""
+    shown = sorted(words)
+    more = ["…"] if len(shown) > WORDS_SHOWN else []
+    objects = [" or an object"] if any(isinstance(kind, inspect.StructType) for kind in kinds) else []
+    return ", ".join(shown[:WORDS_SHOWN] + more) + "".join(objects)
+
+
+@cache  # reading a type takes milliseconds
+def _body_type(type_: type) -> inspect.Type:
+    return inspect.type_info(type_)
+
+
+def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    """Yield the types of what a value has at one step of a path: a name, or a place in brackets."""
+    match kind:
+        case inspect.ListType(item_type=items):
+            if step.startswith("["):
+                yield items
+        case inspect.DictType(value_type=values):
+            yield values
+        case inspect.StructType():
+            yield from (field.type for field in kind.fields if field.encode_name == step)
+            if kind.tag_field == step:
+                yield inspect.LiteralType((kind.tag,))
+        case _:
+            pass
 
 
 def texts_or_ids(given: str | Sequence[int | str | list[int]], field: str, limit: int) -> dict[str, str | list[int]]:

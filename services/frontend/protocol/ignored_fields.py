@@ -164,7 +164,7 @@ def _fields(struct: type[Struct]) -> Mapping[str, _Shape | None]:
 
 def _shape(type_: inspect.Type) -> _Shape | None:
     """Return the shape of a type; None if there is no Struct in it."""
-    kinds = list(_alternatives(type_))
+    kinds = list(alternatives(type_))
     structs = [one for one in kinds if isinstance(one, inspect.StructType)]
     lists = [one for one in kinds if isinstance(one, inspect.ListType)]
     found = _Shape(
@@ -176,12 +176,12 @@ def _shape(type_: inspect.Type) -> _Shape | None:
     return found if found.structs or found.items else None
 
 
-def _alternatives(type_: inspect.Type) -> Iterator[inspect.Type]:
+def alternatives(type_: inspect.Type) -> Iterator[inspect.Type]:
     """Yield the types of a union, or the type itself, without what describes them."""
     while isinstance(type_, inspect.Metadata):
         type_ = type_.type
     if isinstance(type_, inspect.UnionType):
         for one in type_.types:
-            yield from _alternatives(one)
+            yield from alternatives(one)
     else:
         yield type_

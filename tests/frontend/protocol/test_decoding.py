@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from services.frontend.protocol.chat import ChatMessage, ChatRequest, decode_chat
 from services.frontend.protocol.completions import CompletionRequest, decode_completion
-from services.frontend.protocol.decoding import LARGE_BODY_BYTES, fields_not_built
+from services.frontend.protocol.decoding import LARGE_BODY_BYTES, WORDS_SHOWN, decode_body, fields_not_built
 from services.frontend.protocol.responses_items import CallOutput, InputMessage, PastCall, decode_items
 from services.frontend.protocol.responses_request import (
     ReasoningConfig,
@@ -71,6 +71,54 @@ def test_a_field_that_is_not_built_is_accepted_only_with_values_that_ask_for_not
                 decode(json.dumps({**body, field: value}).encode())
             assert refusal.value.param == where + field
             assert refusal.value.code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"tool_choice": "always"},
+            "tool_choice: Invalid enum value 'always'; it is one of auto, none, required or an object",
+        ),
+        (
+            {"messages": [{"role": "bot", "content": "x"}]},
+            "messages[0].role: Invalid enum value 'bot'; it is one of assistant, developer, system, tool, user",
+        ),
+        (
+            {"response_format": {"type": "json"}},
+            "response_format.type: Invalid value 'json'; it is one of json_object, json_schema, text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "words", "text": "x"}]}]},
+            "messages[0].content[0].type: Invalid enum value 'words'; it is one of text",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name: a name has 1 to 64 letters a-z and A-Z, digits, _ or -",
+        ),
+    ],
+)
+def test_a_wrong_word_is_refused_with_the_words_that_are_allowed(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        decode_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+    assert str(refusal.value) == said
+    assert refusal.value.param == said.partition(":")[0]
+
+
+def test_a_long_list_of_allowed_words_is_cut() -> None:
+    words = [f"word{at}" for at in range(2 * WORDS_SHOWN)]
+    struct = msgspec.defstruct("Wordy", [("word", Literal[tuple(words)])])
+    with pytest.raises(InvalidRequest) as refusal:
+        decode_body(msgspec.json.Decoder(struct), b'{"word":"x"}')
+    listed = str(refusal.value).partition("one of ")[2].split(", ")
+    assert len(listed) == WORDS_SHOWN + 1
+    assert listed[-1] == "…"
+
+
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_an_empty_body_is_refused_as_empty(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the body is empty; send JSON$"):
+        decode_chat(body)
 
 
 def test_a_flag_is_not_a_count() -> None:
