@@ -78,7 +78,9 @@ async def test_unknown_paths_and_wrong_methods_have_the_error_shape(directory: P
         async with http.get(PATHS["chat"]) as response:
             assert response.status == 405
             assert response.headers["Allow"] == "POST"
-            assert (await response.json())["error"]["type"] == "invalid_request_error"
+            error = (await response.json())["error"]
+            assert error["type"] == "invalid_request_error"
+            assert error["message"] == f"GET {PATHS['chat']}: 405: Method Not Allowed; use POST"
 
 
 async def test_null_asks_for_nothing_and_is_accepted(directory: Path) -> None:

@@ -193,9 +193,11 @@ async def _error_bodies(request: web.Request, handler: Handler) -> web.StreamRes
         if refusal.status < 400:
             raise
         message = f"{request.method} {request.path}: {refusal.text or refusal.reason}"
-        response = error_response(failure(refusal.status, message, "invalid_request_error"))
-        if "Allow" in refusal.headers:
-            response.headers["Allow"] = refusal.headers["Allow"]
+        served = refusal.headers.get("Allow")
+        instead = "" if served is None else f"; use {' or '.join(served.split(','))}"
+        response = error_response(failure(refusal.status, message + instead, "invalid_request_error"))
+        if served is not None:
+            response.headers["Allow"] = served
     if response.status >= 400 and isinstance(response, web.Response) and isinstance(response.body, bytes):
         response.body = foreign_error(request.path, response.status, response.body)
     return response
