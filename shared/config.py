@@ -13,6 +13,7 @@ since every user sees flags in `ps`. This is the only module that reads the proc
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ class ServiceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 C = TypeVar("C", bound=Struct)
+_PLACE = re.compile(r"(?P<said>.*) - at (?:`key` in )?`\$\.(?P<setting>[^`]+)`", re.DOTALL)
 
 
 def load(
@@ -110,7 +112,17 @@ def load(
     try:
         return msgspec.convert(settings, schema, strict=False)
     except msgspec.ValidationError as wrong:
-        raise ConfigError(f"{schema.__name__}: {wrong}{_choices(schema, settings)}") from None
+        raise ConfigError(f"{schema.__name__}: {_named(str(wrong))}{_choices(schema, settings)}") from None
+
+
+def _named(message: str) -> str:
+    """Return msgspec's message with the setting first: `limits.requests: Expected …`, not `Expected … - at …`."""
+    found = _PLACE.fullmatch(message)
+    if found is None:
+        return message
+    said, setting = found["said"], found["setting"]
+    is_size = setting.endswith("_bytes") and said.endswith("got `str`")
+    return f"{setting}: {said}" + ("; write a whole number of bytes" if is_size else "")
 
 
 def environment() -> dict[str, str]:

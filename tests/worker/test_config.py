@@ -27,18 +27,18 @@ WRONG = [
     ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
     (
         "--cuda-copy-path teleport",
-        "Invalid enum value 'teleport' - at `$.cuda.copy_path`; cuda.copy_path is one of auto, rows, batch, staged",
+        "cuda.copy_path: Invalid enum value 'teleport'; cuda.copy_path is one of auto, rows, batch, staged",
     ),
     (
         "--cuda-copy-path zero_copy",
-        "Invalid enum value 'zero_copy' - at `$.cuda.copy_path`; cuda.copy_path is one of auto, rows, batch, staged",
+        "cuda.copy_path: Invalid enum value 'zero_copy'; cuda.copy_path is one of auto, rows, batch, staged",
     ),
-    ("--cuda-memory-share 0", "Expected `float` > 0.0 - at `$.cuda.memory_share`"),
-    ("--cuda-memory-share 1.5", "Expected `float` <= 1.0 - at `$.cuda.memory_share`"),
-    ("--cuda-gpu -1", "Expected `int` >= 0 - at `$.cuda.gpu`"),
+    ("--cuda-memory-share 0", "cuda.memory_share: Expected `float` > 0.0"),
+    ("--cuda-memory-share 1.5", "cuda.memory_share: Expected `float` <= 1.0"),
+    ("--cuda-gpu -1", "cuda.gpu: Expected `int` >= 0"),
     (
         "--cuda-graph-lower-bound 9 --cuda-graph-upper-bound 8",
-        "graph_lower_bound is 9, above graph_upper_bound, 8; to capture no graphs, set graphs = false - at `$.cuda`",
+        "cuda: graph_lower_bound is 9, above graph_upper_bound, 8; to capture no graphs, set graphs = false",
     ),
 ]
 

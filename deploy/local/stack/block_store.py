@@ -24,7 +24,7 @@ ENGINES_WITH_STORE = ("native",)
 """Engines that have a block store by default."""
 ENGINES_WITHOUT_BLOCKS = ("echo",)
 """Engines that compute no blocks."""
-_SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
+_SIZE = re.compile(r"(\d{1,15})(?:([KMGT])(?:I?B|I)?|B)?")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -47,12 +47,13 @@ def store_request(
 
 
 def parse_size(size: str, flag: str) -> int:
-    """Return the bytes of a size such as 512M; K, M, G and T are powers of 1024. Raise ConfigError that names the
-    flag."""
+    """Return the bytes of a size such as 512M or 512MiB; K, M, G and T are powers of 1024, KB and KiB the same as K.
+
+    Raise ConfigError that names the flag."""
     match = _SIZE.fullmatch(size.strip().upper())
     if match is None:
-        raise ConfigError(f"{flag} {size}: not a size, such as 512M or 2G")
-    return int(match[1]) * _UNITS[match[2]]
+        raise ConfigError(f"{flag} {size}: not a size, such as 512M, 2G or 2GiB")
+    return int(match[1]) * _UNITS[match[2] or ""]
 
 
 @contextmanager

@@ -114,6 +114,7 @@ def _translated(service: ServiceName, said: str, aside: str) -> str:
     """Return the last line of a service's output, with its flags as `--set` names them."""
     line = said.strip().rpartition("\n")[2].removeprefix(f"headrace-{service}: ")
     line = re.sub(re.escape(aside) + r"/\S+\.toml: ", f"{service}: ", line)
+    line = re.sub(r"^\w+Config: (?=[^\s:]+: )", f"{service}.", line)
     if line.startswith("--"):
         line = re.sub(r"(?<!\S)--(?=\w)", f"{service}.", line)
     return line.replace("`--help`", f"`.venv/bin/python -m services.{service} --help`")

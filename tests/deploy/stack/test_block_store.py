@@ -12,13 +12,25 @@ from shared.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("size", "size_bytes"), [("0", 0), ("7", 7), ("2K", 2048), ("512m", 512 << 20), (" 2G", 2 << 30), ("1T", 1 << 40)]
+    ("size", "size_bytes"),
+    [
+        ("0", 0),
+        ("7", 7),
+        ("2K", 2048),
+        ("512m", 512 << 20),
+        (" 2G", 2 << 30),
+        ("1T", 1 << 40),
+        ("1GiB", 1 << 30),
+        ("2gb", 2 << 30),
+        ("3Mi", 3 << 20),
+        ("7B", 7),
+    ],
 )
 def test_sizes_are_counted_in_powers_of_1024(size: str, size_bytes: int) -> None:
     assert parse_size(size, "--kvbm-bytes") == size_bytes
 
 
-@pytest.mark.parametrize("size", ["", "-1", "1.5G", "1GB", "G", "1e9", "9" * 16])
+@pytest.mark.parametrize("size", ["", "-1", "1.5G", "1IB", "1GX", "G", "GiB", "1e9", "9" * 16])
 def test_what_is_no_size_is_refused_by_the_flags_name(size: str) -> None:
     with pytest.raises(ConfigError, match=f"--kvbm-disk-bytes {size}: not a size"):
         parse_size(size, "--kvbm-disk-bytes")

@@ -85,7 +85,12 @@ def test_a_policy_that_routers_would_not_start_with_is_refused_in_their_words(
         ),
         ("router", "polcy", "router.polcy: no such setting; did you mean router.policy"),
         ("kvbm", "tiers.host_polcy", "kvbm.tiers.host_polcy: no such setting; did you mean kvbm.tiers.host_policy"),
-        ("worker", "max_running", "WorkerConfig: Expected `int`, got `str` - at `$.max_running`"),
+        ("worker", "max_running", "worker.max_running: Expected `int`, got `str`"),
+        (
+            "worker",
+            "capacity_bytes",
+            "worker.capacity_bytes: Expected `int`, got `str`; write a whole number of bytes",
+        ),
         ("kvbm", "tiers.host_policy", "eviction policy many: not one of reuse, "),
         ("router", "policy", "policy many: not one of kv, "),
     ],
