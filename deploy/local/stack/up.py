@@ -119,6 +119,10 @@ class Shell:
         self._supervisor = Supervisor([launch.program for launch in stack.launches])
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one exit for each child, and signals
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._returning: set[str] = set()
+        """Services that ended by themselves and have not been ready since."""
+        self._restarts = asyncio.Event()
+        """Set if there are some."""
         self._reason = ""
         """Why all programs are stopped: the error of the first one that cannot work as configured."""
         # Only this: the settings of the services are in the files in state_dir.run.
@@ -131,7 +135,7 @@ class Shell:
             loop.add_signal_handler(number, self.stop)
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = (self._announce(), self._bound_logs(), self._report_drains())
+                loops = (self._announce(), self._bound_logs(), self._report_drains(), self._report_returns())
                 background = [tasks.create_task(loop) for loop in loops]
                 status = await self._supervise(tasks)
                 for task in background:
@@ -166,6 +170,9 @@ class Shell:
                         wrong = "; it cannot work as configured, the others go on" if status == CONFIG_STATUS else ""
                         ended = f"{name} ended ({_spell(status)}){wrong}"
                         self._terminal.notice(f"{ended}; it starts again in {delay_s} s{said}")
+                        if self._launches[name].observe:
+                            self._returning.add(name)
+                            self._restarts.set()
                     case Misconfigured(name, needed):
                         if needed:
                             lines = _tail(self._log(name), LINES_SHOWN)
@@ -278,6 +285,20 @@ stop:    Ctrl-C
             file=sys.stderr,
             flush=True,
         )
+
+    async def _report_returns(self) -> None:
+        """Show that services which ended by themselves are ready."""
+        while True:
+            await self._restarts.wait()
+            for name in sorted(self._returning):
+                healthy, _ = await _health(self._launches[name])
+                if healthy:
+                    self._terminal.notice(f"{name} has started again and is ready")
+                if healthy or self._supervisor.state(name) == "ended":
+                    self._returning.discard(name)
+            if not self._returning:
+                self._restarts.clear()
+            await asyncio.sleep(PROBE_EVERY_S)
 
     async def _report_drains(self) -> None:
         """Show what the programs that drain wait for, when that has changed."""

@@ -219,6 +219,34 @@ async def test_ready_is_said_once_the_frontend_is_healthy(
     assert said == f"ready {url}/v1\n"
 
 
+async def test_a_service_that_ended_by_itself_is_said_to_be_ready_once_it_is(
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    began, url = state_dir.home / "began", f"http://127.0.0.1:{port}"
+    (state_dir.run / "health").write_text("well")
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
+    worker = launch("worker-0", f"echo $$ >>{began}; {serve}", observe=url)
+    shell = Shell(Stack((worker,), {}, url, "tiny", "", ""), state_dir, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: bool(written(began)) and not servers.is_free(port))
+    os.kill(int(written(began)[0]), signal.SIGKILL)
+    said = ""
+
+    def is_back() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "worker-0 has started again and is ready" in said
+
+    await until(is_back)
+    shell.stop()
+    await running
+    ended, _, after = said.partition("worker-0 ended (SIGKILL); it starts again in 0.5 s")
+    assert "is ready" not in ended
+    assert after.count("worker-0 has started again and is ready") == 1
+    assert len(written(began)) == 2
+
+
 async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(
     state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
