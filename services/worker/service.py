@@ -66,6 +66,8 @@ SNAPSHOT_LIMIT_S = 10.0
 SNAPSHOT_CHUNK_BYTES = 1 << 18
 """Bytes of msgpack in one chunk of a snapshot; JSON takes half as much again. They are far below any payload limit, and
 encoded quickly."""
+SMALL_KV_TOKENS = 512
+"""Tokens of KV below which the worker warns: a chat of a few turns does not fit."""
 FLUSH_LIMIT_S = 2.0
 """Seconds for sending the last frames."""
 _MAKE_SUBMIT: Callable[..., Submit] = Submit
@@ -213,6 +215,12 @@ class Worker:
         self._metrics.engine_started()
         self._kvbm.engine_ready()
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
+        tokens = facts.capacity_blocks * facts.block_size
+        if tokens < SMALL_KV_TOKENS:
+            setting = "capacity_blocks" if self._config.capacity_blocks else "capacity_bytes"
+            note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
+            _log.warning("%s", note)
+            self._runtime.health.also = lambda: {"notes": [note]}
         if not self._attempts.draining:
             self._announcement.show(card)
             self._runtime.health.unready("registering")

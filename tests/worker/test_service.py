@@ -252,6 +252,18 @@ async def test_an_attempt_that_could_not_begin_in_time_ends_and_is_counted(confi
         assert outcomes("headrace_requests_total", {"outcome": "error"}) is None
 
 
+@pytest.mark.parametrize(("blocks", "warned"), [(1, True), (31, True), (32, False)])
+async def test_a_worker_whose_kv_has_room_for_few_tokens_says_so(
+    config: WorkerConfig, caplog: pytest.LogCaptureFixture, blocks: int, warned: bool
+) -> None:
+    async with running_worker(msgspec.structs.replace(config, capacity_blocks=blocks)) as shell:
+        await serving(shell)
+        room = f"the KV has room for {16 * blocks} tokens only, prompt and answer together"
+        notes = [f"{room}; raise worker.capacity_blocks"] if warned else []
+        assert shell.runtime.health.also().get("notes", []) == notes
+    assert [record.message for record in caplog.records if "room for" in record.message] == notes
+
+
 async def test_unreadable_messages_are_counted_and_logged_once_a_subject(
     config: WorkerConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -247,6 +247,8 @@ class Shell:
                 healthy, reason = await _health(launch)
                 if healthy:
                     ready.add(name)
+                    if reason:
+                        self._terminal.notice(f"  {name}: {reason}")
                     if name in frontends and frontends <= ready:
                         self._say_ready()
                         self._events.put_nowait(Serving())
@@ -344,18 +346,17 @@ stop:    Ctrl-C
 
 
 async def _health(launch: Launch) -> tuple[bool, str]:
-    """Return (ready, the reason if it is not)."""
+    """Return (ready, the reason if it is not, or else the service's notes on its settings)."""
     try:
         status, body = await probe.get(f"{launch.observe}/health", timeout_s=2.0)
     except OSError:
         return False, ""  # not listening yet; if it exits, the supervisor reports that
-    if status == 200:
-        return True, ""
+    ready = status == 200
     try:
-        reasons = json.loads(body).get("reasons", [])
+        reasons = json.loads(body).get("notes" if ready else "reasons", [])
     except (ValueError, AttributeError):
         reasons = []
-    return False, "; ".join(str(reason) for reason in reasons)
+    return ready, "; ".join(str(reason) for reason in reasons)
 
 
 def _kill_group(group: int) -> None:

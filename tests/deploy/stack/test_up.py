@@ -219,6 +219,28 @@ async def test_ready_is_said_once_the_frontend_is_healthy(
     assert said == f"ready {url}/v1\n"
 
 
+async def test_what_a_ready_service_notes_of_its_settings_is_shown_once(
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    (state_dir.run / "health").write_text('{"ready": true, "reasons": [], "notes": ["little KV", "events are off"]}')
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
+    shell = Shell(Stack((launch("worker-0", serve, observe=url),), {}, url, "tiny", "", ""), state_dir, Terminal())
+    running = asyncio.create_task(shell.run())
+    said = ""
+
+    def is_noted() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "worker-0: little KV; events are off\n" in said
+
+    await until(is_noted)
+    shell.stop()
+    await running
+    assert (said + capsys.readouterr().err).count("little KV") == 1
+
+
 async def test_a_service_that_ended_by_itself_is_said_to_be_ready_once_it_is(
     state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
