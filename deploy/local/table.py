@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> str:
@@ -13,6 +13,19 @@ def table(head: str, rows: Iterable[Iterable[object]]) -> str:
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
     )
+
+
+def narrowed(head: str, rows: Iterable[Iterable[object]], columns: int, spare: Sequence[str]) -> str:
+    """Return a table without as many of the `spare` columns, in their order, as it takes to fit into `columns`
+    characters."""
+    kept = list(zip(head.split("  "), *rows, strict=True))
+    for name in (*spare, None):
+        names, *left = zip(*kept, strict=True)
+        shown = table("  ".join(names), left)
+        if name is None or max(map(len, shown.splitlines())) <= columns:
+            return shown
+        kept = [column for column in kept if column[0] != name]
+    raise AssertionError("the last name is None")
 
 
 def age(seconds: float) -> str:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.local.table import age, size, table
+from deploy.local.table import age, narrowed, size, table
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_lines_end_at_their_last_word() -> None:
     assert table("A  LONG  B", [("wide", "x", None)]) == "A     LONG  B\nwide  x"
+
+
+@pytest.mark.parametrize(("columns", "head"), [(10, "A  LONG  B"), (9, "A  LONG"), (6, "A"), (0, "A")])
+def test_a_table_goes_without_spare_columns_until_it_fits(columns: int, head: str) -> None:
+    shown = narrowed("A  LONG  B", [("x", None, 3)], columns, ("B", "LONG"))
+    assert shown.splitlines()[0] == head
 
 
 @pytest.mark.parametrize(

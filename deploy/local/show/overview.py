@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -10,7 +11,7 @@ from operator import attrgetter
 from msgspec import Struct
 
 from deploy.local.show.kvbm_tables import block_stores
-from deploy.local.table import age, size, table
+from deploy.local.table import age, narrowed, size, table
 from shared.discovery.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
 from shared.kvbm_messages import KvbmState
@@ -163,11 +164,15 @@ def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, Loa
     )
 
 
-def render(view: Overview) -> str:
-    """Return the overview as tables for people."""
-    parts = [f"namespace {view.namespace}, NATS {view.nats}, {view.discovery}", ""]
+def render(view: Overview, columns: int = sys.maxsize) -> str:
+    """Return the overview as tables for people. Where `columns` are few, processes are shown with
+    fewer of theirs."""
+    head = [f"namespace {view.namespace}", f"NATS {view.nats}", view.discovery]
+    parts = [", ".join(head) if len(", ".join(head)) <= columns else ",\n".join(head), ""]
     parts.append(
-        table(_INSTANCES, map(_instance, view.instances)) if view.instances else "no process is alive in this namespace"
+        narrowed(_INSTANCES, map(_instance, view.instances), columns, _SPARE)
+        if view.instances
+        else "no process is alive in this namespace"
     )
     if not all(row.pid_usable for row in view.instances):
         parts.append("PID -: the process runs in a container; MACHINE is the name of that container")
@@ -192,6 +197,8 @@ def render(view: Overview) -> str:
 
 
 _INSTANCES = "SERVICE  INSTANCE  EPOCH  PID  MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS"
+_SPARE = ("EPOCH", "MACHINE", "DEVICE", "AGE")
+"""Columns that a narrow terminal goes without, the first one first."""
 _MODELS = "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS"
 _ROUTERS = "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX SIZE  EVENT SOURCES"
 

@@ -51,7 +51,8 @@ async def _watch(config: FleetConfig, every_s: float) -> None:
         known = alive
         lost = [f"gone: {service} {name}, {begun_s - since_s:.0f} s ago" for name, (service, since_s) in gone.items()]
         head = f"{time.strftime('%H:%M:%S')}, every {every_s:g} s; Ctrl-C ends"
-        _show("\n".join([head, "", render_rates(rates(former, samples)), "", render(view), *silent, *lost]))
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        _show("\n".join([head, "", render_rates(rates(former, samples)), "", render(view, columns), *silent, *lost]))
         await asyncio.sleep(max(0.0, begun_s + every_s - time.monotonic()))
         try:
             values, notes = await _discovered(config), []

@@ -120,6 +120,26 @@ def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
     ]
 
 
+def test_a_narrow_terminal_shows_the_load_and_the_addresses() -> None:
+    view = look(instance("worker", "w1"), card("w1", device="cuda:0"), reports=(report("w1"),))
+    shown = render(view, 76).splitlines()
+    assert shown[:4] == [
+        "namespace default, NATS nats://127.0.0.1:4222, etcd 127.0.0.1:2379",
+        "",
+        "SERVICE  INSTANCE  PID   DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
+        "worker   w1        4242  cuda:0  1m   2        3        40    60      500",
+    ]
+    shown = render(view, 60).splitlines()
+    assert shown[:6] == [
+        "namespace default,",
+        "NATS nats://127.0.0.1:4222,",
+        "etcd 127.0.0.1:2379",
+        "",
+        "SERVICE  INSTANCE  PID   RUNNING  WAITING  HELD  CACHED  BLOCKS",
+        "worker   w1        4242  2        3        40    60      500",
+    ]
+
+
 def test_no_pid_is_shown_of_a_process_in_a_container_of_its_own() -> None:
     view = look(
         instance("frontend", "f1", pid_namespace=READERS_OWN),
