@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import get_args
 from deploy.local.stack import servers
 from deploy.local.stack.stack import Launch, ServiceName, UpOptions, plan, ports_needed
 from deploy.local.state import StateDirectory
+from shared.chat_templates import NAMES
 from shared.errors import ConfigError
 
 LIMIT_S = 600.0
@@ -26,6 +27,8 @@ NOTICE_AFTER_S = 2.0
 """A check that takes longer than this is shown."""
 BUILT_IN = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 """Policies of the router, which need no check; a test compares the two lists."""
+TEMPLATE_CHECK = "services.frontend.models.template_check"
+"""The program that checks a chat template: a frontend reads it only when a worker is there."""
 CHECK_ALL, CHECK_SETTINGS = "--check", "--check-settings"
 
 
@@ -43,7 +46,8 @@ def check(
     A service whose settings all come from `up` itself is not checked, which saves time.
     """
     asked = _asked(options, model)
-    if not asked:
+    template = _template_arguments(options, model)
+    if not asked and not template:
         return
     ports = list(range(1, ports_needed(options) + 1))
     stack = plan(options, state_dir, ports, python=python, cores=1, password="none is needed")  # noqa: S106
@@ -54,9 +58,14 @@ def check(
         for launch in stack.launches:
             service = _service(launch)
             if service is not None and service not in dict(running) and service in asked:
-                program = ended.enter_context(_started(launch, state_dir, aside, asked[service]))
+                arguments = [argument.replace(f"{state_dir.run}/", f"{aside}/") for argument in launch.arguments]
+                program = ended.enter_context(_started([*arguments, asked[service]], aside))
                 ended.callback(program.kill)
                 running.append((service, program))
+        if template:
+            program = ended.enter_context(_started([python, "-m", TEMPLATE_CHECK, *template], aside))
+            ended.callback(program.kill)
+            running.append(("frontend", program))
         until_s = time.monotonic() + LIMIT_S
         for service, program in running:
             files = f"the model {options.model_name}" if model and service == "worker" else "its files"
@@ -78,15 +87,23 @@ def _asked(options: UpOptions, model: bool) -> Mapping[ServiceName, str]:
     return asked
 
 
+def _template_arguments(options: UpOptions, model: bool) -> list[str]:
+    """Return the arguments of the template's check; empty if the template is one of ours, or not on this machine."""
+    if options.chat_template in NAMES:
+        return []
+    if options.chat_template:
+        return [options.model, options.chat_template]
+    return [options.model] if model and Path(options.model).is_dir() else []
+
+
 def _service(launch: Launch) -> ServiceName | None:
     """Return the service of a launch; None for NATS and etcd."""
     return next((name for name in get_args(ServiceName) if launch.program.name.partition("-")[0] == name), None)
 
 
-def _started(launch: Launch, state_dir: StateDirectory, aside: str, flag: str) -> subprocess.Popen[str]:
-    arguments = [argument.replace(f"{state_dir.run}/", f"{aside}/") for argument in launch.arguments]
+def _started(arguments: Sequence[str], aside: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*arguments, flag],
+        arguments,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -117,7 +117,7 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
     digest = hashlib.sha256(content).hexdigest()
     if digest != card.tokenizer_digest:
         raise ModelError(f"{path}: SHA-256 {digest[:16]}… is not the workers' {card.tokenizer_digest[:16]}…")
-    template, tool_template = _load_templates(directory, card)  # first, since it takes least
+    template, tool_template = _templates_of_card(directory, card)  # first, since it takes least
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
@@ -189,14 +189,28 @@ def _around(tokenizer: Tokenizer, words: WordCache, probe: str) -> tuple[bytes, 
     return None
 
 
-def _load_templates(directory: Path, card: ModelCard) -> tuple[ChatTemplate | None, ChatTemplate | None]:
-    """Return the template for requests without tools and that for requests with tools, mostly the same. Raise
-    ModelError."""
-    path = directory / "tokenizer_config.json"
-    config = model_file.read_model_json(path, dict[str, object], limit_bytes=model_file.LIST_LIMIT_BYTES, missing=b"{}")
+def _templates_of_card(directory: Path, card: ModelCard) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    given = card.chat_template
+    if not card.template_text and given and given not in NAMES and not Path(given).is_absolute():
+        raise ModelError(f"chat template {given[:256]!r}: not a name, and the card's path is not absolute")
     if not is_template_text_true(card):
         raise ModelError(f"template_text: its SHA-256 is not template_digest, {card.template_digest[:16]!r}…")
-    own = card.template_text or _template_of_file(directory, card)
+    return read_templates(directory, given, text=card.template_text, digest=card.template_digest)
+
+
+def read_templates(
+    directory: Path, given: str, *, text: str = "", digest: str | None = None
+) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """Return the template for requests without tools and that for requests with tools, mostly the same. `given` names
+    the one that replaces the model's own, and `text` is its text if it is known; `digest`, if it is known, is that of
+    its file. Raise ModelError."""
+    path = directory / "tokenizer_config.json"
+    config: dict[str, object] = {}
+    if directory.is_dir():
+        config = model_file.read_model_json(
+            path, dict[str, object], limit_bytes=model_file.LIST_LIMIT_BYTES, missing=b"{}"
+        )
+    own = text or _template_of_file(directory, given, digest)
     chat, tools = pick_templates(config.get("chat_template") if own is None else own, str(path))
     if not chat:
         return None, None
@@ -207,19 +221,16 @@ def _load_templates(directory: Path, card: ModelCard) -> tuple[ChatTemplate | No
     return template, template if tools == chat else ChatTemplate(tools, named)
 
 
-def _template_of_file(directory: Path, card: ModelCard) -> str | None:
+def _template_of_file(directory: Path, given: str, expected: str | None) -> str | None:
     """Return the template that is a file of its own, which takes precedence as in transformers; None if there is none.
     Raise ModelError."""
-    given = card.chat_template
-    if given and given not in NAMES and not Path(given).is_absolute():
-        raise ModelError(f"chat template {given[:256]!r}: not a name, and the card's path is not absolute")
     file = template_file(directory, given)
     if file == directory / "tokenizer_config.json":
         return None
     content = model_file.read_model_file(file, model_file.CONFIG_LIMIT_BYTES)
     digest = hashlib.sha256(content).hexdigest()
-    if given and digest != card.template_digest:
-        raise ModelError(f"{file}: SHA-256 {digest[:16]}… is not the workers' {card.template_digest[:16]}…")
+    if given and expected is not None and digest != expected:
+        raise ModelError(f"{file}: SHA-256 {digest[:16]}… is not the workers' {expected[:16]}…")
     try:
         return content.decode()
     except UnicodeDecodeError as wrong:

@@ -161,3 +161,28 @@ def test_once_one_service_refuses_the_others_have_ended_and_nothing_that_they_wr
         check(options, StateDirectory(tmp_path / "state"), python=str(python), model=True)
     assert not Path((tmp_path / "worker").read_text().strip()).exists(), "where the worker had its files"
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists(), "the worker itself"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ m.content }", "the chat template, line 1: unexpected '}'"),
+        ("{{ 'x' * 10 ** 9 * 9 }}", "the chat template: compiling or rendering it takes more than"),
+        ("", "the chat template is empty"),
+    ],
+)
+def test_a_chat_template_that_no_frontend_could_use_is_refused_by_its_file(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "bad.jinja"
+    file.write_text(text)
+    assert refused(tmp_path, msgspec.structs.replace(DEFAULT, chat_template=str(file))).startswith(f"{file}: {said}")
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    checked(tmp_path, msgspec.structs.replace(DEFAULT, chat_template=str(file)))
+
+
+def test_the_models_own_chat_template_is_checked_with_the_model(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    (tmp_path / "tiny/chat_template.jinja").write_text("{{ m.content }")
+    said = refused(tmp_path, UpOptions(model=str(tmp_path / "tiny"), model_name="tiny", discovery="file"), model=True)
+    assert said == f"{tmp_path}/tiny: the chat template, line 1: unexpected '}}'"
