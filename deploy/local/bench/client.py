@@ -20,6 +20,7 @@ RETRY_LIMIT_S = 30.0
 """Limit of a Retry-After that is obeyed."""
 REFUSED = (429, 503)
 ERROR_LIMIT_BYTES = 1 << 16
+KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
 
 
 class Client:
@@ -56,6 +57,10 @@ class Client:
         """Return the models that the endpoint serves. Raise Unavailable."""
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S), self._http.get(f"{self._url}/models") as response:
+                if response.status != 200:
+                    said = _message(await response.content.read(ERROR_LIMIT_BYTES)).rstrip(".")
+                    hint = f"; {KEY_HINT}" if response.status == 401 else ""
+                    raise Unavailable(f"{self._url}/models: status {response.status}: {said}{hint}")
                 answer = await response.json(content_type=None)
                 return [str(model["id"]) for model in answer["data"]]
         except (TimeoutError, aiohttp.ClientError) as wrong:

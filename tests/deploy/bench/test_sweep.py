@@ -37,6 +37,7 @@ class Server:
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str] = set()
         self.models = ["fine"]
+        self.key_needed = False
         self.most = 0
         """Requests in flight at once."""
         self._now = 0
@@ -47,6 +48,8 @@ class Server:
         """The fifth and the sixth request wait for answers that will not come."""
 
     async def list_models(self, _request: web.Request) -> web.Response:
+        if self.key_needed:
+            return web.json_response({"error": {"message": "You didn't provide an API key."}}, status=401)
         return web.json_response({"data": [{"id": model} for model in self.models]})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -224,6 +227,10 @@ async def test_an_endpoint_that_cannot_be_measured_is_one_line(
         server.models = []
         assert await bench(server, tmp_path) == (1, {})
         assert "serves no model" in capsys.readouterr().err
+        server.key_needed = True
+        assert await bench(server, tmp_path) == (1, {})
+        said = "status 401: You didn't provide an API key; give the key with --api-key-file FILE"
+        assert said in capsys.readouterr().err
     assert await bench(server, tmp_path) == (1, {})
     assert "does not answer" in capsys.readouterr().err
 
