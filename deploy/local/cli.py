@@ -103,10 +103,13 @@ def main(words: Sequence[str] | None = None) -> int:
 def _up(flags: UpFlags) -> int:
     from deploy.local.stack.block_store import block_store
     from deploy.local.stack.check import check
+    from deploy.local.stack.model import NAME as BUNDLED
     from deploy.local.stack.model_source import cache_directory, fetch_source, find_default, find_source
     from deploy.local.stack.options import checked_options
     from deploy.local.stack.up import exclusive, up
 
+    if flags.model == BUNDLED and not Path(BUNDLED).exists():
+        flags = replace(flags, model=DEFAULT_MODEL)
     options, wanted = checked_options(flags)
     state_dir, weights = flags.state_dir, flags.engine == "native"
     cache = cache_directory(state_dir)

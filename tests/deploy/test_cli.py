@@ -61,6 +61,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--device", "cuda", "--cuda", "memory_share=1"], "error: --cuda memory_share: --gpu-memory-share "),
         (["up", "--device", "cuda", "--engine", "echo"], "error: --device cuda: engine echo computes nothing"),
         (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: no server answers there"),
+        (["up", "--model", "SmolLM2-135M-Instruct", "--policy", "nope"], "error: policy nope: not one of kv, "),
         (["up", "--chat-template", "nope"], "error: --chat-template nope: no such file, and not one of chatml, "),
         (["up", "--keys", "/no/such"], "error: --keys /no/such: no such file"),
         (["up", "--tls-cert", "/etc/hostname"], "error: --tls-cert and --tls-key must be given together"),

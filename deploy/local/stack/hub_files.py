@@ -97,7 +97,7 @@ class _ShardIndex(Struct):
 
 def parse_name(text: str) -> HubModel | None:
     """Return the model that a name means; None if the text is no name of a hub's model."""
-    match = _NAME.fullmatch(text)
+    match = _NAME.fullmatch(text.removeprefix("hf.co/"))  # which Ollama's names begin with
     if match is None or ".." in text or "--" in match["repository"]:
         return None
     return HubModel(match["repository"], match["revision"] or "main", match["file"] or "")

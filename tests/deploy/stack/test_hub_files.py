@@ -40,6 +40,7 @@ MODEL = HubModel("org/name")
 def test_a_name_is_read_and_written_alike(text: str, model: HubModel) -> None:
     assert parse_name(text) == model
     assert str(model) == text
+    assert parse_name(f"hf.co/{text}") == model
 
 
 @pytest.mark.parametrize(
