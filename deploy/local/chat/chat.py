@@ -26,6 +26,8 @@ _CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 def chat(api: ChatApi, flags: ChatFlags) -> None:
     """Ask what there is to ask. Raise ChatError or ConfigError if the only question cannot be answered."""
     question = flags.question
+    if question is not None and not question.strip():
+        raise ConfigError("the question is empty")
     if question is None and not sys.stdin.isatty():
         question = _piped()
     model = flags.model or api.models()[0]

@@ -107,6 +107,12 @@ def test_a_question_leaves_a_pipe_alone(parrot: Parrot) -> None:
     assert piped(parrot, b"not read", "hello").stdout == b"you said hello\n"
 
 
+def test_an_empty_question_is_not_asked(parrot: Parrot) -> None:
+    done = piped(parrot, b"not read", " ")
+    assert (done.returncode, done.stderr) == (2, b"error: the question is empty\n")
+    assert parrot.asked == []
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
