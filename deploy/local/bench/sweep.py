@@ -81,7 +81,7 @@ def _draw(rows: Sequence[Row], out: str) -> None:
     try:
         from deploy.local.bench import plot  # imported here because matplotlib is optional
     except ImportError:
-        print(f"{out}.json is written; to draw it as well, run `pip install matplotlib`", file=sys.stderr)
+        print(f"{out}.json is written; to draw it as well, run `.venv/bin/pip install matplotlib`", file=sys.stderr)
         return
     plot.draw(rows, Path(f"{out}.png"))
     print(f"{out}.json and {out}.png are written", file=sys.stderr)
