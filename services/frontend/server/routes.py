@@ -183,6 +183,10 @@ async def _continue_later(_request: web.Request) -> None:
     request has a place."""
 
 
+_WITHOUT_V1 = ("/models", "/chat/completions", "/completions", "/responses", "/embeddings")
+"""Paths that a client of OpenAI asks for whose base URL lacks /v1."""
+
+
 @web.middleware
 async def _error_bodies(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn aiohttp's own refusals into OpenAI's error object, and all refusals on paths of another provider's API into
@@ -194,8 +198,11 @@ async def _error_bodies(request: web.Request, handler: Handler) -> web.StreamRes
             raise
         message = f"{request.method} {request.path}: {refusal.text or refusal.reason}"
         served = refusal.headers.get("Allow")
-        instead = "" if served is None else f"; use {' or '.join(served.split(','))}"
-        response = error_response(failure(refusal.status, message + instead, "invalid_request_error"))
+        if served is not None:
+            message += f"; use {' or '.join(served.split(','))}"
+        if refusal.status == 404 and request.path in _WITHOUT_V1:
+            message += f"; it is at /v1{request.path}: the base URL ends in /v1"
+        response = error_response(failure(refusal.status, message, "invalid_request_error"))
         if served is not None:
             response.headers["Allow"] = served
     if response.status >= 400 and isinstance(response, web.Response) and isinstance(response.body, bytes):

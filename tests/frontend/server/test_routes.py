@@ -168,6 +168,18 @@ async def test_errors_name_their_request_too(directory: Path) -> None:
                 assert len(response.headers["X-Request-Id"]) == 32
 
 
+async def test_a_base_url_without_v1_is_said_to_lack_it(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        async with http.post("/chat/completions", json={}) as response:
+            said = (await response.json())["error"]["message"]
+            assert (response.status, said.partition("; ")[2]) == (
+                404,
+                "it is at /v1/chat/completions: the base URL ends in /v1",
+            )
+        async with http.post("/nothing", json={}) as response:
+            assert "base URL" not in (await response.json())["error"]["message"]
+
+
 async def test_a_client_that_speaks_no_http_gets_an_error_and_fills_no_log(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
