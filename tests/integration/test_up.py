@@ -189,7 +189,7 @@ def test_status_shows_every_instance_and_chat_answers(up: Up) -> None:
 
     status = eventually(everyone, limit_s=LIMIT_S, what="all are there; the block store comes last")
     assert {worker["model"] for worker in status["models"]} == {MODEL}
-    assert "Paris" in headrace(up, "chat", QUESTION)
+    assert "Paris" in headrace(up, "chat", "--temperature", "0", QUESTION)
 
 
 def test_etcd_shows_readable_json_of_who_is_alive(up: Up) -> None:
