@@ -180,7 +180,7 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
     return item
 
 
-class _Named(Struct, frozen=True):
+class _ItemId(Struct, frozen=True):
     id: str
 
 
@@ -188,13 +188,13 @@ class _Items(Struct, frozen=True):
     output: list[msgspec.Raw]
 
 
-_NAMED = msgspec.json.Decoder(_Named)
+_ITEM_ID = msgspec.json.Decoder(_ItemId)
 _ITEMS = msgspec.json.Decoder(_Items)
 
 
 def items_by_id(response: bytes) -> dict[str, bytes]:
     """Return the items of a response in JSON, by their ids. Raise msgspec.MsgspecError."""
-    return {_NAMED.decode(raw).id: bytes(raw) for raw in _ITEMS.decode(response).output}
+    return {_ITEM_ID.decode(raw).id: bytes(raw) for raw in _ITEMS.decode(response).output}
 
 
 def decode_referenced(raw: bytes, at: int) -> InputItem:
