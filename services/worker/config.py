@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from shared.config import ServiceConfig
 
-EngineName = Literal["native", "simulated", "echo"]
+EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 CopyPath = Literal["auto", "rows", "batch", "staged"]
@@ -158,6 +158,12 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Most uncomputed tokens in the queue; where there are more, Generate is refused as overloaded."""
     simulated: SimulatedConfig = SimulatedConfig()
     kvbm: KVConnectorConfig = KVConnectorConfig()
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine by the names that AsyncEngineArgs gives them, such as max_num_seqs."""
+    vllm_args: str = ""
+    """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
+    vllm_python: str = ".headrace/vllm/bin/python"
+    """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
     threads: Natural = 0
     """Threads of the engine's arithmetic; 0: one a core. Where workers share a machine, set cores ÷ workers."""
     stall_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0

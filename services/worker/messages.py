@@ -2,8 +2,8 @@
 
     shell (asyncio: NATS, ZMQ, etcd)                     engine process (a plain loop)
         Submit, CancelAttempt,                   ──▶     scheduler, block pool, runner
-        TakeEngineSnapshot, Shutdown
-                            ◀──   Ready, Stepped, Snapshot, Failed
+        TakeEngineSnapshot, Operate, Shutdown
+                            ◀──   Ready, Stepped, Snapshot, Operated, Failed
         KvbmUp, KvbmDown, KvbmReply              ──▶     the machine's block store, and copies to and from it
                             ◀──   KvbmAsk, KvbmLink
 
@@ -56,6 +56,23 @@ class TakeEngineSnapshot(Struct, frozen=True, tag="snapshot"):
     ticket: int
 
 
+EngineOperation = Literal["sleep", "wake", "load_lora", "unload_lora", "clear"]
+
+
+class Operate(Struct, frozen=True, tag="operate"):
+    """Do an operation on the whole engine, and answer with an Operated that has the same ticket. The shell sends one at
+    a time. It sends `sleep` only while no attempt runs, and `unload_lora` only while none runs with that LoRA."""
+
+    ticket: int
+    operation: EngineOperation
+    name: str = ""
+    """Name of the LoRA to load or unload."""
+    path: str = ""
+    """Directory of the LoRA to load, as PEFT writes it."""
+    level: int = 1
+    """Level of sleep: 1 keeps the weights in host memory, 2 drops them; both drop the KV."""
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """End the process. Attempts that run are not finished first: the shell drains before it sends this."""
 
@@ -84,7 +101,7 @@ class KvbmReply(Struct, frozen=True, tag="kvbm_reply"):
     """Why there is no payload: no answer came in time, or NATS is away. The kvbm may have done what was asked."""
 
 
-EngineOrder = Submit | CancelAttempt | TakeEngineSnapshot | KvbmUp | KvbmDown | KvbmReply
+EngineOrder = Submit | CancelAttempt | TakeEngineSnapshot | Operate | KvbmUp | KvbmDown | KvbmReply
 EngineCommand = EngineOrder | Shutdown
 
 # --- engine → shell
@@ -123,6 +140,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Number of floats of an embedding; 0: the engine makes none."""
     weights: str = ""
     """A digest of the weights and of how they are computed with. Only engines with the same digest exchange blocks."""
+    operations: tuple[EngineOperation, ...] = ()
+    """The operations that this engine can do; the shell refuses the others by name."""
 
 
 class EngineLoad(Struct, frozen=True):
@@ -232,6 +251,14 @@ class Snapshot(Struct, frozen=True, tag="snapshot_taken"):
     blocks: list[SnapshotBlock]
 
 
+class Operated(Struct, frozen=True, tag="operated"):
+    """The answer to an Operate: it was done, unless `failed` says why not. Events of blocks that it removed were
+    reported before."""
+
+    ticket: int
+    failed: str = ""
+
+
 class Failed(Struct, frozen=True, tag="failed"):
     """The engine cannot go on, or could not start; it ends after this."""
 
@@ -265,4 +292,4 @@ class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
     """Why there is no link."""
 
 
-EngineReport = Loading | Ready | Stepped | Snapshot | Failed | KvbmAsk | KvbmLink
+EngineReport = Loading | Ready | Stepped | Snapshot | Operated | Failed | KvbmAsk | KvbmLink

@@ -29,6 +29,8 @@ from services.worker.messages import (
     KvbmLink,
     KvbmReply,
     KvbmUp,
+    Operate,
+    Operated,
     Ready,
     Snapshot,
     Stepped,
@@ -117,7 +119,7 @@ class EngineCore:
         """Whether `begin` would give a step now."""
         return self._scheduler.busy
 
-    def handle(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot]:
+    def handle(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot | Operated]:
         """Handle a command; return its answers. A snapshot comes after everything that it contains was reported."""
         match command:
             case Submit():
@@ -128,6 +130,8 @@ class EngineCore:
                 reports = self._report_all()
                 blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
                 return [*reports, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
+            case Operate(ticket, operation):
+                return [Operated(ticket, failed=f"{operation}: this engine cannot do it")]
             case KvbmUp() | KvbmDown() | KvbmReply():
                 if self._connector is not None:
                     self._connector.handle(command, now_s)

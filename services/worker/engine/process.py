@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +18,18 @@ from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import ShellEnd
 from services.worker.messages import EngineOrder, EngineReport, Shutdown, Submit
 from shared.config import environment
+from shared.errors import ModelError
 
-ENGINE_MODULE = "services.worker.engine_main"
+PROGRAMS = {
+    "native": "services.worker.engine_main",
+    "simulated": "services.worker.engine_main",
+    "echo": "services.worker.engine_main",
+    "vllm": "services.worker.vllm.main",
+    "attached": "services.worker.attached.main",
+}
+"""Engine → its program's module."""
+_CHECKOUT = str(Path(__file__).parents[3])
+"""Directory of the packages services and shared, which vLLM's Python does not know."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -29,15 +41,16 @@ class EngineProcess:
     channel: ShellEnd
 
     @staticmethod
-    async def start(
-        config: WorkerConfig, model_name: str, instance: str, *, module: str = ENGINE_MODULE
-    ) -> EngineProcess:
+    async def start(config: WorkerConfig, model_name: str, instance: str, *, module: str = "") -> EngineProcess:
         """Return when the process runs; it reports Loading and Ready by itself. `instance` is the worker's id, `module`
-        the engine's program."""
+        the engine's program where it is not that of `config.engine`. Raise ModelError where vLLM's Python is not
+        there."""
+        python = _vllm_python(config) if config.engine == "vllm" else sys.executable
         ours, theirs = socket.socketpair()
         with theirs:
             engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
-            process = _spawn(module, engine_config, theirs.fileno(), engine_environment(config))
+            command = [python, "-m", module or PROGRAMS[config.engine], msgspec.json.encode(engine_config).decode()]
+            process = _spawn([*command, str(theirs.fileno())], theirs.fileno(), engine_environment(config))
         return EngineProcess(process, await ShellEnd.open(ours))
 
     @property
@@ -61,8 +74,9 @@ class EngineProcess:
         return await self.channel.receive()
 
     def kill(self) -> None:
-        """End the process at once; `receive` will raise PeerGone."""
-        self.process.kill()
+        """End the process and those that it started at once; `receive` will raise PeerGone."""
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     async def end(self, limit_s: float) -> int:
         """Send Shutdown, and after `limit_s` SIGKILL; return the exit status. Reports that come meanwhile are
@@ -73,19 +87,26 @@ class EngineProcess:
                 await self.channel.ended()
                 await asyncio.to_thread(self.process.wait)
         except TimeoutError:
-            self.process.kill()
+            pass
+        self.kill()  # also where the process has ended: those that it started may live
         self.channel.close()
         return await asyncio.to_thread(self.process.wait)
 
 
-def _spawn(module: str, config: EngineConfig, channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process by vfork and exec, which runs no fork handlers: gRPC's do not survive a fork while its threads
-    run, nor does CUDA.
+def _vllm_python(config: WorkerConfig) -> str:
+    python = str(Path(config.vllm_python).absolute())
+    if not os.access(python, os.X_OK):
+        raise ModelError(f"worker.vllm_python is {python}, which is not there: ./headrace install-vllm makes it")
+    return python
 
-    Called from the main thread, since the kernel's death signal follows the thread that spawned.
+
+def _spawn(command: list[str], channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the process as the head of a process group of its own, which `kill` ends as a whole.
+
+    It is started by vfork and exec, which runs no fork handlers: gRPC's do not survive a fork while its threads run,
+    nor does CUDA. Called from the main thread, since the kernel's death signal follows the thread that spawned.
     """
-    command = [sys.executable, "-m", module, msgspec.json.encode(config).decode(), str(channel)]
-    return subprocess.Popen(command, pass_fds=(channel,), env=environ, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(command, pass_fds=(channel,), env=environ, stdin=subprocess.DEVNULL, process_group=0)
 
 
 def engine_environment(config: WorkerConfig) -> dict[str, str]:
@@ -95,4 +116,5 @@ def engine_environment(config: WorkerConfig) -> dict[str, str]:
     count = str(config.threads or os.cpu_count() or 1)
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
     kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}
-    return kernels | kept | dict.fromkeys(_THREAD_VARIABLES, count)
+    ours = {"PYTHONPATH": _CHECKOUT} if config.engine == "vllm" else {}
+    return kernels | kept | ours | dict.fromkeys(_THREAD_VARIABLES, count)

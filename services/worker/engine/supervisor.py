@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import assert_never
+from typing import Any, assert_never
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.contract import Engine
 from services.worker.messages import (
     CancelAttempt,
+    EngineOperation,
     Failed,
     KvbmAsk,
     KvbmDown,
@@ -29,6 +30,8 @@ from services.worker.messages import (
     KvbmReply,
     KvbmUp,
     Loading,
+    Operate,
+    Operated,
     Ready,
     Snapshot,
     Stepped,
@@ -88,6 +91,7 @@ class EngineSupervisor:
         """Whether any engine was ready once."""
         self._tickets = 0
         self._snapshots: dict[int, asyncio.Future[Snapshot]] = {}
+        self._operations: dict[int, asyncio.Future[Operated]] = {}
         self.facts: Ready | None = None
         self.epoch = 1
 
@@ -143,6 +147,27 @@ class EngineSupervisor:
         finally:
             del self._snapshots[ticket]
 
+    async def operate(
+        self, operation: EngineOperation, limit_s: float, *, name: str = "", path: str = "", level: int = 1
+    ) -> str:
+        """Have the engine do an operation; return why it was not done, or nothing. Raise Unavailable without an engine,
+        or where it does not answer in time: then it may still do it."""
+        if self._engine is None or self.facts is None:
+            raise Unavailable("the engine is starting")
+        if operation not in self.facts.operations:
+            return f"{operation}: this engine cannot do it"
+        self._tickets += 1
+        ticket = self._tickets
+        self._operations[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._engine.send(Operate(ticket, operation, name, path, level))
+            async with asyncio.timeout(limit_s):
+                return (await self._operations[ticket]).failed
+        except TimeoutError:
+            raise Unavailable(f"{operation}: the engine did not answer in {limit_s:g} s") from None
+        finally:
+            del self._operations[ticket]
+
     async def _live(self) -> Failed:
         """Run one engine until it ends; return why."""
         starting = asyncio.ensure_future(self._start(self._config, self._model_name, self._instance))
@@ -161,7 +186,8 @@ class EngineSupervisor:
             # An engine that is still loading does not hear a Shutdown.
             limit_s = 0.0 if self.facts is None else END_LIMIT_S
             self._engine, self.facts = None, None
-            for waiting in self._snapshots.values():
+            pending: list[asyncio.Future[Any]] = [*self._snapshots.values(), *self._operations.values()]
+            for waiting in pending:
                 if not waiting.done():
                     waiting.set_exception(Unavailable("the engine is lost"))
             await engine.end(limit_s)
@@ -186,6 +212,10 @@ class EngineSupervisor:
                     waiting = self._snapshots.get(ticket)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(report)
+                case Operated(ticket):
+                    operating = self._operations.get(ticket)
+                    if operating is not None and not operating.done():
+                        operating.set_result(report)
                 case KvbmAsk() | KvbmLink():
                     self._kvbm_message(report)
                 case Failed():
