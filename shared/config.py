@@ -224,7 +224,8 @@ def _parse_flags(
     for word in words:
         typed, equals, text = word.partition("=")
         name = typed.replace(".", "-").replace("_", "-")
-        if name != "--config" and name not in known:
+        entry = None if name in known else _entry(typed, known)
+        if name != "--config" and name not in known and entry is None:
             names = [flag if name == typed else "--" + ".".join(path) for flag, (path, _) in known.items()]
             names = [each for each in names if not each.endswith(SECRETS)]
             raise ConfigError(f"{typed}: no such setting; {_instead(typed, ['--config', *names])}")
@@ -236,11 +237,24 @@ def _parse_flags(
         if name == "--config":
             file = Path(text)
             continue
+        if entry is not None:
+            given.append((entry, text))
+            continue
         path, field = known[name]
         if path[-1] in SECRETS:
             raise ConfigError(f"{name}: set a secret in the file or the environment, since `ps` shows flags")
         given.append((path, _value(field, text)))
     return given, file
+
+
+def _entry(flag: str, known: Mapping[str, tuple[tuple[str, ...], FieldInfo]]) -> tuple[str, ...] | None:
+    """Return the path of one entry of a table of any values, such as --vllm.max_num_seqs; None: there is no such
+    table."""
+    table, dot, name = flag.partition(".")
+    path, field = known.get(table.replace("_", "-"), ((), None))
+    if not dot or field is None or get_origin(field.type) is not dict or get_args(field.type)[1] is not Any:
+        return None
+    return (*path, name)
 
 
 def _value(field: FieldInfo, text: str) -> Any:

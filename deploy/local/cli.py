@@ -26,6 +26,7 @@ from deploy.local.usage import (
     ExplainFlags,
     FleetFlags,
     InstallGpuFlags,
+    InstallVllmFlags,
     KeysFileFlags,
     ListKeysFlags,
     NewKeyFlags,
@@ -85,6 +86,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(script(flags.shell), end="")
             case InstallGpuFlags():
                 _install_gpu()
+            case InstallVllmFlags() as flags:
+                _install_vllm(flags)
             case VersionFlags():
                 print(f"headrace {VERSION}")
             case _:  # no command: the commands are shown
@@ -111,7 +114,7 @@ def _up(flags: UpFlags) -> int:
     if flags.model == BUNDLED and not Path(BUNDLED).exists():
         flags = replace(flags, model=DEFAULT_MODEL)
     options, wanted = checked_options(flags)
-    state_dir, weights = flags.state_dir, flags.engine == "native"
+    state_dir, weights = flags.state_dir, flags.engine in ("native", "vllm")
     cache = cache_directory(state_dir)
     os.environ.pop(CACHE_VARIABLE, None)  # workers get it from their file; the other services would refuse it
     source = find_default(cache) if flags.model == DEFAULT_MODEL else find_source(flags.model, weights=weights)
@@ -175,6 +178,15 @@ def _install_gpu() -> None:
         print(f"{gpus.count_visible()} GPUs: ./headrace up --device cuda")
     except ConfigError as wrong:
         print(f"no GPU can be used yet: {wrong}")
+
+
+def _install_vllm(flags: InstallVllmFlags) -> None:
+    from deploy.local import install_vllm
+
+    device = flags.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
+    new = install_vllm.install(device, lambda step: print(step, file=sys.stderr, flush=True))
+    print(f"vLLM is {'installed' if new else 'there already'}: {install_vllm.ENVIRONMENT}")
+    print("./headrace up --engine vllm")
 
 
 @contextmanager

@@ -66,8 +66,11 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     """The routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute."""
     discovery: Literal["etcd", "file"] = "etcd"
     """Where processes register and find each other."""
-    engine: Literal["native", "simulated", "echo"] = "native"
+    engine: Literal["native", "vllm", "simulated", "echo"] = "native"
     """What workers run; simulated has the timing of a GPU without one, echo returns the prompt."""
+    vllm_args: File | None = None
+    """The YAML file with arguments of vLLM, as `vllm serve --config` takes it; --set worker.vllm.NAME=VALUE overrides
+    it."""
     simulated: Pairs = []
     """A setting of the simulated engine, such as speed=2 or fixed_s=0.02."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -197,6 +200,13 @@ class InstallGpuFlags(Struct, frozen=True, kw_only=True):
     """Install what --device cuda needs into .venv, where ./headrace keeps it: CuPy, cuBLAS, a compiler (0.6 GB)."""
 
 
+class InstallVllmFlags(Struct, frozen=True, kw_only=True):
+    """Install vLLM for --engine vllm, into an environment of its own (2.3 GB for a CPU)."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    """The device to install it for; not given: cuda where an NVIDIA driver is there."""
+
+
 class VersionFlags(Struct, frozen=True, kw_only=True):
     """Print the version."""
 
@@ -256,6 +266,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "key list": ListKeysFlags,
     "key revoke": RevokeKeyFlags,
     "install-gpu": InstallGpuFlags,
+    "install-vllm": InstallVllmFlags,
     "completion": CompletionFlags,
     "version": VersionFlags,
 }

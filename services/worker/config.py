@@ -125,6 +125,15 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             )
 
 
+class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How an engine that has nothing to do is checked. Only vLLM is: it may freeze without a sign."""
+
+    idle_s: Seconds = 60.0
+    """Seconds without a request after which the engine is asked for one token, or one embedding; 0: never."""
+    limit_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    """Seconds that it may take for that; afterwards it is ended, and another is started."""
+
+
 class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One worker: one engine, one model."""
 
@@ -164,6 +173,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
     vllm_python: str = ".headrace/vllm/bin/python"
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
+    health: HealthConfig = HealthConfig()
     threads: Natural = 0
     """Threads of the engine's arithmetic; 0: one a core. Where workers share a machine, set cores ÷ workers."""
     stall_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0
@@ -175,7 +185,9 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         """Raise ValueError where settings contradict each other."""
         if self.device == "cuda" and self.engine != "native":
-            raise ValueError(f"device is cuda, but the {self.engine} engine computes nothing: set device = cpu")
+            raise ValueError(f"device is cuda, which only the native engine reads, not {self.engine}: set device = cpu")
+        if self.engine == "vllm" and self.kvbm.pool:
+            raise ValueError("kvbm.pool is set, but the vllm engine exchanges no blocks with a kvbm")
         if self.device == "cuda" and self.kv_dtype not in ("auto", self.cuda.dtype):
             raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
         if self.device == "cpu" and self.kv_dtype == "float16":

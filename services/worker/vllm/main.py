@@ -1,0 +1,179 @@
+"""The program of a vLLM engine: `PYTHON -m services.worker.vllm.main CONFIG_JSON SOCKET_FD`, with vLLM's own Python.
+
+It ends on Shutdown, when vLLM fails, and when the shell dies. vLLM's processes import this module again, under another
+name; so each of them dies with the process that started it, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from services.worker.config import EngineConfig
+from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.messages import EngineOperation, Failed, Loading, Ready
+from services.worker.vllm.one_line import one_line
+from services.worker.vllm.version import check as check_version
+from shared.errors import ConfigError, ModelError
+from shared.messages import KvLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WARM_LIMIT_S = 600.0
+"""Seconds that the first prefill and decode may take: kernels may be compiled for them."""
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit status: 0 after Shutdown or when the shell has gone, 1 after Failed."""
+    config = msgspec.json.decode(arguments[0], type=EngineConfig)
+    if os.getppid() != config.parent_pid:
+        return 0
+    # The shell answers a signal to the whole process group (Ctrl-C): it drains, then sends Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(arguments[1]))
+    with closing(EngineEnd(connection)) as channel, suppress(PeerGone), tempfile.TemporaryDirectory() as directory:
+        failed = asyncio.run(_guarded(config, channel, connection, Path(directory)))
+        if failed is not None:
+            channel.send(failed)
+            return 1
+    return 0
+
+
+async def _guarded(
+    config: EngineConfig, channel: EngineEnd, connection: socket.socket, directory: Path
+) -> Failed | None:
+    """Run vLLM until it ends, and return whatever it raises as a Failed. Raise PeerGone."""
+    try:
+        return await _run(config, channel, connection, directory)
+    except (ModelError, ConfigError) as wrong:
+        return Failed(reason=str(wrong), model=True)
+    except PeerGone:
+        raise
+    except Exception as wrong:  # noqa: BLE001 - the program's edge: the shell learns of every failure
+        traceback.print_exc()
+        return Failed(reason=one_line(wrong))
+
+
+async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.socket, directory: Path) -> Failed | None:
+    """Run vLLM until it ends. Return why it failed, or None after Shutdown. Raise PeerGone."""
+    channel.send(Loading("loading vLLM", 0.0))
+    try:
+        import vllm
+
+        check_version(vllm.__version__)
+        from services.worker.vllm.settings import engine_args
+
+        args = engine_args(replace(config.worker, model=str(_prepared(config, channel))))
+    except ImportError as wrong:
+        return Failed(
+            reason=f"vLLM cannot be loaded ({wrong}); ./headrace install-vllm makes its environment", model=True
+        )
+    from vllm.config import KVEventsConfig
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from services.worker.vllm.engine import StatLogger, VllmEngine
+    from services.worker.vllm.events import UNREAD_LIMIT, EventReader
+
+    events = EventReader(directory)
+    args.kv_events_config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=events.endpoint,
+        replay_endpoint=events.replay_endpoint,
+        hwm=UNREAD_LIMIT,
+    )
+    channel.send(Loading("starting vLLM", 0.1))
+    logger = StatLogger()
+    try:
+        vllm_config = args.create_engine_config()
+        llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[lambda *_: logger])
+    except (
+        ValueError,
+        OSError,
+        NotImplementedError,
+        VLLMClientError,
+    ) as wrong:  # what vLLM refuses of model and arguments
+        return Failed(reason=one_line(wrong), model=True)
+    try:
+        engine = VllmEngine(config, llm, channel, connection, events)
+        logger.engine = engine
+        channel.send(Loading("computing the first tokens", 0.9))
+        await engine.probe(WARM_LIMIT_S)
+        channel.send(_facts(vllm_config))
+        return await engine.run()
+    finally:
+        events.close()
+        llm.shutdown()
+
+
+def _prepared(config: EngineConfig, channel: EngineEnd) -> Path:
+    """Return the model's directory; a GGUF file is converted into one. Raise ModelError."""
+    source = Path(config.worker.model)
+    if source.is_dir():
+        return source
+    from services.worker.native.prepare import prepare
+
+    return prepare(source, Path(config.worker.cache), channel.send)
+
+
+def _facts(config: VllmConfig) -> Ready:
+    """Return what this engine serves."""
+    from vllm.platforms import current_platform
+
+    from services.worker.vllm.engine import eos_token_ids
+
+    model, cache = config.model_config, config.cache_config
+    dtype = str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype).removeprefix("torch.")
+    pooling = model.runner_type == "pooling"
+    operations: list[EngineOperation] = ["clear"]
+    if model.enable_sleep_mode or current_platform.is_cpu():  # on a CPU vLLM only pauses: no memory is freed
+        operations += ["sleep", "wake"]
+    if config.lora_config is not None:
+        operations += ["load_lora", "unload_lora"]
+    return Ready(
+        context_length=model.max_model_len,
+        vocab_size=model.get_vocab_size(),
+        eos_token_ids=eos_token_ids(config),
+        block_size=cache.block_size,
+        capacity_blocks=cache.num_gpu_blocks,
+        kv_layout=KvLayout(
+            dtype=dtype,
+            layers=model.get_total_num_hidden_layers(),
+            kv_heads=model.get_total_num_kv_heads(),
+            head_dim=model.get_head_size(),
+            block_size=cache.block_size,
+        ),
+        path=model.model,
+        grammars=not pooling,
+        biases=not pooling,
+        min_tokens=not pooling,
+        embedding_size=model.get_hidden_size() if pooling else 0,
+        operations=tuple(operations),
+    )
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    _die_with_parent()
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

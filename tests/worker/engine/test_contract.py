@@ -1,0 +1,262 @@
+"""What every engine does that speaks the channel: one file of behaviours for the native, the echo and the vLLM engine.
+
+The vLLM engine is tested where its environment is installed (`./headrace install-vllm`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from functools import reduce
+from operator import xor
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from services.worker.config import WorkerConfig
+from shared.messages import NOT_BEGUN, UNFOLLOWABLE, Sampling
+from tests.tiny_model import write_tiny_model
+from tests.worker.engine.driven_engine import DrivenEngine
+
+CHECKOUT = Path(__file__).parents[3]
+VLLM = CHECKOUT / ".headrace" / "vllm" / "bin" / "python"
+BLOCK = 32
+CONTEXT = 1024
+ENGINES = [
+    "native",
+    "echo",
+    pytest.param("vllm", marks=pytest.mark.skipif(not VLLM.exists(), reason="needs ./headrace install-vllm")),
+]
+GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+SCHEMA = (
+    '{"grammars": [{"json_schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],'
+    ' "additionalProperties": false}}]}'
+)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def prompt_of(number: int, length: int = 3 * BLOCK + 5) -> list[int]:
+    """Return a prompt that shares no block with that of another number."""
+    return [5 + (number * 37 + index * (1 + number % 5)) % 250 for index in range(length)]
+
+
+def config_of(engine: str, directory: Path) -> WorkerConfig:
+    model = write_tiny_model(directory, hidden=128, heads=2, context_length=CONTEXT, tied=False, seed=3)
+    arguments = {"num_gpu_blocks_override": 64, "enforce_eager": True, "dtype": "float32"}
+    return msgspec.convert(
+        {
+            "model": str(model),
+            "engine": engine,
+            "block_size": BLOCK,
+            "capacity_blocks": 0 if engine == "vllm" else 64,
+            "max_running": 4,
+            "vllm": arguments if engine == "vllm" else {},
+            "vllm_python": str(VLLM),
+            "threads": 1,
+        },
+        WorkerConfig,
+    )
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=ENGINES)
+async def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[DrivenEngine]:
+    config = config_of(request.param, tmp_path_factory.mktemp("model") / "tiny")
+    driven = await DrivenEngine.start(config)
+    yield driven
+    await driven.close()
+
+
+async def answers_with_its_prompt(engine: DrivenEngine) -> bool:
+    """Return whether this is the echo engine."""
+    answer = await engine.answer("echoed", prompt_of(9), GREEDY)
+    return answer == prompt_of(9)[: len(answer)]
+
+
+async def test_it_says_what_it_serves(engine: DrivenEngine) -> None:
+    facts = engine.facts
+    assert (facts.context_length, facts.vocab_size, facts.block_size) == (CONTEXT, 320, BLOCK)
+    assert facts.capacity_blocks == 64
+    assert facts.eos_token_ids
+    assert facts.min_tokens
+
+
+async def test_a_prompt_has_the_same_greedy_answer_each_time(engine: DrivenEngine) -> None:
+    first = await engine.answer("same-1", prompt_of(1), GREEDY)
+    assert len(first) == 24
+    assert engine.parts["same-1"][-1].finish == "length"
+    assert await engine.answer("same-2", prompt_of(1), GREEDY) == first
+
+
+async def test_a_continuation_goes_on_where_the_first_attempt_ended(engine: DrivenEngine) -> None:
+    whole = await engine.answer("whole", prompt_of(2), GREEDY)
+    rest = await engine.answer("rest", prompt_of(2), GREEDY, output=whole[:10])
+    assert engine.parts["rest"][0].first == 10
+    assert rest == whole[10:]
+
+
+async def test_a_stop_token_is_the_last_one(engine: DrivenEngine) -> None:
+    whole = await engine.answer("unstopped", prompt_of(3), GREEDY)
+    stop = whole[5]
+    sampling = msgspec.structs.replace(GREEDY, stop_token_ids=(stop,))
+    assert await engine.answer("stopped", prompt_of(3), sampling) == whole[: whole.index(stop) + 1]
+    assert engine.parts["stopped"][-1].finish == "stop"
+
+
+async def test_no_stop_token_comes_before_min_tokens(engine: DrivenEngine) -> None:
+    whole = await engine.answer("early", prompt_of(3), GREEDY)
+    sampling = msgspec.structs.replace(GREEDY, stop_token_ids=(whole[0],), min_tokens=7)
+    answer = await engine.answer("late", prompt_of(3), sampling)
+    assert len(answer) >= 7
+    assert whole[0] not in answer[:7]
+
+
+async def test_blocks_of_a_prompt_are_found_again(engine: DrivenEngine) -> None:
+    await engine.answer("cold", prompt_of(4), GREEDY)
+    assert engine.parts["cold"][0].cached_tokens == 0
+    await engine.answer("warm", prompt_of(4), GREEDY)
+    assert engine.parts["warm"][0].cached_tokens == 3 * BLOCK
+
+
+async def test_another_salt_finds_no_blocks(engine: DrivenEngine) -> None:
+    await engine.answer("plain", prompt_of(5), GREEDY, salt="one")
+    await engine.answer("salted", prompt_of(5), GREEDY, salt="two")
+    assert engine.parts["salted"][0].cached_tokens == 0
+    blocks = (await engine.snapshot()).blocks
+    assert {"one", "two"} <= {block.salt for block in blocks}
+
+
+async def test_events_snapshot_and_digest_name_the_same_blocks(engine: DrivenEngine) -> None:
+    for number in range(20):  # more than fits, so that blocks are evicted
+        engine.submit(f"many-{number}", prompt_of(100 + number, 5 * BLOCK), GREEDY)
+    for number in range(20):
+        await engine.ended(f"many-{number}")
+
+    def agree() -> bool:
+        return engine.digest == reduce(xor, engine.published, 0)
+
+    await engine.until(lambda: agree() and engine.load.running == 0)
+    snapshot = await engine.snapshot()
+    assert {block.hash for block in snapshot.blocks} == engine.published
+    assert len(snapshot.blocks) <= 64
+    known: set[int | None] = {None}
+    orphans = {block.parent for block in snapshot.blocks} - {block.hash for block in snapshot.blocks}
+    for block in snapshot.blocks:
+        assert block.parent in known or block.parent in orphans, "a parent comes after its child"
+        known.add(block.hash)
+
+
+async def test_a_cancelled_request_ends_and_gives_its_blocks_back(engine: DrivenEngine) -> None:
+    engine.submit("endless", prompt_of(6), msgspec.structs.replace(GREEDY, max_tokens=900))
+    await engine.until(lambda: len(engine.tokens("endless")) > 3)
+    engine.cancel("endless")
+    assert (await engine.ended("endless")).finish == "cancelled"
+    await engine.answer("after", prompt_of(7), GREEDY)
+    await engine.until(lambda: engine.load.held_blocks == 0 and engine.load.running == 0)
+
+
+async def test_a_request_ends_at_its_deadline(engine: DrivenEngine) -> None:
+    sampling = msgspec.structs.replace(GREEDY, max_tokens=900)
+    engine.submit("too-long", prompt_of(8), sampling, time_left_s=0.001)
+    assert (await engine.ended("too-long")).finish == "deadline"
+
+
+async def test_a_request_that_is_not_begun_in_time_says_so(engine: DrivenEngine) -> None:
+    sampling = msgspec.structs.replace(GREEDY, max_tokens=900)
+    for number in range(4):  # as many as run at once
+        engine.submit(f"busy-{number}", prompt_of(10 + number), sampling)
+    await engine.until(lambda: all(engine.tokens(f"busy-{number}") for number in range(4)))
+    engine.submit("waits", prompt_of(20), GREEDY, wait_left_s=0.0)
+    last = await engine.ended("waits")
+    for number in range(4):
+        engine.cancel(f"busy-{number}")
+        await engine.ended(f"busy-{number}")
+    assert last.finish == "error"
+    assert last.error.startswith(NOT_BEGUN)
+
+
+async def test_each_token_has_its_log_probability(engine: DrivenEngine) -> None:
+    await engine.answer("logprobs", prompt_of(21), msgspec.structs.replace(GREEDY, logprobs=2))
+    entries = [entry for part in engine.parts["logprobs"] for entry in part.logprobs or ()]
+    assert len(entries) == 24
+    assert all(entry.logprob <= 0.0 for entry in entries)
+
+
+async def test_an_answer_follows_its_schema(engine: DrivenEngine) -> None:
+    if await answers_with_its_prompt(engine):
+        pytest.skip("an engine that echoes cannot follow a grammar that its prompt breaks")
+    sampling = Sampling(max_tokens=60, temperature=0.0, grammar=SCHEMA)
+    answer = await engine.answer("schema", prompt_of(22), sampling)
+    last = engine.parts["schema"][-1]
+    assert last.finish == "stop", last
+    assert len(answer) > 5
+
+
+async def test_a_grammar_that_is_none_is_an_error_of_that_request_alone(engine: DrivenEngine) -> None:
+    engine.submit("torn", prompt_of(23), Sampling(max_tokens=8, grammar="start: ( unclosed"))
+    last = await engine.ended("torn")
+    assert last.finish == "error"
+    assert last.error.startswith(UNFOLLOWABLE)
+    assert len(await engine.answer("next", prompt_of(23), GREEDY)) == 24
+
+
+async def test_an_operation_that_it_cannot_do_is_refused_by_name(engine: DrivenEngine) -> None:
+    for operation in ("clear", "sleep", "wake", "load_lora", "unload_lora"):
+        if operation not in engine.facts.operations:
+            assert operation in await engine.operate(operation, name="none", path="nowhere")
+
+
+async def test_a_cleared_cache_finds_nothing(engine: DrivenEngine) -> None:
+    if "clear" not in engine.facts.operations:
+        pytest.skip("this engine does not offer it")
+    await engine.answer("before", prompt_of(24), GREEDY)
+    assert engine.published
+    assert await engine.operate("clear") == ""
+    assert (engine.published, engine.digest) == (set(), 0)
+    await engine.answer("cleared", prompt_of(24), GREEDY)
+    assert engine.parts["cleared"][0].cached_tokens == 0
+
+
+async def test_an_engine_that_slept_answers_as_before(engine: DrivenEngine) -> None:
+    if "sleep" not in engine.facts.operations:
+        pytest.skip("this engine does not offer it")
+    whole = await engine.answer("awake", prompt_of(25), GREEDY)
+    assert await engine.operate("sleep", level=1) == ""
+    assert (engine.published, engine.digest) == (set(), 0)
+    engine.submit("asleep", prompt_of(25), GREEDY)
+    assert (await engine.ended("asleep")).finish == "error"
+    assert await engine.operate("wake") == ""
+    assert await engine.answer("again", prompt_of(25), GREEDY) == whole
+
+
+async def test_sleep_and_wake_are_refused_where_they_change_nothing(engine: DrivenEngine) -> None:
+    if "sleep" not in engine.facts.operations:
+        pytest.skip("this engine does not offer it")
+    assert "awake" in await engine.operate("wake")
+    assert await engine.operate("sleep") == ""
+    assert "sleep" in await engine.operate("sleep")
+    assert await engine.operate("wake") == ""
+
+
+async def test_a_killed_engine_leaves_no_process(engine: DrivenEngine) -> None:  # the last one: it ends the engine
+    engine.process.kill()
+    await engine.until(lambda: engine.gone)
+    async with asyncio.timeout(60.0):
+        while _group_lives(engine.process.pid):  # noqa: ASYNC110 - the kernel reports no such change
+            await asyncio.sleep(0.05)
+
+
+def _group_lives(group: int) -> bool:
+    """Return whether a process of the group is there that has not ended."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, number = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:3]
+            except OSError:
+                continue
+            if int(number) == group and state != "Z" and int(entry.name) != os.getpid():
+                return True
+    return False
