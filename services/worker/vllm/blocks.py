@@ -78,10 +78,10 @@ class EngineBlocks:
         """Return all blocks, parents first."""
         ordered: dict[int, SnapshotBlock] = {}
         for key in self._entries:
-            chain: list[int] = []
+            chain: dict[int, None] = {}  # a dict, since events may name parents in a circle
             following: int | None = key
-            while following is not None and following in self._entries and following not in ordered:
-                chain.append(following)
+            while following in self._entries and following not in ordered and following not in chain:
+                chain[following] = None
                 following = self._entries[following].block.parent
             for name in reversed(chain):
                 ordered[name] = self._entries[name].block

@@ -1,0 +1,163 @@
+"""The blocks of a vLLM engine, from events that a real one published, and from events that are drawn."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import xor
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.vllm.blocks import EngineBlocks
+from shared.hashing import pack_tokens
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
+from tests.router.captured import BLOCK_SIZE, SESSIONS, payloads, requests
+
+
+def published_set(events: list[KvEvent], held: set[int]) -> None:
+    """Apply published events to a set of hashes, as a router does; each must change it."""
+    for event in events:
+        match event:
+            case BlockStored():
+                names = {name for name in event.block_hashes if isinstance(name, int)}
+                assert len(names) == len(event.block_hashes)
+                assert not names & held
+                held |= names
+            case BlockRemoved():
+                assert held.issuperset(event.block_hashes)
+                held.difference_update(name for name in event.block_hashes if isinstance(name, int))
+            case AllBlocksCleared():
+                assert held
+                held.clear()
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_what_a_real_engine_published(session: str) -> None:
+    blocks, held = EngineBlocks(BLOCK_SIZE), set[int]()
+    decoder = msgspec.msgpack.Decoder(EventBatch)
+    for payload in payloads(session):
+        published_set(blocks.apply(decoder.decode(payload).events), held)
+        blocks.validate()
+        assert {block.hash for block in blocks.snapshot()} == held
+        assert blocks.digest == reduce(xor, held, 0)
+    assert blocks.left_out == 0
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_salts_and_loras_of_a_real_engine_are_those_of_its_requests(session: str) -> None:
+    blocks, seen = EngineBlocks(BLOCK_SIZE), set[tuple[str, str]]()
+    decoder = msgspec.msgpack.Decoder(EventBatch)
+    for payload in payloads(session):
+        blocks.apply(decoder.decode(payload).events)
+        seen |= {(block.lora, block.salt) for block in blocks.snapshot() if block.parent is None}
+    asked = {(request.lora, request.salt) for request in requests(session) if len(request.tokens) >= BLOCK_SIZE}
+    assert seen <= asked
+    assert {lora for lora, _ in seen} == {lora for lora, _ in asked}
+
+
+def stored(*names: int | bytes, parent: int | None = None, **fields: object) -> BlockStored:
+    tokens = list(range(4 * len(names)))
+    given = {"block_size": 4, "medium": "GPU", "group_idx": 0, "kv_cache_spec_kind": "full_attention"} | fields
+    return BlockStored(list(names), parent, tokens, **given)  # type: ignore[arg-type]
+
+
+def removed(*names: int | bytes, **fields: object) -> BlockRemoved:
+    return BlockRemoved(list(names), **({"medium": "GPU", "group_idx": 0} | fields))  # type: ignore[arg-type]
+
+
+def test_a_block_that_is_stored_twice_stays_until_it_is_removed_twice() -> None:
+    blocks = EngineBlocks(4)
+    assert len(blocks.apply([stored(1, 2)])) == 1
+    assert blocks.apply([stored(1)]) == []
+    assert blocks.apply([removed(1)]) == []
+    assert blocks.apply([removed(1)]) == [BlockRemoved([1], "GPU")]
+    assert blocks.digest == 2
+
+
+def test_the_known_part_of_a_chain_is_not_published_again() -> None:
+    blocks = EngineBlocks(4)
+    blocks.apply([stored(1, 2)])
+    (event,) = blocks.apply([stored(1, 2, 3)])
+    assert isinstance(event, BlockStored)
+    assert (event.block_hashes, event.parent_block_hash, event.token_ids) == ([3], 2, [8, 9, 10, 11])
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(1, medium="CPU"),
+        stored(1, kv_cache_spec_kind="sliding_window"),
+        stored(1, kv_cache_spec_kind="mamba"),
+        stored(1, block_size=8),
+        stored(1, extra_keys=[["image", 3]]),
+        stored(1, lora_id=3),
+    ],
+)
+def test_blocks_that_tokens_alone_do_not_decide_are_left_out(event: BlockStored) -> None:
+    blocks = EngineBlocks(4)
+    assert blocks.apply([event]) == []
+    assert blocks.apply([removed(1)]) == []
+    assert (len(blocks), blocks.left_out) == (0, 1)
+
+
+def test_a_second_group_of_layers_is_not_counted() -> None:
+    blocks = EngineBlocks(4)
+    blocks.apply([stored(1), stored(1, group_idx=1)])
+    assert blocks.apply([removed(1, group_idx=1)]) == []
+    assert blocks.digest == 1
+
+
+def test_salt_and_lora_are_published_as_workers_do() -> None:
+    blocks = EngineBlocks(4)
+    (event,) = blocks.apply([stored(1, 2, lora_id=1, lora_name="a", extra_keys=[["a", "salt"], ["a"]])])
+    assert isinstance(event, BlockStored)
+    assert (event.lora_name, event.extra_keys) == ("a", [["salt"], None])
+    assert [(block.lora, block.salt, block.tokens) for block in blocks.snapshot()] == [
+        ("a", "salt", pack_tokens([0, 1, 2, 3])),
+        ("a", "salt", pack_tokens([4, 5, 6, 7])),
+    ]
+
+
+def test_a_hash_of_bytes_is_its_last_64_bits() -> None:
+    blocks = EngineBlocks(4)
+    blocks.apply([stored((1 << 200 | 7).to_bytes(32, "big"))])
+    assert blocks.digest == 7
+
+
+_NAMES = st.integers(1, 6)
+_EVENTS = st.one_of(
+    st.lists(_NAMES, min_size=1, max_size=4, unique=True).map(lambda names: stored(*names)),
+    st.tuples(_NAMES, st.integers(1, 6)).map(lambda pair: stored(pair[0], parent=pair[1])),
+    _NAMES.map(removed),
+    st.just(AllBlocksCleared()),
+)
+
+
+@given(st.lists(_EVENTS, max_size=40))
+def test_published_events_and_snapshot_agree(events: list[KvEvent]) -> None:
+    blocks, held, copies = EngineBlocks(4), set[int](), dict[int, int]()
+    for event in events:
+        published_set(blocks.apply([event]), held)
+        match event:
+            case BlockStored():
+                for name in event.block_hashes:
+                    assert isinstance(name, int)
+                    copies[name] = copies.get(name, 0) + 1
+            case BlockRemoved(names):
+                for name in names:
+                    assert isinstance(name, int)
+                    copies[name] = max(0, copies.get(name, 0) - 1)
+            case AllBlocksCleared():
+                copies.clear()
+        blocks.validate()
+        assert {name for name, count in copies.items() if count} == held
+        assert {block.hash for block in blocks.snapshot()} == held
+        assert len(blocks) == len(held)
+
+
+def test_a_cycle_of_parents_does_not_hang_the_snapshot() -> None:
+    blocks = EngineBlocks(4)
+    blocks.apply([stored(1, parent=2), stored(2, parent=1)])
+    assert {block.hash for block in blocks.snapshot()} == {1, 2}
