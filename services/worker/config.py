@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shared.config import ServiceConfig
 
-EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
+EngineName = Literal["native", "simulated", "echo", "vllm"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 CopyPath = Literal["auto", "rows", "batch", "staged"]
@@ -185,7 +185,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         """Raise ValueError where settings contradict each other."""
         if self.device == "cuda" and self.engine != "native":
-            raise ValueError(f"device is cuda, which only the native engine reads, not {self.engine}: set device = cpu")
+            instead = "computes on what vLLM was installed for" if self.engine == "vllm" else "computes nothing"
+            raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
         if self.engine == "vllm" and self.kvbm.pool:
             raise ValueError("kvbm.pool is set, but the vllm engine exchanges no blocks with a kvbm")
         if self.device == "cuda" and self.kv_dtype not in ("auto", self.cuda.dtype):

@@ -110,8 +110,8 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
             from services.worker.native.runner import load_native
 
             return load_native(config, report)
-        case "vllm" | "attached":
-            raise ConfigError(f"engine is {config.engine}, which has a program of its own")
+        case "vllm":
+            raise ConfigError("engine is vllm, which has a program of its own")
         case _:
             assert_never(config.engine)
 

@@ -26,7 +26,6 @@ PROGRAMS = {
     "simulated": "services.worker.engine_main",
     "echo": "services.worker.engine_main",
     "vllm": "services.worker.vllm.main",
-    "attached": "services.worker.attached.main",
 }
 """Engine → its program's module."""
 _CHECKOUT = str(Path(__file__).parents[3])

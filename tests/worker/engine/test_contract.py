@@ -19,15 +19,14 @@ from services.worker.config import WorkerConfig
 from shared.messages import NOT_BEGUN, UNFOLLOWABLE, Sampling
 from tests.tiny_model import write_tiny_model
 from tests.worker.engine.driven_engine import DrivenEngine
+from tests.worker.vllm.environment import PYTHON, needs_vllm
 
-CHECKOUT = Path(__file__).parents[3]
-VLLM = CHECKOUT / ".headrace" / "vllm" / "bin" / "python"
 BLOCK = 32
 CONTEXT = 1024
 ENGINES = [
     "native",
     "echo",
-    pytest.param("vllm", marks=pytest.mark.skipif(not VLLM.exists(), reason="needs ./headrace install-vllm")),
+    pytest.param("vllm", marks=needs_vllm),
 ]
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 SCHEMA = (
@@ -53,7 +52,7 @@ def config_of(engine: str, directory: Path) -> WorkerConfig:
             "capacity_blocks": 0 if engine == "vllm" else 64,
             "max_running": 4,
             "vllm": arguments if engine == "vllm" else {},
-            "vllm_python": str(VLLM),
+            "vllm_python": str(PYTHON),
             "threads": 1,
         },
         WorkerConfig,

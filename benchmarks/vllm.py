@@ -1,0 +1,211 @@
+"""Headrace over one vLLM against `vllm serve` alone: both run and are loaded in turn, so that they see the same machine.
+
+    sse_load ──▶ frontend ──▶ worker ──▶ vLLM          tokens a second, first token, time between tokens
+    sse_load ──────────────▶ `vllm serve`              the same load, the same arguments of vLLM
+
+The CPU time is that of our own processes: frontend, router, NATS, the worker's shell and the engine's program, without
+vLLM's core. vLLM's own API server does what the frontend, the shell and the program do together, so its time is shown
+next to it.
+
+    python -m benchmarks.vllm --model DIR [--quick] [--rounds 3] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ROOT, Goal, report
+
+PYTHON = ROOT / ".headrace" / "vllm" / "bin" / "python"
+NAME = "bench"
+READY_LIMIT_S = 300.0
+STREAMS = (1, 16, 32)
+VARIABLES = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+ARGUMENTS = {"block_size": "32", "dtype": "float32", "max_num_seqs": "64", "max_model_len": "2048"}
+MS = 1e3
+
+
+@contextmanager
+def started(command: Sequence[str], port: int, log: Path, path: str) -> Iterator[int]:
+    """Start a server, wait until `path` answers 200, and yield its process id."""
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | VARIABLES, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        until_s = time.monotonic() + READY_LIMIT_S
+        while not _answers(f"http://127.0.0.1:{port}{path}"):
+            if server.poll() is not None or time.monotonic() > until_s:
+                raise SystemExit(f"{command[:4]} did not get ready; see\n{log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.5)
+        yield server.pid
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def load(port: int, model: Path, streams: int, requests: int, flags: argparse.Namespace) -> dict[str, Any]:
+    """Run the load generator against a port; return its report."""
+    command = [sys.executable, "-m", "benchmarks.sse_load", "--port", str(port), "--model", NAME]
+    command += ["--tokenizer", str(model / "tokenizer.json"), "-c", str(streams), "-n", str(requests)]
+    command += ["--isl", str(flags.isl), "--osl", str(flags.osl), "--warmup", str(min(2, streams)), "--timeout", "600"]
+    command += ["--extra", '{"ignore_eos": true, "temperature": 0}', "--seed", str(flags.seed)]
+    flags.seed += 1  # each run has prompts of its own
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(ran.stdout.strip().rpartition("\n")[2])
+    return found
+
+
+def cpu_s(root: int) -> dict[str, float]:
+    """Return process name → seconds of CPU, of all processes below one; vLLM's core and workers are `core`."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    seconds = {"core": 0.0, "others": 0.0}
+    for pid in _below(root):
+        try:
+            name, fields = Path(f"/proc/{pid}/stat").read_text().split("(", 1)[1].rsplit(")", 1)
+        except OSError:
+            continue
+        kind = "core" if name.startswith("VLLM::") else "others"
+        seconds[kind] += (int(fields.split()[11]) + int(fields.split()[12])) / ticks
+    return seconds
+
+
+def _below(process: int) -> list[int]:
+    found = [process]
+    try:
+        tasks = list(Path(f"/proc/{process}/task").iterdir())
+        for task in tasks:
+            for child in map(int, (task / "children").read_text().split()):
+                found += _below(child)
+    except OSError:
+        pass
+    return found
+
+
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return one row for each side and number of streams: medians over the rounds."""
+    flags.seed = 1
+    model = Path(flags.model).resolve()
+    with tempfile.TemporaryDirectory(prefix="bench-vllm-") as folder:
+        alone = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", "18101"]
+        alone += ["--host", "127.0.0.1", "--served-model-name", NAME, "--disable-uvicorn-access-log"]
+        alone += [word for name, value in ARGUMENTS.items() for word in (f"--{name.replace('_', '-')}", value)]
+        ours = [str(ROOT / "headrace"), "up", "--engine", "vllm", "--workers", "1", "--model", str(model)]
+        ours += ["--model-name", NAME, "--port", "18102", "--state", f"{folder}/state", "--frontends", "1"]
+        ours += ["--routers", "1", "--set", "frontend.limits.wait_s=0", "--set", "worker.threads=1"]
+        ours += ["--set", "worker.max_running=64", "--set", "worker.block_size=32"]
+        ours += [
+            word for name in ("dtype", "max_model_len") for word in ("--set", f"worker.vllm.{name}={ARGUMENTS[name]}")
+        ]
+        with (
+            started(alone, 18101, Path(folder, "alone.log"), "/health") as alone_pid,
+            started(ours, 18102, Path(folder, "ours.log"), "/health") as our_pid,
+        ):
+            sides = {"vllm serve": (18101, alone_pid), "headrace": (18102, our_pid)}
+            rows: list[dict[str, Any]] = []
+            for streams in STREAMS:
+                runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+                for number in range(flags.rounds):
+                    for side in sorted(sides, reverse=bool(number % 2)):
+                        port, pid = sides[side]
+                        before = cpu_s(pid)
+                        run = load(port, model, streams, max(4, flags.requests * streams), flags)
+                        after = cpu_s(pid)
+                        tokens = run["n"] * flags.osl
+                        run["cpu_us"] = 1e6 * (after["others"] - before["others"]) / max(1, tokens)
+                        runs[side].append(run)
+                rows += [row_of(side, streams, found) for side, found in runs.items()]
+    return rows
+
+
+def row_of(side: str, streams: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of some runs, and the spread of their tokens a second."""
+    rates = [run["out_tok_s"] for run in runs]
+    keys = ("out_tok_s", "ttft_p50_ms", "gap_p50_ms", "tpot_p50_ms", "cpu_us")
+    medians = {key: round(statistics.median(run[key] for run in runs), 2) for key in keys}
+    errors = sum(sum(run["errors"].values()) for run in runs)
+    return {"side": side, "streams": streams, **medians, "spread": [min(rates), max(rates)], "errors": errors}
+
+
+def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    """Return the goals for each number of streams."""
+    goals: list[Goal] = []
+    for streams in STREAMS:
+        alone, ours = (
+            next(r for r in rows if r["side"] == s and r["streams"] == streams) for s in ("vllm serve", "headrace")
+        )
+        rate = ours["out_tok_s"] / alone["out_tok_s"]
+        gap = ours["tpot_p50_ms"] / alone["tpot_p50_ms"]
+        first = ours["ttft_p50_ms"] - alone["ttft_p50_ms"]
+        goals += [
+            Goal(f"tokens a second, {streams} streams", round(rate, 3), "times", 0.98, rate >= 0.98),
+            Goal(f"time between tokens, {streams} streams", round(gap, 3), "times", 1.02, gap <= 1.02),
+            Goal(f"first token, {streams} streams", round(first, 1), "ms more", 5.0, first <= 5.0),
+        ]
+        if streams == STREAMS[-1]:
+            goals.append(Goal("CPU of our processes a token", ours["cpu_us"], "us", 30.0, ours["cpu_us"] <= 30.0))
+    return goals
+
+
+def main() -> int:
+    """Run the benchmark. Return 0."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.add_argument("--model", required=True, help="a Hugging Face directory")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=2, help="requests for each stream and round")
+    parser.add_argument("--isl", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--osl", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    if flags.quick:
+        flags.rounds = 1
+    if not PYTHON.exists():
+        raise SystemExit("./headrace install-vllm makes vLLM's environment")
+    rows = measure(flags)
+    found = report("vllm", sys.argv[1:], goals_of(rows), rows)
+    if flags.json:
+        import msgspec
+
+        print(msgspec.json.encode(found).decode())
+        return 0
+    for row in rows:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+    for goal in found["goals"]:
+        print(f"{goal.name}: {goal.value} {goal.unit}, goal {goal.goal:g}: {'met' if goal.met else 'missed'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

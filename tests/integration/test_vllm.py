@@ -1,0 +1,126 @@
+"""Two vLLM workers in a fleet of real processes: its own tokens, what the router knows, and what a killed core costs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.fleet import Fleet, fleet
+from tests.integration.stack import eventually
+from tests.tiny_model import write_tiny_model
+from tests.worker.vllm.environment import PYTHON, needs_vllm, run_there
+
+pytestmark = needs_vllm
+LIMIT_S = 300.0
+WORKERS = ("worker 1", "worker 2")
+PROMPT = [5 + index * 7 % 250 for index in range(100)]
+ARGUMENTS = {"enforce_eager": "true", "dtype": "float32", "num_gpu_blocks_override": "64", "max_model_len": "1024"}
+ALONE = """
+import json
+from vllm import LLM, SamplingParams
+llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024)
+out = llm.generate({{"prompt_token_ids": {prompt!r}}}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+print(json.dumps(list(out[0].outputs[0].token_ids)))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    return write_tiny_model(directory, hidden=128, heads=2, context_length=1024, tied=False, seed=3)
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, model: Path, nats_url: str) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("vllm")
+    where = ("--namespace", "vllm", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
+    arguments = [word for name, value in ARGUMENTS.items() for word in (f"--vllm.{name}", value)]
+    with fleet(folder, nats_url, *where) as one:
+        one.start("router", "router", "--source-digest-s", "1")
+        for name in WORKERS:
+            flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
+            one.start("worker", name, *flags, *arguments)
+        one.start("frontend", "frontend", "--limits-attempts", "20", "--limits-frozen-s", "60")
+        eventually(one.services["worker 1"].ready, limit_s=LIMIT_S, what="worker 1 serves")
+        eventually(one.services["worker 2"].ready, limit_s=LIMIT_S, what="worker 2 serves")
+        one.wait_ready()
+        eventually(lambda: bool(ask(one, max_tokens=1)), limit_s=LIMIT_S, what="a request is answered")
+        yield one
+
+
+def ask(services: Fleet, **fields: object) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True} | fields
+    given = {"Content-Type": "application/json"}
+    url = f"{services.services['frontend'].url}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), given)
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as wrong:
+        raise AssertionError(wrong.read().decode()) from None
+
+
+def test_greedy_tokens_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
+    answer = ask(services, return_token_ids=True)
+    assert answer["choices"][0]["token_ids"] == run_there(ALONE.format(model=str(model), prompt=PROMPT))
+
+
+def test_a_prompt_goes_where_it_is_cached(services: Fleet) -> None:
+    prompt = [5 + index * 11 % 250 for index in range(200)]
+    ask(services, prompt=prompt)
+    time.sleep(1.0)  # events and load reports reach the router
+    for _ in range(3):
+        details = ask(services, prompt=prompt)["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == 192
+
+
+def test_the_routers_index_is_what_the_engines_hold(services: Fleet) -> None:
+    for number in range(40):  # more blocks than both engines have
+        ask(services, prompt=[5 + (index * 3 + number * 13) % 250 for index in range(160)], max_tokens=2)
+    router = services.services["router"]
+    agreed = router.metric("headrace_kv_digests_total", outcome="agreed")
+    eventually(
+        lambda: router.metric("headrace_kv_digests_total", outcome="agreed") >= agreed + 4,
+        limit_s=LIMIT_S,
+        what="digests of both workers agree again",
+    )
+    assert router.metric("headrace_kv_digests_total", outcome="differed") == 0
+
+
+def test_streams_go_on_elsewhere_when_a_core_is_killed(services: Fleet) -> None:
+    whole = ask(services, max_tokens=400)["choices"][0]["text"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, services, max_tokens=400)
+        time.sleep(0.7)
+        killed = [pid for name in WORKERS for pid in cores(services.services[name].process.pid)][:1]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        assert killed
+        assert answer.result()["choices"][0]["text"] == whole
+    for name in WORKERS:
+        eventually(services.services[name].ready, limit_s=LIMIT_S, what=f"{name} serves again")
+
+
+def cores(worker: int) -> list[int]:
+    """Return the ids of a worker's processes that have the name of vLLM's core."""
+    return [pid for pid in below(worker) if b"EngineCor" in Path(f"/proc/{pid}/comm").read_bytes()]
+
+
+def below(process: int) -> list[int]:
+    """Return the ids of all processes that a process has started, and those that these have started."""
+    found: list[int] = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *below(child)]
+    return found
