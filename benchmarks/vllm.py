@@ -1,4 +1,4 @@
-"""Headrace over one vLLM against `vllm serve` alone: both run and are loaded in turn, so that they see the same machine.
+"""Headrace over one vLLM against `vllm serve` alone: both run, and are loaded in turn, on the same machine.
 
     sse_load ──▶ frontend ──▶ worker ──▶ vLLM          tokens a second, first token, time between tokens
     sse_load ──────────────▶ `vllm serve`              the same load, the same arguments of vLLM

@@ -159,6 +159,8 @@ def _check_keys(schema: type[Struct], settings: Mapping[str, Any], where: str, a
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where}: {above}{key} is a table")
             _check_keys(table, value, where, f"{above}{key}.")
+        elif get_origin(table) is dict and not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: {above}{key} is a table")
 
 
 NAMES_SHOWN = 8
@@ -238,6 +240,8 @@ def _parse_flags(
             file = Path(text)
             continue
         if entry is not None:
+            if entry[-1].endswith(SECRETS):
+                raise ConfigError(f"{typed}: set a secret in the file or the environment, since `ps` shows flags")
             given.append((entry, text))
             continue
         path, field = known[name]

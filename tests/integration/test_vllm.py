@@ -1,4 +1,4 @@
-"""Two vLLM workers in a fleet of real processes: its own tokens, what the router knows, and what a killed core costs."""
+"""Two vLLM workers in a fleet of real processes: vLLM's own tokens, what the router knows, a core that is killed."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from msgspec import Struct
@@ -184,3 +184,30 @@ def test_a_setting_without_a_default_must_be_given() -> None:
     with pytest.raises(ConfigError, match="model"):
         load(Needs, environ={})
     assert load(Needs, environ={}, flags=["--model", "m"]).model == "m"
+
+
+class WithAnything(Struct, frozen=True, forbid_unknown_fields=True):
+    given: dict[str, Any] = {}
+    names: dict[str, str] = {}
+
+
+def test_a_flag_sets_one_entry_of_a_table_of_any_values(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[given]\nmax_num_seqs = 4\ndtype = "float32"\n', encoding="utf-8")
+    settings = load(WithAnything, file=file, environ={}, flags=["--given.max_num_seqs=8", "--given.seed", "1"])
+    assert settings.given == {"max_num_seqs": "8", "dtype": "float32", "seed": "1"}
+    assert load(WithAnything, environ={"HEADRACE_GIVEN": "a=1,b=2"}).given == {"a": "1", "b": "2"}
+
+
+def test_no_flag_sets_an_entry_that_is_a_secret_or_is_of_another_table() -> None:
+    with pytest.raises(ConfigError, match=r"--given\.hf_token: set a secret in the file"):
+        load(WithAnything, environ={}, flags=["--given.hf_token=x"])
+    with pytest.raises(ConfigError, match=r"--names\.one: no such setting"):
+        load(WithAnything, environ={}, flags=["--names.one=x"])
+
+
+def test_a_table_of_any_values_is_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("given = 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="given is a table"):
+        load(WithAnything, file=file, environ={}, flags=["--given.a=1"])
