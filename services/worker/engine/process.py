@@ -113,13 +113,15 @@ def engine_environment(config: WorkerConfig) -> dict[str, str]:
     """Return the engine's environment: the shell's without its settings and secrets. Added are the number of arithmetic
     threads, which BLAS reads when it is loaded, and where CuPy keeps compiled kernels, unless that is set: its own
     choice, the home directory, cannot be written to in a container."""
-    count = str(config.threads or os.cpu_count() or 1)
+    threads = config.threads or os.cpu_count() or 1
+    if config.engine == "vllm":  # its core needs a processor too: on two cores two threads made it 20 times as slow
+        threads = max(1, threads - 1)
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
     kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}
-    threads = dict.fromkeys(_THREAD_VARIABLES, count)
+    counts = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if config.engine != "vllm":
-        return kernels | kept | threads
-    return _vllm_defaults(config) | kept | threads | {"PYTHONPATH": _CHECKOUT}
+        return kernels | kept | counts
+    return _vllm_defaults(config) | kept | counts | {"PYTHONPATH": _CHECKOUT}
 
 
 def _vllm_defaults(config: WorkerConfig) -> dict[str, str]:
@@ -128,6 +130,7 @@ def _vllm_defaults(config: WorkerConfig) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers of a machine take the same processors
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, ceil(config.capacity_bytes / (1 << 30)))),
         "HF_HUB_OFFLINE": "1",
     }

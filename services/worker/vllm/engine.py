@@ -211,11 +211,14 @@ class VllmEngine:
             prompt["cache_salt"] = submit.salt
         sampling = submit.sampling
         try:
-            params = (
-                to_pooling_params(sampling.pooling, self._pooling_type)
-                if self._pooling
-                else to_sampling_params(sampling, continued=continued)
-            )
+            params: Any
+            if self._pooling:
+                if sampling.pooling.upper() != self._pooling_type.upper():
+                    self._fail(key, f"sampling.pooling: the engine was started with {self._pooling_type.lower()}")
+                    return
+                params = to_pooling_params(sampling)
+            else:
+                params = to_sampling_params(sampling, continued=continued)
             collector = await self._llm.add_request(
                 key,
                 prompt,
@@ -227,7 +230,8 @@ class VllmEngine:
             raise
         except Exception as wrong:  # noqa: BLE001 - vLLM's validation raises many kinds; the request alone fails
             text = one_line(wrong)
-            self._fail(key, f"{UNFOLLOWABLE}: {text}" if sampling.grammar else f"vLLM refuses the request: {text}")
+            unfollowable = sampling.grammar and not continued  # another engine may continue it
+            self._fail(key, f"{UNFOLLOWABLE}: {text}" if unfollowable else f"vLLM refuses the request: {text}")
             return
         early = collector.get_nowait()
 

@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from services.worker.config import EngineConfig
+from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.messages import EngineOperation, Failed, Loading, Ready
+from services.worker.model_facts import read_pooling
 from services.worker.vllm.one_line import one_line
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
 from shared.messages import KvLayout
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import PoolerConfig, VllmConfig
 
 WARM_LIMIT_S = 600.0
 """Seconds that the first prefill and decode may take: kernels may be compiled for them."""
@@ -81,28 +82,31 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         import vllm
 
         check_version(vllm.__version__)
-        from services.worker.vllm.settings import engine_args
-
-        args = engine_args(replace(config.worker, model=str(_prepared(config, channel))))
+        from vllm.config import KVEventsConfig
+        from vllm.platforms import current_platform
     except ImportError as wrong:
         return Failed(
             reason=f"vLLM cannot be loaded ({wrong}); ./headrace install-vllm makes its environment", model=True
         )
-    from vllm.config import KVEventsConfig
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.worker.vllm.engine import StatLogger, VllmEngine
     from services.worker.vllm.events import UNREAD_LIMIT, EventReader
+    from services.worker.vllm.settings import engine_args
 
+    settings = replace(config.worker, model=str(_prepared(config, channel)))
     events = EventReader(directory)
-    args.kv_events_config = KVEventsConfig(
+    published = KVEventsConfig(
         enable_kv_cache_events=True,
         publisher="zmq",
         endpoint=events.endpoint,
         replay_endpoint=events.replay_endpoint,
         hwm=UNREAD_LIMIT,
     )
+    args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours={"kv_events_config": published})
+    if args.runner == "pooling" and args.pooler_config is None:
+        args.pooler_config = _pooler(settings)
     channel.send(Loading("starting vLLM", 0.1))
     logger = StatLogger()
     try:
@@ -135,6 +139,16 @@ def _prepared(config: EngineConfig, channel: EngineEnd) -> Path:
     from services.worker.native.prepare import prepare
 
     return prepare(source, Path(config.worker.cache), channel.send)
+
+
+def _pooler(config: WorkerConfig) -> PoolerConfig:
+    """Return how the model's files say that embeddings are pooled. Raise ModelError, ConfigError."""
+    from vllm.config import PoolerConfig
+
+    pooling = read_pooling(Path(config.model))
+    if not pooling:
+        raise ConfigError(f"{config.model}: the model's pooling is not built; set vllm.pooler_config")
+    return PoolerConfig(pooling_type=pooling.upper())
 
 
 def _facts(config: VllmConfig) -> Ready:

@@ -1,106 +1,118 @@
-"""The request table: what each field of `Sampling` is in vLLM's SamplingParams.
+"""Our sampling parameters as vLLM's. ROWS has one row for each field of Sampling.
 
-    max_tokens, min_tokens       what is left of them after earlier attempts
-    temperature, top_p, top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, ignore_eos   as they are
-    seed                         mixed with the number of tokens that earlier attempts produced
-    logprobs                     None for -1
-    stop_token_ids, logit_bias   as a list, as a dict
-    grammar                      structured_outputs (`grammar.py`)
-    pooling                      the engine's runner: such a request has PoolingParams
+What is different on vLLM:
 
-vLLM restarts a request's random numbers with each attempt; so a drawn answer that moves to another engine goes on with
-other, equally random tokens, and a greedy one with the same. Presence and frequency penalties count the tokens that an
-attempt produced: after a move, those before it no longer count.
+- presence and frequency penalties: they count the tokens produced since the attempt began. On a continuation vLLM takes
+  the earlier output for prompt, so these two penalties miss it; its parameters offer nothing better.
+  `repetition_penalty` counts the prompt too, so it is the same.
+- seed: a continuation draws from a seed of its own, made from the request's and the number of tokens that it continues:
+  the same seed would repeat the random numbers of the first tokens. So a request with a seed has the same answer each
+  time only if it is not continued.
+- grammar: vLLM's matcher begins at the first new token, so a continuation under a grammar is refused.
 """
 
 from __future__ import annotations
 
-from vllm import PoolingParams, SamplingParams
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from collections.abc import Callable
+from typing import Any
 
-from services.worker.vllm.grammar import to_structured_output
-from shared.messages import Pooling, Sampling
+from services.worker.vllm.grammar_text import lark_text
+from shared.errors import InvalidRequest
+from shared.messages import Sampling
 
-FIELDS = frozenset(
-    (
-        *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "pooling"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "stop_token_ids", "logit_bias"),
-        "grammar",
-    )
-)
-"""The fields of Sampling that the table has; a test compares them with Sampling's."""
-UNUSED = {
-    **dict.fromkeys(("n", "stop", "bad_words", "_bad_words_token_ids"), "the frontend does this, for every engine"),
-    **dict.fromkeys(
-        (
-            *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-            "output_text_buffer_length",
-        ),
-        "they say how text is made, which the frontend does",
-    ),
-    **dict.fromkeys(
-        ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs"),
-        "Sampling cannot ask for them",
-    ),
-    **dict.fromkeys(
-        (
-            *("allowed_token_ids", "extra_args", "thinking_token_budget", "repetition_detection", "stream_interval"),
-            *("skip_reading_prefix_cache", "watermarking", "routed_experts_prompt_start", "trace_decode_token_ids"),
-        ),
-        "Sampling cannot ask for them",
-    ),
-    **dict.fromkeys(
-        ("skip_clone", "_eos_token_id", "_all_stop_token_ids", "_watermarking_skipped"), "vLLM sets them by itself"
-    ),
+_SEED_MASK = (1 << 63) - 1
+_ODD = 0x9E3779B97F4A7C15
+_MIX = 0xBF58476D1CE4E5B9
+
+Row = Callable[[Sampling, int], dict[str, Any]]
+"""A field's arguments of vllm.SamplingParams, from the parameters and the number of earlier tokens."""
+
+
+def seed_for(seed: int, continued: int) -> int:
+    """Return the seed of an attempt, 0 … 2⁶³ - 1: some of vLLM's samplers keep it as int64, and -1 means none."""
+    if continued:
+        mixed = (seed + continued * _ODD) % (1 << 64)
+        mixed = ((mixed ^ (mixed >> 30)) * _MIX) % (1 << 64)
+        seed = mixed ^ (mixed >> 31)
+    return seed & _SEED_MASK
+
+
+def _same(name: str) -> Row:
+    return lambda sampling, _: {name: getattr(sampling, name)}
+
+
+ROWS: dict[str, Row] = {
+    "max_tokens": lambda sampling, continued: {"max_tokens": sampling.max_tokens - continued},
+    "temperature": _same("temperature"),
+    "top_p": _same("top_p"),
+    "top_k": _same("top_k"),  # 0 is off there, too
+    "min_p": _same("min_p"),
+    "seed": lambda sampling, continued: {"seed": seed_for(sampling.seed, continued)},
+    "presence_penalty": _same("presence_penalty"),
+    "frequency_penalty": _same("frequency_penalty"),
+    "repetition_penalty": _same("repetition_penalty"),
+    "logprobs": lambda sampling, _: {"logprobs": None if sampling.logprobs < 0 else sampling.logprobs},
+    "stop_token_ids": lambda sampling, _: {"stop_token_ids": list(sampling.stop_token_ids)},
+    "ignore_eos": _same("ignore_eos"),
+    "grammar": lambda sampling, _: _structured(sampling.grammar),
+    "logit_bias": lambda sampling, _: {"logit_bias": dict(sampling.logit_bias) or None},
+    "pooling": lambda _sampling, _: {},  # to_pooling_params
+    "min_tokens": lambda sampling, continued: {"min_tokens": max(0, sampling.min_tokens - continued)},
 }
-"""Fields of SamplingParams that stay at vLLM's defaults, and why; a test finds new ones."""
-MAPPED = frozenset(
-    (
-        *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "detokenize"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "stop_token_ids", "logit_bias"),
-        *("structured_outputs", "output_kind"),
-    )
-)
-"""Fields of SamplingParams that are set here."""
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
-def to_sampling_params(sampling: Sampling, *, continued: int) -> SamplingParams:
-    """Return vLLM's parameters of an attempt. `continued` is the number of tokens that earlier attempts produced. Raise
-    ValueError where vLLM refuses a value, or cannot hold the grammar."""
-    structured = None
-    if sampling.grammar:
-        kind, text = to_structured_output(sampling.grammar)
-        structured = StructuredOutputsParams(**{kind: text})
-    return SamplingParams(
-        max_tokens=sampling.max_tokens - continued,
-        min_tokens=max(0, sampling.min_tokens - continued),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=None if sampling.temperature == 0.0 else _seed(sampling.seed, continued),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logprobs=None if sampling.logprobs < 0 else sampling.logprobs,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        logit_bias=dict(sampling.logit_bias) or None,
-        structured_outputs=structured,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
+def refusal(sampling: Sampling, *, continued: int) -> str:
+    """Return why vLLM cannot compute this, beginning with the field; empty: it can. `continued`: output tokens that
+    earlier attempts produced."""
+    if continued >= sampling.max_tokens and not sampling.pooling:
+        return f"sampling.max_tokens: {sampling.max_tokens}, of which {continued} were produced already"
+    if sampling.grammar and continued:
+        return "sampling.grammar: vLLM cannot continue an answer under a grammar"
+    return ""
+
+
+def to_sampling_params(sampling: Sampling, *, continued: int) -> Any:
+    """Return vllm.SamplingParams, whose outputs are new token ids only. Its limits count from the attempt's first
+    token, ours from the request's.
+
+    Raise InvalidRequest, naming the field: also for a grammar that vLLM's guidance backend does not accept. Its check
+    has no tokenizer, so errors that only the tokens show come later."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.structured_output.backend_guidance import (
+        validate_guidance_grammar,
     )
 
+    if fault := refusal(sampling, continued=continued):
+        raise InvalidRequest(fault, param=fault.partition(":")[0])
+    given: dict[str, Any] = {}
+    for row in ROWS.values():
+        given |= row(sampling, continued)
+    param = "sampling"
+    try:
+        params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA, detokenize=False)
+        param = "sampling.grammar"
+        validate_guidance_grammar(params)
+    except (VLLMValidationError, ValueError) as wrong:
+        raise InvalidRequest(f"{param}: {' '.join(str(wrong).split())}", param=param) from None
+    return params
 
-def to_pooling_params(pooling: Pooling, engine: str) -> PoolingParams:
-    """Return vLLM's parameters of an embedding. `engine` is the pooling that the engine was started with, in vLLM's
-    words. Raise ValueError where another one is asked for."""
-    if pooling.upper() != engine.upper():
-        raise ValueError(f"pooling: the engine was started with {engine.lower()}, not {pooling}")
+
+def to_pooling_params(sampling: Sampling) -> Any:
+    """Return vllm.PoolingParams for an embedding. vLLM's engine has one kind of pooling, set at its start: the caller
+    makes sure that it is `sampling.pooling`."""
+    from vllm.pooling_params import PoolingParams
+
+    assert sampling.pooling, "the request generates text"
     return PoolingParams(task="embed")
 
 
-def _seed(seed: int, continued: int) -> int:
-    """Return a seed that differs for each continuation, within what torch takes."""
-    return (seed + continued * _GOLDEN) & ((1 << 63) - 1)
+def _structured(grammar: str) -> dict[str, Any]:
+    if not grammar:
+        return {}
+    from vllm.sampling_params import StructuredOutputsParams
+
+    try:
+        return {"structured_outputs": StructuredOutputsParams(grammar=lark_text(grammar))}
+    except ValueError as wrong:
+        raise InvalidRequest(f"sampling.grammar: {wrong}", param="sampling.grammar") from None

@@ -1,140 +1,160 @@
-"""Settings: makes vLLM's AsyncEngineArgs from the worker's settings, a YAML file, and the table `vllm`.
+"""The arguments of vLLM's engine, from the worker's settings, `vllm_args` and the table `vllm`.
 
-    the worker's settings < worker.vllm_args, a file as `vllm serve --config` takes it < the table [vllm]
-
-Names are AsyncEngineArgs's own, and values are read as vLLM's command line reads them.
+The table overrides the file, and both override what the worker's settings recommend. Every value goes through vLLM's
+own parser, since a flag or an environment variable can only give text.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
-
-import yaml
-from vllm import AsyncEngineArgs
-from vllm.platforms import current_platform
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from typing import Any
 
 from services.worker.config import WorkerConfig
-from services.worker.model_facts import read_pooling
 from shared.errors import ConfigError
 
-DEFAULT_BLOCK_SIZE = WorkerConfig(model="").block_size
-CPU_BLOCK_SIZE = 32
-"""Tokens of a block on a CPU, where vLLM takes multiples of this number only, unless `worker.block_size` is set."""
+CPU_BLOCK = 32
+"""Tokens of a block on a CPU where `block_size` is the worker's default: vLLM wants multiples of 32 there."""
 FILE_LIMIT_BYTES = 1 << 20
 OURS = {
-    "model": "worker.model names the model",
-    "served_model_name": "worker.model_name names the model",
-    "kv_events_config": "the worker reads vLLM's events itself",
-    "data_parallel_size": "one engine for each worker is served; start one worker for each rank",
-    "disable_log_stats": "routers need the statistics",
-    "headless": "the worker is the engine's only client",
+    "kv_events_config": "the worker sets it",
+    "model": "set the worker's model",
+    "served_model_name": "set the worker's model_name",
+    "skip_tokenizer_init": "grammars need the tokenizer",
+    "data_parallel_size": "start a worker for each engine",
 }
-"""Arguments that are refused where they differ from what is set here, and why."""
+"""Arguments that are refused, with the reason."""
+NEEDED = {
+    "enable_prefix_caching": (True, "routers choose workers by their cached prefixes"),
+    "disable_log_stats": (False, "load reports are made of the statistics"),
+    "scheduling_policy": ("priority", "requests have priorities"),
+}
+"""Arguments that may only have one value, with the reason."""
 
 
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """vLLM's parser, which raises instead of ending the program."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"vllm: {message}")
-
-
-def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
-    """Return vLLM's arguments. Raise ConfigError, which names the argument, and ModelError."""
-    given = _read_file(config.vllm_args) | config.vllm
-    names = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            raise ConfigError(f"vllm.{name}: no such argument of vLLM" + (f"; did you mean {near[0]}?" if near else ""))
-    _check(given, config)
-    args = AsyncEngineArgs.from_cli_args(_parse(_defaults(config) | given))
-    if args.runner == "pooling" and args.pooler_config is None:
-        args.pooler_config = _pooler(config)
-    return args
+def unknown(name: str, known: Collection[str], source: str) -> str:
+    """Return the refusal of an argument; empty: it is known. *Pure.*"""
+    if name in known:
+        return ""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"{source}.{name}: no such argument of vLLM" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _check(given: Mapping[str, Any], config: WorkerConfig) -> None:
-    """Raise ConfigError where an argument contradicts what is set elsewhere."""
-    for name, reason in OURS.items():
-        if name in given and str(given[name]).lower() not in (
-            "false",
-            "none",
-            "1" if name == "data_parallel_size" else "",
-        ):
-            raise ConfigError(f"vllm.{name}: {reason}")
-    if str(given.get("enable_prefix_caching", True)).lower() == "false":
-        raise ConfigError("vllm.enable_prefix_caching: false, but routers choose by what is cached")
-    size = given.get("block_size")
-    if size is not None and config.block_size not in (DEFAULT_BLOCK_SIZE, int(size)):
-        raise ConfigError(f"vllm.block_size: {size}, but worker.block_size is {config.block_size}")
+def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mapping[str, str]) -> str:
+    """Return which parsed argument contradicts the worker's settings; empty: none. `source` says where each is from.
+
+    A worker's setting that has its default contradicts nothing. *Pure.*"""
+    for name, value in given.items():
+        where = f"{source[name]}.{name}"
+        if name in OURS:
+            return f"{where}: not allowed: {OURS[name]}"
+        if name in NEEDED and value != NEEDED[name][0]:
+            needed, why = NEEDED[name]
+            return f"{where}: {value}; it must be {needed}: {why}"
+    defaults = WorkerConfig(model="")
+    for name, setting in (("block_size", "block_size"), ("max_num_seqs", "max_running")):
+        own = getattr(config, setting)
+        if name in given and own != getattr(defaults, setting) and given[name] != own:
+            return f"{source[name]}.{name}: {given[name]}, but the worker's {setting} is {own}"
+    return ""
 
 
-def _defaults(config: WorkerConfig) -> dict[str, Any]:
-    """Return the arguments that follow from the worker's settings."""
-    size = config.block_size
-    if size == DEFAULT_BLOCK_SIZE and current_platform.is_cpu():
-        size = CPU_BLOCK_SIZE
-    defaults: dict[str, Any] = {
-        "model": config.model,
-        "block_size": size,
-        "max_num_seqs": config.max_running,
-        "scheduling_policy": "priority",
-        "enable_prefix_caching": True,
-    }
+def recommended(config: WorkerConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments that come from the worker's settings. *Pure.*"""
+    block = config.block_size
+    if on_cpu and block == WorkerConfig(model="").block_size:
+        block = CPU_BLOCK
+    needed = {name: value for name, (value, _) in NEEDED.items()}
     if config.capacity_blocks:
-        defaults["num_gpu_blocks_override"] = config.capacity_blocks
-    return defaults
+        needed["num_gpu_blocks_override"] = config.capacity_blocks
+    return {"model": config.model, "max_num_seqs": config.max_running, "block_size": block, **needed}
 
 
-def _parse(values: Mapping[str, Any]) -> Any:
-    """Parse the values as vLLM parses its flags. Raise ConfigError."""
-    words: list[str] = []
-    for name, value in values.items():
-        flag = "--" + name.replace("_", "-")
-        if value is None:
-            continue
-        text = str(value).lower()
-        if text in ("true", "false"):
-            words.append(flag if text == "true" else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list):
-            words += [flag, *(str(one) for one in value)]
-        else:
-            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) -> Any:
+    """Return vLLM's AsyncEngineArgs. `ours` are arguments of the program itself, which win over all others.
+
+    Raise ConfigError, naming the argument, where one is unknown, of a wrong type or contradicts the worker."""
+    from vllm.config import StructuredOutputsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False, add_help=False))
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    actions = {action.dest: action for action in parser._actions if action.dest in fields}
+    given: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for where, table in (("vllm_args", read_file(config.vllm_args)), ("vllm", config.vllm)):
+        for written, value in table.items():
+            name = str(written).replace("-", "_")
+            if fault := unknown(name, actions, where):
+                raise ConfigError(fault)
+            given[name] = _parsed(parser, actions[name], value, f"{where}.{name}")
+            source[name] = where
+    if fault := contradiction(given, config, source):
+        raise ConfigError(fault)
+    structured = given.setdefault("structured_outputs_config", StructuredOutputsConfig())
+    if structured.backend not in ("auto", "guidance"):
+        where = f"{source['structured_outputs_config']}.structured_outputs_config.backend"
+        raise ConfigError(f"{where}: {structured.backend}; it must be guidance, whose grammars frontends write")
+    given["structured_outputs_config"] = dataclasses.replace(structured, backend="guidance")
     try:
-        return AsyncEngineArgs.add_cli_args(_Parser(exit_on_error=False)).parse_args(words)
-    except ConfigError:
-        raise
-    except Exception as wrong:  # noqa: BLE001 - argparse and vLLM's converters raise many kinds
-        raise ConfigError(f"vllm: {' '.join(str(wrong).split())}") from None
+        return AsyncEngineArgs(**{**recommended(config, on_cpu=on_cpu), **given, **ours})
+    except (ValueError, OSError) as wrong:  # also a model that is no directory, offline
+        raise ConfigError(f"vllm: vLLM refuses its arguments: {' '.join(str(wrong).split())}") from None
 
 
-def _pooler(config: WorkerConfig) -> Any:
-    """Return how the model's files say that embeddings are pooled. Raise ModelError, ConfigError."""
-    from vllm.config import PoolerConfig
-
-    pooling = read_pooling(Path(config.model))
-    if not pooling:
-        raise ConfigError(f"{config.model}: the model's pooling is not built; set vllm.pooler_config")
-    return PoolerConfig(pooling_type=pooling.upper())
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    """Return the arguments in a YAML file, with underscores in their names. Raise ConfigError."""
+def read_file(path: str) -> dict[str, Any]:
+    """Return the arguments of a YAML file as `vllm serve --config` takes it; `path` empty: none. Raise ConfigError."""
     if not path:
         return {}
-    file = Path(path)
+    import yaml
+
     try:
-        with file.open("rb") as opened:
-            content = yaml.safe_load(opened.read(FILE_LIMIT_BYTES))
-    except (OSError, yaml.YAMLError) as wrong:
-        raise ConfigError(f"worker.vllm_args: {file}: {' '.join(str(wrong).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"worker.vllm_args: {file}: expected names and values")
-    return {str(name).replace("-", "_"): value for name, value in content.items()}
+        with Path(path).open("rb") as file:
+            content = file.read(FILE_LIMIT_BYTES + 1)
+        if len(content) > FILE_LIMIT_BYTES:
+            raise ConfigError(f"vllm_args: {path} has more than {FILE_LIMIT_BYTES} bytes")
+        table = yaml.safe_load(content)
+    except OSError as wrong:
+        raise ConfigError(f"vllm_args: {path}: {wrong.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+        raise ConfigError(f"vllm_args: {path}: {' '.join(str(wrong).split())}") from None
+    if table is None:
+        return {}
+    if not isinstance(table, dict):
+        raise ConfigError(f"vllm_args: {path}: not a table of arguments")
+    return table
+
+
+def words(option: str, value: Any, *, takes_flag: bool, needs_word: bool) -> list[str]:
+    """Return the words of one argument as a command line has them. *Pure.*
+
+    `takes_flag`: it may stand alone; `needs_word`: it has no --no- form."""
+    if takes_flag and isinstance(value, str) and value.lower() in ("true", "false") and not needs_word:
+        value = value.lower() == "true"
+    if takes_flag and value is True:
+        return [option]
+    if takes_flag and value is False and not needs_word:
+        return ["--no-" + option.removeprefix("--")]
+    if isinstance(value, list):
+        return [option, *(item if isinstance(item, str) else json.dumps(item) for item in value)]
+    return [f"{option}={value if isinstance(value, str) else json.dumps(value)}"]
+
+
+def _parsed(parser: Any, action: argparse.Action, value: Any, where: str) -> Any:
+    """Return a value as vLLM's parser reads it. Raise ConfigError."""
+    if value is None:
+        raise ConfigError(f"{where}: has no value")
+    no_form = any(option.startswith("--no-") for option in action.option_strings)
+    option = next(option for option in action.option_strings if option.startswith("--"))
+    try:
+        line = words(option, value, takes_flag=no_form or action.nargs in (0, "?"), needs_word=not no_form)
+        return getattr(parser.parse_args(line), action.dest)
+    except argparse.ArgumentError as wrong:
+        raise ConfigError(f"{where}: {' '.join(wrong.message.split())}") from None
+    except (ValueError, TypeError, SystemExit) as wrong:
+        raise ConfigError(f"{where}: {value!r} is of a wrong type ({' '.join(str(wrong).split())})") from None

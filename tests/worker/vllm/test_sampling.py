@@ -1,32 +1,27 @@
-"""The table of request fields: complete on both sides, and accepted by the real vLLM."""
+"""What needs no vLLM of its sampling parameters."""
 
 from __future__ import annotations
 
+from msgspec.structs import fields
+
+from services.worker.vllm.sampling import ROWS, refusal, seed_for
 from shared.messages import Sampling
-from tests.worker.vllm.environment import needs_vllm, run_there
 
 
-@needs_vllm
-def test_every_field_of_both_sides_has_its_row() -> None:
-    found = run_there(
-        "import json; from vllm import SamplingParams; from services.worker.vllm import sampling as s;"
-        "print(json.dumps([sorted(s.FIELDS), sorted(s.MAPPED), sorted(s.UNUSED),"
-        " sorted(SamplingParams.__struct_fields__)]))"
-    )
-    ours, mapped, unused, theirs = (set(names) for names in found)
-    assert ours == set(Sampling.__struct_fields__), "a field of Sampling has no row in services/worker/vllm/sampling.py"
-    assert mapped | unused == theirs, "a field of SamplingParams is neither set nor listed as unused"
-    assert not mapped & unused
+def test_each_field_has_a_row() -> None:
+    assert ROWS.keys() == {field.name for field in fields(Sampling)}
 
 
-@needs_vllm
-def test_values_as_vllm_takes_them() -> None:
-    found = run_there(
-        "import json; from shared.messages import Sampling; from services.worker.vllm.sampling import *;"
-        "p = to_sampling_params(Sampling(max_tokens=9, min_tokens=4, temperature=0.5, top_k=3, seed=(1 << 64) - 1,"
-        " logprobs=2, stop_token_ids=(5,), logit_bias=((7, 1.5),)), continued=3);"
-        "q = to_sampling_params(Sampling(max_tokens=9, temperature=0.0, seed=4), continued=0);"
-        "print(json.dumps([p.max_tokens, p.min_tokens, p.top_k, 0 <= p.seed < 1 << 63, p.logprobs, p.stop_token_ids,"
-        " p.logit_bias, q.seed, q.logprobs]))"
-    )
-    assert found == [6, 1, 3, True, 2, [5], {"7": 1.5}, None, None]
+def test_seeds_of_continuations_differ_and_fit() -> None:
+    seeds = [seed_for(2**64 - 1, continued) for continued in range(100)]
+    assert len(set(seeds)) == 100
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    assert seed_for(5, 0) == 5
+    assert seed_for(5, 3) == seed_for(5, 3)
+
+
+def test_what_cannot_be_continued_is_refused() -> None:
+    assert refusal(Sampling(max_tokens=5), continued=4) == ""
+    assert refusal(Sampling(max_tokens=5), continued=5).startswith("sampling.max_tokens: ")
+    assert refusal(Sampling(max_tokens=5, grammar="start: /a/"), continued=0) == ""
+    assert refusal(Sampling(max_tokens=5, grammar="start: /a/"), continued=1).startswith("sampling.grammar: ")

@@ -1,77 +1,49 @@
-"""Arguments of vLLM: those that are taken, and those that are refused by name."""
+"""What needs no vLLM of the arguments of its engine."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import needs_vllm, run_there
+import pytest
 
-CODE = """
-import json
 from services.worker.config import WorkerConfig
-from services.worker.vllm.settings import engine_args
+from services.worker.vllm.settings import contradiction, read_file, recommended, unknown, words
 from shared.errors import ConfigError
-for table, more in {cases!r}:
-    try:
-        args = engine_args(WorkerConfig(model={model!r}, vllm=table, **more))
-        said.append({{name: getattr(args, name) for name in {names!r}}})
-    except ConfigError as wrong:
-        said.append(str(wrong))
-print(json.dumps(said))
-"""
-NAMES = ("max_num_seqs", "block_size", "dtype", "enforce_eager", "num_gpu_blocks_override", "scheduling_policy")
 
 
-def results(model: Path, *cases: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
-    found = run_there("said = []" + CODE.format(cases=list(cases), model=str(model), names=NAMES))
-    assert isinstance(found, list)
-    return found
+def test_block_size_of_a_cpu() -> None:
+    assert recommended(WorkerConfig(model="m"), on_cpu=True)["block_size"] == 32
+    assert recommended(WorkerConfig(model="m"), on_cpu=False)["block_size"] == 16
+    assert recommended(WorkerConfig(model="m", block_size=64), on_cpu=True)["block_size"] == 64
 
 
-@needs_vllm
-def test_settings_files_and_tables_become_arguments(tmp_path: Path) -> None:
-    model, file = write_tiny_model(tmp_path / "tiny"), tmp_path / "args.yaml"
-    file.write_text("max-num-seqs: 3\nenforce-eager: true\ndtype: bfloat16\n", encoding="utf-8")
-    plain, tabled, overridden = results(
-        model,
-        ({}, {"max_running": 9, "capacity_blocks": 40}),
-        ({"max_num_seqs": "7", "block_size": 64, "enforce_eager": "false", "dtype": "float32"}, {}),
-        ({"dtype": "float32"}, {"vllm_args": str(file)}),
+def test_unknown_arguments_are_refused() -> None:
+    known = {"max_num_seqs", "block_size"}
+    assert unknown("max_num_seqs", known, "vllm") == ""
+    assert unknown("max_num_seq", known, "vllm") == (
+        "vllm.max_num_seq: no such argument of vLLM; did you mean max_num_seqs?"
     )
-    assert plain == {
-        **{"max_num_seqs": 9, "block_size": 32, "dtype": "auto", "enforce_eager": False},
-        **{"num_gpu_blocks_override": 40, "scheduling_policy": "priority"},
-    }
-    assert (tabled["max_num_seqs"], tabled["block_size"], tabled["enforce_eager"]) == (7, 64, False)
-    assert (overridden["max_num_seqs"], overridden["enforce_eager"], overridden["dtype"]) == (3, True, "float32")
+    assert unknown("zzz", known, "vllm_args") == "vllm_args.zzz: no such argument of vLLM"
 
 
-@needs_vllm
-def test_bad_arguments_are_refused_by_name(tmp_path: Path) -> None:
-    model, torn = write_tiny_model(tmp_path / "tiny"), tmp_path / "torn.yaml"
-    torn.write_text("a: [", encoding="utf-8")
-    said = results(
-        model,
-        ({"max_num_seq": 3}, {}),
-        ({"max_num_seqs": "many"}, {}),
-        ({"dtype": "float3"}, {}),
-        ({"enable_prefix_caching": False}, {}),
-        ({"kv_events_config": {"publisher": "zmq"}}, {}),
-        ({"data_parallel_size": 2}, {}),
-        ({"block_size": 64}, {"block_size": 32}),
-        ({}, {"vllm_args": str(tmp_path / "none.yaml")}),
-        ({}, {"vllm_args": str(torn)}),
+def test_contradictions() -> None:
+    config = WorkerConfig(model="m", max_running=8)
+    assert (
+        contradiction({"block_size": 64, "max_num_seqs": 8}, config, {"block_size": "vllm", "max_num_seqs": "f"}) == ""
     )
-    assert said[0] == "vllm.max_num_seq: no such argument of vLLM; did you mean max_num_seqs?"
-    assert "--max-num-seqs" in said[1]
-    assert "--dtype" in said[2]
-    assert said[3].startswith("vllm.enable_prefix_caching: ")
-    assert said[4].startswith("vllm.kv_events_config: ")
-    assert said[5].startswith("vllm.data_parallel_size: ")
-    assert said[6] == "vllm.block_size: 64, but worker.block_size is 32"
-    assert said[7].startswith("worker.vllm_args: ")
-    assert said[8].startswith("worker.vllm_args: ")
-    assert all("\n" not in one for one in said), json.dumps(said)
+    assert contradiction({"max_num_seqs": 9}, config, {"max_num_seqs": "vllm"}).startswith("vllm.max_num_seqs: 9")
+    assert contradiction({"model": "x"}, config, {"model": "vllm_args"}).startswith("vllm_args.model: ")
+
+
+def test_words() -> None:
+    assert words("--x", "True", takes_flag=True, needs_word=False) == ["--x"]
+    assert words("--x", False, takes_flag=True, needs_word=False) == ["--no-x"]
+    assert words("--x", True, takes_flag=False, needs_word=True) == ["--x=true"]
+    assert words("--x", ["a", 1], takes_flag=False, needs_word=True) == ["--x", "a", "1"]
+    assert words("--x", {"a": 1}, takes_flag=False, needs_word=True) == ['--x={"a": 1}']
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert read_file("") == {}
+    with pytest.raises(ConfigError, match=r"vllm_args: .*none\.yaml: No such file"):
+        read_file(str(tmp_path / "none.yaml"))
