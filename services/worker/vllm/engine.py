@@ -115,7 +115,8 @@ class VllmEngine:
         self._reported_steps = 0
         self._cleared = asyncio.Event()
         self._flushing = False
-        self._asleep = False
+        self._sleep_level = 0
+        """Level at which the engine sleeps; 0: it is awake."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
         self._probes = 0
@@ -194,7 +195,7 @@ class VllmEngine:
 
     def _submit(self, submit: Submit) -> None:
         key = self._attempts.add(submit, time.monotonic())
-        if self._asleep:
+        if self._sleep_level:
             self._fail(key, "the engine is asleep")
         elif submit.lora and submit.lora not in self._loras:
             self._fail(key, f"no LoRA {submit.lora} is loaded")
@@ -267,22 +268,22 @@ class VllmEngine:
             case "clear":
                 return await self._clear()
             case "sleep":
-                if self._asleep:
+                if self._sleep_level:
                     return "sleep: the engine sleeps already"
                 if len(self._attempts):
                     return f"sleep: {len(self._attempts)} attempts are running"
                 failed = await self._clear()
                 if failed:
                     return failed
-                self._asleep = True
+                self._sleep_level = command.level
                 await self._llm.sleep(command.level)
             case "wake":
-                if not self._asleep:
+                if not self._sleep_level:
                     return "wake: the engine is awake"
                 await self._llm.wake_up()
-                if command.level == 2:
+                if self._sleep_level == 2:
                     await self._llm.collective_rpc("reload_weights")
-                self._asleep = False
+                self._sleep_level = 0
                 await self.probe(self._config.stall_s)
             case "load_lora":
                 return await self._load_lora(command.name, command.path)
@@ -426,7 +427,7 @@ class VllmEngine:
             if self._llm.errored:
                 self._give_up(self._llm.dead_error)
                 return
-            idle = not len(self._attempts) and not self._asleep
+            idle = not len(self._attempts) and not self._sleep_level
             if idle and idle_s and now_s - self._active_s >= idle_s:
                 try:
                     await self.probe(self._config.health.limit_s)
