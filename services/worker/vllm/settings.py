@@ -82,7 +82,9 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False, add_help=False))
+    parser = AsyncEngineArgs.add_cli_args(
+        FlexibleArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    )
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     actions = {action.dest: action for action in parser._actions if action.dest in fields}
     given: dict[str, Any] = {}
