@@ -91,6 +91,9 @@ class Instance(Struct, frozen=True):
     """The source of KV events of each layout of a kvbm, by the layout's digest."""
     pid_namespace: int = 0
     """The kernel's number of the PID namespace of `pid` (the inode of /proc/self/ns/pid); 0: unknown."""
+    state: str = ""
+    """Why a worker takes no requests although it lives: draining, drained or asleep; empty: no operator asked for
+    that."""
 
 
 class KvLayout(Struct, frozen=True):
@@ -146,6 +149,7 @@ class ModelCard(Struct, frozen=True):
     ranks: int = 1
     """The number of data-parallel ranks; a candidate is (instance, rank)."""
     lora: tuple[str, ...] = ()
+    """The LoRAs that are loaded; each name is also that of a model for clients."""
     kvbm: str = ""
     """The instance id of the kvbm that this worker is attached to; empty: none."""
     kvbm_layout: str = ""
@@ -528,6 +532,32 @@ class Cancel(Struct, frozen=True, tag="cancel"):
     attempt: int
 
 
+WorkerOperation = Literal["sleep", "wake", "drain", "resume", "clear", "load_lora", "unload_lora"]
+
+
+class OperateWorker(Struct, frozen=True, tag="operate"):
+    """Do an operation on the whole worker; the answer comes when it is done. A worker does one at a time."""
+
+    operation: WorkerOperation
+    name: str = ""
+    """The name of the LoRA to load or unload."""
+    path: str = ""
+    """The directory of the LoRA to load, as PEFT writes it and as the worker sees it."""
+    level: int = 1
+    """The level of sleep: 1 keeps the weights in host memory, 2 drops them; both drop the KV."""
+
+
+class WorkerOperated(Struct, frozen=True, tag="operated"):
+    """An operation was done, unless `failed` says why not."""
+
+    instance: str
+    failed: str = ""
+    state: str = ""
+    """`Instance.state` now."""
+    lora: tuple[str, ...] = ()
+    """`ModelCard.lora` now."""
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Ask a process, on its `control` subject, whether it lives."""
 
@@ -843,6 +873,8 @@ GENERATE_REPLY: Codec[GenerateReply] = Codec(GenerateReply, "generate reply")
 CANCEL: Codec[Cancel] = Codec(Cancel, "cancel")
 RESEND_REQUEST: Codec[ResendRequest] = Codec(ResendRequest, "resend request")
 RESENT: Codec[Resent] = Codec(Resent, "resent")
+OPERATE_WORKER: Codec[OperateWorker] = Codec(OperateWorker, "operation")
+WORKER_OPERATED: Codec[WorkerOperated] = Codec(WorkerOperated, "answer to an operation")
 PING: Codec[Ping] = Codec(Ping, "ping")
 PONG: Codec[Pong] = Codec(Pong, "pong")
 STEP_FRAME: Codec[StepFrame] = Codec(StepFrame, "step frame")

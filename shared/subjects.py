@@ -93,7 +93,8 @@ def router_state(namespace: str, router: str) -> str:
 
 
 def worker(namespace: str, instance: str, operation: str) -> str:
-    """The subject of one worker's operation: generate, cancel, resend, control, load or snapshot."""
+    """The subject of one worker's operation: generate, cancel, resend, control, load, snapshot
+    or operate."""
     return f"{ROOT}.{namespace}.worker.{instance}.{operation}"
 
 

@@ -19,22 +19,31 @@ from deploy.local.terminal import Terminal
 from deploy.local.usage import (
     DEFAULT_MODEL,
     DEFAULT_URL,
+    AddressFlags,
     BenchFlags,
     ChatFlags,
+    ClearFlags,
     ClientFlags,
     CompletionFlags,
+    DrainFlags,
     ExplainFlags,
-    FleetFlags,
     InstallGpuFlags,
     InstallVllmFlags,
     KeysFileFlags,
     ListKeysFlags,
+    LoadLoraFlags,
+    LoraFlags,
     NewKeyFlags,
+    OperationFlags,
     PullFlags,
+    ResumeFlags,
     RevokeKeyFlags,
+    SleepFlags,
     StatusFlags,
+    UnloadLoraFlags,
     UpFlags,
     VersionFlags,
+    WakeFlags,
     parse,
 )
 from shared.config import environment
@@ -71,6 +80,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
                 with _fleet(flags) as config:
                     return explain.show(config, flags.request, as_json=flags.json)
+            case OperationFlags() as flags:
+                return _operate(flags)
             case ChatFlags() as flags:
                 from deploy.local.chat.api import ChatApi
                 from deploy.local.chat.chat import chat
@@ -189,8 +200,35 @@ def _install_vllm(flags: InstallVllmFlags) -> None:
     print("./headrace up --engine vllm")
 
 
+def _operate(flags: OperationFlags) -> int:
+    from deploy.local.operate import operate  # imported here because it loads gRPC
+    from shared.messages import OperateWorker
+
+    prefixes = flags.instance if isinstance(flags, LoraFlags) else [getattr(flags, "instance", "")]
+    match flags:
+        case SleepFlags(level=level):
+            asked = OperateWorker("sleep", level=level)
+        case WakeFlags():
+            asked = OperateWorker("wake")
+        case DrainFlags():
+            asked = OperateWorker("drain")
+        case ResumeFlags():
+            asked = OperateWorker("resume")
+        case ClearFlags():
+            asked = OperateWorker("clear")
+        case LoadLoraFlags(name=name, directory=directory):
+            asked = OperateWorker("load_lora", name, path=str(Path(directory).absolute()))
+        case UnloadLoraFlags(name=name):
+            asked = OperateWorker("unload_lora", name)
+        case _:
+            raise AssertionError(flags)
+    model = flags.model if isinstance(flags, LoraFlags) else ""
+    with _fleet(flags) as config:
+        return operate(config, asked, prefixes, model, timeout_s=flags.timeout_s)
+
+
 @contextmanager
-def _fleet(flags: FleetFlags) -> Iterator[FleetConfig]:
+def _fleet(flags: AddressFlags) -> Iterator[FleetConfig]:
     """Yield the addresses of the fleet: those in the flags, else those of the `up` that runs here."""
     from deploy.local.show.fleet import fleet_config
 

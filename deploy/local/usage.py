@@ -110,17 +110,88 @@ class PullFlags(StateFlags, frozen=True, kw_only=True):
     """The name of the model: ORG/NAME[@REVISION][:FILE.gguf]."""
 
 
-class FleetFlags(StateFlags, frozen=True, kw_only=True):
+class AddressFlags(StateFlags, frozen=True, kw_only=True):
     """The flags that say which fleet is meant."""
 
-    json: bool = False
-    """Print one JSON object."""
     nats: Url = ""
     """The NATS server (that of `up`)."""
     etcd: Address = ""
     """The etcd server (that of `up`)."""
     namespace: str = "default"
     """The namespace of the fleet."""
+
+
+class FleetFlags(AddressFlags, frozen=True, kw_only=True):
+    """The flags of a command that shows a fleet."""
+
+    json: bool = False
+    """Print one JSON object."""
+
+
+class OperationFlags(AddressFlags, frozen=True, kw_only=True):
+    """The flags of an operation on workers."""
+
+    timeout_s: float = 600.0
+    """The seconds to wait for each worker."""
+
+
+class SleepFlags(OperationFlags, frozen=True, kw_only=True):
+    """Send a worker to sleep, which frees its engine's memory (docs/workers.md)."""
+
+    instance: Word
+    """The id of the worker, or how it begins."""
+    level: Annotated[int, "1|2"] = 1
+    """The depth: 1 keeps the weights in host memory, 2 drops them."""
+
+
+class WakeFlags(OperationFlags, frozen=True, kw_only=True):
+    """Wake a worker that sleeps."""
+
+    instance: Word
+    """The id of the worker, or how it begins."""
+
+
+class DrainFlags(OperationFlags, frozen=True, kw_only=True):
+    """Let a worker finish what it computes, and give it nothing new."""
+
+    instance: Word
+    """The id of the worker, or how it begins."""
+
+
+class ResumeFlags(OperationFlags, frozen=True, kw_only=True):
+    """Let a drained worker serve again."""
+
+    instance: Word
+    """The id of the worker, or how it begins."""
+
+
+class ClearFlags(OperationFlags, frozen=True, kw_only=True):
+    """Clear the prefix cache of a worker."""
+
+    instance: Word
+    """The id of the worker, or how it begins."""
+
+
+class LoraFlags(OperationFlags, frozen=True, kw_only=True):
+    """The flags that say which workers a LoRA is for."""
+
+    name: Word
+    """The name of the LoRA, which is also that of a model for clients."""
+    instance: Annotated[list[str], "ID"] = []
+    """The id of a worker, or how it begins (all workers of the model)."""
+    model: str = ""
+    """The name of the model whose workers are meant (the only one)."""
+
+
+class LoadLoraFlags(LoraFlags, frozen=True, kw_only=True):
+    """Load a LoRA into workers (docs/workers.md)."""
+
+    directory: Word
+    """The directory of the LoRA, as PEFT writes it and as the workers see it."""
+
+
+class UnloadLoraFlags(LoraFlags, frozen=True, kw_only=True):
+    """Unload a LoRA from the workers that have it."""
 
 
 class StatusFlags(FleetFlags, frozen=True, kw_only=True):
@@ -262,6 +333,13 @@ COMMANDS: dict[str, type[Struct]] = {
     "explain": ExplainFlags,
     "chat": ChatFlags,
     "bench": BenchFlags,
+    "sleep": SleepFlags,
+    "wake": WakeFlags,
+    "drain": DrainFlags,
+    "resume": ResumeFlags,
+    "clear": ClearFlags,
+    "lora load": LoadLoraFlags,
+    "lora unload": UnloadLoraFlags,
     "key new": NewKeyFlags,
     "key list": ListKeysFlags,
     "key revoke": RevokeKeyFlags,
@@ -270,7 +348,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "completion": CompletionFlags,
     "version": VersionFlags,
 }
-GROUPS = {"key": "Make, list and revoke API keys."}
+GROUPS = {"key": "Make, list and revoke API keys.", "lora": "Load and unload LoRAs."}
 """The first words of commands that have a second one."""
 
 

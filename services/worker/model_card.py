@@ -18,7 +18,7 @@ from shared.model_file import LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_mode
 from shared.runtime.lifecycle import Runtime
 
 DEFAULT_SAMPLING = SamplingConfig()
-OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "control")
+OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "operate", "control")
 """The operations whose subjects a worker's address book names."""
 TEMPLATE_LIMIT_BYTES = 32 << 10
 """The maximum size of a chat template in a card, as JSON; half of what discovery takes as a value."""
@@ -93,10 +93,11 @@ class CardAnnouncement:
             runtime.discovery, self._make_entries, due=lambda: self.card is not None, shown=self._shown
         )
         self.card: ModelCard | None = None
+        self._state = ""
 
-    def show(self, card: ModelCard | None) -> None:
-        """Publish this card, or none while no request would be accepted."""
-        self.card = card
+    def show(self, card: ModelCard | None, state: str = "") -> None:
+        """Publish this card, or none while no request would be accepted; `state` is `Instance.state`."""
+        self.card, self._state = card, state
         self.entries.request_update()
 
     def _shown(self) -> None:
@@ -106,7 +107,7 @@ class CardAnnouncement:
     def _make_entries(self, epoch: int) -> dict[str, bytes]:
         runtime = self._runtime
         operations = {name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS}
-        entries = runtime.address(epoch, operations, events=self._source)
+        entries = runtime.address(epoch, operations, events=self._source, state=self._state)
         if self.card is not None:
             card_key = subjects.model_key(runtime.namespace, self.card.model, runtime.instance)
             entries[card_key] = MODEL_CARD.encode(self.card, JSON_HEADER)

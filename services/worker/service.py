@@ -1,6 +1,7 @@
 """Worker: the shell, which answers the network and passes on the results of the engine process.
 
     NATS  generate, cancel, resend, snapshot ──▶ Attempts ──▶ EngineSupervisor ──▶ engine process
+    NATS  operate                            ──▶ Operator ───────────▲
     NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀──────────────────────────┘
     ZMQ   KV events                 ◀────────────────┘
     NATS  the machine's kvbm ◀──▶ KvbmClient ◀──▶ EngineSupervisor
@@ -9,7 +10,8 @@
        ▲                   │
        └──── engine lost ──┘ running attempts end with an error, the model card is removed, the cache counts as empty
 
-The model card is published while the worker takes requests, the address book from the first Ready until the end.
+An operator may drain a worker meanwhile, or send it to sleep (services/worker/operations.py). The model card is
+published while the worker takes requests, the address book from the first Ready until the end.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.metrics import WorkerMetrics
 from services.worker.model_card import CardAnnouncement, card_of, name_of
-from services.worker.requests.attempts import Attempts
+from services.worker.operations import Operations
+from services.worker.operator import Operator
+from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
 from shared import subjects
@@ -52,6 +56,7 @@ from shared.messages import (
     EventSource,
     KvState,
     LoadReport,
+    ModelCard,
     Part,
     Refused,
     Resent,
@@ -126,6 +131,20 @@ class Worker:
         self._last: Stepped | None = None
         """The latest step of the engine that lives."""
         self._attempts_changed = asyncio.Event()
+        self._card: ModelCard | None = None
+        """The card of the engine that lives, without what changes; None without one."""
+        self._operations = Operations(self._model_name)
+        self._operator = Operator(
+            runtime.instance,
+            self._operations,
+            self.engine,
+            self._attempts,
+            self._attempts_changed,
+            drain_s=config.drain_s,
+            announce=self._announce,
+            hand_back=self._hand_back,
+            answer=self._answer,
+        )
         self._gone: set[str] = set()
         """Frontends that have gone, and for which frames are still kept."""
 
@@ -136,6 +155,7 @@ class Worker:
             "cancel": self._cancel,
             "resend": self._resend,
             "snapshot": self._snapshot,
+            "operate": self._operator.receive,
         }
         subscriptions = [
             await self._runtime.bus.subscribe(self._subject(operation), receive)
@@ -167,6 +187,7 @@ class Worker:
                     self._sender.run(),
                     self._report_load(),
                     self._kvbm.run(),
+                    self._operator.run(),
                 )
             ]
             try:
@@ -190,7 +211,7 @@ class Worker:
         """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
         self._attempts.draining = True
         self._runtime.health.unready("draining")
-        self._announcement.show(None)
+        self._announce()
         try:
             async with asyncio.timeout(self._config.drain_s):
                 while len(self._attempts):
@@ -203,7 +224,7 @@ class Worker:
     # --- reports of the engine
 
     def _engine_ready(self, facts: Ready) -> None:
-        card = card_of(  # reads some MB, once, while nothing is served
+        self._card = card_of(  # reads some MB, once, while nothing is served
             facts,
             model=self._config.model,
             model_name=self._model_name,
@@ -221,15 +242,25 @@ class Worker:
             note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
             _log.warning("%s", note)
             self._runtime.health.also = lambda: {"notes": [note]}
-        if not self._attempts.draining:
-            self._announcement.show(card)
-            self._runtime.health.unready("registering")
+        self._operator.engine_ready(facts)
+
+    def _announce(self) -> None:
+        """Publish the card while the worker serves, and what its operator made of it."""
+        operations, link, health = self._operations, self._kvbm.shown_link, self._runtime.health
+        self._attempts.loras = operations.shown_loras
+        self._attempts.closed = operations.shown_state and f"this worker is {operations.shown_state}"
+        card = self._card if operations.serves and not self._attempts.draining else None
+        if card is not None:
+            card = msgspec.structs.replace(card, lora=operations.shown_loras, kvbm=link.kvbm, kvbm_layout=link.layout)
+            if self._announcement.card is None:
+                health.unready("registering")
+        elif self._attempts.closed and not self._attempts.draining:
+            health.unready(self._attempts.closed)
+        self._announcement.show(card, operations.shown_state)
 
     def _kvbm_link_changed(self) -> None:
         if self._announcement.card is not None:
-            shown = self._kvbm.shown_link
-            card = msgspec.structs.replace(self._announcement.card, kvbm=shown.kvbm, kvbm_layout=shown.layout)
-            self._announcement.show(card)
+            self._announce()
 
     def _engine_loading(self, loading: Loading) -> None:
         """Show the progress at /health; log it in steps of 10 %."""
@@ -254,7 +285,9 @@ class Worker:
     def _engine_lost(self, reason: str) -> None:
         self._progress_before += self._last.progress if self._last is not None else 0
         self._last = None
-        self._announcement.show(None)
+        self._card = None
+        self._operator.engine_lost()
+        self._announce()
         self._kvbm.engine_lost()
         self._runtime.health.unready("the engine was lost and is starting again")
         self._metrics.engine_lost()
@@ -265,6 +298,13 @@ class Worker:
         failed = self._attempts.fail_all(reason)
         frames = {frontend: PARTS.encode(parts) for frontend, parts in failed.items()}
         self._send(frames, [part for parts in failed.values() for part in parts])
+
+    def _hand_back(self, names: list[Name]) -> None:
+        """Give attempts back to their frontends, which continue them elsewhere; the engine's part counts as the end."""
+        parts = self._attempts.hand_back(names, SHUTTING_DOWN)
+        for part in (part for each in parts.values() for part in each):
+            self.engine.cancel(part.request, part.attempt)
+        self._send({frontend: PARTS.encode(each) for frontend, each in parts.items()}, ())
 
     def _send(self, frames: Mapping[str, bytes], boundary_parts: Iterable[Part]) -> None:
         """Send each frontend its encoded parts; `boundary_parts` are the first and the last ones of attempts."""

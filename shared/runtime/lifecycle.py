@@ -102,6 +102,7 @@ class Runtime:
         events: EventSource | None = None,
         api: str = "",
         layouts: dict[str, EventSource] | None = None,
+        state: str = "",
     ) -> dict[str, bytes]:
         """Return the key and value of this process's address book entry under the lease of `epoch`."""
         entry = Instance(
@@ -119,6 +120,7 @@ class Runtime:
             api=api,
             layouts=layouts or {},
             pid_namespace=pid_namespace(),
+            state=state,
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}

@@ -222,7 +222,6 @@ async def test_bad_requests_are_refused_by_name(config: WorkerConfig) -> None:
         "sampling.temperature": request("r", [1], sampling=Sampling(max_tokens=1, temperature=float("inf"))),
         "sampling.max_tokens": request("r", [1], sampling=Sampling(max_tokens=0)),
         "frontend": request("r", [1], frontend="a.>"),
-        "lora": request("r", [1], lora="adapter"),
         "rank": request("r", [1], rank=1),
     }
     async with running_worker(config) as shell:

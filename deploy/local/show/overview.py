@@ -36,6 +36,8 @@ class InstanceRow(Struct, frozen=True):
     http: str
     device: str = ""
     """The device on which a worker computes, such as cpu or cuda:0."""
+    state: str = ""
+    """Why a worker takes no requests although it lives: draining, drained or asleep."""
     load: LoadReport | None = None
     """The last report of a worker; None for other services, and without a report."""
 
@@ -50,6 +52,8 @@ class ModelRow(Struct, frozen=True):
     total_blocks: int
     held_blocks: int
     cached_blocks: int
+    lora: dict[str, int] = {}
+    """The LoRAs, and how many of the instances have each."""
 
 
 class RefusedRow(Struct, frozen=True):
@@ -119,6 +123,7 @@ def overview(
             version=each.version,
             http=each.http,
             device=devices.get(each.instance, ""),
+            state=each.state,
             load=reports.get(each.instance),
         )
         for each in sorted(catalogue.instances.values(), key=lambda each: (each.service, each.started, each.instance))
@@ -161,6 +166,7 @@ def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, Loa
         total_blocks=sum(card.capacity_blocks for card in cards),
         held_blocks=sum(report.held_blocks for report in heard),
         cached_blocks=sum(report.cached_blocks for report in heard),
+        lora=dict(sorted(Counter(name for card in cards for name in card.lora).items())),
     )
 
 
@@ -180,6 +186,12 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
         parts.append("?: no load report arrived; a process that died is listed until its lease ends, about 10 s")
     if view.models:
         parts += ["", table(_MODELS, map(_model, view.models))]
+        parts += [
+            f"LoRA {name} of {row.model}: {count} of {len(row.instances)} instances"
+            for row in view.models
+            for name, count in row.lora.items()
+        ]
+    parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state]
     if view.routers:
         parts += ["", table(_ROUTERS, map(_router, view.routers))]
         parts += [

@@ -168,6 +168,11 @@ class EngineSupervisor:
         finally:
             del self._operations[ticket]
 
+    def kill(self) -> None:
+        """Kill the engine, if there is one; afterwards everything goes as after any engine's death."""
+        if self._engine is not None:
+            self._engine.kill()
+
     async def _live(self) -> Failed:
         """Run one engine until it ends; return why."""
         starting = asyncio.ensure_future(self._start(self._config, self._model_name, self._instance))

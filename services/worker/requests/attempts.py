@@ -31,6 +31,7 @@ class _Living:
     number: int
     """Short name of the attempt between shell and engine; never used twice."""
     frontend: str
+    lora: str
     unbegun_tokens: int
     """Number of its tokens, until its first part has come; then 0."""
     cancelled: bool = False
@@ -53,6 +54,10 @@ class Attempts:
         self._ended: OrderedDict[Name, None] = OrderedDict()
         self.draining = False
         """Whether new attempts are refused because the worker shuts down."""
+        self.closed = ""
+        """Why new attempts are refused at an operator's wish; empty: they are not."""
+        self.loras: tuple[str, ...] = ()
+        """The LoRAs that attempts may ask for."""
 
     def admit(self, generate: Generate, facts: Ready | None) -> tuple[GenerateReply, int]:
         """Return the answer and, where the attempt is new and must be computed, its number; else 0. `facts` is None
@@ -68,7 +73,7 @@ class Attempts:
             return refused, 0
         count = len(generate.tokens) // 4
         self._admitted += 1
-        self._living[name] = _Living(self._admitted, generate.frontend, count)
+        self._living[name] = _Living(self._admitted, generate.frontend, generate.lora, count)
         self._produced[self._admitted] = count - generate.prompt_tokens
         self._waiting_tokens += count
         return Accepted(*name), self._admitted
@@ -113,6 +118,21 @@ class Attempts:
             self._end(name)
         return parts
 
+    def running_with(self, lora: str = "") -> list[Name]:
+        """Return the living attempts with a LoRA; without a name all of them."""
+        return [name for name, living in self._living.items() if not lora or living.lora == lora]
+
+    def hand_back(self, names: Iterable[Name], reason: str) -> dict[str, list[Part]]:
+        """Cancel living attempts, and return frontend → parts that end them with an error there. Here they live until
+        the engine has ended them. The engine must cancel each attempt that a part is returned for."""
+        parts: dict[str, list[Part]] = {}
+        for name in names:
+            living = self._living[name]
+            if self.cancel(name):
+                failed = Part(*name, first=self._produced[living.number], tokens=b"", finish="error", error=reason)
+                parts.setdefault(living.frontend, []).append(failed)
+        return parts
+
     @property
     def names(self) -> list[Name]:
         """Names of all living attempts."""
@@ -134,10 +154,14 @@ class Attempts:
         name = (generate.request, generate.attempt)
         if self.draining:
             return Refused(*name, "draining", "this worker is shutting down")
+        if self.closed:
+            return Refused(*name, "draining", self.closed)
         if facts is None:
             return Refused(*name, "not_ready", "the engine is starting")
         if generate.model != self._model:
             return Refused(*name, "wrong_model", f"this worker serves {self._model}")
+        if generate.lora and generate.lora not in self.loras:
+            return Refused(*name, "wrong_model", "this worker has not loaded that LoRA")
         wrong = find_fault(generate, facts)
         if wrong:
             return Refused(*name, "bad_request", wrong)

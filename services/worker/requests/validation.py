@@ -43,8 +43,6 @@ def _envelope(generate: Generate) -> str:
         return f"wait_left_s: {generate.wait_left_s:g}"
     if generate.rank != 0:
         return f"rank: {generate.rank}; there is only rank 0"
-    if generate.lora:
-        return "lora: this worker serves none"
     if len(generate.salt) > _MAX_SALT_CHARACTERS:
         return f"salt: {len(generate.salt)} characters; at most {_MAX_SALT_CHARACTERS} are allowed"
     if abs(generate.priority) > _MAX_PRIORITY:

@@ -1,0 +1,106 @@
+"""`headrace sleep`, `wake`, `drain`, `resume`, `clear` and `lora`: asks workers for an operation, and waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+
+from deploy.local.show.fleet import FleetConfig, connect_bus, discovery_entries
+from shared import subjects
+from shared.bus.nats_bus import NatsBus
+from shared.discovery.catalogue import read_entry
+from shared.errors import ConfigError, ProtocolError, Unavailable
+from shared.messages import OPERATE_WORKER, WORKER_OPERATED, Instance, ModelCard, OperateWorker, WorkerOperated
+
+MOST_SECONDS = 86400.0
+"""Upper limit of the seconds that a command waits for a worker."""
+_LISTED = 8
+"""Most names in one error."""
+
+
+def operate(
+    config: FleetConfig, asked: OperateWorker, prefixes: Sequence[str], model: str = "", *, timeout_s: float
+) -> int:
+    """Have workers do an operation, all at once, and print a line of each; return 1 if any did not. `prefixes` are the
+    beginnings of their ids; without one, all of the model's workers are asked. Raise ConfigError and Unavailable."""
+    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops
+    if not 0 < timeout_s <= MOST_SECONDS:
+        raise ConfigError(f"--timeout-s is more than 0 and at most {MOST_SECONDS:g}")
+    return asyncio.run(_operate(config, asked, prefixes, model, timeout_s))
+
+
+async def _operate(
+    config: FleetConfig, asked: OperateWorker, prefixes: Sequence[str], model: str, timeout_s: float
+) -> int:
+    values = await discovery_entries(config)
+    workers = choose_workers(config.namespace, values, asked, prefixes, model)
+    async with connect_bus(config, f"headrace {asked.operation}") as bus:
+        done = await asyncio.gather(*(_ask(bus, config.namespace, worker, asked, timeout_s) for worker in workers))
+    return 0 if all(done) else 1
+
+
+async def _ask(bus: NatsBus, namespace: str, worker: Instance, asked: OperateWorker, timeout_s: float) -> bool:
+    subject = subjects.worker(namespace, worker.instance, "operate")
+    try:
+        if "operate" not in worker.subjects:
+            raise Unavailable(f"it is of version {worker.version}, which has no operations")
+        answer = await bus.request(subject, OPERATE_WORKER.encode(asked), timeout_s=timeout_s)
+        operated = WORKER_OPERATED.decode(answer.payload, answer.headers)
+    except (Unavailable, ProtocolError) as wrong:
+        failed = f"{wrong}; `./headrace status` shows what became of it"
+    else:
+        failed = operated.failed
+    if failed:
+        print(f"error: worker {worker.instance}: {failed}", file=sys.stderr)
+    else:
+        print(f"worker {worker.instance} {summary(operated)}")
+    return not failed
+
+
+def summary(operated: WorkerOperated) -> str:
+    """Return what a worker is after an operation, for people."""
+    state = f"is {operated.state}" if operated.state else "serves"
+    return f"{state}, with the LoRAs {', '.join(operated.lora)}" if operated.lora else state
+
+
+def choose_workers(
+    namespace: str, values: Mapping[str, bytes], asked: OperateWorker, prefixes: Sequence[str], model: str
+) -> list[Instance]:
+    """Return the workers that are meant, at least one. `values` are discovery's keys and values. Raise ConfigError."""
+    workers: dict[str, Instance] = {}
+    cards: list[ModelCard] = []
+    for key, value in values.items():
+        try:
+            entry = read_entry(namespace, key, value)
+        except ProtocolError:  # `status` shows it
+            continue
+        if isinstance(entry, ModelCard):
+            cards.append(entry)
+        elif isinstance(entry, Instance) and entry.service == "worker":
+            workers[entry.instance] = entry
+    if not workers:
+        raise ConfigError("no worker is registered")
+    if prefixes:
+        return [workers[_by_prefix(prefix, sorted(workers))] for prefix in dict.fromkeys(prefixes)]
+    if asked.operation == "unload_lora":
+        cards = [card for card in cards if asked.name in card.lora]
+    models = sorted({card.model for card in cards if model in ("", card.model)})
+    if not models:
+        holding = f"has the LoRA {asked.name}" if asked.operation == "unload_lora" else "serves now"
+        raise ConfigError(f"no worker {'of ' + model + ' ' if model else ''}{holding}")
+    if len(models) > 1:
+        raise ConfigError(f"several models are served, name one with --model: {', '.join(models[:_LISTED])}")
+    meant = {card.instance for card in cards if card.model == models[0]}
+    return [workers[instance] for instance in sorted(meant & workers.keys())]
+
+
+def _by_prefix(prefix: str, instances: Sequence[str]) -> str:
+    if prefix in instances:
+        return prefix
+    found = [instance for instance in instances if instance.startswith(prefix)]
+    if len(found) != 1:
+        many = f"several workers begin with {prefix!r}" if found else f"no worker begins with {prefix!r}"
+        raise ConfigError(f"{many}: {', '.join((found or instances)[:_LISTED])}")
+    return found[0]

@@ -1,0 +1,309 @@
+"""Operations: what may be done with a worker as a whole, and in which order. Pure.
+
+                drain: idle                sleep: the engine sleeps
+    serving ──▶ draining ──▶ drained ─▶ falling asleep ──▶ asleep
+       ▲  ▲                    │                             │
+       │  └─────── resume ─────┘                             │ wake
+       └──────────────── waking ◀────────────────────────────┘
+
+`sleep` passes through draining, from serving; a sleep that fails goes back to where it began. Every state has a set of
+LoRAs. A worker shows its card only while it serves: the card goes first and comes last.
+
+When an engine was lost, the next one gets the LoRAs again before the card is shown, and a worker that slept goes back
+to sleep. Before a sleep of level 2, which drops all weights, the engine unloads the LoRAs; it loads them again when it
+wakes. One operation runs at a time; another one is refused meanwhile.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+from msgspec import Struct
+
+from services.worker.messages import EngineOperation, Ready
+from shared.messages import OperateWorker
+
+MOST_LORAS = 64
+"""Most LoRAs that a worker serves at once."""
+_LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+class WorkerState(Enum):
+    SERVING = "serving"
+    DRAINING = "draining"
+    DRAINED = "drained"
+    FALLING_ASLEEP = "falling asleep"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+
+
+_SHOWN = {
+    WorkerState.SERVING: "",
+    WorkerState.DRAINING: "draining",
+    WorkerState.DRAINED: "drained",
+    WorkerState.FALLING_ASLEEP: "drained",
+    WorkerState.ASLEEP: "asleep",
+    WorkerState.WAKING: "asleep",
+}
+
+# --- actions
+
+
+class AnnounceState(Struct, frozen=True):
+    """Publish the card, or withdraw it, and publish the state."""
+
+
+class AwaitIdle(Struct, frozen=True):
+    """Wait until no attempt runs, and hand those back that take too long; then call `on_idle`."""
+
+    lora: str = ""
+    """Wait for the attempts with this LoRA only; empty: for all."""
+
+
+class AskEngine(Struct, frozen=True):
+    """Have the engine do it; then call `on_engine`."""
+
+    operation: EngineOperation
+    name: str = ""
+    path: str = ""
+    level: int = 1
+
+
+class AnswerOperation(Struct, frozen=True):
+    """Answer the operation that runs: it was done, unless `failed` says why not."""
+
+    failed: str = ""
+
+
+class NoteFault(Struct, frozen=True):
+    """Log what went wrong without anybody having asked."""
+
+    text: str
+
+
+OperationAction = AnnounceState | AwaitIdle | AskEngine | AnswerOperation | NoteFault
+
+
+class Operations:
+    """The state of one worker. Events return the actions that follow. AwaitIdle and AskEngine come one at a time."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.state = WorkerState.SERVING
+        self._before = WorkerState.SERVING
+        """State to which a sleep or a drain that fails goes back."""
+        self._level = 1
+        """Level of the sleep."""
+        self._facts: Ready | None = None
+        """What the engine says; None without one."""
+        self.loras: dict[str, str] = {}
+        """Name → directory of each LoRA that the worker is to serve."""
+        self._held: set[str] = set()
+        """The LoRAs that the engine has loaded."""
+        self._leaving = ""
+        """The LoRA that is being unloaded: no card names it."""
+        self.running: OperateWorker | None = None
+        """The operation that runs."""
+        self._restoring = False
+        """Whether a new engine is being brought to the state of the worker."""
+        self._restore_due = False
+        """Whether that begins when the operation has ended."""
+        self._plan: list[AskEngine] = []
+        """What the engine is still to do; the first one is under way."""
+        self._failed = ""
+
+    @property
+    def serves(self) -> bool:
+        """Whether the worker takes requests."""
+        starting = self._facts is None or self._restoring or self._restore_due
+        return self.state is WorkerState.SERVING and not starting
+
+    @property
+    def shown_state(self) -> str:
+        """The state for the address book: draining, drained or asleep; empty while it serves or starts."""
+        return _SHOWN[self.state]
+
+    @property
+    def shown_loras(self) -> tuple[str, ...]:
+        """The LoRAs for the card."""
+        return tuple(sorted(name for name in self.loras if name in self._held and name != self._leaving))
+
+    # --- an operation from outside
+
+    def refusal(self, asked: OperateWorker) -> str:
+        """Return why an operation cannot begin; empty: it can."""
+        why = self._refusal(asked)
+        return f"{asked.operation}: {why}" if why else ""
+
+    def _refusal(self, asked: OperateWorker) -> str:
+        operation, facts = asked.operation, self._facts
+        if self.running is not None:
+            return f"{self.running.operation} is running; try again when it has ended"
+        if facts is None or self._restoring:
+            return "the engine is starting"
+        if operation not in ("drain", "resume") and operation not in facts.operations:
+            return "this engine cannot do it"
+        asleep, drained = self.state is WorkerState.ASLEEP, self.state is WorkerState.DRAINED
+        match operation:
+            case "sleep":
+                if asleep:
+                    return "the worker is asleep already"
+                if "wake" not in facts.operations:
+                    return "this engine could not wake again"
+                return "" if asked.level in (1, 2) else f"level {asked.level}: there are 1 and 2"
+            case "wake":
+                return "" if asleep else "the worker is awake"
+            case "drain":
+                return f"the worker is {self.state.value} already" if asleep or drained else ""
+            case "resume":
+                return "the worker is asleep; wake it" if asleep else "" if drained else "the worker serves already"
+            case "clear" if asleep:
+                return "the worker is asleep, and has no cache"
+            case "clear":
+                return ""
+            case "load_lora" | "unload_lora" if asleep:
+                return "the worker is asleep; wake it first"
+            case "load_lora":
+                return self._lora_fault(asked)
+            case "unload_lora":
+                return "" if asked.name in self.loras else f"there is no LoRA {asked.name[:128]!r}"
+
+    def _lora_fault(self, asked: OperateWorker) -> str:
+        if not _LORA_NAME.fullmatch(asked.name):
+            return (
+                f"name: {asked.name[:128]!r} is not 1 to 128 letters, digits and . _ : / -, the first a letter or digit"
+            )
+        if asked.name == self._model:
+            return f"name: {asked.name} is the name of the model"
+        if asked.name in self.loras:
+            return f"{asked.name} is loaded already"
+        if len(self.loras) >= MOST_LORAS:
+            return f"{MOST_LORAS} LoRAs are loaded; unload one first"
+        if not asked.path.startswith("/") or "\0" in asked.path:
+            return "path: not an absolute path"
+        return ""
+
+    def begin(self, asked: OperateWorker) -> list[OperationAction]:
+        """Begin an operation that `refusal` has nothing against."""
+        assert not self.refusal(asked)
+        self.running, self._failed = asked, ""
+        match asked.operation:
+            case "sleep" | "drain":
+                self._before = self.state
+                self._level = asked.level if asked.operation == "sleep" else self._level
+                self.state = WorkerState.DRAINING
+                return [AnnounceState(), AwaitIdle()]
+            case "resume":
+                return self._finish()
+            case "wake":
+                self.state = WorkerState.WAKING
+                return self._follow([AskEngine("wake"), *self._loads()])
+            case "clear":
+                return self._follow([AskEngine("clear")])
+            case "load_lora":
+                return self._follow([AskEngine("load_lora", asked.name, asked.path)])
+            case "unload_lora":
+                self._leaving = asked.name
+                return [AnnounceState(), AwaitIdle(asked.name)]
+
+    # --- what became of the actions
+
+    def on_idle(self, failed: str = "") -> list[OperationAction]:
+        """The wait is over: nothing runs, unless `failed` says why something still does."""
+        assert self.running is not None
+        if failed or self.running.operation == "drain":
+            self._failed = failed
+            return self._finish()
+        if self.running.operation == "unload_lora":
+            return self._follow([AskEngine("unload_lora", self._leaving)])
+        self.state = WorkerState.FALLING_ASLEEP
+        unloads = [AskEngine("unload_lora", name) for name in sorted(self._held)] if self._level == 2 else []
+        return self._follow([*unloads, AskEngine("sleep", level=self._level)])
+
+    def on_engine(self, failed: str = "", *, lost: bool = False) -> list[OperationAction]:
+        """The engine has answered; `lost`: it never will."""
+        step, rest = self._plan[0], self._plan[1:]
+        if lost:
+            self._failed = failed
+            if not self._restore_due:  # else the next engine is there already
+                self.engine_lost()
+            return self._follow([])
+        if not failed:
+            if step.operation == "load_lora":
+                self._held.add(step.name)
+            elif step.operation == "unload_lora":
+                self._held.discard(step.name)
+            return self._follow(rest)
+        if step.operation == "load_lora" and step.name in self.loras:  # again, after a loss or a sleep
+            del self.loras[step.name]
+            return [NoteFault(f"the LoRA {step.name} is gone: {failed}"), *self._follow(rest)]
+        if self._restoring:
+            self.state = WorkerState.DRAINED
+            return [NoteFault(f"the worker does not go back to sleep: {failed}"), *self._follow([])]
+        self._failed = failed
+        return self._follow(self._loads() if self.state is WorkerState.FALLING_ASLEEP else [])
+
+    def engine_ready(self, facts: Ready) -> list[OperationAction]:
+        """An engine has started."""
+        self._facts = facts
+        if self.running is not None or self._restoring:
+            self._restore_due = True
+            return []
+        return self._restore()
+
+    def engine_lost(self) -> None:
+        """The engine has ended, and with it all that it held."""
+        self._facts = None
+        self._held.clear()
+        self._restore_due = False
+
+    # --- steps
+
+    def _loads(self) -> list[AskEngine]:
+        return [AskEngine("load_lora", name, path) for name, path in self.loras.items() if name not in self._held]
+
+    def _restore(self) -> list[OperationAction]:
+        self._restore_due, self._restoring = False, True
+        asleep = self.state is WorkerState.ASLEEP
+        loads = [] if asleep and self._level == 2 else self._loads()
+        return self._follow([*loads, *([AskEngine("sleep", level=self._level)] if asleep else [])])
+
+    def _follow(self, plan: list[AskEngine]) -> list[OperationAction]:
+        """Go on with a plan; at its end, end the operation."""
+        self._plan = plan
+        return [plan[0]] if plan else self._finish()
+
+    def _finish(self) -> list[OperationAction]:
+        ended, failed, self.running, self._failed = self.running, self._failed, None, ""
+        self._restoring = False
+        answer: list[OperationAction] = [] if ended is None else [AnswerOperation(failed)]
+        match ended and ended.operation:
+            case "sleep":
+                self.state = self._before if failed else WorkerState.ASLEEP
+            case "drain":
+                self.state = self._before if failed else WorkerState.DRAINED
+            case "wake":
+                self.state = WorkerState.ASLEEP if failed else WorkerState.SERVING
+            case "resume":
+                self.state = WorkerState.SERVING
+            case "load_lora" if ended is not None and not failed:
+                self.loras[ended.name] = ended.path
+            case "unload_lora":
+                if not failed:
+                    del self.loras[self._leaving]
+                self._leaving = ""
+            case _:
+                pass
+        return [AnnounceState(), *answer, *(self._restore() if self._restore_due else [])]
+
+    def validate(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        assert len(self.loras) <= MOST_LORAS
+        assert set(self.shown_loras) <= self.loras.keys()
+        assert self.running is None or not self._restoring
+        between = self.state in (WorkerState.DRAINING, WorkerState.FALLING_ASLEEP, WorkerState.WAKING)
+        assert not between or self.running is not None
+        assert not self._plan or self.running is not None or self._restoring
+        assert not self._leaving or self.running is not None
+        assert not self.serves or self._facts is not None

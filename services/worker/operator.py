@@ -1,0 +1,161 @@
+"""Operator: carries out what the operations of a worker decide.
+
+NATS operate ──▶ Operations ──▶ AwaitIdle  ─▶ Attempts, and hands back those that take more than `drain_s`
+     ◀── answer      ▲          AskEngine  ─▶ EngineSupervisor, and kills an engine that does not answer
+                     └────────── what became of it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import assert_never
+
+from services.worker.engine.supervisor import EngineSupervisor
+from services.worker.messages import Ready
+from services.worker.operations import (
+    AnnounceState,
+    AnswerOperation,
+    AskEngine,
+    AwaitIdle,
+    NoteFault,
+    OperationAction,
+    Operations,
+)
+from services.worker.requests.attempts import Attempts, Name
+from shared.bus.contract import Message
+from shared.errors import ProtocolError, Unavailable
+from shared.messages import OPERATE_WORKER, SHUTTING_DOWN, WORKER_OPERATED, WorkerOperated
+
+ENGINE_LIMIT_S = 300.0
+"""Seconds that an engine has for one operation; it is killed after that, as it may be in any state."""
+HAND_BACK_LIMIT_S = 30.0
+"""Seconds that an engine has to end attempts that were handed back."""
+
+_log = logging.getLogger(__name__)
+
+
+class Operator:
+    """Runs one operation at a time. All methods run in the loop's thread."""
+
+    def __init__(
+        self,
+        instance: str,
+        operations: Operations,
+        engine: EngineSupervisor,
+        attempts: Attempts,
+        attempts_changed: asyncio.Event,
+        *,
+        drain_s: float,
+        announce: Callable[[], None],
+        hand_back: Callable[[list[Name]], None],
+        answer: Callable[[Message, bytes], Awaitable[object]],
+    ) -> None:
+        """`attempts_changed` is set at each end of an attempt; `announce` publishes card and state; `hand_back` gives
+        attempts back to their frontends; `answer` answers a message."""
+        self._instance = instance
+        self._operations = operations
+        self._engine = engine
+        self._attempts = attempts
+        self._attempts_changed = attempts_changed
+        self._drain_s = drain_s
+        self._announce = announce
+        self._hand_back = hand_back
+        self._answer = answer
+        self._asked: Message | None = None
+        """The message whose operation runs."""
+        self._actions: asyncio.Queue[OperationAction] = asyncio.Queue()
+        """What waits for `run`: bounded by the operations, which wait for each of the long ones."""
+
+    def engine_ready(self, facts: Ready) -> None:
+        self._put(self._operations.engine_ready(facts))
+
+    def engine_lost(self) -> None:
+        self._operations.engine_lost()
+
+    async def receive(self, message: Message) -> None:
+        """Begin an operation, or refuse it. Raise ProtocolError for a message that nobody could get an answer to."""
+        if not message.reply:
+            raise ProtocolError("no reply subject")
+        try:
+            asked = OPERATE_WORKER.decode(message.payload, message.headers)
+        except ProtocolError as wrong:
+            await self._tell(message, str(wrong))
+            return
+        refused = SHUTTING_DOWN if self._attempts.draining else self._operations.refusal(asked)
+        if refused:
+            await self._tell(message, refused)
+            return
+        _log.info("%s %s", asked.operation, asked.name)
+        self._asked = message
+        self._put(self._operations.begin(asked))
+
+    async def run(self) -> None:
+        """Carry out actions until cancelled."""
+        try:
+            while True:
+                await self._carry_out(await self._actions.get())
+        finally:
+            if self._asked is not None:
+                await self._tell(self._asked, SHUTTING_DOWN)
+
+    def _put(self, actions: list[OperationAction]) -> None:
+        for action in actions:
+            self._actions.put_nowait(action)
+
+    async def _carry_out(self, action: OperationAction) -> None:
+        match action:
+            case AnnounceState():
+                self._announce()
+            case AwaitIdle(lora):
+                self._put(self._operations.on_idle(await self._await_idle(lora)))
+            case AskEngine():
+                await self._ask_engine(action)
+            case AnswerOperation(failed):
+                asked, self._asked = self._asked, None
+                assert asked is not None
+                await self._tell(asked, failed)
+            case NoteFault(text):
+                _log.error("%s", text)
+            case _:
+                assert_never(action)
+
+    async def _ask_engine(self, action: AskEngine) -> None:
+        facts = self._engine.facts
+        try:
+            failed = await self._engine.operate(
+                action.operation, ENGINE_LIMIT_S, name=action.name, path=action.path, level=action.level
+            )
+        except Unavailable as wrong:
+            if facts is not None and facts is self._engine.facts:  # it lives, and did not answer in time
+                self._engine.kill()
+            self._put(self._operations.on_engine(str(wrong), lost=True))
+        else:
+            self._put(self._operations.on_engine(failed))
+
+    async def _await_idle(self, lora: str) -> str:
+        """Return what still runs after all limits; empty: nothing does."""
+        if await self._idle_within(self._drain_s, lora):
+            return ""
+        late = self._attempts.running_with(lora)
+        _log.warning("%d attempts did not end in %g s; they are handed back", len(late), self._drain_s)
+        self._hand_back(late)
+        if await self._idle_within(HAND_BACK_LIMIT_S, lora):
+            return ""
+        return f"the engine did not end {len(self._attempts.running_with(lora))} attempts in {HAND_BACK_LIMIT_S:g} s"
+
+    async def _idle_within(self, limit_s: float, lora: str) -> bool:
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._attempts.running_with(lora):
+                    self._attempts_changed.clear()
+                    await self._attempts_changed.wait()
+        except TimeoutError:
+            return not self._attempts.running_with(lora)
+        return True
+
+    async def _tell(self, message: Message, failed: str) -> None:
+        operations = self._operations
+        answer = WorkerOperated(self._instance, failed, operations.shown_state, operations.shown_loras)
+        await self._answer(message, WORKER_OPERATED.encode(answer, message.headers))
