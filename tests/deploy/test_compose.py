@@ -12,11 +12,13 @@ import pytest
 import yaml
 from msgspec import Struct
 
+from deploy.local.install_vllm import OURS as OURS_IN_VLLM
 from services.frontend.__main__ import FORCED_END_S
 from services.frontend.config import FrontendConfig
 from services.kvbm.config import KvbmConfig
 from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
+from services.worker.vllm.version import check
 from shared.config import load
 
 HERE = Path(__file__).resolve().parents[2] / "deploy" / "compose"
@@ -26,6 +28,9 @@ OURS = {"frontend": FrontendConfig, "router": RouterConfig, "kvbm": KvbmConfig, 
 _Loader: Any = type("_Loader", (yaml.SafeLoader,), {})
 _Loader.add_constructor(  # Compose's tag that takes away what the base file says
     "!reset", lambda _loader, _node: None
+)
+_Loader.add_constructor(  # Compose's tag for a value that is not merged with the base file's
+    "!override", lambda loader, node: loader.construct_sequence(node, deep=True)
 )
 SERVERS = ("nats", "etcd", "balancer", "prometheus")
 
@@ -40,6 +45,7 @@ BASE: dict[str, Any] = read("compose.yaml")["services"]
 VOLUMES: dict[str, Any] = read("compose.yaml")["volumes"]
 HOST: dict[str, Any] = read("compose.host.yaml")["services"]
 GPU: dict[str, Any] = read("compose.gpu.yaml")["services"]
+VLLM: dict[str, Any] = read("compose.vllm.yaml")["services"]
 
 
 def test_there_are_our_services_their_servers_and_one_step_that_ends() -> None:
@@ -313,3 +319,43 @@ def test_the_pool_with_gpus_has_room_and_lies_in_memory() -> None:
     assert options | {"size": ""} == pool_options() | {"size": ""}
     kvbm = load(KvbmConfig, file=HERE / "kvbm.toml", environ=texts(on_a_gpu("kvbm")["environment"]))
     assert 16 << 20 <= (int(options["size"][:-1]) << 20) - kvbm.pool.size_bytes <= 256 << 20
+
+
+def test_a_vllm_workers_settings_are_ones_the_service_knows_and_differ_in_the_engine_alone() -> None:
+    overlay, base = VLLM["worker"], BASE["worker"]
+    path = mounted(overlay)[base["command"][2]]
+    config = load(WorkerConfig, file=HERE / path, environ=texts(base["environment"] | overlay["environment"]))
+    assert config.engine == "vllm"
+    assert not config.kvbm.pool
+    assert VLLM["kvbm"] is None
+
+    def rest(name: str) -> dict[str, Any]:
+        settings = tomllib.loads((HERE / name).read_text(encoding="utf-8"))
+        own = ("engine", "vllm", "vllm_python", "threads", "kvbm")
+        return {key: value for key, value in settings.items() if key not in own}
+
+    assert rest(path) == rest("worker.toml")
+
+
+def test_a_vllm_workers_image_is_vllms_own_of_a_version_that_the_engine_takes() -> None:
+    text = (HERE / VLLM["worker"]["build"]["dockerfile"].rpartition("/")[2]).read_text(encoding="utf-8")
+    assert text.count("\nFROM ") == 1
+    [tag] = re.findall(r"^FROM vllm/vllm-openai:v(\S+)$", text, re.MULTILINE)
+    check(tag)
+    [python] = re.findall(r"^ARG VLLM_PYTHON=(\S+)$", text, re.MULTILINE)
+    assert tomllib.loads((HERE / "worker.vllm.toml").read_text(encoding="utf-8"))["vllm_python"] == python
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["10001:10001"]
+    for package in OURS_IN_VLLM:
+        assert f'"{package}"' in text
+    assert VLLM["worker"]["image"] not in (BASE["worker"]["image"], GPU["worker"]["image"])
+    assert f"--from={BASE['worker']['image']} " in text, "the default model"
+
+
+def test_a_vllm_worker_has_a_gpu_alone_and_writes_what_it_compiles_to_a_volume() -> None:
+    worker = VLLM["worker"]
+    assert worker["deploy"]["replicas"] == 1
+    [device] = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"], len(device["device_ids"])) == ("nvidia", ["gpu"], 1)
+    home = Path(worker["environment"]["HOME"])
+    assert mounted(worker)[str(home.parent)] == "models"
+    assert "pool" not in mounted(worker).values()
