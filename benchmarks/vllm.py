@@ -39,6 +39,7 @@ VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines of the machine share one processor
 }
 ARGUMENTS = {"block_size": "32", "dtype": "float32", "max_num_seqs": "64", "max_model_len": "2048"}
 MS = 1e3
@@ -88,16 +89,19 @@ def load(port: int, model: Path, streams: int, requests: int, flags: argparse.Na
 
 
 def cpu_s(root: int) -> dict[str, float]:
-    """Return process name → seconds of CPU, of all processes below one; vLLM's core and workers are `core`."""
+    """Return name → seconds of CPU, of all processes below one. A Python process is named by its module; vLLM's core
+    and workers are `core`."""
     ticks = os.sysconf("SC_CLK_TCK")
-    seconds = {"core": 0.0, "others": 0.0}
+    seconds: dict[str, float] = {}
     for pid in _below(root):
         try:
             name, fields = Path(f"/proc/{pid}/stat").read_text().split("(", 1)[1].rsplit(")", 1)
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        kind = "core" if name.startswith("VLLM::") else "others"
-        seconds[kind] += (int(fields.split()[11]) + int(fields.split()[12])) / ticks
+        module = words[words.index(b"-m") + 1].decode() if b"-m" in words else name
+        label = "core" if name.startswith("VLLM::") else module
+        seconds[label] = seconds.get(label, 0.0) + (int(fields.split()[11]) + int(fields.split()[12])) / ticks
     return seconds
 
 
@@ -143,7 +147,11 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
                         run = load(port, model, streams, max(4, flags.requests * streams), flags)
                         after = cpu_s(pid)
                         tokens = run["n"] * flags.osl
-                        run["cpu_us"] = 1e6 * (after["others"] - before["others"]) / max(1, tokens)
+                        run["cpu_us_by"] = {
+                            name: 1e6 * (spent_s - before.get(name, 0.0)) / max(1, tokens)
+                            for name, spent_s in after.items()
+                        }
+                        run["cpu_us"] = sum(spent for name, spent in run["cpu_us_by"].items() if name != "core")
                         runs[side].append(run)
                 rows += [row_of(side, streams, found) for side, found in runs.items()]
     return rows
@@ -155,7 +163,10 @@ def row_of(side: str, streams: int, runs: Sequence[dict[str, Any]]) -> dict[str,
     keys = ("out_tok_s", "ttft_p50_ms", "gap_p50_ms", "tpot_p50_ms", "cpu_us")
     medians = {key: round(statistics.median(run[key] for run in runs), 2) for key in keys}
     errors = sum(sum(run["errors"].values()) for run in runs)
-    return {"side": side, "streams": streams, **medians, "spread": [min(rates), max(rates)], "errors": errors}
+    names = sorted({name for run in runs for name in run["cpu_us_by"]})
+    cpu = {name: round(statistics.median(run["cpu_us_by"].get(name, 0.0) for run in runs)) for name in names}
+    shown = {"spread": [min(rates), max(rates)], "errors": errors, "cpu_us_by": cpu}
+    return {"side": side, "streams": streams, **medians, **shown}
 
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
