@@ -149,7 +149,7 @@ class ModelCard(Struct, frozen=True):
     ranks: int = 1
     """The number of data-parallel ranks; a candidate is (instance, rank)."""
     lora: tuple[str, ...] = ()
-    """The LoRAs that are loaded; each name is also that of a model for clients."""
+    """The ids (`shared.lora`) of the LoRAs that are loaded; each one's name is also that of a model for clients."""
     kvbm: str = ""
     """The instance id of the kvbm that this worker is attached to; empty: none."""
     kvbm_layout: str = ""
@@ -553,9 +553,9 @@ class WorkerOperated(Struct, frozen=True, tag="operated"):
     instance: str
     failed: str = ""
     state: str = ""
-    """`Instance.state` now."""
+    """The worker's `Instance.state` after the operation."""
     lora: tuple[str, ...] = ()
-    """`ModelCard.lora` now."""
+    """The LoRAs' ids in the worker's card after the operation."""
 
 
 class Ping(Struct, frozen=True, tag="ping"):

@@ -12,21 +12,23 @@ LoRAs. A worker shows its card only while it serves: the card goes first and com
 When an engine was lost, the next one gets the LoRAs again before the card is shown, and a worker that slept goes back
 to sleep. Before a sleep of level 2, which drops all weights, the engine unloads the LoRAs; it loads them again when it
 wakes. One operation runs at a time; another one is refused meanwhile.
+
+The shell reads the files of a LoRA before the engine does, since their digest is part of the LoRA's id
+(`shared/lora.py`). It reads them again before it has them loaded again: a LoRA whose files have changed is gone.
 """
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 
 from msgspec import Struct
 
 from services.worker.messages import EngineOperation, Ready
+from shared.lora import NAME_RULE, is_lora_name, make_lora_id, name_of_lora
 from shared.messages import OperateWorker
 
 MOST_LORAS = 64
 """Most LoRAs that a worker serves at once."""
-_LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 class WorkerState(Enum):
@@ -61,11 +63,19 @@ class AwaitIdle(Struct, frozen=True):
     """Wait for the attempts with this LoRA only; empty: for all."""
 
 
+class ReadLora(Struct, frozen=True):
+    """Compute the digest of the files of a LoRA; then call `on_lora_read`."""
+
+    path: str
+
+
 class AskEngine(Struct, frozen=True):
-    """Have the engine do it; then call `on_engine`."""
+    """Have the engine do it; then call `on_engine`. Before `load_lora` read the files again: where their digest is not
+    that of the id, or they cannot be read, the engine is not asked, and that is its answer."""
 
     operation: EngineOperation
     name: str = ""
+    """Id of the LoRA."""
     path: str = ""
     level: int = 1
 
@@ -82,11 +92,12 @@ class NoteFault(Struct, frozen=True):
     text: str
 
 
-OperationAction = AnnounceState | AwaitIdle | AskEngine | AnswerOperation | NoteFault
+OperationAction = AnnounceState | AwaitIdle | ReadLora | AskEngine | AnswerOperation | NoteFault
 
 
 class Operations:
-    """The state of one worker. Events return the actions that follow. AwaitIdle and AskEngine come one at a time."""
+    """The state of one worker. Events return the actions that follow. AwaitIdle, ReadLora and AskEngine come one at a
+    time."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -98,9 +109,11 @@ class Operations:
         self._facts: Ready | None = None
         """What the engine says; None without one."""
         self.loras: dict[str, str] = {}
-        """Name → directory of each LoRA that the worker is to serve."""
+        """Id → directory of each LoRA that the worker is to serve."""
         self._held: set[str] = set()
         """The LoRAs that the engine has loaded."""
+        self._engine_sleeps = False
+        """Whether the engine that lives sleeps."""
         self._leaving = ""
         """The LoRA that is being unloaded: no card names it."""
         self.running: OperateWorker | None = None
@@ -111,6 +124,8 @@ class Operations:
         """Whether that begins when the operation has ended."""
         self._plan: list[AskEngine] = []
         """What the engine is still to do; the first one is under way."""
+        self._step_lost = False
+        """Whether the engine that the step under way was meant for has ended."""
         self._failed = ""
 
     @property
@@ -126,8 +141,8 @@ class Operations:
 
     @property
     def shown_loras(self) -> tuple[str, ...]:
-        """The LoRAs for the card."""
-        return tuple(sorted(name for name in self.loras if name in self._held and name != self._leaving))
+        """The ids of the LoRAs for the card."""
+        return tuple(sorted(each for each in self.loras if each in self._held and each != self._leaving))
 
     # --- an operation from outside
 
@@ -167,17 +182,19 @@ class Operations:
             case "load_lora":
                 return self._lora_fault(asked)
             case "unload_lora":
-                return "" if asked.name in self.loras else f"there is no LoRA {asked.name[:128]!r}"
+                return "" if self._id_of(asked.name) else f"there is no LoRA {asked.name[:128]!r}"
+
+    def _id_of(self, name: str) -> str:
+        """Return the id of the LoRA with a name; empty: there is none."""
+        return next((each for each in self.loras if name_of_lora(each) == name), "")
 
     def _lora_fault(self, asked: OperateWorker) -> str:
-        if not _LORA_NAME.fullmatch(asked.name):
-            return (
-                f"name: {asked.name[:128]!r} is not 1 to 128 letters, digits and . _ : / -, the first a letter or digit"
-            )
+        if not is_lora_name(asked.name):
+            return f"name: {asked.name[:128]!r} is not {NAME_RULE}"
         if asked.name == self._model:
             return f"name: {asked.name} is the name of the model"
-        if asked.name in self.loras:
-            return f"{asked.name} is loaded already"
+        if self._id_of(asked.name):
+            return f"{asked.name} is loaded already; unload it first"
         if len(self.loras) >= MOST_LORAS:
             return f"{MOST_LORAS} LoRAs are loaded; unload one first"
         if not asked.path.startswith("/") or "\0" in asked.path:
@@ -202,10 +219,10 @@ class Operations:
             case "clear":
                 return self._follow([AskEngine("clear")])
             case "load_lora":
-                return self._follow([AskEngine("load_lora", asked.name, asked.path)])
+                return [ReadLora(asked.path)]
             case "unload_lora":
-                self._leaving = asked.name
-                return [AnnounceState(), AwaitIdle(asked.name)]
+                self._leaving = self._id_of(asked.name)
+                return [AnnounceState(), AwaitIdle(self._leaving)]
 
     # --- what became of the actions
 
@@ -221,23 +238,37 @@ class Operations:
         unloads = [AskEngine("unload_lora", name) for name in sorted(self._held)] if self._level == 2 else []
         return self._follow([*unloads, AskEngine("sleep", level=self._level)])
 
+    def on_lora_read(self, digest: str, failed: str = "") -> list[OperationAction]:
+        """The files were read, unless `failed` says why not."""
+        assert self.running is not None
+        if failed:
+            self._failed = f"load_lora: {failed}"
+            return self._finish()
+        return self._follow([AskEngine("load_lora", make_lora_id(self.running.name, digest), self.running.path)])
+
     def on_engine(self, failed: str = "", *, lost: bool = False) -> list[OperationAction]:
-        """The engine has answered; `lost`: it never will."""
+        """The engine has answered; `lost`: it never will, and no engine is asked before the next `engine_ready`."""
         step, rest = self._plan[0], self._plan[1:]
-        if lost:
-            self._failed = failed
-            if not self._restore_due:  # else the next engine is there already
+        if lost or self._step_lost:  # also where its answer came just before its end
+            self._failed = failed or "the engine was lost"
+            if not self._step_lost:
                 self.engine_lost()
             return self._follow([])
         if not failed:
-            if step.operation == "load_lora":
-                self._held.add(step.name)
-            elif step.operation == "unload_lora":
-                self._held.discard(step.name)
+            match step.operation:
+                case "load_lora":
+                    self._held.add(step.name)
+                    self.loras.setdefault(step.name, step.path)
+                case "unload_lora":
+                    self._held.discard(step.name)
+                case "sleep" | "wake":
+                    self._engine_sleeps = step.operation == "sleep"
+                case _:
+                    pass
             return self._follow(rest)
         if step.operation == "load_lora" and step.name in self.loras:  # again, after a loss or a sleep
             del self.loras[step.name]
-            return [NoteFault(f"the LoRA {step.name} is gone: {failed}"), *self._follow(rest)]
+            return [NoteFault(f"the LoRA {name_of_lora(step.name)} is gone: {failed}"), *self._follow(rest)]
         if self._restoring:
             self.state = WorkerState.DRAINED
             return [NoteFault(f"the worker does not go back to sleep: {failed}"), *self._follow([])]
@@ -256,7 +287,8 @@ class Operations:
         """The engine has ended, and with it all that it held."""
         self._facts = None
         self._held.clear()
-        self._restore_due = False
+        self._engine_sleeps = self._restore_due = False
+        self._step_lost = True
 
     # --- steps
 
@@ -265,13 +297,15 @@ class Operations:
 
     def _restore(self) -> list[OperationAction]:
         self._restore_due, self._restoring = False, True
+        if self._engine_sleeps:  # it was lost before an operation put the next one to sleep
+            return self._follow([])
         asleep = self.state is WorkerState.ASLEEP
         loads = [] if asleep and self._level == 2 else self._loads()
         return self._follow([*loads, *([AskEngine("sleep", level=self._level)] if asleep else [])])
 
     def _follow(self, plan: list[AskEngine]) -> list[OperationAction]:
         """Go on with a plan; at its end, end the operation."""
-        self._plan = plan
+        self._plan, self._step_lost = plan, False
         return [plan[0]] if plan else self._finish()
 
     def _finish(self) -> list[OperationAction]:
@@ -287,8 +321,6 @@ class Operations:
                 self.state = WorkerState.ASLEEP if failed else WorkerState.SERVING
             case "resume":
                 self.state = WorkerState.SERVING
-            case "load_lora" if ended is not None and not failed:
-                self.loras[ended.name] = ended.path
             case "unload_lora":
                 if not failed:
                     del self.loras[self._leaving]
@@ -307,3 +339,6 @@ class Operations:
         assert not self._plan or self.running is not None or self._restoring
         assert not self._leaving or self.running is not None
         assert not self.serves or self._facts is not None
+        assert self._facts is not None or not (self._held or self._engine_sleeps)
+        assert len({name_of_lora(each) for each in self.loras}) == len(self.loras)
+        assert not self.serves or not self._engine_sleeps

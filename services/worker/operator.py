@@ -1,7 +1,8 @@
 """Operator: carries out what the operations of a worker decide.
 
 NATS operate ──▶ Operations ──▶ AwaitIdle  ─▶ Attempts, and hands back those that take more than `drain_s`
-     ◀── answer      ▲          AskEngine  ─▶ EngineSupervisor, and kills an engine that does not answer
+     ◀── answer      ▲          ReadLora   ─▶ the files of a LoRA, in a thread
+                     │          AskEngine  ─▶ EngineSupervisor, and kills an engine that does not answer
                      └────────── what became of it
 """
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import assert_never
 
 from services.worker.engine.supervisor import EngineSupervisor
+from services.worker.lora_files import digest_lora
 from services.worker.messages import Ready
 from services.worker.operations import (
     AnnounceState,
@@ -22,10 +25,12 @@ from services.worker.operations import (
     NoteFault,
     OperationAction,
     Operations,
+    ReadLora,
 )
 from services.worker.requests.attempts import Attempts, Name
 from shared.bus.contract import Message
-from shared.errors import ProtocolError, Unavailable
+from shared.errors import ModelError, ProtocolError, Unavailable
+from shared.lora import make_lora_id, name_of_lora
 from shared.messages import OPERATE_WORKER, SHUTTING_DOWN, WORKER_OPERATED, WorkerOperated
 
 ENGINE_LIMIT_S = 300.0
@@ -75,7 +80,7 @@ class Operator:
         self._operations.engine_lost()
 
     async def receive(self, message: Message) -> None:
-        """Begin an operation, or refuse it. Raise ProtocolError for a message that nobody could get an answer to."""
+        """Begin an operation, or refuse it. Raise ProtocolError for a message that has no subject for the answer."""
         if not message.reply:
             raise ProtocolError("no reply subject")
         try:
@@ -110,8 +115,13 @@ class Operator:
                 self._announce()
             case AwaitIdle(lora):
                 self._put(self._operations.on_idle(await self._await_idle(lora)))
+            case ReadLora(path):
+                try:
+                    self._put(self._operations.on_lora_read(await asyncio.to_thread(digest_lora, Path(path))))
+                except ModelError as wrong:
+                    self._put(self._operations.on_lora_read("", str(wrong)))
             case AskEngine():
-                await self._ask_engine(action)
+                self._put(await self._ask_engine(action))
             case AnswerOperation(failed):
                 asked, self._asked = self._asked, None
                 assert asked is not None
@@ -121,7 +131,12 @@ class Operator:
             case _:
                 assert_never(action)
 
-    async def _ask_engine(self, action: AskEngine) -> None:
+    async def _ask_engine(self, action: AskEngine) -> list[OperationAction]:
+        """Have the engine do it, and return what follows."""
+        if action.operation == "load_lora":
+            wrong_files = await self._changed(action)
+            if wrong_files:
+                return self._operations.on_engine(wrong_files)
         facts = self._engine.facts
         try:
             failed = await self._engine.operate(
@@ -130,9 +145,17 @@ class Operator:
         except Unavailable as wrong:
             if facts is not None and facts is self._engine.facts:  # it lives, and did not answer in time
                 self._engine.kill()
-            self._put(self._operations.on_engine(str(wrong), lost=True))
-        else:
-            self._put(self._operations.on_engine(failed))
+            return self._operations.on_engine(str(wrong), lost=True)
+        return self._operations.on_engine(failed)
+
+    async def _changed(self, action: AskEngine) -> str:
+        """Return why the files of a LoRA are not those of its id; empty: they are."""
+        try:
+            digest = await asyncio.to_thread(digest_lora, Path(action.path))
+        except ModelError as wrong:
+            return str(wrong)
+        same = make_lora_id(name_of_lora(action.name), digest) == action.name
+        return "" if same else f"path: the files of {action.path} have changed"
 
     async def _await_idle(self, lora: str) -> str:
         """Return what still runs after all limits; empty: nothing does."""

@@ -1,0 +1,392 @@
+"""services/worker/operations.py: operations in any order, over an engine that fails, dies and answers late."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.worker.messages import Ready
+from services.worker.operations import (
+    MOST_LORAS,
+    AnnounceState,
+    AnswerOperation,
+    AskEngine,
+    AwaitIdle,
+    NoteFault,
+    OperationAction,
+    Operations,
+    ReadLora,
+    WorkerState,
+)
+from shared.lora import make_lora_id, name_of_lora
+from shared.messages import OperateWorker
+from tests.worker.scripted_engine import FACTS
+
+ALL: Ready = msgspec.structs.replace(FACTS, operations=("sleep", "wake", "load_lora", "unload_lora", "clear"))
+DIGEST = "0123456789abcdef"
+NAMES = ("sql", "law", "med")
+OPERATIONS = ("sleep", "wake", "drain", "resume", "clear", "load_lora", "unload_lora")
+
+
+def lora(name: str) -> str:
+    return make_lora_id(name, DIGEST)
+
+
+def asked(operation: str, name: str = "", level: int = 1) -> OperateWorker:
+    path = f"/loras/{name}" if operation == "load_lora" else ""
+    return msgspec.convert(
+        {"operation": operation, "name": name, "path": path, "level": level, "type": "operate"}, OperateWorker
+    )
+
+
+class WorkerModel:
+    """The shell and the engine as the operations should see them, each action carried out when it is given out."""
+
+    def __init__(self) -> None:
+        self.operations = Operations("base")
+        self.engine_loras: set[str] = set()
+        self.engine_asleep = False
+        self.engine_lives = False
+        self.shown: tuple[str, tuple[str, ...], bool] = ("", (), False)
+        self.answers: list[str] = []
+        self.faults: list[str] = []
+        self.due: OperationAction | None = None
+        """The AwaitIdle, ReadLora or AskEngine that is under way."""
+
+    def take(self, actions: list[OperationAction]) -> None:
+        for action in actions:
+            match action:
+                case AnnounceState():
+                    of = self.operations
+                    self.shown = (of.shown_state, of.shown_loras, of.serves)
+                case AnswerOperation(failed):
+                    self.answers.append(failed)
+                case NoteFault(text):
+                    self.faults.append(text)
+                case _:
+                    assert self.due is None, "two at a time"
+                    self.due = action
+
+    def start(self) -> None:
+        self.engine_lives = True
+        self.take(self.operations.engine_ready(ALL))
+
+    def lose(self) -> None:
+        self.engine_lives = self.engine_asleep = False
+        self.engine_loras.clear()
+        self.operations.engine_lost()
+        self.shown = (self.shown[0], self.shown[1], False)  # the shell withdraws the card
+
+    def ask(self, operation: str, name: str = "", level: int = 1) -> str:
+        order = asked(operation, name, level)
+        refused = self.operations.refusal(order)
+        if not refused:
+            self.take(self.operations.begin(order))
+        return refused
+
+    def do(self, failed: str = "") -> None:
+        """Carry out what is due, or let it fail."""
+        due, self.due = self.due, None
+        match due:
+            case AwaitIdle():
+                self.take(self.operations.on_idle(failed))
+            case ReadLora():
+                self.take(self.operations.on_lora_read("" if failed else DIGEST, failed))
+            case AskEngine():
+                if not self.engine_lives:
+                    self.take(self.operations.on_engine("there is no engine", lost=True))
+                    return
+                failed = failed or self._engine_refusal(due)
+                if not failed:
+                    self._engine_does(due)
+                self.take(self.operations.on_engine(failed))
+            case _:
+                raise AssertionError(due)
+
+    def _engine_refusal(self, due: AskEngine) -> str:
+        """As engines refuse."""
+        match due.operation:
+            case "sleep":
+                return "the engine sleeps already" if self.engine_asleep else ""
+            case "wake":
+                return "" if self.engine_asleep else "the engine is awake"
+            case _:
+                return "the engine is asleep" if self.engine_asleep else ""
+
+    def _engine_does(self, due: AskEngine) -> None:
+        match due.operation:
+            case "sleep" | "wake":
+                self.engine_asleep = due.operation == "sleep"
+            case "load_lora":
+                assert due.name not in self.engine_loras
+                self.engine_loras.add(due.name)
+            case "unload_lora":
+                self.engine_loras.remove(due.name)
+            case _:
+                pass
+
+    def settle(self) -> None:
+        while self.due is not None:
+            self.do()
+
+
+class OperationsMachine(RuleBasedStateMachine):
+    """Any operations, faults and losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = WorkerModel()
+        self.begun = 0
+
+    @precondition(lambda self: not self.world.engine_lives)
+    @rule()
+    def start(self) -> None:
+        self.world.start()
+
+    @precondition(lambda self: self.world.engine_lives)
+    @rule(answered=st.booleans())
+    def lose(self, answered: bool) -> None:
+        """The engine ends, perhaps after it has done what is due and before its answer is looked at."""
+        world = self.world
+        due = world.due
+        world.lose()
+        if isinstance(due, AskEngine) and answered:
+            world.due = None
+            world.take(world.operations.on_engine())
+
+    @precondition(lambda self: isinstance(self.world.due, AskEngine) and self.world.engine_lives)
+    @rule()
+    def answer_never(self) -> None:
+        """The engine does not answer and is killed; it is reported lost later."""
+        world = self.world
+        world.due = None
+        world.take(world.operations.on_engine("no answer", lost=True))
+        world.lose()
+
+    @rule(operation=st.sampled_from(OPERATIONS), name=st.sampled_from(NAMES), level=st.sampled_from((1, 2)))
+    def ask(self, operation: str, name: str, level: int) -> None:
+        running = self.world.operations.running
+        refused = self.world.ask(operation, name, level)
+        self.begun += not refused
+        assert running is None or "is running; try again" in refused
+
+    @precondition(lambda self: self.world.due is not None)
+    @rule()
+    def do(self) -> None:
+        self.world.do()
+
+    @precondition(lambda self: self.world.due is not None)
+    @rule()
+    def fail(self) -> None:
+        self.world.do("it went wrong")
+
+    @rule()
+    def settle(self) -> None:
+        """With a living engine and no faults, everything ends where the worker says it is."""
+        world = self.world
+        world.settle()
+        if not world.engine_lives:
+            world.start()
+            world.settle()
+        of = world.operations
+        assert of.running is None
+        assert of.state in (WorkerState.SERVING, WorkerState.DRAINED, WorkerState.ASLEEP)
+        assert world.engine_asleep == (of.state is WorkerState.ASLEEP)
+        if of.state is not WorkerState.ASLEEP:
+            assert world.engine_loras == set(of.loras)
+        assert of.serves == (of.state is WorkerState.SERVING)
+
+    @invariant()
+    def it_never_contradicts_itself(self) -> None:
+        world, of = self.world, self.world.operations
+        of.validate()
+        _state, loras, serves = world.shown
+        if serves:
+            assert world.engine_lives
+            assert not world.engine_asleep
+            assert set(loras) <= world.engine_loras
+        assert len(world.answers) == self.begun - (of.running is not None)
+
+
+TestOperations = OperationsMachine.TestCase
+
+
+def worker() -> WorkerModel:
+    world = WorkerModel()
+    world.start()
+    world.settle()
+    assert world.shown == ("", (), True)
+    return world
+
+
+def test_sleep_withdraws_the_card_first_and_wake_shows_it_last() -> None:
+    world = worker()
+    assert not world.ask("sleep")
+    assert (world.shown, world.due) == (("draining", (), False), AwaitIdle())
+    world.do()
+    assert world.due == AskEngine("sleep", level=1)
+    assert not world.shown[2]
+    world.do()
+    assert (world.shown, world.answers) == (("asleep", (), False), [""])
+    assert not world.ask("wake")
+    assert (world.due, world.shown[2]) == (AskEngine("wake"), False)
+    world.do()
+    assert (world.shown, world.answers) == (("", (), True), ["", ""])
+
+
+def test_a_lora_is_read_then_loaded_then_shown_under_its_id() -> None:
+    world = worker()
+    assert not world.ask("load_lora", "sql")
+    assert world.due == ReadLora("/loras/sql")
+    world.do()
+    assert (world.due, world.shown) == (AskEngine("load_lora", lora("sql"), "/loras/sql"), ("", (), True))
+    world.do()
+    assert world.shown == ("", (lora("sql"),), True)
+    assert not world.ask("unload_lora", "sql")
+    assert (world.due, world.shown) == (AwaitIdle(lora("sql")), ("", (), True))
+    world.do()
+    world.do()
+    assert (world.engine_loras, world.answers) == (set(), ["", ""])
+
+
+def test_a_deep_sleep_unloads_the_loras_and_waking_loads_them() -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    world.ask("sleep", level=2)
+    world.settle()
+    assert world.engine_loras == set()
+    world.ask("wake")
+    world.settle()
+    assert (world.engine_loras, world.shown) == ({lora("sql")}, ("", (lora("sql"),), True))
+
+
+def test_a_worker_that_sleeps_goes_back_to_sleep_when_its_engine_was_lost() -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    world.ask("sleep")
+    world.settle()
+    world.lose()
+    world.start()
+    assert not world.shown[2]
+    world.settle()
+    assert (world.engine_asleep, world.engine_loras, world.shown[0]) == (True, {lora("sql")}, "asleep")
+
+
+def test_an_engine_that_started_while_an_operation_put_it_to_sleep_is_not_asked_twice() -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    world.ask("sleep")
+    world.lose()
+    world.start()
+    world.settle()
+    assert (world.engine_asleep, world.faults, world.answers) == (True, [], ["", ""])
+    world.ask("wake")
+    world.settle()
+    assert world.shown == ("", (lora("sql"),), True)
+
+
+def test_a_lora_that_cannot_be_loaded_again_is_gone_and_that_is_logged() -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    world.lose()
+    world.start()
+    world.do("path: the files have changed")
+    assert world.faults == ["the LoRA sql is gone: path: the files have changed"]
+    assert world.shown == ("", (), True)
+
+
+def test_a_wake_that_fails_leaves_the_worker_asleep_and_may_be_tried_again() -> None:
+    world = worker()
+    world.ask("sleep")
+    world.settle()
+    world.ask("wake")
+    world.do("no memory")
+    assert (world.answers[-1], world.shown) == ("no memory", ("asleep", (), False))
+    assert not world.ask("wake")
+    world.settle()
+    assert world.shown == ("", (), True)
+
+
+def test_a_sleep_that_fails_leaves_the_worker_as_it_was() -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    world.ask("sleep", level=2)
+    world.do()
+    world.do()
+    world.do("it cannot")
+    world.settle()
+    assert (world.answers[-1], world.shown) == ("it cannot", ("", (lora("sql"),), True))
+    assert world.engine_loras == {lora("sql")}
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "words"),
+    [
+        ("load_lora", "a@b", "name: 'a@b' is not 1 to 128 letters"),
+        ("load_lora", "base", "name: base is the name of the model"),
+        ("load_lora", "sql", "sql is loaded already; unload it first"),
+        ("unload_lora", "law", "there is no LoRA 'law'"),
+        ("wake", "", "the worker is awake"),
+        ("resume", "", "the worker serves already"),
+    ],
+)
+def test_what_cannot_begin_is_refused_by_name(operation: str, name: str, words: str) -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    refused = world.ask(operation, name)
+    assert refused.startswith(f"{operation}: ")
+    assert words in refused
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        ("sleep", "asleep already"),
+        ("drain", "asleep already"),
+        ("resume", "asleep; wake it"),
+        ("clear", "asleep, and has no cache"),
+        ("load_lora", "asleep; wake it first"),
+        ("unload_lora", "asleep; wake it first"),
+    ],
+)
+def test_a_worker_that_sleeps_can_only_wake(operation: str, words: str) -> None:
+    world = worker()
+    world.ask("sleep")
+    world.settle()
+    assert words in world.ask(operation, "sql")
+
+
+def test_a_level_of_sleep_that_there_is_not_is_refused() -> None:
+    assert worker().ask("sleep", level=3) == "sleep: level 3: there are 1 and 2"
+
+
+def test_an_engine_that_cannot_do_it_is_not_asked() -> None:
+    world = WorkerModel()
+    world.engine_lives = True
+    world.take(world.operations.engine_ready(FACTS))
+    for operation in ("sleep", "wake", "clear", "load_lora", "unload_lora"):
+        assert world.ask(operation, "sql") == f"{operation}: this engine cannot do it"
+    assert not world.ask("drain")
+    world.settle()
+    assert world.shown[0] == "drained"
+
+
+def test_without_an_engine_nothing_begins() -> None:
+    assert WorkerModel().ask("drain") == "drain: the engine is starting"
+
+
+def test_the_number_of_loras_is_bounded() -> None:
+    world = worker()
+    for number in range(MOST_LORAS):
+        assert not world.ask("load_lora", f"lora-{number}")
+        world.settle()
+    assert f"{MOST_LORAS} LoRAs are loaded; unload one first" in world.ask("load_lora", "one-more")
+    assert len({name_of_lora(each) for each in world.operations.loras}) == MOST_LORAS
