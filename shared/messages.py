@@ -12,6 +12,7 @@ These are the channels. The codec of each one is at the end of the file:
                          Cancel                                  published
                          ResendRequest → Resent                  request and reply
     anyone → service     Ping → Pong                             request and reply, `control`
+    people → worker      OperateWorker → WorkerOperated          request and reply
     worker → frontend    StepFrame of Parts                      published, at most one a step
     frontend → frontend  Recall | Forget → Recalled …            request, streamed replies
     worker → everyone    LoadReport                              published every 250 ms

@@ -70,8 +70,8 @@ class ReadLora(Struct, frozen=True):
 
 
 class AskEngine(Struct, frozen=True):
-    """Have the engine do it; then call `on_engine`. Before `load_lora` read the files again: where their digest is not
-    that of the id, or they cannot be read, the engine is not asked, and that is its answer."""
+    """Have the engine that lives now do it; then call `on_engine`. Before `load_lora` read the files again: where their
+    digest is not that of the id, or they cannot be read, the engine is not asked, and that is its answer."""
 
     operation: EngineOperation
     name: str = ""
@@ -125,7 +125,7 @@ class Operations:
         self._plan: list[AskEngine] = []
         """What the engine is still to do; the first one is under way."""
         self._step_lost = False
-        """Whether the engine that the step under way was meant for has ended."""
+        """Whether the engine that the step under way is for has ended."""
         self._failed = ""
 
     @property
@@ -305,7 +305,7 @@ class Operations:
 
     def _follow(self, plan: list[AskEngine]) -> list[OperationAction]:
         """Go on with a plan; at its end, end the operation."""
-        self._plan, self._step_lost = plan, False
+        self._plan, self._step_lost = plan, self._facts is None
         return [plan[0]] if plan else self._finish()
 
     def _finish(self) -> list[OperationAction]:

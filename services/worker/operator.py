@@ -14,9 +14,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
+
 from services.worker.engine.supervisor import EngineSupervisor
 from services.worker.lora_files import digest_lora
-from services.worker.messages import Ready
+from services.worker.messages import KvbmLink, Ready
+from services.worker.model_card import CardAnnouncement
 from services.worker.operations import (
     AnnounceState,
     AnswerOperation,
@@ -31,7 +34,8 @@ from services.worker.requests.attempts import Attempts, Name
 from shared.bus.contract import Message
 from shared.errors import ModelError, ProtocolError, Unavailable
 from shared.lora import make_lora_id, name_of_lora
-from shared.messages import OPERATE_WORKER, SHUTTING_DOWN, WORKER_OPERATED, WorkerOperated
+from shared.messages import OPERATE_WORKER, SHUTTING_DOWN, WORKER_OPERATED, ModelCard, WorkerOperated
+from shared.runtime.lifecycle import Runtime
 
 ENGINE_LIMIT_S = 300.0
 """Seconds that an engine has for one operation; it is killed after that, as it may be in any state."""
@@ -46,38 +50,64 @@ class Operator:
 
     def __init__(
         self,
-        instance: str,
-        operations: Operations,
+        runtime: Runtime,
+        model_name: str,
         engine: EngineSupervisor,
         attempts: Attempts,
         attempts_changed: asyncio.Event,
+        announcement: CardAnnouncement,
         *,
         drain_s: float,
-        announce: Callable[[], None],
+        link: Callable[[], KvbmLink],
         hand_back: Callable[[list[Name]], None],
         answer: Callable[[Message, bytes], Awaitable[object]],
     ) -> None:
-        """`attempts_changed` is set at each end of an attempt; `announce` publishes card and state; `hand_back` gives
-        attempts back to their frontends; `answer` answers a message."""
-        self._instance = instance
-        self._operations = operations
+        """`attempts_changed` is set at each end of an attempt; `link` returns the link to a kvbm for the card;
+        `hand_back` gives attempts back to their frontends; `answer` answers a message."""
+        self._instance = runtime.instance
+        self._health = runtime.health
+        self._operations = Operations(model_name)
         self._engine = engine
         self._attempts = attempts
         self._attempts_changed = attempts_changed
+        self._announcement = announcement
         self._drain_s = drain_s
-        self._announce = announce
+        self._link = link
         self._hand_back = hand_back
         self._answer = answer
+        self._card: ModelCard | None = None
+        """The card of the engine that lives, without what changes; None without one."""
         self._asked: Message | None = None
         """The message whose operation runs."""
         self._actions: asyncio.Queue[OperationAction] = asyncio.Queue()
         """What waits for `run`: bounded by the operations, which wait for each of the long ones."""
 
-    def engine_ready(self, facts: Ready) -> None:
+    def engine_ready(self, facts: Ready, card: ModelCard) -> None:
+        """An engine has started. Its card, to which LoRAs and link are added, is published when the engine has all that
+        the worker is to serve."""
+        self._card = card
         self._put(self._operations.engine_ready(facts))
 
     def engine_lost(self) -> None:
+        """The engine has ended: withdraw the card."""
+        self._card = None
         self._operations.engine_lost()
+        self.announce()
+
+    def announce(self) -> None:
+        """Publish the card while the worker serves, and the state of the worker."""
+        operations = self._operations
+        self._attempts.loras = operations.shown_loras
+        self._attempts.closed = operations.shown_state and f"this worker is {operations.shown_state}"
+        card = self._card if operations.serves and not self._attempts.draining else None
+        if card is not None:
+            link = self._link()
+            card = msgspec.structs.replace(card, lora=operations.shown_loras, kvbm=link.kvbm, kvbm_layout=link.layout)
+            if self._announcement.card is None:
+                self._health.unready("registering")
+        elif self._attempts.closed and not self._attempts.draining:
+            self._health.unready(self._attempts.closed)
+        self._announcement.show(card, operations.shown_state)
 
     async def receive(self, message: Message) -> None:
         """Begin an operation, or refuse it. Raise ProtocolError for a message that has no subject for the answer."""
@@ -112,7 +142,7 @@ class Operator:
     async def _carry_out(self, action: OperationAction) -> None:
         match action:
             case AnnounceState():
-                self._announce()
+                self.announce()
             case AwaitIdle(lora):
                 self._put(self._operations.on_idle(await self._await_idle(lora)))
             case ReadLora(path):
@@ -133,11 +163,13 @@ class Operator:
 
     async def _ask_engine(self, action: AskEngine) -> list[OperationAction]:
         """Have the engine do it, and return what follows."""
+        facts = self._engine.facts
         if action.operation == "load_lora":
             wrong_files = await self._changed(action)
+            if facts is not self._engine.facts:
+                return self._operations.on_engine("the engine is lost", lost=True)
             if wrong_files:
                 return self._operations.on_engine(wrong_files)
-        facts = self._engine.facts
         try:
             failed = await self._engine.operate(
                 action.operation, ENGINE_LIMIT_S, name=action.name, path=action.path, level=action.level
@@ -159,16 +191,17 @@ class Operator:
 
     async def _await_idle(self, lora: str) -> str:
         """Return what still runs after all limits; empty: nothing does."""
-        if await self._idle_within(self._drain_s, lora):
+        if await self.idle_within(self._drain_s, lora):
             return ""
         late = self._attempts.running_with(lora)
         _log.warning("%d attempts did not end in %g s; they are handed back", len(late), self._drain_s)
         self._hand_back(late)
-        if await self._idle_within(HAND_BACK_LIMIT_S, lora):
+        if await self.idle_within(HAND_BACK_LIMIT_S, lora):
             return ""
         return f"the engine did not end {len(self._attempts.running_with(lora))} attempts in {HAND_BACK_LIMIT_S:g} s"
 
-    async def _idle_within(self, limit_s: float, lora: str) -> bool:
+    async def idle_within(self, limit_s: float, lora: str = "") -> bool:
+        """Wait until no attempt with this LoRA is running, or none at all; return whether that was so in time."""
         try:
             async with asyncio.timeout(limit_s):
                 while self._attempts.running_with(lora):

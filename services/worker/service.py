@@ -33,7 +33,6 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.metrics import WorkerMetrics
 from services.worker.model_card import CardAnnouncement, card_of, name_of
-from services.worker.operations import Operations
 from services.worker.operator import Operator
 from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog
@@ -56,7 +55,6 @@ from shared.messages import (
     EventSource,
     KvState,
     LoadReport,
-    ModelCard,
     Part,
     Refused,
     Resent,
@@ -131,17 +129,15 @@ class Worker:
         self._last: Stepped | None = None
         """The latest step of the engine that lives."""
         self._attempts_changed = asyncio.Event()
-        self._card: ModelCard | None = None
-        """The card of the engine that lives, without what changes; None without one."""
-        self._operations = Operations(self._model_name)
         self._operator = Operator(
-            runtime.instance,
-            self._operations,
+            runtime,
+            self._model_name,
             self.engine,
             self._attempts,
             self._attempts_changed,
+            self._announcement,
             drain_s=config.drain_s,
-            announce=self._announce,
+            link=lambda: self._kvbm.shown_link,
             hand_back=self._hand_back,
             answer=self._answer,
         )
@@ -211,20 +207,15 @@ class Worker:
         """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
         self._attempts.draining = True
         self._runtime.health.unready("draining")
-        self._announce()
-        try:
-            async with asyncio.timeout(self._config.drain_s):
-                while len(self._attempts):
-                    self._attempts_changed.clear()
-                    await self._attempts_changed.wait()
-        except TimeoutError:
+        self._operator.announce()
+        if not await self._operator.idle_within(self._config.drain_s):
             _log.warning("%d attempts did not end in %g s", len(self._attempts), self._config.drain_s)
             self._fail_all(SHUTTING_DOWN)
 
     # --- reports of the engine
 
     def _engine_ready(self, facts: Ready) -> None:
-        self._card = card_of(  # reads some MB, once, while nothing is served
+        card = card_of(  # reads some MB, once, while nothing is served
             facts,
             model=self._config.model,
             model_name=self._model_name,
@@ -242,25 +233,11 @@ class Worker:
             note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
             _log.warning("%s", note)
             self._runtime.health.also = lambda: {"notes": [note]}
-        self._operator.engine_ready(facts)
-
-    def _announce(self) -> None:
-        """Publish the card while the worker serves, and what its operator made of it."""
-        operations, link, health = self._operations, self._kvbm.shown_link, self._runtime.health
-        self._attempts.loras = operations.shown_loras
-        self._attempts.closed = operations.shown_state and f"this worker is {operations.shown_state}"
-        card = self._card if operations.serves and not self._attempts.draining else None
-        if card is not None:
-            card = msgspec.structs.replace(card, lora=operations.shown_loras, kvbm=link.kvbm, kvbm_layout=link.layout)
-            if self._announcement.card is None:
-                health.unready("registering")
-        elif self._attempts.closed and not self._attempts.draining:
-            health.unready(self._attempts.closed)
-        self._announcement.show(card, operations.shown_state)
+        self._operator.engine_ready(facts, card)
 
     def _kvbm_link_changed(self) -> None:
         if self._announcement.card is not None:
-            self._announce()
+            self._operator.announce()
 
     def _engine_loading(self, loading: Loading) -> None:
         """Show the progress at /health; log it in steps of 10 %."""
@@ -285,9 +262,7 @@ class Worker:
     def _engine_lost(self, reason: str) -> None:
         self._progress_before += self._last.progress if self._last is not None else 0
         self._last = None
-        self._card = None
         self._operator.engine_lost()
-        self._announce()
         self._kvbm.engine_lost()
         self._runtime.health.unready("the engine was lost and is starting again")
         self._metrics.engine_lost()

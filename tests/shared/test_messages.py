@@ -89,6 +89,8 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
     (messages.RESENT, messages.Resent(1, 7, 9, [messages.StreamState("r", 1, 12)])),
     (messages.PING, messages.Ping()),
     (messages.PONG, messages.Pong("0a", 2, 3)),
+    (messages.OPERATE_WORKER, messages.OperateWorker("load_lora", "sql", path="/loras/sql")),
+    (messages.WORKER_OPERATED, messages.WorkerOperated("0a", failed="no", state="asleep", lora=("sql@0123",))),
     (
         messages.STEP_FRAME,
         messages.StepFrame(

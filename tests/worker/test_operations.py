@@ -54,6 +54,16 @@ class WorkerModel:
         self.faults: list[str] = []
         self.due: OperationAction | None = None
         """The AwaitIdle, ReadLora or AskEngine that is under way."""
+        self.engines = 0
+        self.due_engine = 0
+        """The number of the engine that lived when `due` was given out; 0: none did."""
+
+    def seen(self) -> tuple[str, tuple[str, ...], bool]:
+        """What routers see: the state, the LoRAs of the card, and whether there is a card."""
+        return self.shown
+
+    def now_due(self) -> OperationAction | None:
+        return self.due
 
     def take(self, actions: list[OperationAction]) -> None:
         for action in actions:
@@ -68,9 +78,11 @@ class WorkerModel:
                 case _:
                     assert self.due is None, "two at a time"
                     self.due = action
+                    self.due_engine = self.engines if self.engine_lives else 0
 
     def start(self) -> None:
         self.engine_lives = True
+        self.engines += 1
         self.take(self.operations.engine_ready(ALL))
 
     def lose(self) -> None:
@@ -95,8 +107,8 @@ class WorkerModel:
             case ReadLora():
                 self.take(self.operations.on_lora_read("" if failed else DIGEST, failed))
             case AskEngine():
-                if not self.engine_lives:
-                    self.take(self.operations.on_engine("there is no engine", lost=True))
+                if not self.engine_lives or self.due_engine != self.engines:
+                    self.take(self.operations.on_engine("the engine is lost", lost=True))
                     return
                 failed = failed or self._engine_refusal(due)
                 if not failed:
@@ -156,7 +168,8 @@ class OperationsMachine(RuleBasedStateMachine):
             world.due = None
             world.take(world.operations.on_engine())
 
-    @precondition(lambda self: isinstance(self.world.due, AskEngine) and self.world.engine_lives)
+    @precondition(lambda self: isinstance(self.world.due, AskEngine) and self.world.due_engine == self.world.engines)
+    @precondition(lambda self: self.world.engine_lives)
     @rule()
     def answer_never(self) -> None:
         """The engine does not answer and is killed; it is reported lost later."""
@@ -217,35 +230,37 @@ def worker() -> WorkerModel:
     world = WorkerModel()
     world.start()
     world.settle()
-    assert world.shown == ("", (), True)
+    assert world.seen() == ("", (), True)
     return world
 
 
 def test_sleep_withdraws_the_card_first_and_wake_shows_it_last() -> None:
     world = worker()
     assert not world.ask("sleep")
-    assert (world.shown, world.due) == (("draining", (), False), AwaitIdle())
+    assert (world.seen(), world.now_due()) == (("draining", (), False), AwaitIdle())
     world.do()
-    assert world.due == AskEngine("sleep", level=1)
-    assert not world.shown[2]
+    assert world.now_due() == AskEngine("sleep", level=1)
+    assert not world.seen()[2]
     world.do()
-    assert (world.shown, world.answers) == (("asleep", (), False), [""])
+    assert (world.seen(), world.answers) == (("asleep", (), False), [""])
     assert not world.ask("wake")
-    assert (world.due, world.shown[2]) == (AskEngine("wake"), False)
+    assert (world.now_due(), world.seen()[2]) == (AskEngine("wake"), False)
     world.do()
-    assert (world.shown, world.answers) == (("", (), True), ["", ""])
+    assert (world.seen(), world.answers) == (("", (), True), ["", ""])
 
 
 def test_a_lora_is_read_then_loaded_then_shown_under_its_id() -> None:
     world = worker()
     assert not world.ask("load_lora", "sql")
-    assert world.due == ReadLora("/loras/sql")
+    assert world.now_due() == ReadLora("/loras/sql")
     world.do()
-    assert (world.due, world.shown) == (AskEngine("load_lora", lora("sql"), "/loras/sql"), ("", (), True))
+    assert world.now_due() == AskEngine("load_lora", lora("sql"), "/loras/sql")
+    assert world.seen() == ("", (), True)
     world.do()
-    assert world.shown == ("", (lora("sql"),), True)
+    assert world.seen() == ("", (lora("sql"),), True)
     assert not world.ask("unload_lora", "sql")
-    assert (world.due, world.shown) == (AwaitIdle(lora("sql")), ("", (), True))
+    assert world.now_due() == AwaitIdle(lora("sql"))
+    assert world.seen() == ("", (), True)
     world.do()
     world.do()
     assert (world.engine_loras, world.answers) == (set(), ["", ""])
@@ -260,7 +275,7 @@ def test_a_deep_sleep_unloads_the_loras_and_waking_loads_them() -> None:
     assert world.engine_loras == set()
     world.ask("wake")
     world.settle()
-    assert (world.engine_loras, world.shown) == ({lora("sql")}, ("", (lora("sql"),), True))
+    assert (world.engine_loras, world.seen()) == ({lora("sql")}, ("", (lora("sql"),), True))
 
 
 def test_a_worker_that_sleeps_goes_back_to_sleep_when_its_engine_was_lost() -> None:
@@ -271,9 +286,9 @@ def test_a_worker_that_sleeps_goes_back_to_sleep_when_its_engine_was_lost() -> N
     world.settle()
     world.lose()
     world.start()
-    assert not world.shown[2]
+    assert not world.seen()[2]
     world.settle()
-    assert (world.engine_asleep, world.engine_loras, world.shown[0]) == (True, {lora("sql")}, "asleep")
+    assert (world.engine_asleep, world.engine_loras, world.seen()[0]) == (True, {lora("sql")}, "asleep")
 
 
 def test_an_engine_that_started_while_an_operation_put_it_to_sleep_is_not_asked_twice() -> None:
@@ -287,7 +302,7 @@ def test_an_engine_that_started_while_an_operation_put_it_to_sleep_is_not_asked_
     assert (world.engine_asleep, world.faults, world.answers) == (True, [], ["", ""])
     world.ask("wake")
     world.settle()
-    assert world.shown == ("", (lora("sql"),), True)
+    assert world.seen() == ("", (lora("sql"),), True)
 
 
 def test_a_lora_that_cannot_be_loaded_again_is_gone_and_that_is_logged() -> None:
@@ -298,7 +313,7 @@ def test_a_lora_that_cannot_be_loaded_again_is_gone_and_that_is_logged() -> None
     world.start()
     world.do("path: the files have changed")
     assert world.faults == ["the LoRA sql is gone: path: the files have changed"]
-    assert world.shown == ("", (), True)
+    assert world.seen() == ("", (), True)
 
 
 def test_a_wake_that_fails_leaves_the_worker_asleep_and_may_be_tried_again() -> None:
@@ -307,10 +322,10 @@ def test_a_wake_that_fails_leaves_the_worker_asleep_and_may_be_tried_again() -> 
     world.settle()
     world.ask("wake")
     world.do("no memory")
-    assert (world.answers[-1], world.shown) == ("no memory", ("asleep", (), False))
+    assert (world.answers[-1], world.seen()) == ("no memory", ("asleep", (), False))
     assert not world.ask("wake")
     world.settle()
-    assert world.shown == ("", (), True)
+    assert world.seen() == ("", (), True)
 
 
 def test_a_sleep_that_fails_leaves_the_worker_as_it_was() -> None:
@@ -322,7 +337,7 @@ def test_a_sleep_that_fails_leaves_the_worker_as_it_was() -> None:
     world.do()
     world.do("it cannot")
     world.settle()
-    assert (world.answers[-1], world.shown) == ("it cannot", ("", (lora("sql"),), True))
+    assert (world.answers[-1], world.seen()) == ("it cannot", ("", (lora("sql"),), True))
     assert world.engine_loras == {lora("sql")}
 
 
@@ -376,7 +391,7 @@ def test_an_engine_that_cannot_do_it_is_not_asked() -> None:
         assert world.ask(operation, "sql") == f"{operation}: this engine cannot do it"
     assert not world.ask("drain")
     world.settle()
-    assert world.shown[0] == "drained"
+    assert world.seen()[0] == "drained"
 
 
 def test_without_an_engine_nothing_begins() -> None:

@@ -1,0 +1,333 @@
+"""services/worker/operator.py: operations over the bus, with an engine that answers what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.worker import operator
+from services.worker.config import WorkerConfig
+from services.worker.lora_files import digest_lora
+from services.worker.messages import (
+    PARTS,
+    CancelAttempt,
+    EngineLoad,
+    Operate,
+    Operated,
+    Ready,
+    Stepped,
+    Submit,
+)
+from shared import subjects
+from shared.lora import make_lora_id
+from shared.messages import (
+    OPERATE_WORKER,
+    SHUTTING_DOWN,
+    WORKER_OPERATED,
+    Accepted,
+    OperateWorker,
+    Part,
+    Refused,
+    WorkerOperated,
+    WorkerOperation,
+)
+from tests.worker.scripted_engine import FACTS, ScriptedEngine
+from tests.worker.shell import FRONTEND, NAMESPACE, WORKER, Shell, request, running_worker, write_model
+
+PROMPT = [5, 6, 7]
+
+
+class OperableEngines:
+    """Engines that can do every operation. They are loaded at once; the rest they report when a test says so."""
+
+    def __init__(self) -> None:
+        self.facts: Ready = msgspec.structs.replace(
+            FACTS, operations=("sleep", "wake", "load_lora", "unload_lora", "clear")
+        )
+        self.all: list[ScriptedEngine] = []
+
+    async def start(self, _config: WorkerConfig, _model_name: str, instance: str) -> ScriptedEngine:
+        self.all.append(ScriptedEngine(instance, self.facts))
+        return self.all[-1]
+
+    @property
+    def last(self) -> ScriptedEngine:
+        return self.all[-1]
+
+    async def asked(self, operation: str) -> Operate:
+        """Wait until the last engine's last order is this operation, and return it."""
+        async with asyncio.timeout(60.0):
+            while True:
+                orders = [each for each in self.last.told if isinstance(each, Operate)] if self.all else []
+                if orders and orders[-1].operation == operation:
+                    return orders[-1]
+                await asyncio.sleep(0.005)
+
+    async def do(self, operation: str, failed: str = "") -> Operate:
+        """Wait for an operation, answer it, and return it."""
+        order = await self.asked(operation)
+        self.last.told.remove(order)
+        self.last.report(Operated(order.ticket, failed))
+        return order
+
+    def end(self, name: str) -> None:
+        """The engine reports the end of an attempt."""
+        part = Part(name, 1, first=0, tokens=b"", finish="stop")
+        step: dict[str, Any] = {"event_batch": b"", "event_sequence": -1, "digest": 0, "load": EngineLoad()}
+        self.last.report(
+            Stepped(
+                progress=1,
+                encoded_parts={FRONTEND: PARTS.encode([part])},
+                boundary_parts=[part],
+                one_token_attempts=[],
+                **step,
+            )
+        )
+
+
+@pytest.fixture
+def engines() -> OperableEngines:
+    return OperableEngines()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> WorkerConfig:
+    return WorkerConfig(namespace=NAMESPACE, model=str(write_model(tmp_path / "model")), engine="echo", drain_s=30.0)
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Path:
+    return write_files(tmp_path / "lora")
+
+
+def write_files(directory: Path, weights: bytes = b"weights") -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}", encoding="utf-8")
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return directory
+
+
+async def serving(shell: Shell, shown: bool = True) -> None:
+    await shell.peer.until(lambda: (("model", WORKER) in shell.directory.cards) == shown)
+
+
+def asking(shell: Shell, operation: WorkerOperation, **fields: Any) -> asyncio.Task[WorkerOperated]:
+    async def ask() -> WorkerOperated:
+        answer = await shell.peer.ask("operate", OPERATE_WORKER.encode(OperateWorker(operation, **fields)))
+        return WORKER_OPERATED.decode(answer.payload, answer.headers)
+
+    return asyncio.ensure_future(ask())
+
+
+async def test_sleep_waits_for_what_runs_and_wake_shows_the_card_again(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        assert await shell.peer.generate(request("r", PROMPT)) == Accepted("r", 1)
+        sleeping = asking(shell, "sleep", level=2)
+        await serving(shell, shown=False)
+        await shell.peer.until(lambda: shell.directory.instances[WORKER].state == "draining")
+        late = await shell.peer.generate(request("late", PROMPT))
+        assert isinstance(late, Refused)
+        assert (late.code, late.reason) == ("draining", "this worker is draining")
+        assert shell.runtime.health.reasons == ["this worker is draining"]
+        assert not [order for order in engines.last.told if isinstance(order, Operate)]
+        engines.end("r")
+        assert (await engines.do("sleep")).level == 2
+        assert await sleeping == WorkerOperated(WORKER, state="asleep")
+        await shell.peer.until(lambda: shell.directory.instances[WORKER].state == "asleep")
+        assert shell.runtime.health.reasons == ["this worker is asleep"]
+        waking = asking(shell, "wake")
+        await engines.asked("wake")
+        assert ("model", WORKER) not in shell.directory.cards
+        await engines.do("wake")
+        assert await waking == WorkerOperated(WORKER)
+        await serving(shell)
+        await shell.peer.until(lambda: shell.directory.instances[WORKER].state == "")
+        assert await shell.peer.generate(request("again", PROMPT)) == Accepted("again", 1)
+        engines.end("again")
+
+
+async def test_what_takes_longer_than_drain_s_is_handed_back(config: WorkerConfig, engines: OperableEngines) -> None:
+    short = msgspec.structs.replace(config, drain_s=0.1)
+    async with running_worker(short, start_engine=engines.start) as shell:
+        await serving(shell)
+        await shell.peer.generate(request("r", PROMPT))
+        draining = asking(shell, "drain")
+        await shell.peer.until(lambda: bool(shell.peer.parts("r")))
+        [part] = shell.peer.parts("r")
+        assert (part.finish, part.error) == ("error", SHUTTING_DOWN)
+        assert CancelAttempt("r", 1) in engines.last.told
+        assert not draining.done(), "the engine has not ended it"
+        engines.end("r")
+        assert await draining == WorkerOperated(WORKER, state="drained")
+        assert await asking(shell, "resume") == WorkerOperated(WORKER)
+        await serving(shell)
+
+
+async def test_an_engine_that_does_not_end_what_was_handed_back_fails_the_operation(
+    config: WorkerConfig, engines: OperableEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "HAND_BACK_LIMIT_S", 0.2)
+    short = msgspec.structs.replace(config, drain_s=0.1)
+    async with running_worker(short, start_engine=engines.start) as shell:
+        await serving(shell)
+        await shell.peer.generate(request("r", PROMPT))
+        drained = await asking(shell, "drain")
+        assert drained == WorkerOperated(WORKER, failed="the engine did not end 1 attempts in 0.2 s")
+        await serving(shell)
+        engines.end("r")
+
+
+async def test_a_lora_is_in_the_card_under_its_id_while_it_is_loaded(
+    config: WorkerConfig, engines: OperableEngines, lora: Path
+) -> None:
+    lora_id = make_lora_id("sql", digest_lora(lora))
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        loading = asking(shell, "load_lora", name="sql", path=str(lora))
+        order = await engines.do("load_lora")
+        assert (order.name, order.path) == (lora_id, str(lora))
+        assert await loading == WorkerOperated(WORKER, lora=(lora_id,))
+        await shell.peer.until(lambda: shell.directory.cards["model", WORKER].lora == (lora_id,))
+        assert await shell.peer.generate(request("r", PROMPT, lora=lora_id)) == Accepted("r", 1)
+        refused = await shell.peer.generate(request("x", PROMPT, lora="other"))
+        assert isinstance(refused, Refused)
+        assert refused.code == "wrong_model"
+        [submit] = [order for order in engines.last.told if isinstance(order, Submit)]
+        assert submit.lora == lora_id
+        unloading = asking(shell, "unload_lora", name="sql")
+        await shell.peer.until(lambda: shell.directory.cards["model", WORKER].lora == ())
+        assert isinstance(await shell.peer.generate(request("y", PROMPT, lora=lora_id)), Refused)
+        assert await shell.peer.generate(request("base", PROMPT)) == Accepted("base", 1)
+        assert not [order for order in engines.last.told if isinstance(order, Operate)], "r is running"
+        engines.end("r")
+        assert (await engines.do("unload_lora")).name == lora_id
+        assert await unloading == WorkerOperated(WORKER)
+        engines.end("base")
+
+
+async def test_loras_are_loaded_again_before_the_card_is_shown_unless_their_files_have_changed(
+    config: WorkerConfig, engines: OperableEngines, tmp_path: Path
+) -> None:
+    same, changed = write_files(tmp_path / "same"), write_files(tmp_path / "changed")
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        for name, path in (("same", same), ("changed", changed)):
+            loading = asking(shell, "load_lora", name=name, path=str(path))
+            await engines.do("load_lora")
+            assert not (await loading).failed
+        write_files(changed, b"other weights")
+        engines.last.kill()
+        await serving(shell, shown=False)
+        await shell.peer.until(lambda: len(engines.all) == 2)
+        await engines.asked("load_lora")
+        assert ("model", WORKER) not in shell.directory.cards
+        assert (await engines.do("load_lora")).name.startswith("same@")
+        await serving(shell)
+        assert [each.partition("@")[0] for each in shell.directory.cards["model", WORKER].lora] == ["same"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "is not a directory that this worker sees"),
+        ({}, "adapter_config.json is not there"),
+        ({"adapter_config.json": b"{}"}, "adapter_model.safetensors is not there"),
+        ({"adapter_config.json": b"{}", "adapter_model.bin": b""}, "adapter_model.bin is a pickle"),
+    ],
+)
+async def test_a_lora_without_its_files_is_refused_and_the_worker_serves_on(
+    config: WorkerConfig, engines: OperableEngines, tmp_path: Path, content: dict[str, bytes] | None, words: str
+) -> None:
+    directory = tmp_path / "lora"
+    if content is not None:
+        directory.mkdir()
+        for name, held in content.items():
+            (directory / name).write_bytes(held)
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        operated = await asking(shell, "load_lora", name="sql", path=str(directory))
+        assert operated.failed.startswith("load_lora: path: ")
+        assert words in operated.failed
+        assert ("model", WORKER) in shell.directory.cards
+
+
+async def test_a_second_operation_is_refused_while_one_runs(config: WorkerConfig, engines: OperableEngines) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        clearing = asking(shell, "clear")
+        await engines.asked("clear")
+        assert (await asking(shell, "drain")).failed == "drain: clear is running; try again when it has ended"
+        await engines.do("clear", failed="clear: blocks are in use")
+        assert (await clearing).failed == "clear: blocks are in use"
+
+
+async def test_an_engine_that_dies_fails_the_operation_and_a_worker_that_sleeps_sleeps_on(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        clearing = asking(shell, "clear")
+        await engines.asked("clear")
+        engines.last.kill()
+        assert (await clearing).failed == "the engine is lost"
+        await serving(shell, shown=False)
+        await serving(shell)
+        sleeping = asking(shell, "sleep")
+        await engines.do("sleep")
+        assert (await sleeping).state == "asleep"
+        engines.last.kill()
+        await shell.peer.until(lambda: len(engines.all) == 3)
+        await engines.do("sleep")
+        assert ("model", WORKER) not in shell.directory.cards
+        assert (await asking(shell, "sleep")).failed == "sleep: the worker is asleep already"
+
+
+async def test_an_engine_that_does_not_answer_is_killed(
+    config: WorkerConfig, engines: OperableEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "ENGINE_LIMIT_S", 0.2)
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        assert (await asking(shell, "clear")).failed == "clear: the engine did not answer in 0.2 s"
+        await shell.peer.until(lambda: len(engines.all) == 2)
+        await serving(shell)
+
+
+async def test_a_worker_that_shuts_down_answers_the_operation_that_runs(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        clearing = asking(shell, "clear")
+        await engines.asked("clear")
+        shell.runtime.stopping.set()
+        assert (await clearing).failed in (SHUTTING_DOWN, "the engine is lost")
+
+
+async def test_a_message_that_cannot_be_read_is_answered_with_what_is_wrong(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        answer = await shell.peer.ask("operate", b"\xc1")
+        assert "operation" in WORKER_OPERATED.decode(answer.payload, answer.headers).failed
+
+
+async def test_people_ask_in_json(config: WorkerConfig, engines: OperableEngines) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        answer = await shell.peer.bus.request(
+            subjects.worker(NAMESPACE, WORKER, "operate"),
+            json.dumps({"type": "operate", "operation": "wake"}).encode(),
+            timeout_s=60.0,
+            headers={"Content-Type": "application/json"},
+        )
+        assert json.loads(answer.payload)["failed"] == "wake: the worker is awake"
