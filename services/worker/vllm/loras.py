@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from services.worker.vllm.lora_check import check_lora
+from services.worker.vllm.one_line import CHARACTERS
+from shared.errors import ModelError
+from shared.model_file import CONFIG_LIMIT_BYTES, read_model_json
 
 
 class EngineLoras:
@@ -38,9 +43,7 @@ class EngineLoras:
         if len(self._loaded) >= config.max_cpu_loras:
             count = len(self._loaded)
             return f"load_lora: {count} LoRAs are loaded, all that vllm.max_cpu_loras allows; unload one first"
-        model = self._llm.vllm_config.model_config
-        layers = model.get_total_num_hidden_layers()
-        fault = await asyncio.to_thread(check_lora, Path(path), Path(model.model), layers)
+        fault = await asyncio.to_thread(self._check, Path(path))
         if fault:
             return f"load_lora: {path}: {fault}"
         # vLLM caches blocks by name and path, and an id is the name of one content. It finds weights by the number.
@@ -54,6 +57,20 @@ class EngineLoras:
             raise
         self._loaded[lora] = request
         return ""
+
+    def _check(self, directory: Path) -> str:
+        """Return why the files are not loaded; empty: nothing speaks against it. Blocks."""
+        config = self._llm.vllm_config
+        settings = directory / "adapter_config.json"
+        try:
+            given = read_model_json(settings, dict[str, Any], limit_bytes=CONFIG_LIMIT_BYTES)
+            PEFTHelper.from_dict(given).validate_legal(config.lora_config)
+        except ModelError as wrong:
+            return str(wrong)
+        except (ValueError, TypeError, AttributeError) as wrong:  # a value that vLLM does not take, or of another type
+            return f"{settings.name}: {' '.join(str(wrong).split())[:CHARACTERS]}"
+        model = config.model_config
+        return check_lora(directory, Path(model.model), model.get_total_num_hidden_layers())
 
     async def unload(self, lora: str) -> str:
         """Drop a LoRA that no attempt uses. Return why it was not dropped. Raise what vLLM raises."""
