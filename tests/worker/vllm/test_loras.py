@@ -84,7 +84,7 @@ async def test_its_blocks_are_its_own_and_carry_the_id(engine: DrivenEngine, mod
     assert await engine.operate("unload_lora", name="b@1") == ""
 
 
-async def test_files_that_changed_answer_and_cache_anew_under_their_id(
+async def test_changed_files_find_no_blocks_of_the_old_ones_and_answer_as_their_own(
     engine: DrivenEngine, model: Path, tmp_path: Path
 ) -> None:
     lora = write_lora(tmp_path / "lora", model, rank=RANK, seed=1)
