@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 from shared import subjects
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import ROOT, eventually
+from tests.integration.test_vllm import cores
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.vllm.environment import PYTHON, needs_vllm
@@ -53,7 +57,7 @@ def services(folder: Path, model: Path, nats_url: str) -> Iterator[Fleet]:
         for name in WORKERS:
             flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
             one.start("worker", name, *flags, *arguments)
-        one.start("frontend", "frontend", "--limits-frozen-s", "60")
+        one.start("frontend", "frontend", "--limits-attempts", "20", "--limits-frozen-s", "60")
         for name in WORKERS:
             eventually(one.services[name].ready, limit_s=LIMIT_S, what=f"{name} serves")
         one.wait_ready()
@@ -75,13 +79,17 @@ class Client:
             found: dict[str, Any] = json.load(answer)
             return found
 
-    def ask(self, model: str, prompt: list[int] = PROMPT) -> dict[str, Any]:
-        fields = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    def ask(self, model: str, prompt: list[int] = PROMPT, tokens: int = 20) -> dict[str, Any]:
+        fields = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return self.get("/completions", {"model": model, "prompt": prompt, **fields})
 
     def roots(self) -> dict[str, str]:
         """Return the `root` of each model that is listed."""
         return {entry["id"]: entry["root"] for entry in self.get("/models")["data"]}
+
+    def cards(self, word: str) -> int:
+        """Return how many cards of workers have the word."""
+        return sum(word in file.read_text() for file in (self._folder / "where").rglob("*.json"))
 
     def lora(self, *words: str) -> list[str]:
         """Run `headrace lora`; return what it prints."""
@@ -171,3 +179,22 @@ def test_the_router_finds_what_is_cached_under_the_lora_and_nothing_of_the_base(
     assert decision["lora"] == client.roots()["law"]
     assert decision["predicted_cached_tokens"] == decision["actual_cached_tokens"] == 192
     client.lora("unload", "law")
+
+
+def test_a_stream_goes_on_with_the_same_lora_when_a_core_is_killed_and_its_worker_loads_it_again(
+    services: Fleet, client: Client, model: Path, tmp_path: Path
+) -> None:
+    client.lora("load", "tax", str(write_lora(tmp_path / "tax", model, rank=8)))
+    eventually(lambda: "tax" in client.roots(), limit_s=LIMIT_S, what="the LoRA is listed")
+    whole = client.ask("tax", tokens=400)["choices"][0]["token_ids"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.ask, "tax", tokens=400)
+        time.sleep(0.7)
+        [killed, *_] = [pid for name in WORKERS for pid in cores(services.services[name].process.pid)]
+        os.kill(killed, signal.SIGKILL)
+        assert answer.result()["choices"][0]["token_ids"] == whole
+    for name in WORKERS:
+        eventually(services.services[name].ready, limit_s=LIMIT_S, what=f"{name} serves again")
+    eventually(lambda: client.cards("tax@") == len(WORKERS), limit_s=LIMIT_S, what="both have loaded it again")
+    assert client.ask("tax", tokens=400)["choices"][0]["token_ids"] == whole
+    assert len(client.lora("unload", "tax")) == len(WORKERS)
