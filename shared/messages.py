@@ -371,6 +371,8 @@ class Explanation(Struct, frozen=True):
     produced it."""
     ended_s: float | None = None
     """The time from the choice to the reported end, in seconds; None: it has not ended."""
+    lora: str = ""
+    """The id of the LoRA that was asked for; empty: none."""
 
 
 class Explanations(Struct, frozen=True):

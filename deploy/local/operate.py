@@ -12,6 +12,7 @@ from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.discovery.catalogue import read_entry
 from shared.errors import ConfigError, ProtocolError, Unavailable
+from shared.lora import name_of_lora
 from shared.messages import OPERATE_WORKER, WORKER_OPERATED, Instance, ModelCard, OperateWorker, WorkerOperated
 
 MOST_SECONDS = 86400.0
@@ -85,7 +86,7 @@ def choose_workers(
     if prefixes:
         return [workers[_by_prefix(prefix, sorted(workers))] for prefix in dict.fromkeys(prefixes)]
     if asked.operation == "unload_lora":
-        cards = [card for card in cards if asked.name in card.lora]
+        cards = [card for card in cards if asked.name in map(name_of_lora, card.lora)]
     models = sorted({card.model for card in cards if model in ("", card.model)})
     if not models:
         holding = f"has the LoRA {asked.name}" if asked.operation == "unload_lora" else "serves now"

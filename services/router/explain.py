@@ -52,6 +52,7 @@ def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
         actual_cached_tokens=decision.actual_cached_tokens,
         first_token_s=_rounded(decision.first_token_s),
         ended_s=_rounded(decision.ended_s),
+        lora=decision.request.lora,
     )
 
 

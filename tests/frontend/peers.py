@@ -106,8 +106,10 @@ def card_entry(
     sampling: SamplingDefaults | None = None,
     template: Path | None = None,
     template_text: str = "",
+    lora: tuple[str, ...] = (),
 ) -> dict[str, bytes]:
     card = ModelCard(
+        lora=lora,
         template_text=template_text,
         sampling=sampling or SamplingDefaults(),
         chat_template="" if template is None else str(template),

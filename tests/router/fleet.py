@@ -116,6 +116,12 @@ class ScriptedWorker:
         assert self.registration is not None
         await self.registration.publish()
 
+    async def loads(self, *loras: str) -> None:
+        """Show these LoRAs in the card from now on."""
+        self.lora = loras
+        assert self.registration is not None
+        await self.registration.publish()
+
     async def stop(self) -> None:
         assert self.registration is not None
         await self.registration.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
 
 import msgspec
 import pytest
 
 from services.router.config import RouterConfig
+from services.router.selection.model_router import ModelRouter
 from shared import subjects
 from shared.errors import NoResponders
 from shared.messages import (
@@ -279,6 +281,26 @@ async def test_a_lora_is_served_by_the_worker_that_has_it() -> None:
         await world.worker("b", lora=("french",))
         for number in range(4):
             assert (await world.chosen(tokens_of("x", 2), f"r{number}", lora="french")).instance == "b"
+
+
+def _has_loras(model: ModelRouter, loras: tuple[str, ...]) -> bool:
+    return model.cards["a"].lora == loras
+
+
+async def test_a_worker_keeps_its_blocks_and_reservations_when_its_loras_change() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        prompt = tokens_of("x", 4)
+        await worker.stores(prompt)
+        await world.finds("a", prompt, 4)
+        await world.chosen(prompt, "before")
+        model, feed = world.router.models[MODEL], world.router.feeds["a"]
+        for loras in (("french@1",), ("dutch@1", "french@1"), ()):
+            await worker.loads(*loras)
+            await until(partial(_has_loras, model, loras))
+            assert model.load.candidate_of(("before", 1)) == ("a", 0)
+            assert world.router.feeds["a"] is feed
+            assert (await world.chosen(prompt, f"with {loras}")).overlap.blocks == 3
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,11 @@ def render_candidates(decisions: Sequence[Explanation]) -> str:
 def _decision(one: Explanation) -> str:
     head = "  INSTANCE  RANK  DEVICE  HOST  DISK  HELD  QUEUED  PREDICTED  SCORE  REASON"
     rows = [_candidate(row, chosen=(row.instance, row.rank) == (one.instance, one.rank)) for row in one.candidates]
+    lora = f" with the LoRA {one.lora}" if one.lora else ""
     return "\n".join(
         (
             f"request {one.request}, attempt {one.attempt}, {age(one.age_s)} ago",
-            f"model {one.model}, chosen by router {one.router}: {one.reason}",
+            f"model {one.model}{lora}, chosen by router {one.router}: {one.reason}",
             "",
             table(head, rows),
             "",

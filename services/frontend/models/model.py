@@ -68,6 +68,15 @@ class Model(Struct, frozen=True):
     block_size: int
     template_digest: str = ""
     """The digest of the chat template's file, as the worker's card has it."""
+    parent: str = ""
+    """The name of the model that a LoRA changes, of which it is a copy here under its own name; empty: no LoRA."""
+    lora: str = ""
+    """The id of the LoRA that its name means; empty: no LoRA."""
+
+    @property
+    def base(self) -> str:
+        """The name by which routers and workers know it."""
+        return self.parent or self.name
 
 
 class ModelLimits(Struct, frozen=True):

@@ -10,11 +10,15 @@ counts: that of the worker which started last, so that all frontends choose the 
 `card_faults` says why. When the card goes, the newest of the others takes its place.
 
 A model stays known when its last worker goes, so that its clients get 503 and not 404.
+
+The LoRAs of the cards are models too (lora_names.py): each is its base model with another name and the LoRA's id. A
+base model of the same name comes first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -22,6 +26,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from services.frontend.models.lora_names import LoraNames
 from services.frontend.models.model import (
     BY_TEMPLATE,
     Model,
@@ -41,6 +48,10 @@ MODELS_LIMIT = 256
 """The number of known models, with or without workers. Cards of further models are ignored with an error."""
 NAMES_LISTED = 8
 """The number of models that an error lists when the requested one does not exist."""
+NAMES_COMPARED = 1024
+"""The number of names that are compared with one that does not exist: some milliseconds."""
+COMPARED_CHARACTERS = 256
+"""The length up to which a name that does not exist is compared with others."""
 FAULTS_LISTED = 32
 """The number of cards that /health lists because they cannot be loaded."""
 
@@ -136,6 +147,9 @@ class ModelRegistry:
         self._pool = pool
         self._instances = directory.instances
         self._entries: dict[str, _Entry] = {}
+        self._loras = LoraNames()
+        self._hidden: set[str] = set()
+        """The names of LoRAs that were reported because a base model has them; at most as many as there are models."""
         self._loaded = asyncio.Event()
         """Set after every attempt to load a model."""
         directory.subscribe(self._on_change)
@@ -149,22 +163,42 @@ class ModelRegistry:
             await self._loaded.wait()
 
     def find(self, name: str | None) -> tuple[Model, ModelLimits]:
-        """Return the model of that name, or the only model without a name. Raise InvalidRequest (404) for a name that
-        no worker has served, and Unavailable while it cannot be served."""
+        """Return the model or the LoRA of that name, or the only model without a name. Raise InvalidRequest (404) for a
+        name that no worker has served, and for a LoRA that was unloaded; Unavailable while it cannot be served."""
         if name is None:
             name = self._only()
         entry = self._entries.get(name)
         if entry is None:
+            lora = self._loras.find(name)
+            if lora is not None:
+                return self._find_lora(name, *lora)
+            if self._loras.is_gone(name):
+                raise Unavailable(f"no worker has the LoRA {name!r} now; those that had it are gone or do not serve")
             if not self._entries or name in self._directories:
                 raise Unavailable(f"no worker serves the model {name!r} yet")
-            known = ", ".join(sorted(self._entries)[:NAMES_LISTED])
-            wrong = f"the model {name!r} does not exist; there is {known}"
+            wrong = f"the model {name!r} does not exist; there is {', '.join(self._near(name))}"
             raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
         if not entry.cards:
             raise Unavailable(f"no worker serves the model {name!r} now")
         if entry.model is None or entry.fault:
             raise Unavailable(f"the model {name!r} is not ready: {entry.fault}")
         return entry.model, model_limits(entry.chosen)
+
+    def _find_lora(self, name: str, base: str, lora: str) -> tuple[Model, ModelLimits]:
+        """Return the base model under the LoRA's name. Raise Unavailable while the base model cannot be served."""
+        model, _ = self.find(base)
+        limits = model_limits([card for card in self._entries[base].chosen if lora in card.lora])
+        return replace(model, name=name, parent=base, lora=lora), limits
+
+    def _near(self, name: str) -> list[str]:
+        """Return some of the known names, those that resemble `name` if any do."""
+        known = sorted({*self._entries, *self._loras.names})
+        near = (
+            difflib.get_close_matches(name, known[:NAMES_COMPARED], n=NAMES_LISTED)
+            if len(name) <= COMPARED_CHARACTERS
+            else []
+        )
+        return near or known[:NAMES_LISTED]
 
     def _only(self) -> str:
         names = [name for name, entry in self._entries.items() if entry.chosen] or list(self._entries)
@@ -179,6 +213,18 @@ class ModelRegistry:
         return {
             name: model_limits(entry.chosen) for name, entry in self._entries.items() if entry.cards and not entry.fault
         }
+
+    def served_loras(self) -> dict[str, tuple[Model, ModelLimits]]:
+        """Return the LoRAs that can be asked for now, by name."""
+        found: dict[str, tuple[Model, ModelLimits]] = {}
+        for name in sorted(self._loras.names):
+            lora = self._loras.find(name)
+            if lora is None or name in self._entries:
+                continue
+            base = self._entries[lora[0]]
+            if base.model is not None and not base.fault:
+                found[name] = self._find_lora(name, *lora)
+        return found
 
     def faults(self) -> list[str]:
         """Return why models with a worker cannot serve requests."""
@@ -201,6 +247,7 @@ class ModelRegistry:
             case CardDown() if change.card.model in self._entries:
                 entry = self._entries[change.card.model]
                 entry.cards.pop(change.card.instance, None)
+                self._loras.remove_card(change.card.model, change.card.instance)
                 self._reload(change.card.model, entry)
             case InstanceUp() | InstanceDown():  # a card may be known before its worker is, and after it
                 for name, entry in self._entries.items():
@@ -215,10 +262,18 @@ class ModelRegistry:
             return
         entry = self._entries.setdefault(card.model, _Entry(self._instances))
         entry.cards[card.instance] = card
+        self._loras.set_card(card.model, card.instance, card.lora if card.routed else ())
+        self._report_hidden()
         if not entry.matches(card):
             entry.model = None  # its tokens would mean something else to the new workers
             entry.reason = _LOADING
         self._reload(card.model, entry)
+
+    def _report_hidden(self) -> None:
+        """Log each LoRA once that cannot be asked for since a base model has its name."""
+        for name in self._loras.names.keys() & self._entries.keys() - self._hidden:
+            self._hidden.add(name)
+            _log.warning("the LoRA %s cannot be asked for: a model has its name; load it under another one", name)
 
     def _reload(self, name: str, entry: _Entry) -> None:
         """Order the cards again, and load the newest if it is not loaded. Many changes at once are one."""

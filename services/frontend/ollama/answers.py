@@ -129,11 +129,15 @@ _DETAILS = {
 """What Ollama knows about a model's file; a frontend does not."""
 
 
+def _details(model: Model) -> dict[str, Any]:
+    return {**_DETAILS, "parent_model": model.parent}
+
+
 def listed(model: Model, limits: ModelLimits) -> dict[str, Any]:
     """Return the entry of a model in /api/tags and /api/ps. Its digest is that of its tokenizer, since a frontend has
     no other file of it; its size is not known."""
     known = {"digest": model.tokenizer_digest, "size": 0, "size_vram": 0, "context_length": limits.context_length}
-    return {"name": model.name, "model": model.name, "modified_at": _STARTED, "details": _DETAILS, **known}
+    return {"name": model.name, "model": model.name, "modified_at": _STARTED, "details": _details(model), **known}
 
 
 def shown(model: Model, limits: ModelLimits) -> bytes:
@@ -150,7 +154,7 @@ def shown(model: Model, limits: ModelLimits) -> bytes:
         {
             "modified_at": _STARTED,
             "template": "" if model.template is None else model.template.source,
-            "details": _DETAILS,
+            "details": _details(model),
             "model_info": info | {"headrace.embedding_length": limits.embedding_size},
             "capabilities": [name for name, there in capabilities.items() if there],
         }

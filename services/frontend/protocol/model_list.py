@@ -21,6 +21,10 @@ class ModelEntry(Struct, frozen=True):
     owned_by: Literal["headrace"] = "headrace"
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """The sampling parameters of requests that do not set them."""
+    root: str = ""
+    """What is served under the name: the name itself, or of a LoRA the id, which names its files."""
+    parent: str | None = None
+    """The name of the model that a LoRA changes; null: it is no LoRA."""
 
 
 class ModelList(Struct, frozen=True):

@@ -59,6 +59,7 @@ class BusCalls:
                 prompt_tokens=request.prompt_tokens + action.produced,
                 max_tokens=request.sampling.max_tokens - action.produced,
                 excluded=action.excluded,
+                lora=request.lora,
                 priority=request.priority,
                 session=request.affinity_key,
                 # Later attempts have waited already.
@@ -86,7 +87,7 @@ class BusCalls:
                         subjects.select(self._runtime.namespace, addressee), payload, timeout_s=min(timeout_s, left_s)
                     )
                     answer = SELECT_REPLY.decode(reply.payload)
-                    if self._is_stale(answer, request.model):
+                    if self._is_stale(answer, request):
                         stale = answer
                         continue
                     self._feed(stream, answer)
@@ -122,6 +123,7 @@ class BusCalls:
             sampling=request.sampling,
             time_left_s=max(0.0, request.deadline - now),
             rank=action.rank,
+            lora=request.lora,
             salt=request.salt,
             priority=request.priority,
             wait_left_s=max(0.0, stream.started + action.wait_s - now) if action.wait_s else None,
@@ -157,13 +159,16 @@ class BusCalls:
             return f"it does not make embeddings of {request.embedding_size} numbers"
         return ""
 
-    def _is_stale(self, answer: SelectReply, model: str) -> TypeGuard[SelectRefused]:
-        """Return whether the router has not yet heard of a worker that this frontend knows. Both follow discovery
-        independently."""
+    def _is_stale(self, answer: SelectReply, request: InferenceRequest) -> TypeGuard[SelectRefused]:
+        """Return whether the router has not yet heard of a worker that this frontend knows, or of its LoRA. Both follow
+        discovery independently."""
         return (
             isinstance(answer, SelectRefused)
             and answer.code in ("unknown_model", "no_instances")
-            and any(card.model == model and card.routed for card in self._runtime.directory.cards.values())
+            and any(
+                card.model == request.model and card.routed and (not request.lora or request.lora in card.lora)
+                for card in self._runtime.directory.cards.values()
+            )
         )
 
     def _addressees(self, model: str) -> Iterator[str]:

@@ -34,6 +34,7 @@ class InferenceRequest(Struct, frozen=True):
 
     id: str
     model: str
+    """The name of the base model."""
     prompt: bytes
     """Token ids, packed as u32."""
     prompt_tokens: int
@@ -58,6 +59,8 @@ class InferenceRequest(Struct, frozen=True):
     """Requests of a higher priority are computed first (requests/priority.py)."""
     repeats_prompt: bool = False
     """The request that comes first has the same prompt."""
+    lora: str = ""
+    """The id of the LoRA, which all attempts have; empty: none."""
 
 
 class StreamSelector:

@@ -262,10 +262,11 @@ class ServingChat(Struct, frozen=True):
                 sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
             first = InferenceRequest(
                 id=name if alone else f"{name}/{at * count}",
-                model=model.name,
+                model=model.base,
+                lora=model.lora,
                 prompt=prompt.tokens,
                 prompt_tokens=prompt.count,
-                hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of("", salt))),
+                hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of(model.lora, salt))),
                 sampling=sampling,
                 salt=salt,
                 # The choices of a prompt share its blocks, so they prefer one worker.

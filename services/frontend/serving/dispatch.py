@@ -125,17 +125,19 @@ class Dispatcher:
 
     def models(self) -> bytes:
         """Return the body of /v1/models."""
-        served = self._models.served().items()
-        return msgspec.json.encode(ModelList([self._entry(name, limits) for name, limits in served]))
+        models = [self._entry(name, name, None, limits) for name, limits in self._models.served().items()]
+        loras = self._models.served_loras().items()
+        models += [self._entry(name, model.lora, model.parent, limits) for name, (model, limits) in loras]
+        return msgspec.json.encode(ModelList(models))
 
     def model(self, name: str) -> bytes:
         """Return the body of /v1/models/{name}. Raise InvalidRequest and Unavailable."""
-        _, limits = self._models.find(name)
-        return msgspec.json.encode(self._entry(name, limits))
+        model, limits = self._models.find(name)
+        return msgspec.json.encode(self._entry(name, model.lora or name, model.parent or None, limits))
 
-    def _entry(self, name: str, limits: ModelLimits) -> ModelEntry:
+    def _entry(self, name: str, root: str, parent: str | None, limits: ModelLimits) -> ModelEntry:
         defaults = sampling_defaults(limits, self._config)
-        return ModelEntry(name, _STARTED, limits.context_length, sampling_defaults=defaults)
+        return ModelEntry(name, _STARTED, limits.context_length, sampling_defaults=defaults, root=root, parent=parent)
 
 
 _STARTED = int(time.time())

@@ -168,10 +168,11 @@ class _Vectors(Struct):
     def _request(self, index: int, prompt: bytes) -> InferenceRequest:
         """Return the request of one input. With mean pooling nothing comes from a cache: such a request has no hashes
         and goes to the least loaded worker."""
-        reuses, seed = self.sampling.pooling == "last", seed_of("", self.salt)
+        reuses, seed = self.sampling.pooling == "last", seed_of(self.model.lora, self.salt)
         return InferenceRequest(
             id=self.unique if len(self.prompts) == 1 else f"{self.unique}/{index}",
-            model=self.model.name,
+            model=self.model.base,
+            lora=self.model.lora,
             prompt=prompt,
             prompt_tokens=len(prompt) // 4,
             hashes=pack_hashes(sequence_hashes(prompt, self.model.block_size, seed)) if reuses else b"",

@@ -76,7 +76,8 @@ class ServingForeign(Struct, frozen=True):
 
     def _listed(self) -> bytes:
         models = self.chat.models
-        return msgspec.json.encode({"models": [ollama_answers.listed(*models.find(name)) for name in models.served()]})
+        found = [*map(models.find, models.served()), *models.served_loras().values()]
+        return msgspec.json.encode({"models": [ollama_answers.listed(*each) for each in found]})
 
     def _message(self, body: bytes, context: RequestContext) -> Generating:
         request = decode(anthropic.MessagesRequest, body, context.ignored)

@@ -51,6 +51,8 @@ class RoutingRequest(Struct, frozen=True):
     """Id of the client's session. Requests of one session prefer the same candidate if scores are nearly equal."""
     priority: int = 0
     """Requests of a higher priority are computed first; 0 is the usual one."""
+    lora: str = ""
+    """Id of the LoRA; empty: none."""
     fleet: FleetAverage = FleetAverage()
     host_s: float = 0.0
     """Seconds to fetch one block from host memory; 0 if unknown."""

@@ -54,7 +54,7 @@ class Eligibility:
         self._ramping: dict[str, float] = {}
         """Instance → when its card came, for instances that ramp up."""
         self._by_lora: dict[str, list[EligibleCandidate]] = {}
-        """LoRA name ("" for none) → its candidates; a memo, emptied when a card comes or goes."""
+        """LoRA id ("" for none) → its candidates; a memo, emptied when a card comes or goes."""
         self._shortest_limit_tokens = 0
         """Prompts up to this length have room at every candidate."""
 
@@ -64,6 +64,12 @@ class Eligibility:
         if any(now_s - since_s >= self._ramp_s for since_s in self._since_s.values()):
             self._ramping[card.instance] = now_s
         self._since_s[card.instance] = now_s
+        self.cards[card.instance] = card
+        self._changed()
+
+    def update_card(self, card: ModelCard) -> None:
+        """Replace the card of an instance that has one; it does not ramp up again."""
+        assert card.instance in self.cards
         self.cards[card.instance] = card
         self._changed()
 

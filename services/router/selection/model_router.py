@@ -108,8 +108,8 @@ class ModelRouter:
     # --- instances and stores
 
     def add_card(self, card: ModelCard, now_s: float = 0.0) -> None:
-        """Add an instance that serves the model, or update its card. If more than its store differs from the card
-        before, the instance must be removed first (`same_worker`)."""
+        """Add an instance that serves the model, or update its card. If more than its store and its LoRAs differ from
+        the card before, the instance must be removed first (`same_worker`)."""
         before = self.cards.get(card.instance)
         if before is None:
             self.eligibility.add_card(card, now_s)
@@ -119,7 +119,7 @@ class ModelRouter:
             self._link_store(card.instance, None, store_id_of(card))
         else:
             assert same_worker(before, card)
-            self.cards[card.instance] = card
+            self.eligibility.update_card(card)
             self._link_store(card.instance, store_id_of(before), store_id_of(card))
 
     def _new_chains(self, candidate: CandidateId, card: ModelCard) -> Chains:
@@ -224,6 +224,7 @@ class ModelRouter:
             prompt_tokens=select.prompt_tokens,
             block_size=block_size,
             session=select.session,
+            lora=select.lora,
             priority=priority,
             fleet=FleetAverage.of(candidates),
             host_s=block_bytes / HOST_BYTES_PER_S,
@@ -412,6 +413,6 @@ def _refused(select: Select, code: Refusal | Literal["bad_request", "overloaded"
 
 
 def same_worker(before: ModelCard, after: ModelCard) -> bool:
-    """Return whether the cards differ at most in the store that the worker is attached to. If so, the worker's own
-    blocks and its reservations are still valid."""
-    return msgspec.structs.replace(before, kvbm=after.kvbm, kvbm_layout=after.kvbm_layout) == after
+    """Return whether the cards differ at most in the store that the worker is attached to, and in its LoRAs. If so,
+    the worker's own blocks and its reservations are still valid."""
+    return msgspec.structs.replace(before, kvbm=after.kvbm, kvbm_layout=after.kvbm_layout, lora=after.lora) == after

@@ -21,7 +21,6 @@ from typing import Any, assert_never
 from vllm import PoolingParams, SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
-from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -50,6 +49,7 @@ from services.worker.messages import (
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
 from services.worker.vllm.events import EventReader
+from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
 from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
 from services.worker.vllm.stats import EngineStats
@@ -63,8 +63,6 @@ CLEAR_LIMIT_S = 30.0
 """Seconds within which vLLM reports that its cache was cleared."""
 PROBE_SALT = "headrace probe"
 """The cache salt of our own requests, so that they find and leave no blocks of clients."""
-MOST_LORAS = 64
-"""Most LoRAs that are loaded at once."""
 
 
 class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -107,8 +105,7 @@ class VllmEngine:
         self._attempts = AttemptTable()
         self.stats = EngineStats(vllm_config.cache_config.num_gpu_blocks)
         self._blocks = EngineBlocks(vllm_config.cache_config.block_size)
-        self._loras: dict[str, LoRARequest] = {}
-        self._lora_numbers = 0
+        self._loras = EngineLoras(llm)
         self._new_events: list[KvEvent] = [AllBlocksCleared()]
         self._event_sequence = -1
         self._progress = 0
@@ -224,7 +221,7 @@ class VllmEngine:
                 key,
                 prompt,
                 params,
-                lora_request=self._loras.get(submit.lora),
+                lora_request=self._loras.find(submit.lora),
                 priority=-submit.priority if self._by_priority else 0,
             )
         except EngineDeadError:
@@ -286,27 +283,13 @@ class VllmEngine:
                 self._sleep_level = 0
                 await self.probe(self._config.stall_s)
             case "load_lora":
-                return await self._load_lora(command.name, command.path)
+                return await self._loras.load(command.name, command.path)
             case "unload_lora":
-                if command.name not in self._loras:
-                    return f"unload_lora: no LoRA {command.name} is loaded"
                 if self._attempts.uses_lora(command.name):
                     return f"unload_lora: attempts with {command.name} are running"
-                await self._llm.remove_lora(self._loras.pop(command.name).lora_int_id)
+                return await self._loras.unload(command.name)
             case _:
                 assert_never(command.operation)
-        return ""
-
-    async def _load_lora(self, name: str, path: str) -> str:
-        if name in self._loras:
-            return f"load_lora: {name} is loaded already"
-        if len(self._loras) >= MOST_LORAS:
-            return f"load_lora: {MOST_LORAS} LoRAs are loaded; unload one first"
-        self._lora_numbers += 1  # a number is never used again: vLLM caches blocks and weights by it
-        request = LoRARequest(name, self._lora_numbers, path)
-        if not await self._llm.add_lora(request):
-            return f"load_lora: vLLM did not load {path}"
-        self._loras[name] = request
         return ""
 
     async def _clear(self) -> str:

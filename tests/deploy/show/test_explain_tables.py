@@ -41,6 +41,13 @@ def test_a_choice_stands_with_its_candidates_and_what_came_of_it() -> None:
     ]
 
 
+def test_a_lora_stands_next_to_its_model() -> None:
+    asked = msgspec.structs.replace(CHOICE, lora="sql@0123")
+    assert (
+        render_candidates([asked]).splitlines()[1] == "model m with the LoRA sql@0123, chosen by router r1: most cached"
+    )
+
+
 def test_what_is_not_known_yet_is_said_in_words() -> None:
     assert render_candidates([CHOICE]).splitlines()[-3:] == [
         "cached tokens      400 predicted, not reported yet of 410",

@@ -58,6 +58,18 @@ def test_if_no_candidate_can_serve_the_refusal_says_why() -> None:
     assert asked(made, excluded=("b",)) == ["a"]
 
 
+def test_a_card_whose_loras_change_counts_at_once_and_does_not_ramp_up_again() -> None:
+    made = eligibility(card("a"), card("b"))
+    assert refusal(made, lora="french@1") == "unknown_model"
+    made.update_card(card("b", lora=("french@1",)))
+    assert asked(made, RAMP_S, lora="french@1") == ["b"]
+    assert asked(made, RAMP_S) == ["a", "b"]
+    made.validate()
+    made.update_card(card("b", lora=("french@2",)))
+    assert refusal(made, lora="french@1") == "unknown_model"
+    made.validate()
+
+
 def test_a_candidate_without_room_for_the_prompt_is_skipped_while_others_have_room() -> None:
     small = msgspec.structs.replace(card("small"), capacity_blocks=3)
     short = msgspec.structs.replace(card("short"), context_length=10)
