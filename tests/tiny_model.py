@@ -189,16 +189,16 @@ def _weights(config: dict[str, Any], bias: bool, seed: int) -> dict[str, NDArray
 def _write_weights(directory: Path, weights: dict[str, NDArray[np.float32]], dtype: DType, shards: int) -> None:
     names = list(weights)
     if shards == 1:
-        _write_safetensors(directory / "model.safetensors", weights, dtype)
+        write_safetensors(directory / "model.safetensors", weights, dtype)
         return
     where = {name: f"model-{1 + at % shards:05}-of-{shards:05}.safetensors" for at, name in enumerate(names)}
     for file in sorted(set(where.values())):
-        _write_safetensors(directory / file, {name: weights[name] for name in names if where[name] == file}, dtype)
+        write_safetensors(directory / file, {name: weights[name] for name in names if where[name] == file}, dtype)
     _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
 
 
-def _write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype: DType) -> None:
-    """The format by hand: `safetensors.numpy` does not know bfloat16."""
+def write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype: DType) -> None:
+    """Write the tensors by hand: `safetensors.numpy` does not know bfloat16."""
     code = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     chunks: list[bytes] = []
