@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.worker.messages import Ready
+from services.worker.messages import EngineOperation, Ready
 from services.worker.mover import Copied, Copy, Slots
 from services.worker.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
@@ -52,6 +52,9 @@ class PoolRunner:
         self.computed_tokens = 0
         self.suspects = False
         """Whether wrong bytes are numbers that are not finite; else they fail the test."""
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        return f"{operation}: this engine cannot do it"
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         copier = HostCopier.over(self.memory.reshape(-1).data, LAYOUT.block_bytes)
