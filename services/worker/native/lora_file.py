@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,8 +107,8 @@ def read_lora(directory: Path, config: ModelConfig, *, most_rank: int, most_byte
         outputs, inputs = module.shape
         a = _matrix(file, module.stored, "A", (rank, inputs), module.name)
         b = _matrix(file, module.stored, "B", (outputs, rank), module.name)
-        scale = np.float32(alpha / math.sqrt(rank) if settings.use_rslora else alpha / rank)
-        pair = LoraPair(a, b * scale)
+        with np.errstate(over="ignore", invalid="ignore"):  # found below
+            pair = LoraPair(a, b * np.float32(alpha / math.sqrt(rank) if settings.use_rslora else alpha / rank))
         if not (np.isfinite(pair.a).all() and np.isfinite(pair.b).all()):
             raise ModelError(f"{file.path}: {module.name} has numbers that are not finite")
         layers[module.layer][module.projection] = pair
@@ -176,7 +176,7 @@ class _Module:
     """The shape of the model's weight, (outputs, inputs)."""
 
 
-def _modules(file: TensorFile, config: ModelConfig) -> Iterator[_Module]:
+def _modules(file: TensorFile, config: ModelConfig) -> list[_Module]:
     """Return the modules of all tensors of a file, in its order, or raise ModelError."""
     shapes = tensor_shapes(config)
     found: dict[str, set[str]] = {}
@@ -189,9 +189,11 @@ def _modules(file: TensorFile, config: ModelConfig) -> Iterator[_Module]:
         found.setdefault(match[1], set()).add(match[2])
     if not found:
         raise ModelError(f"{file.path}: no tensor is here")
-    modules: list[_Module] = []
+    modules: dict[str, _Module] = {}
     for stored, halves in found.items():
         name = text_name(stored.removeprefix(_PREFIX))
+        if name in modules:
+            raise ModelError(f"{file.path}: {name} has two LoRAs: {stored}, {modules[name].stored}")
         if len(halves) != 2:
             other = "B" if "A" in halves else "A"
             raise ModelError(f"{file.path}: tensor {stored}.lora_{other}.weight is missing; its partner is here")
@@ -206,8 +208,8 @@ def _modules(file: TensorFile, config: ModelConfig) -> Iterator[_Module]:
         shape = shapes.get(f"{name}.weight")
         if shape is None or len(shape) != 2:
             raise ModelError(f"{file.path}: {name} has a LoRA, and the model has no such projection")
-        modules.append(_Module(stored, name, layer, projection, shape))
-    return iter(modules)
+        modules[name] = _Module(stored, name, layer, projection, shape)
+    return list(modules.values())
 
 
 def _check_target(path: Path, settings: _Json, module: _Module) -> None:
