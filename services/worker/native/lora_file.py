@@ -72,9 +72,9 @@ class LoraPair:
     """What a LoRA adds to one product x · Wᵀ: (x · aᵀ) · bᵀ."""
 
     a: Floats
-    """(rank, inputs)."""
+    """The matrix A, (rank, inputs)."""
     b: Floats
-    """(outputs, rank), multiplied by the scale."""
+    """The matrix B, (outputs, rank), multiplied by the scale."""
 
 
 LoraLayers = tuple[Mapping[str, LoraPair], ...]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from services.worker.native.config import read_config
+from services.worker.native.linear import Array
 from services.worker.native.lora import LORA_OPERATIONS, LoraStore, rows_by_lora
 from services.worker.native.pooling import RowSpan
 from services.worker.native.runner import NativeRunner
@@ -22,8 +23,8 @@ PROMPT = [5 + number * 7 % 200 for number in range(21)]
 OTHER = [9 + number * 11 % 200 for number in range(9)]
 
 
-def runner_of(directory: Path, **settings: int) -> NativeRunner:
-    return NativeRunner(directory, capacity_blocks=32, block_size=BLOCK, **settings)
+def runner_of(directory: Path, lora_bytes: int = 1 << 24) -> NativeRunner:
+    return NativeRunner(directory, capacity_blocks=32, block_size=BLOCK, lora_bytes=lora_bytes)
 
 
 def of_lora(made: Work, lora: str) -> Work:
@@ -31,7 +32,7 @@ def of_lora(made: Work, lora: str) -> Work:
     return made
 
 
-def logits(runner: NativeRunner, works: list[Work]) -> np.ndarray:
+def logits(runner: NativeRunner, works: list[Work]) -> Array:
     """Return the logits of a step as the runner computes them."""
     return runner._decoder.pool(works, (), runner._loras.of(works))[0]
 

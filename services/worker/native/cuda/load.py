@@ -79,7 +79,8 @@ def _capacity(settings: WorkerConfig, config: ModelConfig, model: str, free_byte
         total_bytes,
         free_bytes,
         weight_bytes(tensor_shapes(config), element_bytes),
-        step_bytes(config, limits, element_bytes) + settings.lora_bytes,
+        step_bytes(config, limits, element_bytes),
+        settings.lora_bytes,
     )
     return capacity(
         room,
