@@ -23,7 +23,7 @@ cp = cupy_on_a_device()
 from tests.gpu.models import cuda_runner  # noqa: E402
 
 PROMPT = [5 + number * 7 % 200 for number in range(37)]
-ROOM = {"capacity_blocks": 64, "block_size": 16, "max_running": 16, "max_rows": 256}
+ROOM: dict[str, Any] = {"capacity_blocks": 64, "block_size": 16, "max_running": 16, "max_rows": 256}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"heads": 8, "kv_heads": 2, "head_dim": 64, "hidden": 256, "intermediate": 512, "tied": False},
     "gemma2": {**CASES["gemma2"], "head_dim": 256, "hidden": 256, "intermediate": 512},
@@ -37,7 +37,7 @@ def of_lora(made: Work, lora: str) -> Work:
     return made
 
 
-def logits(runner: Any, works: list[Work]) -> np.ndarray:
+def logits(runner: Any, works: list[Work]) -> Any:
     with runner.stream:
         return cp.asnumpy(runner.logits(works)).copy()
 
@@ -57,7 +57,8 @@ def test_a_lora_computes_as_a_model_with_its_weights_merged(shape: str, dtype: D
         bound = (1e-3 if dtype == "float32" else 0.1) * np.abs(expected).max()
         np.testing.assert_allclose(got, expected, rtol=0, atol=bound)
     base_logits = logits(runner, [work(PROMPT, [4, 5, 6])])
-    assert np.abs(base_logits - logits(runner, [of_lora(work(PROMPT, [7, 8, 9]), "poet")])).max() > 0.3
+    changed = logits(runner, [of_lora(work(PROMPT, [7, 8, 9]), "poet")])
+    assert np.abs(changed - base_logits).max() > 0.2 * np.abs(base_logits).max()
     assert runner.operate("unload_lora", "poet", "", 1) == ""
     merged.close()
     runner.close()
