@@ -16,6 +16,8 @@ CopyPath = Literal["auto", "rows", "batch", "staged"]
 Offload = Literal["filled", "evicted", "off"]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+LORA_RANK = 64
+LORA_BYTES = 512 << 20
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
@@ -167,6 +169,11 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Most uncomputed tokens in the queue; where there are more, Generate is refused as overloaded."""
     simulated: SimulatedConfig = SimulatedConfig()
     kvbm: KVConnectorConfig = KVConnectorConfig()
+    lora_rank: Positive = LORA_RANK
+    """Highest rank of a LoRA that the native engine loads."""
+    lora_bytes: Natural = LORA_BYTES
+    """Most bytes of all LoRAs that the native engine has loaded, counted as float32; 0: it loads none. On a GPU this
+    memory is left free by KV."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine by the names that AsyncEngineArgs gives them, such as max_num_seqs."""
     vllm_args: str = ""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from services.worker.messages import Ready
+from services.worker.messages import EngineOperation, Ready
 from services.worker.mover import Mover
 from shared.messages import Sampling, TokenLogprob
 
@@ -34,6 +34,8 @@ class Work(Struct):
     """Distinct token ids that may not be drawn before the output has `sampling.min_tokens` tokens."""
     kept: object = None
     """State that the runner keeps from one step with this sequence to the next."""
+    lora: str = ""
+    """Id of the LoRA that computes it, which is loaded; empty: none."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -85,6 +87,11 @@ class Runner(Protocol):
         """Compute a step. Return one entry per work, None for a work that does not end. Where the numbers of a work are
         not finite, its entry is `suspect`, and the other entries are not affected. Raise ModelError if the device
         fails."""
+        ...
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        """Do an operation that `facts.operations` names, between steps. Return why it was not done, empty where it
+        was."""
         ...
 
     def mover(self, clock: Callable[[], float]) -> Mover:

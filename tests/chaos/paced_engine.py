@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from services.worker import engine_main
 from services.worker.config import WorkerConfig
-from services.worker.messages import Loading, Ready
+from services.worker.messages import EngineOperation, Loading, Ready
 from services.worker.mover import Mover
 from services.worker.runner import Drawn, Runner, Work
 
@@ -34,6 +34,9 @@ class Paced:
         drawn = self._runner.step(works)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         return drawn
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        return self._runner.operate(operation, name, path, level)
 
     def mover(self, clock: Callable[[], float]) -> Mover:
         return self._runner.mover(clock)

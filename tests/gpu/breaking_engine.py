@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from services.worker import engine_main
 from services.worker.config import WorkerConfig
-from services.worker.messages import Loading, Ready
+from services.worker.messages import EngineOperation, Loading, Ready
 from services.worker.mover import Mover
 from services.worker.runner import Drawn, Runner, Work
 
@@ -37,6 +37,9 @@ class Breaking:
 
             cupy.RawKernel('extern "C" __global__ void fail() { asm("trap;"); }', "fail")((1,), (1,), ())
         return self._runner.step(works)
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        return self._runner.operate(operation, name, path, level)
 
     def mover(self, clock: Callable[[], float]) -> Mover:
         return self._runner.mover(clock)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from services.worker.messages import Ready
+from services.worker.messages import EngineOperation, Ready
 from services.worker.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
@@ -60,6 +60,9 @@ class FakeRunner:
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         return [self._compute(work) for work in works]
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        return f"{operation}: this engine cannot do it"
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Copies that carry fingerprints."""

@@ -63,6 +63,7 @@ class Engine:
             offload=world.draw.choice(world.offloads),
         )
         self.scheduler = Scheduler(limits)
+        self.scheduler.loras.update(lora for lora in world.loras if lora)
         self.connector = KVConnector(
             self.scheduler.kv_cache,
             mover,
@@ -109,8 +110,8 @@ class Engine:
             self.host_tokens += part.cached_host_tokens
             self.disk_tokens += part.cached_disk_tokens
 
-    def submit(self, request: str, prompt: list[int], max_tokens: int) -> None:
-        self.world.expect(prompt, max_tokens)
+    def submit(self, request: str, prompt: list[int], max_tokens: int, lora: str = "") -> None:
+        self.world.expect(prompt, max_tokens, lora)
         submit = Submit(
             request=request,
             attempt=1,
@@ -119,6 +120,7 @@ class Engine:
             prompt_tokens=len(prompt),
             sampling=Sampling(max_tokens=max_tokens),
             time_left_s=10_000.0,
+            lora=lora,
         )
         self.living[request], self.answers[request] = submit, []
         self.core.handle(submit, self.world.now_s)
@@ -229,6 +231,8 @@ class World:
         self.drawer: Drawer | None = None
         self.drawers = 0
         self.disk: dict[ContentKey, tuple[Content, bytes]] = {}
+        self.loras: Sequence[str] = ("",)
+        """Of each request one, and of each engine all."""
         self.prefixes: dict[ContentKey, list[int]] = {}
         """Block → all tokens up to its end, of all that will ever be computed."""
         self.requests = 0
@@ -254,12 +258,12 @@ class World:
     def right(self, content: Content) -> bytes:
         """The bytes of a block."""
         tokens = self.prefixes[content.key]
-        return fingerprints(tokens, len(tokens) - BLOCK_SIZE)
+        return fingerprints(tokens, len(tokens) - BLOCK_SIZE, content.lora)
 
-    def expect(self, prompt: list[int], max_tokens: int) -> None:
+    def expect(self, prompt: list[int], max_tokens: int, lora: str) -> None:
         """Blocks of this prompt and its answer may come."""
         tokens = prompt + continuation(prompt, max_tokens, CONTEXT_LENGTH)
-        for index, key in enumerate(content_keys(root_key("model"), pack_tokens(tokens), BLOCK_SIZE), 1):
+        for index, key in enumerate(content_keys(root_key("model", lora), pack_tokens(tokens), BLOCK_SIZE), 1):
             self.prefixes[key] = tokens[: index * BLOCK_SIZE]
 
     # --- what happens
@@ -299,7 +303,8 @@ class World:
         self.requests += 1
         prompt = [self.draw.choice((1, 2)) for _ in range(self.draw.randint(1, 4))]
         prompt = [token for token in prompt for _ in range(BLOCK_SIZE)] + [3] * self.draw.randint(0, 2)
-        engine.submit(f"r{self.requests}", prompt, self.draw.randint(1, 6))
+        lora = self.draw.choice(self.loras) if len(self.loras) > 1 else ""
+        engine.submit(f"r{self.requests}", prompt, self.draw.randint(1, 6), lora)
 
     def anything(self, trouble: float) -> None:
         """One thing happens."""

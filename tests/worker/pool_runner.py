@@ -1,7 +1,7 @@
 """A runner whose KV memory is copied to and from a pool, and a mover that copies when a test says so.
 
-Each position's "KV" is a fingerprint of all tokens up to it, 8 bytes; a step looks at all of it. So whatever a kvbm
-gave that is not the bytes of exactly this prefix fails the test.
+Each position's "KV" is a fingerprint of its LoRA and of all tokens up to it, 8 bytes; a step looks at all of it. So
+whatever a kvbm gave that is not the bytes of exactly this prefix fails the test.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.worker.messages import Ready
+from services.worker.messages import EngineOperation, Ready
 from services.worker.mover import Copied, Copy, Slots
 from services.worker.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
@@ -27,10 +27,10 @@ BLOCK_SIZE = 2
 LAYOUT = KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=BLOCK_SIZE)
 
 
-def fingerprints(tokens: Sequence[int], start: int) -> bytes:
+def fingerprints(tokens: Sequence[int], start: int, lora: str = "") -> bytes:
     """The right bytes of the positions from `start` on, whatever the machine."""
     return b"".join(
-        xxh3_64_intdigest(pack_tokens(tokens[: position + 1])).to_bytes(8, "little")
+        xxh3_64_intdigest(lora.encode() + pack_tokens(tokens[: position + 1])).to_bytes(8, "little")
         for position in range(start, len(tokens))
     )
 
@@ -53,6 +53,9 @@ class PoolRunner:
         self.suspects = False
         """Whether wrong bytes are numbers that are not finite; else they fail the test."""
 
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        return f"{operation}: this engine cannot do it"
+
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         copier = HostCopier.over(self.memory.reshape(-1).data, LAYOUT.block_bytes)
         return TransferMover(copier, clock, most_blocks=1, verify=True)
@@ -65,7 +68,7 @@ class PoolRunner:
 
     def _compute(self, work: Work) -> Drawn | None:
         wrong = False
-        right = np.frombuffer(fingerprints(work.history[: work.end], 0), dtype=np.uint8).reshape(-1, 8)
+        right = np.frombuffer(fingerprints(work.history[: work.end], 0, work.lora), dtype=np.uint8).reshape(-1, 8)
         kv = self.memory.reshape(-1, BLOCK_SIZE, 8)
         for position in range(work.end):
             there = kv[work.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE]

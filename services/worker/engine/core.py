@@ -23,6 +23,7 @@ from services.worker.messages import (
     KV_EVENTS,
     PARTS,
     CancelAttempt,
+    EngineOperation,
     EngineOrder,
     KvbmAsk,
     KvbmDown,
@@ -58,8 +59,15 @@ MOST_PENDING = 512
 class EngineCore:
     """Between `begin` and `finish` a step is under way; commands come outside of it."""
 
-    def __init__(self, scheduler: Scheduler, block_size: int, connector: KVConnector | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        block_size: int,
+        connector: KVConnector | None = None,
+        operations: Sequence[EngineOperation] = (),
+    ) -> None:
         self._scheduler = scheduler
+        self._operations = operations
         self._connector = connector
         self._block_size = block_size
         self._progress = 0
@@ -96,7 +104,7 @@ class EngineCore:
         )
         scheduler = Scheduler(limits)
         if mover is None or attachment is None:
-            return EngineCore(scheduler, facts.block_size)
+            return EngineCore(scheduler, facts.block_size, operations=facts.operations)
         connector = KVConnector(
             scheduler.kv_cache,
             mover,
@@ -107,7 +115,7 @@ class EngineCore:
             most_blocks=min(settings.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
             checksums=settings.kvbm.checksums,
         )
-        return EngineCore(scheduler, facts.block_size, connector)
+        return EngineCore(scheduler, facts.block_size, connector, facts.operations)
 
     def opening(self) -> Stepped:
         """Return the first report; called once."""
@@ -130,14 +138,37 @@ class EngineCore:
                 reports = self._report_all()
                 blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
                 return [*reports, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
-            case Operate(ticket, operation):
-                return [Operated(ticket, failed=f"{operation}: this engine cannot do it")]
+            case Operate():
+                refused = self.refusal(command)
+                assert refused, "what is not refused, the loop has the runner do"
+                return self.operated(command, refused)
             case KvbmUp() | KvbmDown() | KvbmReply():
                 if self._connector is not None:
                     self._connector.handle(command, now_s)
             case _:
                 assert_never(command)
         return []
+
+    def refusal(self, command: Operate) -> str:
+        """Return why an operation cannot be done now; empty: the runner can try it, and `operated` gets the result."""
+        operation, name, scheduler = command.operation, command.name, self._scheduler
+        if operation not in self._operations:
+            return f"{operation}: this engine cannot do it"
+        if operation == "load_lora" and name in scheduler.loras:
+            return f"load_lora: {name} is loaded already"
+        if operation == "unload_lora" and name not in scheduler.loras:
+            return f"unload_lora: no LoRA {name} is loaded"
+        if operation == "unload_lora" and scheduler.uses_lora(name):
+            return f"unload_lora: attempts with {name} are running"
+        return ""
+
+    def operated(self, command: Operate, failed: str) -> list[Stepped | Snapshot | Operated]:
+        """Take note of an operation: it was done, unless `failed` says why not. Return what to report."""
+        if not failed and command.operation == "load_lora":
+            self._scheduler.loras.add(command.name)
+        elif not failed and command.operation == "unload_lora":
+            self._scheduler.loras.remove(command.name)
+        return [Operated(command.ticket, failed)]
 
     def begin(self, now_s: float) -> tuple[list[Stepped], list[Work] | None]:
         """Begin a step. Return what to report first, and what to compute now: empty where there is only something to

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
-from services.worker.messages import Shutdown
+from services.worker.messages import Operate, Operated, Shutdown, Snapshot, Stepped
 from services.worker.runner import Runner
 
 
@@ -33,9 +33,17 @@ class EngineLoop:
         for command in self._channel.receive(self._limit_s()):
             if isinstance(command, Shutdown):
                 return False
-            for answer in self._core.handle(command, self._clock()):
+            answers = self._operate(command) if isinstance(command, Operate) else None
+            for answer in self._core.handle(command, self._clock()) if answers is None else answers:
                 self._channel.send(answer)
         return True
+
+    def _operate(self, command: Operate) -> list[Stepped | Snapshot | Operated]:
+        """Have the runner do an operation that the core does not refuse."""
+        failed = self._core.refusal(command) or self._runner.operate(
+            command.operation, command.name, command.path, command.level
+        )
+        return self._core.operated(command, failed)
 
     def _limit_s(self) -> float | None:
         """Return how long to wait for commands."""

@@ -20,6 +20,7 @@ import numpy as np
 from services.worker.native.config import ModelConfig
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, Linear
+from services.worker.native.lora import LoraRows
 from services.worker.native.pooling import RowSpan, Sums
 from services.worker.native.rope import rope_tables
 from services.worker.native.step import Group, Span, Step, lay_out
@@ -56,8 +57,11 @@ class Decoder:
         logits, _ = self.pool(works, ())
         return logits
 
-    def pool(self, works: Sequence[Work], spans: Sequence[RowSpan]) -> tuple[Array, Sums]:
-        """Compute a step, as `step` does, and also sum the hidden states of each of these spans of rows."""
+    def pool(
+        self, works: Sequence[Work], spans: Sequence[RowSpan], loras: Sequence[LoraRows] = ()
+    ) -> tuple[Array, Sums]:
+        """Compute a step, as `step` does, with these LoRAs, and also sum the hidden states of each of these spans of
+        rows."""
         config, weights = self._config, self._weights
         step = lay_out(works, self._cache.layout.block_size, self._group_limit)
         positions = step.positions
@@ -66,9 +70,10 @@ class Decoder:
         if config.embedding_scale != 1:
             hidden *= np.float32(config.embedding_scale)
         for number, layer in enumerate(weights.layers):
-            attended = self._attend(number, layer, self._normed(hidden, layer.input_norm), step, turns)
+            attended = self._attend(number, layer, self._normed(hidden, layer.input_norm), step, turns, loras)
             self._add(hidden, attended, layer.attended_norm)
-            self._add(hidden, self._feed(layer, self._normed(hidden, layer.output_norm)), layer.fed_norm)
+            fed = self._feed(number, layer, self._normed(hidden, layer.output_norm), loras)
+            self._add(hidden, fed, layer.fed_norm)
         sums = np.empty((len(spans), config.hidden))
         for number, span in enumerate(spans):
             states = self._norm(hidden[span.first : span.first + span.count], weights.norm)
@@ -97,24 +102,40 @@ class Decoder:
         normed *= weight
         return normed
 
-    def _feed(self, layer: Layer, x: Array) -> Array:
+    def _feed(self, number: int, layer: Layer, x: Array, loras: Sequence[LoraRows]) -> Array:
         """Apply SwiGLU, down(silu(gate) · up), or the same with GELU."""
-        gate = self._linear(x, layer.gate)
+
+        def project(x: Array, weight: Array, name: str) -> Array:
+            return _with_loras(self._linear(x, weight), x, loras, number, name)
+
+        gate = project(x, layer.gate, "gate_proj")
         half = gate * 0.5
         if self._config.activation == "silu":
             # silu(g) = g · sigmoid(g), computed with tanh, because exp(-g) overflows where the result is 0.
             gate = half * np.tanh(half) + half
         else:
             gate = half * np.tanh(_GELU_SCALE * gate * (1 + _GELU_CUBE * gate * gate)) + half
-        gate *= self._linear(x, layer.up)
-        return self._linear(gate, layer.down)
+        gate *= project(x, layer.up, "up_proj")
+        return project(gate, layer.down, "down_proj")
 
-    def _attend(self, number: int, layer: Layer, x: Array, step: Step, turns: Sequence[tuple[Array, Array]]) -> Array:
+    def _attend(
+        self,
+        number: int,
+        layer: Layer,
+        x: Array,
+        step: Step,
+        turns: Sequence[tuple[Array, Array]],
+        loras: Sequence[LoraRows],
+    ) -> Array:
         config, turn = self._config, turns[self._config.rope_of(number)]
         rows = x.shape[0]
-        q = self._head_norm(self._project(x, layer.q, layer.q_bias), layer.q_norm)
-        k = self._head_norm(self._project(x, layer.k, layer.k_bias), layer.k_norm)
-        v = self._project(x, layer.v, layer.v_bias).reshape(rows, config.kv_heads, config.head_dim)
+
+        def project(x: Array, weight: Array, bias: Array | None, name: str) -> Array:
+            return _with_loras(self._project(x, weight, bias), x, loras, number, name)
+
+        q = self._head_norm(project(x, layer.q, layer.q_bias, "q_proj"), layer.q_norm)
+        k = self._head_norm(project(x, layer.k, layer.k_bias, "k_proj"), layer.k_norm)
+        v = project(x, layer.v, layer.v_bias, "v_proj").reshape(rows, config.kv_heads, config.head_dim)
         turned = self._rotate(np.concatenate([q, k], axis=1).reshape(rows, -1, config.head_dim), turn)
         q, k = turned[:, : config.heads], turned[:, config.heads :]
         self._cache.write(number, step.slots, step.offsets, k, v)
@@ -125,7 +146,7 @@ class Decoder:
         for group in step.groups:
             members = group.rows
             attended[members] = self._attend_group(number, group, q[members])
-        return self._project(attended.reshape(rows, config.queries), layer.o, layer.o_bias)
+        return project(attended.reshape(rows, config.queries), layer.o, layer.o_bias, "o_proj")
 
     def _head_norm(self, x: Array, weight: Array | None) -> Array:
         """Apply RMSNorm to each head of queries or keys, (rows, width), or to each row; `weight` has that length."""
@@ -217,3 +238,10 @@ def _bent(x: Array, cap: float) -> Array:
         np.tanh(x, out=x)
         x *= np.float32(cap)
     return x
+
+
+def _with_loras(y: Array, x: Array, loras: Sequence[LoraRows], number: int, name: str) -> Array:
+    """Add the LoRAs' share to a product, and return it."""
+    for lora in loras:
+        lora.add(y, x, number, name)
+    return y

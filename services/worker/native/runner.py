@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.config import Dtype, WorkerConfig
-from services.worker.messages import Loading, Ready
+from services.worker.config import LORA_BYTES, LORA_RANK, Dtype, WorkerConfig
+from services.worker.messages import EngineOperation, Loading, Ready
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear, calibrate_linear
+from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
@@ -47,6 +48,8 @@ class NativeRunner:
         block_size: int = 16,
         kv_dtype: Dtype = "float32",
         verify: bool = False,
+        lora_rank: int = LORA_RANK,
+        lora_bytes: int = LORA_BYTES,
     ) -> None:
         """Load the model. Raise ModelError, also if the cache would hold no block.
 
@@ -65,6 +68,7 @@ class NativeRunner:
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._cache = KvCache(layout, capacity_blocks)
         self._decoder = Decoder(config, weights, self._cache, _linear(weights), context_length)
+        self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
         self._verify = verify
         grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
         self._masks = MaskThread(grammars)
@@ -81,6 +85,7 @@ class NativeRunner:
             min_tokens=True,
             embedding_size=config.hidden,
             weights=weights_digest(directory, config),
+            operations=LORA_OPERATIONS if lora_bytes else (),
         )
 
     @property
@@ -95,8 +100,12 @@ class NativeRunner:
         with np.errstate(
             over="ignore", invalid="ignore"
         ):  # numbers that are not finite are found later, in the logits or the sums
-            logits, sums = self._decoder.pool(works, pooling_spans(works))
+            logits, sums = self._decoder.pool(works, pooling_spans(works), self._loras.of(works))
         return step_results(works, sample(np, logits, drawing, self._masks.end()), sums)
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
+        """Do an operation that the facts name, between steps; return why it was not done, empty where it was."""
+        return operate_loras(self._loras, operation, name, path)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Return a mover between the KV pages and a pool."""
@@ -126,4 +135,6 @@ def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> 
         block_size=settings.block_size,
         kv_dtype=settings.kept_dtype,
         verify=settings.kvbm.verify,
+        lora_rank=settings.lora_rank,
+        lora_bytes=settings.lora_bytes,
     )

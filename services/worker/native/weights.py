@@ -84,7 +84,7 @@ class Checkpoint:
         self.shapes = tensor_shapes(config)
         self._norm_offset = config.norm_offset
         self._files, self._where = _open(directory)
-        self._stored = {_text_name(stored): stored for stored in self._where}
+        self._stored = {text_name(stored): stored for stored in self._where}
         for name, shape in self.shapes.items():
             stored = self._stored.get(name, name)
             file = self._where.get(stored)
@@ -206,7 +206,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _text_name(stored: str) -> str:
+def text_name(stored: str) -> str:
     """Return the name that a tensor has in a model of text alone; models that take images put it below another."""
     for prefix in ("language_model.model.", "model.language_model."):
         if stored.startswith(prefix):

@@ -63,6 +63,8 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
+        self.loras: set[str] = set()
+        """Ids of the loaded LoRAs. Attempts with another one are refused."""
         self.kv_cache = KVCacheManager(limits)
         """The blocks of the device, which the KV connector uses, too."""
         self._onboarding = self.kv_cache.onboarding
@@ -189,6 +191,10 @@ class Scheduler:
         return None if until_s == _NEVER else until_s
 
     # --- questions
+
+    def uses_lora(self, lora: str) -> bool:
+        """Whether an attempt with this LoRA lives."""
+        return any(sequence.submit.lora == lora for sequence in self._living.values())
 
     @property
     def busy(self) -> bool:
@@ -371,6 +377,8 @@ class Scheduler:
         limits, length = self._limits, len(sequence.tokens)
         if not 0 < sequence.submit.prompt_tokens <= length:
             return f"{length} tokens of which {sequence.submit.prompt_tokens} are the prompt"
+        if sequence.submit.lora and sequence.submit.lora not in self.loras:
+            return f"no LoRA {sequence.submit.lora} is loaded"
         if length >= limits.context_length + bool(sequence.submit.sampling.pooling):
             return f"{length} tokens leave no room in a context of {limits.context_length}"
         if sequence.blocks_needed > limits.capacity_blocks:

@@ -81,7 +81,7 @@ class Sequence:
         # As in vLLM, an end-of-sequence token is barred even where it would not end the sequence.
         barred = sorted(limits.eos_token_ids.union(sampling.stop_token_ids)) if sampling.min_tokens else ()
         return Sequence(
-            work=Work(arrival, tokens, 0, 0, blocks, sampling, submit.prompt_tokens, barred),
+            work=Work(arrival, tokens, 0, 0, blocks, sampling, submit.prompt_tokens, barred, lora=submit.lora),
             tokens=tokens,
             request=submit.request,
             attempt=submit.attempt,

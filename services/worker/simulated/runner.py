@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from services.worker.config import SimulatedConfig
-from services.worker.messages import Ready
+from services.worker.messages import EngineOperation, Ready
 from services.worker.mover import Mover
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.masks import Masks, MaskThread
@@ -35,6 +35,9 @@ class SimulatedRunner:
         drawn = self._model.draw(works)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         return drawn
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
+        return f"{operation}: this engine cannot do it"
 
     def mover(self, clock: Callable[[], float]) -> SimulatedMover:
         return self._model.timing.mover(self.facts.block_size, clock)
@@ -62,6 +65,9 @@ class EchoRunner:
         self._masks.begin(works)
         masks = self._masks.end()
         return [self._draw(work, masks) if work.draws else None for work in works]
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
+        return f"{operation}: this engine cannot do it"
 
     def mover(self, clock: Callable[[], float]) -> Mover:  # noqa: ARG002 - a Runner's
         """Raise ConfigError: there is no KV."""

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from services.worker.config import WorkerConfig
 from shared.messages import NOT_BEGUN, UNFOLLOWABLE, Sampling
+from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.engine.driven_engine import DrivenEngine
 from tests.worker.vllm.environment import PYTHON, needs_vllm
@@ -44,6 +45,8 @@ def prompt_of(number: int, length: int = 3 * BLOCK + 5) -> list[int]:
 def config_of(engine: str, directory: Path) -> WorkerConfig:
     model = write_tiny_model(directory, hidden=128, heads=2, context_length=CONTEXT, tied=False, seed=3)
     arguments = {"num_gpu_blocks_override": 64, "enforce_eager": True, "dtype": "float32"}
+    # vLLM's LoRA operations for a CPU read "no LoRA", -1, as the last slot, which so must stay empty: one more than 2.
+    arguments |= {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 4, "max_lora_rank": 16}
     return msgspec.convert(
         {
             "model": str(model),
@@ -238,6 +241,67 @@ async def test_sleep_and_wake_are_refused_where_they_change_nothing(engine: Driv
     assert await engine.operate("sleep") == ""
     assert "sleep" in await engine.operate("sleep")
     assert await engine.operate("wake") == ""
+
+
+async def test_a_lora_changes_the_answers_that_name_it_and_no_others(engine: DrivenEngine, tmp_path: Path) -> None:
+    if "load_lora" not in engine.facts.operations:
+        pytest.skip("this engine does not offer it")
+    model = Path(engine.facts.path)
+    poet, clerk = (write_lora(tmp_path / name, model, seed=seed) for seed, name in enumerate(("poet", "clerk")))
+    plain = await engine.answer("lora-none", prompt_of(26), GREEDY)
+    assert await engine.operate("load_lora", name="poet@1", path=str(poet)) == ""
+    assert await engine.operate("load_lora", name="clerk@2", path=str(clerk)) == ""
+    for name in ("first", "again"):  # also with the blocks of the first round
+        answers = {"": plain}
+        for lora in ("poet@1", "clerk@2", ""):
+            engine.submit(f"{name}-{lora}", prompt_of(26), GREEDY, lora=lora)
+        for lora in ("poet@1", "clerk@2", ""):
+            await engine.ended(f"{name}-{lora}")
+            answers[lora] = engine.tokens(f"{name}-{lora}")
+            found = engine.parts[f"{name}-{lora}"][0].cached_tokens
+            assert found == (0 if name == "first" and lora else 3 * BLOCK)
+        assert answers[""] == plain
+        assert len({tuple(answer) for answer in answers.values()}) == 3
+    blocks = (await engine.snapshot()).blocks
+    assert {"", "poet@1", "clerk@2"} <= {block.lora for block in blocks}
+    assert len({block.hash for block in blocks}) == len(blocks)
+    assert await engine.operate("unload_lora", name="poet@1") == ""
+    assert await engine.operate("unload_lora", name="clerk@2") == ""
+    assert await engine.answer("lora-after", prompt_of(26), GREEDY) == plain
+
+
+async def test_a_lora_is_loaded_once_and_an_unknown_one_answers_nothing(engine: DrivenEngine, tmp_path: Path) -> None:
+    if "load_lora" not in engine.facts.operations:
+        pytest.skip("this engine does not offer it")
+    lora = write_lora(tmp_path / "lora", Path(engine.facts.path))
+    assert "no LoRA poet@1" in await engine.operate("unload_lora", name="poet@1")
+    assert await engine.operate("load_lora", name="poet@1", path=str(lora)) == ""
+    assert "loaded already" in await engine.operate("load_lora", name="poet@1", path=str(lora))
+    assert await engine.operate("unload_lora", name="poet@1") == ""
+    engine.submit("lora-unknown", prompt_of(27), GREEDY, lora="poet@1")
+    last = await engine.ended("lora-unknown")
+    assert (last.finish, engine.tokens("lora-unknown")) == ("error", [])
+    assert "no LoRA poet@1 is loaded" in last.error
+
+
+async def test_a_directory_that_is_no_lora_is_refused(engine: DrivenEngine, tmp_path: Path) -> None:
+    if "load_lora" not in engine.facts.operations:
+        pytest.skip("this engine does not offer it")
+    assert await engine.operate("load_lora", name="none@1", path=str(tmp_path / "nowhere")) != ""
+    assert len(await engine.answer("lora-refused", prompt_of(28), GREEDY)) == 24
+
+
+async def test_a_lora_stays_loaded_while_its_attempts_run(engine: DrivenEngine, tmp_path: Path) -> None:
+    if "load_lora" not in engine.facts.operations:
+        pytest.skip("this engine does not offer it")
+    lora = write_lora(tmp_path / "lora", Path(engine.facts.path))
+    assert await engine.operate("load_lora", name="poet@1", path=str(lora)) == ""
+    engine.submit("lora-long", prompt_of(29), msgspec.structs.replace(GREEDY, max_tokens=800), lora="poet@1")
+    await engine.until(lambda: len(engine.tokens("lora-long")) > 3)
+    assert "are running" in await engine.operate("unload_lora", name="poet@1")
+    engine.cancel("lora-long")
+    await engine.ended("lora-long")
+    assert await engine.operate("unload_lora", name="poet@1") == ""
 
 
 async def test_a_killed_engine_leaves_no_process(engine: DrivenEngine) -> None:  # the last one: it ends the engine

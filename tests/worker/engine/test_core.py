@@ -7,10 +7,10 @@ import pytest
 
 from services.worker.engine.core import MOST_PENDING, REPORT_INTERVAL_S, EngineCore
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import CancelAttempt, Snapshot, Stepped, Submit, TakeEngineSnapshot
+from services.worker.messages import CancelAttempt, Operate, Operated, Snapshot, Stepped, Submit, TakeEngineSnapshot
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Pooling, Sampling
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Part, Pooling, Sampling
 from tests.worker.fake_runner import EOS, FakeRunner, continuation
 
 CONTEXT = 32
@@ -31,7 +31,7 @@ class Engine:
             block_size=2,
             capacity_blocks=capacity_blocks,
         )
-        self.core = EngineCore(Scheduler(limits), 2)
+        self.core = EngineCore(Scheduler(limits), 2, operations=("load_lora", "unload_lora"))
         self.now_s = 0.0
         self.cached: set[int] = set()
         self.told: list[Stepped] = []
@@ -44,6 +44,7 @@ class Engine:
         max_tokens: int = 4,
         time_left_s: float = 60.0,
         pooling: Pooling = "",
+        lora: str = "",
     ) -> None:
         submit = Submit(
             request=request,
@@ -53,6 +54,7 @@ class Engine:
             prompt_tokens=len(prompt),
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, pooling=pooling),
             time_left_s=time_left_s,
+            lora=lora,
         )
         assert not self.core.handle(submit, self.now_s)
 
@@ -102,8 +104,11 @@ class Engine:
                     self.cached.difference_update(map(int, hashes))
         assert step.digest == reduce(xor, self.cached, 0), "of what was told, not of what has happened since"
 
+    def parts(self, request: str) -> list[Part]:
+        return [part for step in self.told for part in step.parts.get("f", []) if part.request == request]
+
     def tokens(self, request: str) -> list[int]:
-        parts = [part for step in self.told for part in step.parts.get("f", []) if part.request == request]
+        parts = self.parts(request)
         return [token for part in parts for token in unpack_tokens(part.tokens)]
 
 
@@ -241,3 +246,61 @@ def test_deadlines_are_read_against_the_time_that_steps_begin() -> None:
     engine.run()
     assert engine.told[-1].parts["f"][-1].finish == "deadline"
     assert len(engine.tokens("r")) == 3
+
+
+def load(engine: Engine, name: str) -> None:
+    command = Operate(1, "load_lora", name, "somewhere")
+    assert engine.core.refusal(command) == ""
+    assert engine.core.operated(command, "") == [Operated(1)]
+
+
+def test_an_attempt_with_a_lora_that_is_not_loaded_ends_with_an_error() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3], lora="poet@1")
+    engine.run()
+    (part,) = engine.parts("r")
+    assert (part.finish, part.error) == ("error", "no LoRA poet@1 is loaded")
+    assert engine.computed == 0
+
+
+def test_a_lora_that_failed_to_load_is_not_loaded() -> None:
+    engine = Engine()
+    command = Operate(1, "load_lora", "poet@1", "somewhere")
+    assert engine.core.operated(command, "load_lora: no") == [Operated(1, "load_lora: no")]
+    engine.submit("r", [1, 2, 3], lora="poet@1")
+    engine.run()
+    assert engine.parts("r")[-1].finish == "error"
+
+
+def test_operations_that_change_nothing_or_that_an_engine_cannot_do_are_refused() -> None:
+    engine = Engine()
+    assert engine.core.refusal(Operate(1, "sleep")) == "sleep: this engine cannot do it"
+    assert "no LoRA poet@1 is loaded" in engine.core.refusal(Operate(1, "unload_lora", "poet@1"))
+    load(engine, "poet@1")
+    assert "loaded already" in engine.core.refusal(Operate(1, "load_lora", "poet@1", "somewhere"))
+    assert engine.core.refusal(Operate(1, "load_lora", "poet@2", "somewhere")) == ""
+
+
+def test_a_lora_is_not_unloaded_while_an_attempt_uses_it() -> None:
+    engine = Engine()
+    load(engine, "poet@1")
+    engine.submit("r", [1, 2, 3], lora="poet@1")
+    unload = Operate(1, "unload_lora", "poet@1")
+    assert "are running" in engine.core.refusal(unload)
+    engine.run()
+    assert engine.parts("r")[-1].finish == "length"
+    assert engine.core.refusal(unload) == ""
+    engine.core.operated(unload, "")
+    assert "no LoRA poet@1" in engine.core.refusal(unload)
+
+
+def test_loras_and_none_share_no_blocks() -> None:
+    engine = Engine(capacity_blocks=32)
+    load(engine, "poet@1")
+    load(engine, "poet@2")
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    for name, cached in (("first", 0), ("again", 6)):
+        for lora in ("", "poet@1", "poet@2"):
+            engine.submit(f"{name}-{lora}", prompt, max_tokens=1, lora=lora)
+            engine.run()
+            assert engine.parts(f"{name}-{lora}")[0].cached_tokens == cached

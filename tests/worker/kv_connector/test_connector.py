@@ -88,6 +88,13 @@ def test_bytes_are_right_where_threads_copy(tmp_path: Path, seed: int) -> None:
     live(World(tmp_path / "pool", Random(seed), threads=True))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_no_lora_computes_with_blocks_of_another(tmp_path: Path, seed: int) -> None:
+    world = World(tmp_path / "pool", Random(seed), threads=seed % 4 == 0)
+    world.loras = ("", "poet@1", "poet@2")
+    live(world)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_blocks_are_damaged_all_answers_are_right_and_nothing_leaks(tmp_path: Path, seed: int) -> None:
     world = World(tmp_path / "pool", Random(seed))
@@ -119,6 +126,21 @@ def test_what_one_engine_computed_another_one_loads(world: World) -> None:
     assert (second.host_tokens, second.disk_tokens) == (REUSABLE_TOKENS, 0)
     assert second.runner.computed_tokens == len(PROMPT) - REUSABLE_TOKENS
     assert second.exchanged.loaded_blocks == REUSABLE_TOKENS // 2
+
+
+def test_what_a_lora_computed_is_loaded_for_that_lora_alone(world: World) -> None:
+    first, second = world.engines
+    for engine in world.engines:
+        engine.scheduler.loras.update(("poet@1", "poet@2"))
+    first.submit("first", PROMPT, 1, "poet@1")
+    world.settle()
+    for other in ("", "poet@2"):
+        second.submit(f"of {other}", PROMPT, 1, other)
+        world.settle()
+        assert (second.host_tokens, second.exchanged.loaded_blocks) == (0, 0)
+    second.submit("the same", PROMPT, 1, "poet@1")
+    world.settle()
+    assert second.host_tokens == REUSABLE_TOKENS
 
 
 def test_the_first_copies_begin_before_there_is_room_for_the_last(

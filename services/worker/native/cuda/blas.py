@@ -44,11 +44,14 @@ class Blas:
 
         With `add`, add it to what is there.
 
-        All are row-major and contiguous. x and weight have the element type; out has it too, or is float32.
+        All are row-major, x and weight contiguous; rows of `out` may be further apart than they are long. x and weight
+        both have the element type, or are float32; out has their type, or is float32.
         """
         rows, inputs = x.shape
         outputs = weight.shape[0]
         assert out.shape == (rows, outputs), (out.shape, x.shape, weight.shape)
+        assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+        kind = _FLOAT32 if x.dtype == cp.float32 else self._type
         # cuBLAS reads arrays as column-major, so it sees their transposes: outᵀ = weight · xᵀ.
         self._call(
             "cublasGemmEx",
@@ -60,15 +63,15 @@ class Blas:
             inputs,
             ctypes.byref(self._one if factor == 1 else ctypes.c_float(factor)),
             ctypes.c_void_p(weight.data.ptr),
-            self._type,
+            kind,
             inputs,
             ctypes.c_void_p(x.data.ptr),
-            self._type,
+            kind,
             inputs,
             ctypes.byref(self._one if add else self._zero),
             ctypes.c_void_p(out.data.ptr),
             _FLOAT32 if out.dtype == cp.float32 else self._type,
-            outputs,
+            out.strides[0] // out.itemsize if rows > 1 else outputs,
             _COMPUTE_32F,
             _DEFAULT_ALGORITHM,
         )

@@ -1,6 +1,6 @@
 """Shares out a GPU's memory between weights, the buffers of a step, and KV blocks; chooses the sizes of CUDA graphs.
 
-total │ outside │ weights │ steps │ blocks of KV            │ margin
+total │ outside │ weights │ steps │ LoRAs │ blocks of KV    │ margin
       └────────────── memory_share of total ────────────────┘   other processes' memory and the margin stay free
 """
 
@@ -94,13 +94,15 @@ class GpuRoom(Struct, frozen=True):
     """The device's free memory after CUDA's context was made."""
     weight_bytes: int
     step_bytes: int
+    lora_bytes: int = 0
+    """The memory that is left for LoRAs."""
 
     def kv_bytes(self, share: float) -> int:
         """Return the bytes that are left for KV blocks if no setting says how many there are.
 
         The result is negative if weights and steps alone are too large.
         """
-        taken = self.weight_bytes + self.step_bytes
+        taken = self.weight_bytes + self.step_bytes + self.lora_bytes
         return min(int(share * self.total_bytes) - OUTSIDE_BYTES, self.free_bytes - MARGIN_BYTES) - taken
 
 
@@ -111,8 +113,8 @@ def capacity(room: GpuRoom, *, blocks: int, kv_bytes: int, share: float, block_b
     """
     if blocks or kv_bytes:
         asked = blocks or kv_bytes // block_bytes
-        left_bytes = room.free_bytes - room.weight_bytes - room.step_bytes
-        advice = "lower capacity_blocks or capacity_bytes, free the GPU, or serve a smaller model"
+        left_bytes = room.free_bytes - room.weight_bytes - room.step_bytes - room.lora_bytes
+        advice = "lower capacity_blocks, capacity_bytes or lora_bytes, free the GPU, or serve a smaller model"
     else:
         left_bytes = room.kv_bytes(share)
         asked = max(1, min(left_bytes // block_bytes, MOST_BLOCKS))
@@ -124,8 +126,8 @@ def capacity(room: GpuRoom, *, blocks: int, kv_bytes: int, share: float, block_b
     if asked * block_bytes > left_bytes:
         raise ModelError(
             f"{model}: the GPU has no room for {asked} blocks of KV of {block_bytes} bytes: weights take"
-            f" {room.weight_bytes}, a step {room.step_bytes}; of its {room.total_bytes} bytes {room.free_bytes} are"
-            f" free, and cuda.memory_share is {share}; {advice}"
+            f" {room.weight_bytes}, a step {room.step_bytes}, LoRAs {room.lora_bytes}; of its {room.total_bytes} bytes"
+            f" {room.free_bytes} are free, and cuda.memory_share is {share}; {advice}"
         )
     return asked
 

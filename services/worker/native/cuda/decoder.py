@@ -8,13 +8,14 @@
 What a model has in addition follows from its ModelConfig, in kernels mostly by flags of their compilation.
 
 Activations have the element type. The residual stream stays float32, and cuBLAS itself accumulates products in it: no
-kernel adds, and nothing is rounded between layers. All of it runs on one stream. Nothing here waits for the device or
-allocates memory, so a step can be captured as a CUDA graph.
+kernel adds, and nothing is rounded between layers. All of it runs on one stream. Nothing here waits for the device or,
+without LoRAs, allocates memory, so a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
@@ -26,8 +27,10 @@ from services.worker.native.cuda.buffers import Buffers
 from services.worker.native.cuda.capacity import split_parts
 from services.worker.native.cuda.kernels import PREFILL_ROWS, Kernels
 from services.worker.native.cuda.layout import StepCounts, sections
+from services.worker.native.cuda.lora import DOWN, GATE_UP, OUTPUT, QKV, StepLoras
 from services.worker.native.cuda.weights import CudaLayer, CudaWeights
 from services.worker.native.linear import Array
+from services.worker.native.lora import LoraRows
 
 _THREADS = 256
 _ROW_WARPS = 8
@@ -69,13 +72,14 @@ class CudaDecoder:
         """The tables of cosine and sine of each rotation."""
         self._group_tiles = -(-config.heads // config.kv_heads // _DECODE_HEADS)
 
-    def step(self, counts: StepCounts) -> Array:
+    def step(self, counts: StepCounts, loras: Sequence[LoraRows] = ()) -> Array:
         """Enqueue a step on the current stream: store its KV, and return its logits (drawing, vocab), float32.
 
         The logits lie where those of every step lie. The buffers' `ints` are what `StepLayout` made. Attention of
         single rows is split for `counts.longest` positions; with more positions it is still right, but slower.
         """
         config, weights, kernels = self._config, self._weights, self._kernels
+        added = StepLoras(config, self._blas, loras)
         room, at, rows, ints = self._buffers, sections(counts), counts.rows, self._buffers.ints
         assert rows <= room.hidden.shape[0], f"a step of {rows} rows"
         assert counts.drawing <= room.logits.shape[0], f"a step that draws {counts.drawing} tokens"
@@ -94,14 +98,17 @@ class CudaDecoder:
             layer_offset, window = np.int64(number * self._layer_stride), config.window_of(number)
             self._norm(normed, hidden, None, layer.input_norm)
             self._product(qkv, normed, layer.qkv)
+            added.add(qkv, normed, number, QKV)
             if config.query_norm == "whole":
                 self._norm_whole(layer, qkv)
             self._rotate_and_store(layer, rows, positions, places, layer_offset, self._turns[config.rope_of(number)])
             self._attend(counts, layer_offset, splits[window], window)
-            bias = self._add(hidden, attended, layer.output, layer.output_bias, layer.attended_norm)
+            bias = self._add(
+                hidden, attended, layer.output, layer.output_bias, layer.attended_norm, number, OUTPUT, added
+            )
             self._norm(normed, hidden, bias, layer.output_norm)
-            self._activate(activated, normed, layer.gate_up)
-            self._add(hidden, activated, layer.down, None, layer.fed_norm)
+            self._activate(activated, normed, layer.gate_up, number, added)
+            self._add(hidden, activated, layer.down, None, layer.fed_norm, number, DOWN, added)
         if counts.drawing:
             drawn = normed[: counts.drawing]
             self._norm(drawn, hidden, None, weights.norm, ints[at.drawing :])
@@ -139,17 +146,29 @@ class CudaDecoder:
         most = min(pieces, _SPLITS_LIMIT, self._split_parts // singles)
         return min(range(1, max(1, most) + 1), key=cost)
 
-    def _add(self, hidden: Array, x: Array, weight: Array, bias: Array | None, norm: Array | None) -> Array | None:
-        """Add a product to the residual stream, after its norm if there is one.
+    def _add(
+        self,
+        hidden: Array,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        norm: Array | None,
+        number: int,
+        projections: Sequence[str],
+        loras: StepLoras,
+    ) -> Array | None:
+        """Add a product to the residual stream, after its norm if there is one; `projections` are its names.
 
         Return the bias if the next norm must add it.
         """
         factor = self._config.residual_scale
         if norm is None:
             self._product(hidden, x, weight, add=True, factor=factor)
+            loras.add(hidden, x, number, projections, factor)
             return bias
         added = self._buffers.added[: len(hidden)]
         self._product(added, x, weight)
+        loras.add(added, x, number, projections)
         self._norm_floats(hidden, added, bias, norm, hidden.shape[1], factor=factor)
         return None
 
@@ -265,16 +284,17 @@ class CudaDecoder:
         arguments = (out, x, weight, *sizes)
         self._kernels.row_product((blocks,), (32 * _ROW_WARPS,), arguments)
 
-    def _activate(self, out: Array, x: Array, gate_up: Array) -> None:
+    def _activate(self, out: Array, x: Array, gate_up: Array, number: int, loras: StepLoras) -> None:
         """Compute SwiGLU (or GeGLU) of x · gateᵀ and x · upᵀ into `out`."""
         rows, width = out.shape
-        if rows == 1:
+        if rows == 1 and not loras:
             share, blocks = self._row_share(width)
             arguments = (out, x, gate_up, np.int32(x.shape[1]), np.int32(width), np.int32(share))
             self._kernels.row_swiglu((blocks,), (32 * _ROW_WARPS,), arguments)
             return
         both = self._buffers.gate_up[:rows]
         self._blas.product(both, x, gate_up)
+        loras.add(both, x, number, GATE_UP)
         blocks = -(-width // (_THREADS * self._kernels.pack))
         self._kernels.swiglu((rows, blocks), (_THREADS,), (out, both, np.int32(width)))
 

@@ -62,6 +62,10 @@ class DecodeGraphs:
             return 0
         return self._rows[bisect_left(self._rows, len(works))]
 
+    def counts(self, rows: int) -> StepCounts:
+        """Return the lengths of the sections of a graph's step."""
+        return StepCounts(rows, rows, rows, 0, self._longest)
+
     def launch(self, rows: int) -> Array:
         """Launch a step of the rows in the buffers' `ints`; return its logits."""
         graph, logits = self._graphs[rows]
@@ -70,7 +74,7 @@ class DecodeGraphs:
 
     def _captured(self, rows: int) -> tuple[Any, Array]:
         """Capture a decode step of `rows` rows, of any lengths; return the graph and its logits."""
-        counts = StepCounts(rows, rows, rows, 0, self._longest)
+        counts = self.counts(rows)
         # All rows are padding. The first run is not captured: it loads kernels and lets cuBLAS choose its own, which a
         # capture must not do.
         padding = np.zeros(6 * rows, np.int32)

@@ -57,6 +57,8 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
         block_size=settings.block_size,
         max_running=settings.max_running,
         verify=settings.kvbm.verify,
+        lora_rank=settings.lora_rank,
+        lora_bytes=settings.lora_bytes,
         path=str(directory),
         # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
         digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
@@ -78,6 +80,7 @@ def _capacity(settings: WorkerConfig, config: ModelConfig, model: str, free_byte
         free_bytes,
         weight_bytes(tensor_shapes(config), element_bytes),
         step_bytes(config, limits, element_bytes),
+        settings.lora_bytes,
     )
     return capacity(
         room,

@@ -1,7 +1,7 @@
 """The native engine on one NVIDIA GPU as a Runner.
 
     step ─▶ all works compute one token and draw, and a graph fits? ─▶ launch that graph, rows padded
-       └─▶ otherwise                                                ─▶ the same kernels one by one
+       └─▶ otherwise, and with LoRAs                                ─▶ the same kernels one by one
 
 All device memory comes from one DeviceMemory, and the memory of the largest step is allocated at start. `step` returns
 when the device has done the step. Only one thread may use it at a time.
@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
-from services.worker.config import CudaConfig
+from services.worker.config import LORA_BYTES, LORA_RANK, CudaConfig
 from services.worker.limits import MAX_STEP_TOKENS
-from services.worker.messages import Ready
+from services.worker.messages import EngineOperation, Ready
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers, kernel_address, pinned_array
@@ -27,11 +27,13 @@ from services.worker.native.cuda.faults import device_errors_as_model_error, no_
 from services.worker.native.cuda.graphs import DecodeGraphs
 from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
 from services.worker.native.cuda.layout import StepLayout, most_ints
+from services.worker.native.cuda.lora import place_lora
 from services.worker.native.cuda.pooling import Pooling
 from services.worker.native.cuda.sampler import CudaSampler
 from services.worker.native.cuda.weights import DTYPES, CudaWeights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.linear import Array
+from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.runner import Drawn, Work
@@ -65,6 +67,8 @@ class CudaRunner:
         verify: bool = False,
         path: str = "",
         digest: str = "",
+        lora_rank: int = LORA_RANK,
+        lora_bytes: int = LORA_BYTES,
         grammars: GrammarCache | None = None,
         progress: Callable[[float], None] = lambda _share: None,
     ) -> None:
@@ -90,6 +94,10 @@ class CudaRunner:
             min_tokens=True,
             embedding_size=config.hidden,
             weights=digest,
+            operations=LORA_OPERATIONS if lora_bytes else (),
+        )
+        self._loras = LoraStore(
+            config, most_rank=lora_rank, most_bytes=lora_bytes, place=lambda layers: place_lora(layers, element_type)
         )
         self._masks = MaskThread(grammars)
         self._memory = memory
@@ -172,9 +180,19 @@ class CudaRunner:
             arguments = (self._buffers.ints, self._staged_at, np.int32(fours))
             self._kernels.fetch((blocks,), (_FETCH_THREADS,), arguments)
             self._ints_left.record(self.stream)
-            if padded_rows:
-                return self._graphs.launch(padded_rows)[: len(works)]
-            return self._decoder.step(step.counts)
+            loras = self._loras.of(works)
+            if not padded_rows:
+                return self._decoder.step(step.counts, loras)
+            if loras:  # a graph's kernels, one by one
+                return self._decoder.step(self._graphs.counts(padded_rows), loras)[: len(works)]
+            return self._graphs.launch(padded_rows)[: len(works)]
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
+        """Do an operation that the facts name, between steps; return why it was not done, empty where it was."""
+        with device_errors_as_model_error(), self.stream, cp.cuda.using_allocator(self._memory.allocator()):
+            failed = operate_loras(self._loras, operation, name, path)
+            self.stream.synchronize()
+        return failed
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Return a mover between the KV pages and a pool, on streams of its own.
@@ -200,7 +218,16 @@ class CudaRunner:
             return
         self._blas.close()
         # Free everything now: at the interpreter's end CUDA may be gone.
-        del self._graphs, self._drawing, self._pooling, self._decoder, self._buffers, self._blas, self.pages
+        del (
+            self._graphs,
+            self._drawing,
+            self._pooling,
+            self._decoder,
+            self._buffers,
+            self._blas,
+            self._loras,
+            self.pages,
+        )
 
 
 def step_limits(context_length: int, block_size: int, *, max_running: int, max_rows: int) -> StepLimits:

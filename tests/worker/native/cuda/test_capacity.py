@@ -119,3 +119,12 @@ def test_rows_ascend_and_little_is_padded(lower: int, more: int, max_running: in
     for running in range(lower, upper + 1):
         taken = rows[bisect_left(rows, running)]
         assert taken - running <= max(7, running // 8)
+
+
+def test_memory_for_loras_is_not_given_to_kv() -> None:
+    room = GpuRoom(total_bytes=80 << 30, free_bytes=79 << 30, weight_bytes=16 << 30, step_bytes=2 << 30)
+    with_loras = GpuRoom(room.total_bytes, room.free_bytes, room.weight_bytes, room.step_bytes, lora_bytes=1 << 30)
+    assert room.kv_bytes(0.9) - with_loras.kv_bytes(0.9) == 1 << 30
+    with pytest.raises(ModelError, match=f"LoRAs {1 << 30}"):
+        capacity(with_loras, blocks=61, kv_bytes=0, share=0.9, block_bytes=1 << 30, model="m")
+    assert capacity(room, blocks=61, kv_bytes=0, share=0.9, block_bytes=1 << 30, model="m") == 61

@@ -1,0 +1,125 @@
+"""The LoRAs that are loaded, and what they add to the products of a step.
+
+    rows of a step    0  1  2  3  4 … 9                   y = x · Wᵀ + bias               for all rows together
+    LoRA              a     b  a            then, for each LoRA    y[rows] += (x[rows] · Aᵀ) · Bᵀ · scale
+
+Rows without a LoRA are not touched, so they have the same numbers as in the same step without LoRAs. Sums are float32,
+whatever type the weights were converted from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.messages import EngineOperation
+from services.worker.native.config import ModelConfig
+from services.worker.native.linear import Array
+from services.worker.native.lora_file import LoraLayers, LoraPair, read_lora
+from services.worker.runner import Work
+from shared.errors import ModelError
+
+LORA_OPERATIONS: tuple[EngineOperation, ...] = ("load_lora", "unload_lora")
+"""The operations that `operate_loras` does."""
+Rows = slice | NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """The rows of a step that have one LoRA."""
+
+    rows: Rows
+    """A slice where they are next to one another."""
+    layers: LoraLayers
+
+    def add(self, y: Array, x: Array, layer: int, projection: str) -> None:
+        """Add the LoRA's share of one product to `y` (rows, outputs), which was computed from `x` (rows, inputs)."""
+        pair = self.layers[layer].get(projection)
+        if pair is not None:
+            y[self.rows] += (x[self.rows] @ pair.a.T) @ pair.b.T
+
+
+def rows_by_lora(works: Sequence[Work]) -> dict[str, Rows]:
+    """Return the rows of each LoRA in a step; rows of works without one are left out."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    first = 0
+    for work in works:
+        end = first + work.end - work.start
+        if work.lora:
+            spans.setdefault(work.lora, []).append((first, end))
+        first = end
+    return {lora: _joined(of_lora) for lora, of_lora in spans.items()}
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> Rows:
+    if all(before[1] == after[0] for before, after in pairwise(spans)):
+        return slice(spans[0][0], spans[-1][1])
+    return np.concatenate([np.arange(first, end) for first, end in spans])
+
+
+class LoraStore:
+    """The loaded LoRAs by their ids, within a bound of bytes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        most_rank: int,
+        most_bytes: int,
+        place: Callable[[LoraLayers], LoraLayers] = lambda layers: layers,
+    ) -> None:
+        """Keep LoRAs of the model. `most_bytes` bounds all together, as float32. `place` moves one to the device; it
+        raises ModelError where there is no room."""
+        self._config = config
+        self._most_rank = most_rank
+        self._most_bytes = most_bytes
+        self._place = place
+        self._loaded: dict[str, LoraLayers] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all loaded LoRAs as float32."""
+        return sum(_size_bytes(layers) for layers in self._loaded.values())
+
+    def load(self, name: str, directory: Path) -> None:
+        """Load a LoRA. Raise ModelError where it cannot be served."""
+        if name in self._loaded:
+            raise ModelError(f"{name} is loaded already")
+        left_bytes = self._most_bytes - self.size_bytes
+        try:
+            read = read_lora(directory, self._config, most_rank=self._most_rank, most_bytes=left_bytes)
+        except MemoryError:
+            raise ModelError(f"{directory}: no memory is left for this LoRA") from None
+        self._loaded[name] = self._place(read)
+
+    def unload(self, name: str) -> None:
+        """Free a LoRA. Raise ModelError where it is not loaded."""
+        if self._loaded.pop(name, None) is None:
+            raise ModelError(f"no LoRA {name} is loaded")
+
+    def of(self, works: Sequence[Work]) -> list[LoraRows]:
+        """Return the rows of each LoRA in a step; all of them are loaded."""
+        return [LoraRows(rows, self._loaded[name]) for name, rows in rows_by_lora(works).items()]
+
+
+def operate_loras(store: LoraStore, operation: str, name: str, path: str) -> str:
+    """Load or unload a LoRA; return why it was not done, empty where it was."""
+    try:
+        if operation == "load_lora":
+            store.load(name, Path(path))
+        else:
+            store.unload(name)
+    except ModelError as wrong:
+        return f"{operation}: {wrong}"
+    return ""
+
+
+def _size_bytes(layers: LoraLayers) -> int:
+    pairs: list[LoraPair] = [pair for layer in layers for pair in layer.values()]
+    return sum(4 * (prod(pair.a.shape) + prod(pair.b.shape)) for pair in pairs)
