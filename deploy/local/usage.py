@@ -66,7 +66,7 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     """The routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute."""
     discovery: Literal["etcd", "file"] = "etcd"
     """Where processes register and find each other."""
-    engine: Literal["native", "vllm", "simulated", "echo"] = "native"
+    engine: Literal["native", "vllm", "attached", "simulated", "echo"] = "native"
     """What workers run; simulated has the timing of a GPU without one, echo returns the prompt."""
     vllm_args: File | None = None
     """The YAML file with arguments of vLLM, as `vllm serve --config` takes it; --set worker.vllm.NAME=VALUE overrides
