@@ -42,7 +42,7 @@ class _Finish(Struct):
     message: str = ""
 
 
-class _Meta(Struct):
+class _Meta(Struct, frozen=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: _Finish | None = None

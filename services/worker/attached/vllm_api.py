@@ -53,6 +53,7 @@ class _Choice(Struct):
 
 class _Error(Struct):
     message: str
+    code: int = 500
 
 
 class _Line(Struct):
@@ -75,6 +76,8 @@ def _body(submit: Submit, config: AttachedConfig, model: str, params: dict[str, 
 
 def _read(payload: bytes, submit: Submit, _seen: int) -> Output:
     line = _LINE.decode(payload)
+    if line.error is not None and 400 <= line.error.code < 500:
+        raise InvalidRequest(" ".join(line.error.message.split()))
     if line.error is not None or not line.choices:
         return Output(error="" if line.error is None else line.error.message)
     one = line.choices[0]
