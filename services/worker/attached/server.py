@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
@@ -82,7 +83,7 @@ class Server:
                         output = self._api.read(line[5:], submit, seen)
                         seen += len(output.tokens)
                         yield output
-        except (aiohttp.ClientError, OSError, ValueError) as wrong:  # also a line that is too long, or no JSON
+        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as wrong:  # a line too long, or no JSON
             raise self._fault(self._api.path, f"broke off: {wrong}") from None
 
     async def load(self) -> ServerLoad | None:
@@ -149,7 +150,7 @@ class Server:
             raise ConfigError(str(self._fault(path, f"answers no JSON object: {wrong}"))) from None
 
     def _fault(self, path: str, what: str) -> Unavailable:
-        return Unavailable(f"attached.url: {self._url}{path} {what}")
+        return Unavailable(f"attached.url: {self._url}{path} {' '.join(what.split())}"[:500])
 
     async def _check(self, answer: aiohttp.ClientResponse, path: str) -> None:
         """Raise what an answer without success stands for."""

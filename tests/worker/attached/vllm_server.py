@@ -45,8 +45,8 @@ class VllmServer:
         kv_events |= {"endpoint": self.settings["events"], "replay_endpoint": self.settings["replay"]}
         self._flags = f"--host 127.0.0.1 --port {port} --api-key {KEY} --enforce-eager --dtype float32 --block-size 32"
         self._flags += " --num-gpu-blocks-override 64 --max-num-seqs 4 --scheduling-policy priority"
-        self._tables = ("--structured-outputs-config", '{"backend": "guidance"}')
-        self._tables += ("--kv-events-config", json.dumps(kv_events))
+        self._tables = ["--structured-outputs-config", '{"backend": "guidance"}']
+        self._tables += ["--kv-events-config", json.dumps(kv_events)]
 
     def start(self) -> None:
         """Return when it answers."""
@@ -61,8 +61,8 @@ class VllmServer:
             )
         deadline = time.monotonic() + START_LIMIT_S
         while not self._answers():
-            ended = self._process.poll() is not None
-            assert not ended and time.monotonic() < deadline, self._log.read_text(errors="replace")[-3000:]
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(self._log.read_text(errors="replace")[-3000:])
             time.sleep(0.2)
 
     def kill(self) -> None:

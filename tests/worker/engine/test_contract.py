@@ -139,7 +139,7 @@ async def test_another_salt_finds_no_blocks(engine: DrivenEngine) -> None:
     await engine.answer("salted", prompt_of(5), GREEDY, salt="two")
     assert engine.parts["salted"][0].cached_tokens == 0
     async with asyncio.timeout(LIMIT_S):  # an attached server's events come a moment later
-        while not {"one", "two"} <= {block.salt for block in (await engine.snapshot()).blocks}:
+        while not {"one", "two"} <= {block.salt for block in (await engine.snapshot()).blocks}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
