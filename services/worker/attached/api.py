@@ -47,7 +47,7 @@ class Api(NamedTuple):
     body: Callable[[Submit, AttachedConfig, str, dict[str, Any]], dict[str, Any]]
     """Returns the request for an attempt: the model's name and what the rows give are its last arguments."""
     read: Callable[[bytes, Submit, int], Output]
-    """Returns what a line brings to an attempt that has so many tokens. Raises `text_only`, and
+    """Returns what a line brings to an attempt that has N tokens (the last argument). Raises `text_only`, and
     msgspec.MsgspecError."""
     metrics: ServerMetrics
 
