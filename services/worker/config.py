@@ -165,16 +165,17 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Raise ValueError where a setting is malformed, or contradicts another."""
         parts = urlsplit(self.url)
         if self.url and not (parts.scheme in ("http", "https") and parts.hostname):
-            raise ValueError("attached.url is no http or https URL")
+            raise ValueError("url is no http or https URL")
         if parts.username is not None or parts.query or parts.fragment:
-            raise ValueError("attached.url has a user or a query; a key belongs in attached.api_key_file")
+            raise ValueError("url has a user or a query; a key belongs in api_key_file")
         for name, endpoint in (("events", self.events), ("replay", self.replay)):
             if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
-                raise ValueError(f"attached.{name} is {endpoint}, no ZeroMQ endpoint, such as tcp://127.0.0.1:5557")
+                raise ValueError(f"{name} is {endpoint}, no ZeroMQ endpoint, such as tcp://127.0.0.1:5557")
         if self.replay and not self.events:
-            raise ValueError("attached.replay is set without attached.events")
-        if self.kind == "sglang" and (self.grammars or self.priorities):
-            raise ValueError("attached.grammars and attached.priorities are for vLLM only")
+            raise ValueError("replay is set without events")
+        for name in ("events", "grammars", "priorities"):
+            if self.kind == "sglang" and getattr(self, name):
+                raise ValueError(f"{name} is set, but kind is sglang, for which it is not built")
 
 
 class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -93,10 +93,10 @@ class AttachedEngine:
         self._attempts = AttemptTable()
         self._blocks = EngineBlocks(facts.block_size, orphans=False)
         self._streams: dict[str, asyncio.Task[None]] = {}
-        self._load = ServerLoad()
+        self._load: ServerLoad | None = None
         self._new_events: list[KvEvent] = [AllBlocksCleared()]
         self._event_sequence = -1
-        self._progress = self._steps = 0
+        self._progress = self._steps = self._looks = 0
         self._flushing = False
         self._look_now = asyncio.Event()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -149,7 +149,7 @@ class AttachedEngine:
                 key = self._attempts.add(command, time.monotonic())
                 task = asyncio.ensure_future(self._stream(key, command))
                 self._streams[key] = task
-                task.add_done_callback(lambda _: self._streams.pop(key, None))
+                task.add_done_callback(lambda done: self._stream_ended(key, done))
             case CancelAttempt(request, attempt):
                 key = self._attempts.find(request, attempt) or ""
                 self._attempts.end(key, "cancelled")
@@ -168,7 +168,7 @@ class AttachedEngine:
                 assert_never(command)
 
     async def _stream(self, key: str, submit: Submit) -> None:
-        """Follow one attempt to its end."""
+        """Follow one attempt to its end. Raise ConfigError, which ends the engine."""
         why = "the server ended the answer without a reason"
         try:
             async with aclosing(self._server.generate(submit)) as outputs:
@@ -191,11 +191,14 @@ class AttachedEngine:
         except Unavailable as wrong:
             why = str(wrong)
             self._look_now.set()
-        except ConfigError as wrong:
-            self._give_up(wrong)
         finally:
             self._attempts.end(key, "error", why)
             self._flush_soon()
+
+    def _stream_ended(self, key: str, task: asyncio.Task[None]) -> None:
+        del self._streams[key]
+        if not task.cancelled() and (wrong := task.exception()) is not None:
+            self._give_up(wrong)
 
     def _close(self, keys: list[str]) -> None:
         """Close the connections of attempts that have ended here; so the server ends them, too."""
@@ -223,12 +226,16 @@ class AttachedEngine:
             except TimeoutError:
                 pass
             self._look_now.clear()
+            self._looks += 1
             load = await self._server.load()
             if load is None:  # it shows none: its answers to /health count as steps
                 begun = sum(1 for key in self._streams if self._attempts.has_begun(key))
-                load = ServerLoad(begun, len(self._attempts) - begun, 0.0, self._load.steps + 1)
+                load = ServerLoad(begun, len(self._attempts) - begun, 0.0, self._looks)
             if load != self._load:
-                self._steps += max(1, round(load.steps - self._load.steps)) if load.steps != self._load.steps else 0
+                new = 0 if self._load is None else round(load.steps - self._load.steps)
+                if new < 0:
+                    raise Unavailable(f"attached.url: {self._config.attached.url} was started again")
+                self._steps += new
                 self._load = load
                 self._report(changed=True)
             idle_s = self._config.health.idle_s
@@ -238,7 +245,7 @@ class AttachedEngine:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            late = self._attempts.expire(time.monotonic(), round(self._load.waiting))
+            late = self._attempts.expire(time.monotonic(), round((self._load or ServerLoad()).waiting))
             if late:
                 self._close(late)
 
@@ -266,10 +273,11 @@ class AttachedEngine:
         self._new_events, steps, self._steps = [], self._steps, 0
         self._progress += max(1, steps)
         self._event_sequence += bool(events)
-        held = min(self._capacity, round(self._load.usage * self._capacity))
+        found = self._load or ServerLoad()
+        held = min(self._capacity, round(found.usage * self._capacity))
         load = EngineLoad(
-            waiting=round(self._load.waiting),
-            running=round(self._load.running),
+            waiting=round(found.waiting),
+            running=round(found.running),
             waiting_tokens=self._attempts.unbegun_tokens,
             held_blocks=held,
             cached_blocks=min(len(self._blocks), self._capacity - held),

@@ -23,7 +23,7 @@ _BATCH = msgspec.msgpack.Decoder(EventBatch)
 
 async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], None]) -> None:
     """Read until cancelled, and pass each batch on. Raise Unavailable where the server was started again, ConfigError
-    for an endpoint, and msgspec.MsgspecError for a batch that cannot be read."""
+    for an endpoint or for a batch that cannot be read."""
     context = zmq.asyncio.Context()
     try:
         socket = context.socket(zmq.SUB)
@@ -48,6 +48,10 @@ async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], N
             missed.append((number, payload))
     except zmq.ZMQError as wrong:
         raise ConfigError(f"attached.events: {config.events}, attached.replay: {config.replay}: {wrong}") from None
+    except msgspec.MsgspecError as wrong:
+        raise ConfigError(
+            f"attached.events: {config.events} publishes no events as vLLM 0.32 has them: {wrong}"
+        ) from None
     finally:
         context.destroy(linger=0)
 

@@ -43,7 +43,10 @@ class Publisher:
     async def send(self, number: int, *, lost: bool = False) -> None:
         self.kept.append(number)
         if not lost:
-            await self._pub.send_multipart([b"topic", number.to_bytes(8, "big"), self._batch(number)])
+            await self.send_raw(number, self._batch(number))
+
+    async def send_raw(self, number: int, payload: bytes) -> None:
+        await self._pub.send_multipart([b"topic", number.to_bytes(8, "big"), payload])
 
     async def until(self, found: list[int | str]) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -119,3 +122,10 @@ async def test_a_number_that_goes_backwards_is_a_new_server(tmp_path: Path) -> N
 async def test_an_endpoint_that_is_none_is_named() -> None:
     with pytest.raises(ConfigError, match=r"attached\.events: tcp://nowhere"):
         await asyncio.wait_for(read_events(AttachedConfig(events="tcp://nowhere"), lambda _: None), LIMIT_S)
+
+
+async def test_batches_of_another_form_are_named(tmp_path: Path) -> None:
+    async with publisher(tmp_path, replay=False) as one:
+        await one.send_raw(0, msgspec.msgpack.encode([0.0, [["BlockRemoved", [1]]]]))
+        with pytest.raises(ConfigError, match=r"attached\.events: .* publishes no events as vLLM 0\.32 has them"):
+            await asyncio.wait_for(one.reading, LIMIT_S)
