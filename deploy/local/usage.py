@@ -49,8 +49,8 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
 
     port: int = 8000
     """The port of the HTTP API on 127.0.0.1."""
-    workers: int = 2
-    """The number of workers."""
+    workers: int | None = None
+    """The number of workers (2; with --engine attached 1)."""
     frontends: int | None = None
     """The number of frontends, on one port (2; with one or two cores 1)."""
     routers: int | None = None
@@ -66,8 +66,9 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     """The routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute."""
     discovery: Literal["etcd", "file"] = "etcd"
     """Where processes register and find each other."""
-    engine: Literal["native", "vllm", "simulated", "echo"] = "native"
-    """What workers run; simulated has the timing of a GPU without one, echo returns the prompt."""
+    engine: Literal["native", "vllm", "attached", "simulated", "echo"] = "native"
+    """What workers run; attached uses the server at worker.attached.url, simulated has the timing of a GPU without one,
+    echo returns the prompt."""
     vllm_args: File | None = None
     """The YAML file with arguments of vLLM, as `vllm serve --config` takes it; --set worker.vllm.NAME=VALUE overrides
     it."""

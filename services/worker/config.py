@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from shared.config import ServiceConfig
 
-EngineName = Literal["native", "simulated", "echo", "vllm"]
+EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 CopyPath = Literal["auto", "rows", "batch", "staged"]
@@ -128,12 +129,55 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How an engine that has nothing to do is checked. Only vLLM is: it may freeze without a sign."""
+    """How an engine that has nothing to do is checked. Only vLLM and attached servers are: they may freeze without a
+    sign."""
 
     idle_s: Seconds = 60.0
     """Seconds without a request after which the engine is asked for one token, or one embedding; 0: never."""
     limit_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     """Seconds that it may take for that; afterwards it is ended, and another is started."""
+
+
+class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The server that the attached engine passes requests on to. It runs already, and is not ours."""
+
+    url: str = ""
+    """URL of the server, http or https, without the /v1 of its paths."""
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """What the server is: vllm or sglang."""
+    model: str = ""
+    """Name of the model on the server; empty: the one that is named as the worker's model is."""
+    api_key_file: str = ""
+    """Path of a file with the server's API key; empty: it needs none."""
+    events: str = ""
+    """ZeroMQ endpoint on which the server publishes its KV events, such as tcp://host:5557; empty: routers do not know
+    what it caches."""
+    replay: str = ""
+    """ZeroMQ endpoint at which it sends old events again; empty: what it cached before this worker began is unknown."""
+    grammars: bool = False
+    """Whether the server takes the grammars of frontends: vLLM with the structured output backend guidance does."""
+    priorities: bool = False
+    """Whether the server schedules by priority: vLLM with the scheduling policy priority does."""
+    look_s: Annotated[float, Meta(gt=0, le=60)] = 1.0
+    """Seconds between two looks at the server's health and load."""
+    limit_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
+    """Seconds within which the server accepts a connection, and answers everything but a prompt."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where a setting is malformed, or contradicts another."""
+        parts = urlsplit(self.url)
+        if self.url and not (parts.scheme in ("http", "https") and parts.hostname):
+            raise ValueError("url is no http or https URL")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("url has a user or a query; a key belongs in api_key_file")
+        for name, endpoint in (("events", self.events), ("replay", self.replay)):
+            if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
+                raise ValueError(f"{name} is {endpoint}, no ZeroMQ endpoint, such as tcp://127.0.0.1:5557")
+        if self.replay and not self.events:
+            raise ValueError("replay is set without events")
+        for name in ("events", "grammars", "priorities"):
+            if self.kind == "sglang" and getattr(self, name):
+                raise ValueError(f"{name} is set, but kind is sglang, for which it is not built")
 
 
 class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -180,6 +224,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
     vllm_python: str = ".headrace/vllm/bin/python"
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
+    attached: AttachedConfig = AttachedConfig()
     health: HealthConfig = HealthConfig()
     threads: Natural = 0
     """Threads of the engine's arithmetic; 0: one a core. Where workers share a machine, set cores ÷ workers."""
@@ -194,8 +239,13 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         if self.device == "cuda" and self.engine != "native":
             instead = "computes on what vLLM was installed for" if self.engine == "vllm" else "computes nothing"
             raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
-        if self.engine == "vllm" and self.kvbm.pool:
-            raise ValueError("kvbm.pool is set, but the vllm engine exchanges no blocks with a kvbm")
+        if self.engine in ("vllm", "attached") and self.kvbm.pool:
+            raise ValueError(f"kvbm.pool is set, but the {self.engine} engine exchanges no blocks with a kvbm")
+        if (self.engine == "attached") != bool(self.attached.url):
+            missing = (
+                "engine is attached, but attached.url is empty" if not self.attached.url else "attached.url is set"
+            )
+            raise ValueError(missing if not self.attached.url else f"{missing}, but engine is {self.engine}")
         if self.device == "cuda" and self.kv_dtype not in ("auto", self.cuda.dtype):
             raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
         if self.device == "cpu" and self.kv_dtype == "float16":

@@ -44,8 +44,10 @@ def main(arguments: list[str]) -> int:
     # The shell answers a signal to the whole process group (Ctrl-C): it drains, then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with closing(EngineEnd(socket.socket(fileno=int(arguments[1])))) as channel, suppress(PeerGone):
-        failed = _run(config, channel)
+    connection = socket.socket(fileno=int(arguments[1]))
+    with closing(EngineEnd(connection)) as channel, suppress(PeerGone):
+        attached = config.worker.engine == "attached"
+        failed = _run_attached(config, channel, connection) if attached else _run(config, channel)
         if failed is not None:
             channel.send(failed)
             return 1
@@ -81,6 +83,19 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     return None
 
 
+def _run_attached(config: EngineConfig, channel: EngineEnd, connection: socket.socket) -> Failed | None:
+    """Use a server that runs already until the engine ends. Return as `_run`. Raise PeerGone."""
+    import asyncio
+
+    from services.worker.attached.engine import run_attached
+
+    try:
+        local = _facts(config.worker, channel.send)
+    except ModelError as wrong:
+        return Failed(reason=str(wrong), model=True)
+    return asyncio.run(run_attached(config, channel, connection, local))
+
+
 def _first(wrong: BaseException) -> BaseException:
     """Return the error of the runner where ending it failed as well: no copy of a lost GPU can be awaited."""
     before: BaseException | None = wrong
@@ -110,8 +125,8 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
             from services.worker.native.runner import load_native
 
             return load_native(config, report)
-        case "vllm":
-            raise ConfigError("engine is vllm, which has a program of its own")
+        case "vllm" | "attached":
+            raise ConfigError(f"engine is {config.engine}, which has a program of its own")
         case _:
             assert_never(config.engine)
 

@@ -32,25 +32,37 @@ class _Config(Struct):
     hidden_size: Natural = 0
 
 
+class _Generation(Struct):
+    """The fields of generation_config.json that are needed here."""
+
+    eos_token_id: Natural | list[Natural] | None = None
+
+
 class _Module(Struct):
     type: str
 
 
 def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready:
-    """Return the sizes in the model's config.json. A `capacity_blocks` of 0 becomes 4096. Raise ModelError."""
+    """Return the sizes in the model's config.json, of its text part where it has several. A `capacity_blocks` of 0
+    becomes 4096. Raise ModelError."""
     file = directory / "config.json"
     content = read_model_file(file, CONFIG_LIMIT_BYTES)
     try:
-        config = msgspec.convert(json.loads(content), _Config)
+        table = json.loads(content)
+        text = table.get("text_config") if isinstance(table, dict) else None
+        config = msgspec.convert(table | text if isinstance(text, dict) else table, _Config)
     except ValueError as wrong:  # UTF-8's, JSON's and msgspec's
         raise ModelError(f"{file}: {wrong}") from wrong
     except RecursionError:
         raise ModelError(f"{file}: nested too deeply") from None
-    eos = config.eos_token_id
+    ends: list[int] = []
+    generation = read_model_json(directory / "generation_config.json", _Generation, missing=b"{}")
+    for eos in (config.eos_token_id, generation.eos_token_id):
+        ends.extend(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return Ready(
         context_length=config.max_position_embeddings,
         vocab_size=config.vocab_size,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_token_ids=tuple(dict.fromkeys(ends)),
         block_size=block_size,
         capacity_blocks=capacity_blocks or _DEFAULT_CAPACITY_BLOCKS,
         kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),

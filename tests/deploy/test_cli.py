@@ -45,6 +45,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--routers", "0"], "error: --routers is 1 to 64"),
         (["up", "--policy", "fastest"], "error: policy fastest: not one of kv, "),
         (["up", "--simulated", "speed=2"], "error: --simulated needs --engine simulated"),
+        (["up", "--engine", "attached", "--workers", "2"], "error: --workers: an attached server is one worker"),
         (["up", "--engine", "simulated", "--simulated", "speed", "--nats", ""], "error: --simulated speed: not KEY="),
         (["up", "--cuda", "graphs=false"], "error: --cuda needs --device cuda"),
         (["up", "--gpu-memory-share", "0.5"], "error: --gpu-memory-share needs --device cuda"),

@@ -24,6 +24,26 @@ WRONG = [
         "--device cuda --cuda-dtype float16 --kv-dtype bfloat16",
         "kv_dtype is bfloat16; on a GPU KV is kept in cuda.dtype, float16",
     ),
+    ("--engine attached", "engine is attached, but attached.url is empty"),
+    ("--attached-url http://localhost:1", "attached.url is set, but engine is native"),
+    ("--attached-url ftp://localhost", "attached: url is no http or https URL"),
+    (
+        "--attached-url http://me:word@localhost",
+        "attached: url has a user or a query; a key belongs in api_key_file",
+    ),
+    (
+        "--attached-events localhost:5557",
+        "attached: events is localhost:5557, no ZeroMQ endpoint, such as tcp://127.0.0.1:5557",
+    ),
+    ("--attached-replay tcp://localhost:1", "attached: replay is set without events"),
+    (
+        "--attached-kind sglang --attached-grammars true",
+        "attached: grammars is set, but kind is sglang, for which it is not built",
+    ),
+    (
+        "--engine attached --attached-url http://localhost:1 --kvbm-pool p",
+        "kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm",
+    ),
     ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
     (
         "--cuda-copy-path teleport",

@@ -36,6 +36,12 @@ def test_several_ends_of_sequence_are_kept_in_order(tmp_path: Path) -> None:
     assert facts(tmp_path, SOUND | {"eos_token_id": [9, 2]}).eos_token_ids == (9, 2)
 
 
+def test_the_ends_of_generation_config_count_too_and_a_text_part_goes_first(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert facts(tmp_path, SOUND).eos_token_ids == (2, 7)
+    assert facts(tmp_path, {"vocab_size": 9, "text_config": SOUND}).vocab_size == 300
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

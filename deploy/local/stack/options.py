@@ -44,9 +44,13 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         raise ConfigError("--port is 1 to 65535")
     usual = default_replicas(len(os.sched_getaffinity(0)))
     frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
-    for flag, number in (("workers", flags.workers), ("frontends", frontends), ("routers", routers)):
+    attached = flags.engine == "attached"
+    workers = (1 if attached else 2) if flags.workers is None else flags.workers
+    for flag, number in (("workers", workers), ("frontends", frontends), ("routers", routers)):
         if not 1 <= number <= 64:
             raise ConfigError(f"--{flag} is 1 to 64")
+    if attached and workers > 1:
+        raise ConfigError("--workers: an attached server is one worker")
     if flags.simulated and flags.engine != "simulated":
         raise ConfigError("--simulated needs --engine simulated")
     simulated = _settings("--simulated", flags.simulated)
@@ -69,7 +73,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         port=flags.port,
         frontends=frontends,
         routers=routers,
-        workers=flags.workers,
+        workers=workers,
         chat_template=_chat_template(flags),
         sampling=SAMPLING if flags.model == DEFAULT_MODEL else {},
         policy=flags.policy,

@@ -67,6 +67,10 @@ class AttemptTable:
         """Return the key of a living attempt."""
         return self._keys.get((request, attempt))
 
+    def has_begun(self, key: str) -> bool:
+        """Return whether a living attempt has had an output."""
+        return key in self._attempts and self._attempts[key].begun
+
     def uses_lora(self, name: str) -> bool:
         return any(attempt.submit.lora == name for attempt in self._attempts.values())
 

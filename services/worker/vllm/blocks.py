@@ -35,9 +35,11 @@ class _Entry(Struct):
 class EngineBlocks:
     """The cached blocks of one engine, by hash."""
 
-    def __init__(self, block_size: int) -> None:
-        """`block_size` is in tokens; blocks of another size are left out."""
+    def __init__(self, block_size: int, *, orphans: bool = True) -> None:
+        """`block_size` is in tokens; blocks of another size are left out. `orphans` False: so are blocks that follow an
+        unknown one, for a reader that may not have seen all events."""
         self._block_size = block_size
+        self._orphans = orphans
         self._entries: dict[int, _Entry] = {}
         self._group: int | None = None
         """The group of layers whose blocks are counted: the first one that holds the KV of all tokens."""
@@ -94,6 +96,9 @@ class EngineBlocks:
         salt, routable = _read_keys(event)
         self.left_out += len(event.block_hashes) - routable
         parent = None if event.parent_block_hash is None else _number(event.parent_block_hash)
+        if not self._orphans and parent is not None and parent not in self._entries:
+            self.left_out += routable
+            return
         run: list[SnapshotBlock] = []
         for index, name in enumerate(event.block_hashes[:routable]):
             key = _number(name)

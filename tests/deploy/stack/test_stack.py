@@ -211,7 +211,8 @@ def test_workers_share_the_cores(tmp_path: Path, cores: int, workers: int, threa
 @pytest.mark.parametrize("engine", get_args(EngineName))
 def test_workers_know_every_engine(tmp_path: Path, engine: str) -> None:
     stack = planned(msgspec.structs.replace(OPTIONS, engine=engine))
-    assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).engine == engine
+    flags = ["--attached-url", "http://127.0.0.1:1"] if engine == "attached" else []
+    assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}, flags=flags).engine == engine
 
 
 def test_the_frontend_drains_first_and_the_servers_last() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.worker.config import WorkerConfig
+from services.worker.config import EngineName, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.process import EngineProcess
 from services.worker.messages import (
@@ -30,7 +30,8 @@ LIMIT_S = 300.0
 class DrivenEngine:
     """One engine, and everything that it has reported."""
 
-    def __init__(self, process: EngineProcess, facts: Ready) -> None:
+    def __init__(self, engine: EngineName, process: EngineProcess, facts: Ready) -> None:
+        self.engine = engine
         self.process = process
         self.facts = facts
         self.parts: dict[str, list[Part]] = {}
@@ -50,7 +51,7 @@ class DrivenEngine:
     @staticmethod
     async def start(config: WorkerConfig) -> DrivenEngine:
         """Start an engine and wait until it is ready. Raise AssertionError with the reason where it fails."""
-        process = await EngineProcess.start(config, "model", "worker")
+        process = await EngineProcess.start(config, "tiny", "worker")
         try:
             async with asyncio.timeout(LIMIT_S):
                 while not isinstance(report := await process.receive(), Ready):
@@ -58,7 +59,7 @@ class DrivenEngine:
         except BaseException:
             await process.end(0.0)
             raise
-        return DrivenEngine(process, report)
+        return DrivenEngine(config.engine, process, report)
 
     async def close(self) -> None:
         self._following.cancel()

@@ -22,8 +22,10 @@ def test_parts_follow_one_another_and_count_the_cached_prompt() -> None:
     table = AttemptTable()
     key = table.add(submit(1), 0.0)
     assert table.unbegun_tokens == 10
+    assert not table.has_begun(key)
     table.record_output(key, [7], cached_tokens=4)
     assert table.unbegun_tokens == 0
+    assert table.has_begun(key)
     table.record_output(key, [8, 9])
     table.record_output(key, [3], finish="stop")
     outcome = table.take_outcome()

@@ -161,3 +161,14 @@ def test_a_cycle_of_parents_does_not_hang_the_snapshot() -> None:
     blocks = EngineBlocks(4)
     blocks.apply([stored(1, parent=2), stored(2, parent=1)])
     assert {block.hash for block in blocks.snapshot()} == {1, 2}
+
+
+def test_blocks_after_an_unknown_one_are_left_out_where_events_may_have_been_missed() -> None:
+    blocks, tokens = EngineBlocks(2, orphans=False), [1, 2]
+    lost = BlockStored([7, 8], 6, [*tokens, *tokens], 2, medium="GPU")
+    assert blocks.apply([lost, BlockStored([9], 8, tokens, 2, medium="GPU")]) == []
+    assert (blocks.left_out, blocks.digest, len(blocks)) == (3, 0, 0)
+    root = BlockStored([1], None, tokens, 2, medium="GPU")
+    assert len(blocks.apply([root, BlockStored([2], 1, tokens, 2, medium="GPU")])) == 2
+    assert blocks.apply([BlockRemoved([7], medium="GPU")]) == []
+    blocks.validate()

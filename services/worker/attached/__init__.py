@@ -1,0 +1,1 @@
+"""A server that runs already as the engine: vLLM or SGLang over HTTP, with token ids in and out."""

@@ -1,0 +1,296 @@
+"""AttachedEngine: serves the channel with a server that runs already, on one event loop.
+
+    commands of the shell ──▶ AttemptTable ──▶ one HTTP stream an attempt ──▶ the server
+    Stepped  ◀── one report a turn of the loop ◀── lines of the streams
+             ◀── EngineBlocks ◀── read_events ◀── the server's KV events, if it publishes them
+
+Each look at the server asks for its health and load. Where it is away, another model or started again, the program ends
+with Failed; the supervisor starts it again, until the server serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from contextlib import aclosing
+from typing import assert_never
+
+from services.worker.attached.api import ServerLoad
+from services.worker.attached.events import read_events
+from services.worker.attached.server import Server
+from services.worker.attached.sglang_api import SGLANG
+from services.worker.attached.vllm_api import VLLM
+from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.messages import (
+    KV_EVENTS,
+    PARTS,
+    CancelAttempt,
+    EngineCommand,
+    EngineLoad,
+    Failed,
+    KvbmDown,
+    KvbmReply,
+    KvbmUp,
+    Operate,
+    Operated,
+    Ready,
+    Shutdown,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeEngineSnapshot,
+)
+from services.worker.vllm.attempts import AttemptTable
+from services.worker.vllm.blocks import EngineBlocks
+from services.worker.vllm.one_line import one_line
+from shared.errors import ConfigError, InvalidRequest, Unavailable
+from shared.hashing import pack_tokens
+from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling
+
+TICK_S = 0.1
+"""Seconds between two looks at deadlines."""
+PROBE = Submit("probe", 0, "", pack_tokens([1, 1]), 2, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True), 0.0)
+"""The attempt that a server computes before it is announced, and when it has long been idle."""
+
+
+async def run_attached(
+    config: EngineConfig, channel: EngineEnd, connection: socket.socket, local: Ready
+) -> Failed | None:
+    """Serve until Shutdown, which gives None, or return why not. `local` is what the model's files say. Raise
+    PeerGone."""
+    worker = config.worker
+    api = SGLANG if worker.attached.kind == "sglang" else VLLM
+    server = None
+    try:
+        server = Server(worker.attached, api, worker.max_running + worker.max_waiting + 2)
+        facts = await server.facts(local, worker, config.model_name)
+        engine = AttachedEngine(worker, server, channel, connection, facts)
+        await engine.probe()
+        channel.send(facts)
+        await engine.run()
+    except PeerGone:
+        raise
+    except (ConfigError, InvalidRequest) as wrong:
+        return Failed(reason=str(wrong), model=True)
+    except Exception as wrong:  # noqa: BLE001 - the engine's edge: the shell learns of every failure
+        return Failed(reason=str(wrong) if isinstance(wrong, Unavailable) else one_line(wrong))
+    finally:
+        if server is not None:
+            await server.close()
+    return None
+
+
+class AttachedEngine:
+    """The attempts at one server, and what its cache is known to hold."""
+
+    def __init__(
+        self, config: WorkerConfig, server: Server, channel: EngineEnd, connection: socket.socket, facts: Ready
+    ) -> None:
+        self._config, self._server, self._channel, self._connection = config, server, channel, connection
+        self._capacity = facts.capacity_blocks
+        self._attempts = AttemptTable()
+        self._blocks = EngineBlocks(facts.block_size, orphans=False)
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._load: ServerLoad | None = None
+        self._new_events: list[KvEvent] = [AllBlocksCleared()]
+        self._event_sequence = -1
+        self._progress = self._steps = self._looks = 0
+        self._flushing = False
+        self._look_now = asyncio.Event()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._active_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Serve until Shutdown. Raise what ends the engine: PeerGone, ConfigError, Unavailable."""
+        loop = asyncio.get_running_loop()
+        self._report()
+        loop.add_reader(self._connection.fileno(), self._receive)
+        tasks = [asyncio.ensure_future(self._tick()), asyncio.ensure_future(self._look())]
+        if self._config.attached.events:
+            tasks.append(asyncio.ensure_future(read_events(self._config.attached, self._apply_events)))
+        try:
+            done, _ = await asyncio.wait((self._ended, *tasks), return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
+        finally:
+            loop.remove_reader(self._connection.fileno())
+            tasks += self._streams.values()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def probe(self) -> None:
+        """Have the server compute two tokens. Raise ConfigError, Unavailable."""
+        limit_s, tokens = self._config.health.limit_s, 0
+        try:
+            async with asyncio.timeout(limit_s), aclosing(self._server.generate(PROBE)) as outputs:
+                async for output in outputs:
+                    tokens += len(output.tokens)
+        except TimeoutError:
+            tokens = 0
+        if tokens != 2:
+            raise Unavailable(f"attached.url: {self._config.attached.url} did not compute two tokens in {limit_s:g} s")
+        self._active_s = time.monotonic()
+
+    # --- commands
+
+    def _receive(self) -> None:
+        try:
+            for command in self._channel.receive(0.0):
+                self._handle(command)
+        except PeerGone as wrong:
+            self._give_up(wrong)
+
+    def _handle(self, command: EngineCommand) -> None:
+        match command:
+            case Submit():
+                key = self._attempts.add(command, time.monotonic())
+                task = asyncio.ensure_future(self._stream(key, command))
+                self._streams[key] = task
+                task.add_done_callback(lambda done: self._stream_ended(key, done))
+            case CancelAttempt(request, attempt):
+                key = self._attempts.find(request, attempt) or ""
+                self._attempts.end(key, "cancelled")
+                self._close([key])
+            case TakeEngineSnapshot(ticket):
+                self._report()
+                self._channel.send(Snapshot(ticket, self._event_sequence, self._blocks.snapshot()))
+            case Operate(ticket, operation):
+                self._channel.send(Operated(ticket, failed=f"{operation}: an attached server is not ours"))
+            case KvbmUp() | KvbmDown() | KvbmReply():
+                pass  # the shell sends none, since no kvbm is configured for this engine
+            case Shutdown():
+                if not self._ended.done():
+                    self._ended.set_result(None)
+            case _:
+                assert_never(command)
+
+    async def _stream(self, key: str, submit: Submit) -> None:
+        """Follow one attempt to its end. Raise ConfigError, which ends the engine."""
+        why = "the server ended the answer without a reason"
+        try:
+            async with aclosing(self._server.generate(submit)) as outputs:
+                async for output in outputs:
+                    self._active_s = time.monotonic()
+                    if output.error:
+                        why = f"the server ended the answer: {output.error}"
+                    elif output.tokens or output.finish:
+                        self._attempts.record_output(
+                            key,
+                            output.tokens,
+                            finish=output.finish,
+                            cached_tokens=output.cached_tokens,
+                            logprobs=output.logprobs,
+                        )
+                        self._flush_soon()
+        except InvalidRequest as wrong:
+            continued = len(submit.tokens) // 4 > submit.prompt_tokens  # another engine may continue a grammar
+            why = f"{UNFOLLOWABLE}: {wrong}" if submit.sampling.grammar and not continued else f"refused: {wrong}"
+        except Unavailable as wrong:
+            why = str(wrong)
+            self._look_now.set()
+        finally:
+            self._attempts.end(key, "error", why)
+            self._flush_soon()
+
+    def _stream_ended(self, key: str, task: asyncio.Task[None]) -> None:
+        del self._streams[key]
+        if not task.cancelled() and (wrong := task.exception()) is not None:
+            self._give_up(wrong)
+
+    def _close(self, keys: list[str]) -> None:
+        """Close the connections of attempts that have ended here; so the server ends them, too."""
+        for key in keys:
+            if key in self._streams:
+                self._streams[key].cancel()
+        self._flush_soon()
+
+    def _give_up(self, wrong: BaseException) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(wrong)
+
+    # --- the server
+
+    def _apply_events(self, events: list[KvEvent]) -> None:
+        self._new_events.extend(self._blocks.apply(events))
+        self._flush_soon()
+
+    async def _look(self) -> None:
+        """Look at the server again and again. Raise ConfigError, Unavailable where it does not serve."""
+        while True:
+            try:
+                async with asyncio.timeout(self._config.attached.look_s):
+                    await self._look_now.wait()
+            except TimeoutError:
+                pass
+            self._look_now.clear()
+            self._looks += 1
+            load = await self._server.load()
+            if load is None:  # it shows none: its answers to /health count as steps
+                begun = sum(1 for key in self._streams if self._attempts.has_begun(key))
+                load = ServerLoad(begun, len(self._attempts) - begun, 0.0, self._looks)
+            if load != self._load:
+                new = 0 if self._load is None else round(load.steps - self._load.steps)
+                if new < 0:
+                    raise Unavailable(f"attached.url: {self._config.attached.url} was started again")
+                self._steps += new
+                self._load = load
+                self._report(changed=True)
+            idle_s = self._config.health.idle_s
+            if idle_s and not len(self._attempts) and time.monotonic() - self._active_s >= idle_s:
+                await self.probe()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            late = self._attempts.expire(time.monotonic(), round((self._load or ServerLoad()).waiting))
+            if late:
+                self._close(late)
+
+    # --- reports
+
+    def _flush_soon(self) -> None:
+        """Report at the end of this turn of the loop."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        try:
+            if not self._ended.done():
+                self._report()
+        except PeerGone as wrong:
+            self._give_up(wrong)
+
+    def _report(self, *, changed: bool = False) -> None:
+        """Report everything that is new; `changed`: the load is."""
+        outcome, events = self._attempts.take_outcome(), self._new_events
+        if not (outcome.parts or events or changed):
+            return
+        self._new_events, steps, self._steps = [], self._steps, 0
+        self._progress += max(1, steps)
+        self._event_sequence += bool(events)
+        found = self._load or ServerLoad()
+        held = min(self._capacity, round(found.usage * self._capacity))
+        load = EngineLoad(
+            waiting=round(found.waiting),
+            running=round(found.running),
+            waiting_tokens=self._attempts.unbegun_tokens,
+            held_blocks=held,
+            cached_blocks=min(len(self._blocks), self._capacity - held),
+        )
+        stepped = Stepped(
+            progress=self._progress,
+            encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
+            boundary_parts=outcome.boundary_parts,
+            one_token_attempts=outcome.one_token_attempts,
+            event_batch=KV_EVENTS.encode(events) if events else b"",
+            event_sequence=self._event_sequence,
+            digest=self._blocks.digest,
+            load=load,
+            steps=steps,
+        )
+        self._channel.send(stepped)

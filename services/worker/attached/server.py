@@ -1,0 +1,178 @@
+"""Server: the HTTP client of an attached server. It turns every fault into an error that names the setting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+
+from services.worker.attached.api import Api, Output, ServerLoad, read_metrics, read_sizes
+from services.worker.config import AttachedConfig, WorkerConfig
+from services.worker.messages import Ready, Submit
+from services.worker.vllm.sampling import refusal
+from shared.errors import ConfigError, InvalidRequest, Unavailable
+
+ANSWER_LIMIT_BYTES = 8 << 20
+"""Most bytes of an answer, or of a line of a stream, whose first one repeats the prompt."""
+TEXT = "Grüße, 世界! 1234 tokens\n\tof <b>one</b> tokenizer."
+"""What both sides tokenise, to compare them."""
+
+
+class Server:
+    """One server. `close` ends it."""
+
+    def __init__(self, config: AttachedConfig, api: Api, connections: int) -> None:
+        """`connections` is the most requests at once. Raise ConfigError for the file of the key."""
+        self._config, self._api, self._url = config, api, config.url.rstrip("/")
+        self._model, self._context_length = config.model, 0
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {_read_key(config.api_key_file)}"} if config.api_key_file else {},
+            connector=aiohttp.TCPConnector(limit=connections),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.limit_s),
+            read_bufsize=ANSWER_LIMIT_BYTES // 2,  # aiohttp's lines may be twice as long
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> bytes:
+        """Return an answer; empty where the path is `optional` and not there. Raise ConfigError, InvalidRequest,
+        Unavailable."""
+        content = bytearray()
+        try:
+            async with asyncio.timeout(self._config.limit_s), self._request(path, body) as answer:
+                if optional and answer.status in (404, 405):
+                    return b""
+                await self._check(answer, path)
+                async for chunk in answer.content.iter_any():
+                    content += chunk
+                    if len(content) > ANSWER_LIMIT_BYTES:
+                        raise self._fault(path, f"answers more than {ANSWER_LIMIT_BYTES} bytes")
+        except TimeoutError:
+            raise self._fault(path, f"did not answer in {self._config.limit_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as wrong:
+            raise self._fault(path, f"does not answer: {wrong}") from None
+        return bytes(content)
+
+    async def generate(self, submit: Submit) -> AsyncGenerator[Output]:
+        """Yield the outputs of an attempt. Closing the generator closes the connection, so the server ends the attempt.
+        Raise as `ask`."""
+        sampling, continued = submit.sampling, len(submit.tokens) // 4 - submit.prompt_tokens
+        fault = refusal(sampling, continued=continued)
+        if fault or submit.lora:
+            raise InvalidRequest(fault or f"lora: {submit.lora}: an attached server's LoRAs are not served")
+        room, seen = self._context_length - submit.prompt_tokens, 0
+        limits = {"max_tokens": min(sampling.max_tokens, room), "min_tokens": min(sampling.min_tokens, room)}
+        params: dict[str, Any] = {}
+        for row in self._api.rows.values():
+            params |= row(replace(sampling, **limits), continued)
+        try:
+            async with self._request(
+                self._api.path, self._api.body(submit, self._config, self._model, params)
+            ) as answer:
+                await self._check(answer, self._api.path)
+                async for line in answer.content:
+                    if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                        output = self._api.read(line[5:], submit, seen)
+                        seen += len(output.tokens)
+                        yield output
+        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as wrong:  # a line too long, or no JSON
+            raise self._fault(self._api.path, f"broke off: {wrong}") from None
+
+    async def load(self) -> ServerLoad | None:
+        """Return the load of a healthy server; None where it shows no metrics. Raise as `ask`."""
+        await self.ask("/health")
+        metrics = await self.ask("/metrics", optional=True)
+        return read_metrics(metrics.decode(errors="replace"), self._api.metrics) if metrics else None
+
+    async def facts(self, local: Ready, config: WorkerConfig, name: str) -> Ready:
+        """Return what the server serves, as far as one can ask, and from here on use its model. `local` is what the
+        worker's files say, `name` the model's name. Raise ConfigError, Unavailable."""
+        await self._find_model(local, name)
+        block_size, blocks, ranks = read_sizes((await self.ask("/metrics", optional=True)).decode(errors="replace"))
+        if config.attached.events and ranks > 1:
+            raise ConfigError(f"attached.events: {self._url} has {ranks} data-parallel ranks, which publish apart")
+        if block_size and config.block_size not in (WorkerConfig(model="").block_size, block_size):
+            raise ConfigError(f"block_size: {config.block_size}; {self._url} has blocks of {block_size} tokens")
+        if not blocks and not config.capacity_blocks:
+            raise ConfigError(
+                f"capacity_blocks, block_size: set them: {self._url} does not show how many blocks it has"
+            )
+        size = block_size or config.block_size
+        return replace(
+            local,
+            context_length=self._context_length,
+            block_size=size,
+            capacity_blocks=blocks or config.capacity_blocks,
+            kv_layout=replace(local.kv_layout, block_size=size),
+            weights="",
+            grammars=config.attached.grammars,
+            biases=True,
+            embedding_size=0,
+        )
+
+    async def _find_model(self, local: Ready, name: str) -> None:
+        listed = self._decoded("/v1/models", await self.ask("/v1/models")).get("data")
+        models = {str(one.get("id")): one for one in listed or () if isinstance(one, dict) and not one.get("parent")}
+        wanted = {self._model} if self._model else {name, Path(local.path).name}
+        found = [one for one in models if one in wanted or (not self._model and Path(one).name in wanted)]
+        if not found:
+            said = f"{self._url} has no model {' or '.join(sorted(wanted))}; it has {', '.join(models) or 'none'}"
+            raise ConfigError(f"attached.model: {said}")
+        self._model, length = found[0], models[found[0]].get("max_model_len")
+        self._context_length = length if isinstance(length, int) else local.context_length
+        answer = await self.ask(
+            "/tokenize", {"model": self._model, "prompt": TEXT, "add_special_tokens": False}, optional=True
+        )
+        tokenizer = Tokenizer.from_file(str(Path(local.path, "tokenizer.json")))
+        if answer and self._decoded("/tokenize", answer).get("tokens") != (
+            tokenizer.encode(TEXT, add_special_tokens=False).ids
+        ):
+            raise ConfigError(
+                f"attached.url: {self._url} serves another model: its tokenizer is not that of {local.path}"
+            )
+
+    def _request(self, path: str, body: dict[str, Any] | None) -> Any:
+        method = "GET" if body is None else "POST"
+        return self._session.request(method, self._url + path, json=body, allow_redirects=False)
+
+    def _decoded(self, path: str, content: bytes) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(content, type=dict[str, Any])
+        except msgspec.MsgspecError as wrong:
+            raise ConfigError(str(self._fault(path, f"answers no JSON object: {wrong}"))) from None
+
+    def _fault(self, path: str, what: str) -> Unavailable:
+        return Unavailable(f"attached.url: {self._url}{path} {' '.join(what.split())}"[:500])
+
+    async def _check(self, answer: aiohttp.ClientResponse, path: str) -> None:
+        """Raise what an answer without success stands for."""
+        status = answer.status
+        if status == 200:
+            return
+        text = " ".join((await answer.content.read(4096)).decode(errors="replace").split())[:500]
+        said = f"{self._url}{path} answers {status} {text}"
+        if status in (401, 403):
+            raise ConfigError(f"attached.api_key_file: {said}")
+        if status < 400 or status in (404, 405):
+            raise ConfigError(f"attached.url: {said}")
+        if status in (400, 413, 422):
+            raise InvalidRequest(said)
+        raise Unavailable(f"attached.url: {said}")
+
+
+def _read_key(path: str) -> str:
+    try:
+        key = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise ConfigError(f"attached.api_key_file: {path}: {getattr(wrong, 'strerror', None) or 'not ASCII'}") from None
+    if not key or len(key.split()) > 1:
+        raise ConfigError(f"attached.api_key_file: {path}: not one line with a key")
+    return key

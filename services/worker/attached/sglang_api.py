@@ -1,0 +1,95 @@
+"""SGLang's own HTTP API: prompts of token ids. Not run against a real server. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from services.worker.attached.api import Api, Output, Row, same, text_only
+from services.worker.attached.vllm_api import ROWS as VLLM_ROWS
+from services.worker.config import AttachedConfig
+from services.worker.messages import Submit
+from services.worker.vllm.sampling import seed_for
+from shared.errors import InvalidRequest
+from shared.hashing import token_array
+from shared.messages import Sampling
+
+
+def _no_logprobs(sampling: Sampling, _: int) -> dict[str, Any]:
+    if sampling.logprobs >= 0:
+        raise InvalidRequest("sampling.logprobs: not served by an attached SGLang server", param="sampling.logprobs")
+    return {}
+
+
+ROWS: dict[str, Row] = {
+    **same("temperature", "top_p", "min_p", "stop_token_ids", "ignore_eos"),
+    **same("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    "max_tokens": lambda sampling, continued: {"max_new_tokens": sampling.max_tokens - continued},
+    "min_tokens": lambda sampling, continued: {"min_new_tokens": max(0, sampling.min_tokens - continued)},
+    "top_k": lambda sampling, _: {"top_k": sampling.top_k or -1},
+    "seed": lambda sampling, continued: {"sampling_seed": seed_for(sampling.seed, continued)},
+    "logprobs": _no_logprobs,
+    "logit_bias": VLLM_ROWS["logit_bias"],
+    "grammar": lambda _sampling, _: {},  # the worker refuses it: the settings allow no grammars for SGLang
+    "pooling": VLLM_ROWS["pooling"],
+}
+
+
+class _Finish(Struct):
+    type: str
+    message: str = ""
+
+
+class _Meta(Struct, frozen=True):
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: _Finish | None = None
+
+
+class _Error(Struct):
+    message: str
+
+
+class _Line(Struct):
+    output_ids: list[int] | None = None
+    meta_info: _Meta = _Meta()
+    error: _Error | None = None
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
+def _body(submit: Submit, _config: AttachedConfig, _model: str, params: dict[str, Any]) -> dict[str, Any]:
+    if submit.salt:
+        raise InvalidRequest("salt: not served by an attached SGLang server", param="salt")
+    tokens = token_array(submit.tokens).tolist()
+    return {"input_ids": tokens, "stream": True, "sampling_params": params | {"no_stop_trim": True}}
+
+
+def _read(payload: bytes, _submit: Submit, seen: int) -> Output:
+    """A line has all tokens so far, or the new ones alone, as the server was started; the count says which are new."""
+    line = _LINE.decode(payload)
+    if line.error is not None:
+        return Output(error=line.error.message)
+    if line.output_ids is None:
+        raise text_only()
+    meta, finish = line.meta_info, line.meta_info.finish_reason
+    new = line.output_ids[max(0, len(line.output_ids) - (meta.completion_tokens - seen)) :]
+    word = None if finish is None else f"abort: {finish.message}" if finish.type == "abort" else finish.type
+    return Output(new, word, meta.cached_tokens)
+
+
+SGLANG = Api(
+    path="/generate",
+    rows=ROWS,
+    body=_body,
+    read=_read,
+    metrics=(
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+        "sglang:token_usage",
+        "sglang:generation_tokens_total",
+    ),
+)

@@ -1,0 +1,219 @@
+"""Servers that misbehave: each is one clear line that names the setting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from services.worker.attached.server import TEXT, Server
+from services.worker.attached.vllm_api import VLLM
+from services.worker.config import AttachedConfig, WorkerConfig
+from services.worker.messages import Ready, Submit
+from services.worker.model_facts import facts_of
+from shared.errors import ConfigError, InvalidRequest, Unavailable
+from shared.hashing import pack_tokens
+from shared.messages import Sampling
+from tests.servers import free_port
+from tests.tiny_model import write_tiny_model
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SIZES = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",engine="0"} 1.0\n'
+ATTEMPT = Submit("r", 1, "f", pack_tokens([1, 2, 3]), 3, Sampling(max_tokens=4), 9.0)
+
+
+class Peer:
+    """A small server with vLLM's paths. `said` replaces what a path answers; `seen` has the headers of requests."""
+
+    def __init__(self, model: Path) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.said: dict[str, Handler] = {}
+        self.lines = ['{"choices": [{"token_ids": [5, 6], "finish_reason": "length"}]}', "[DONE]"]
+        self.seen: list[dict[str, str]] = []
+        self.bodies: list[dict[str, object]] = []
+        self.tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
+        self.models = [{"id": "tiny", "max_model_len": 100}, {"id": "lora", "parent": "tiny"}]
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(dict(request.headers))
+        if request.path in self.said:
+            return await self.said[request.path](request)
+        match request.path:
+            case "/v1/models":
+                return web.json_response({"data": self.models})
+            case "/tokenize":
+                return web.json_response({"tokens": self.tokens})
+            case "/metrics":
+                return web.Response(text=SIZES)
+            case "/v1/completions":
+                self.bodies.append(await request.json())
+                return web.Response(text="".join(f"data: {line}\n\n" for line in self.lines))
+        return web.Response()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+async def peer(model: Path) -> AsyncIterator[Peer]:
+    one = Peer(model)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", one.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", int(one.url.rpartition(":")[2])).start()
+    yield one
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def connected(peer: Peer, **settings: object) -> AsyncIterator[Server]:
+    server = Server(AttachedConfig(url=peer.url, **settings), VLLM, 4)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def facts(peer: Peer, local: Path, block_size: int = 16, **settings: object) -> Ready:
+    config = WorkerConfig(
+        model=str(local),
+        engine="attached",
+        block_size=block_size,
+        attached=AttachedConfig(url=peer.url, **settings),  # type: ignore[arg-type]
+    )
+    async with connected(peer, **settings) as server:
+        return await server.facts(facts_of(local, block_size=block_size, capacity_blocks=0), config, "name")
+
+
+async def generated(peer: Peer, model: Path, attempt: Submit = ATTEMPT, **settings: object) -> list[int]:
+    async with connected(peer, **settings) as server:
+        config = WorkerConfig(model=str(model), attached=AttachedConfig(url=peer.url), engine="attached")
+        await server.facts(facts_of(model, block_size=16, capacity_blocks=0), config, "name")
+        async with aclosing(server.generate(attempt)) as outputs:
+            return [token async for output in outputs for token in output.tokens]
+
+
+def says(status: int, text: str = "") -> Handler:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, text=text)
+
+    return answer
+
+
+async def never(_: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_facts_are_the_servers_where_it_says_them(peer: Peer, model: Path) -> None:
+    found = await facts(peer, model)
+    assert (found.context_length, found.block_size, found.capacity_blocks) == (100, 32, 64)
+    assert (found.vocab_size, found.embedding_size, found.grammars, found.biases) == (320, 0, False, True)
+
+
+async def test_tokens_come_and_no_more_are_asked_for_than_the_context_has_room_for(peer: Peer, model: Path) -> None:
+    assert await generated(peer, model) == [5, 6]
+    long = Submit("r", 1, "f", pack_tokens([1] * 90), 90, Sampling(max_tokens=50), 9.0)
+    await generated(peer, model, long)
+    assert [body["max_tokens"] for body in peer.bodies] == [4, 10]
+
+
+async def test_the_key_comes_from_its_file(peer: Peer, model: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    await facts(peer, model, api_key_file=str(key))
+    assert {headers.get("Authorization") for headers in peer.seen} == {"Bearer sesame"}
+    key.write_text("two words")
+    with pytest.raises(ConfigError, match=r"attached\.api_key_file: .*not one line with a key"):
+        await facts(peer, model, api_key_file=str(key))
+    with pytest.raises(ConfigError, match=r"attached\.api_key_file: /none: No such file"):
+        await facts(peer, model, api_key_file="/none")
+
+
+async def test_another_model_is_refused(peer: Peer, model: Path) -> None:
+    peer.tokens = [1, 2]
+    with pytest.raises(ConfigError, match=r"attached\.url: .*serves another model: its tokenizer"):
+        await facts(peer, model)
+    peer.models = [{"id": "org/large", "max_model_len": 100}]
+    with pytest.raises(ConfigError, match=r"attached\.model: .*has no model name or tiny; it has org/large"):
+        await facts(peer, model)
+    with pytest.raises(ConfigError, match=r"attached\.model: .*has no model other; it has org/large"):
+        await facts(peer, model, model="other")
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("/v1/models", 401, r"^attached\.api_key_file: .*/v1/models answers 401"),
+        ("/v1/models", 404, r"^attached\.url: .*/v1/models answers 404"),
+        ("/v1/models", 302, r"^attached\.url: .*/v1/models answers 302"),
+        ("/v1/models", 200, r"^attached\.url: .*/v1/models answers no JSON object"),
+        ("/metrics", 404, r"^capacity_blocks, block_size: set them"),
+    ],
+)
+async def test_a_server_that_is_no_such_one_is_named(
+    peer: Peer, model: Path, path: str, status: int, said: str
+) -> None:
+    peer.said[path] = says(status, "what")
+    with pytest.raises(ConfigError, match=said):
+        await facts(peer, model)
+
+
+async def test_a_block_size_or_ranks_that_contradict_are_named(peer: Peer, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^block_size: 64; .* has blocks of 32 tokens"):
+        await facts(peer, model, block_size=64)
+    peer.said["/metrics"] = says(200, SIZES + SIZES)
+    assert (await facts(peer, model)).block_size == 32
+    with pytest.raises(ConfigError, match=r"^attached\.events: .* 2 data-parallel ranks"):
+        await facts(peer, model, events="tcp://127.0.0.1:9")
+
+
+async def test_a_server_that_is_slow_or_not_there_may_come_back(peer: Peer, model: Path) -> None:
+    peer.said["/v1/models"] = never
+    with pytest.raises(Unavailable, match=r"^attached\.url: .*/v1/models did not answer in 0\.2 s"):
+        await facts(peer, model, limit_s=0.2)
+    peer.url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(Unavailable, match=r"^attached\.url: .*/v1/models does not answer: Cannot connect"):
+        await facts(peer, model)
+
+
+async def test_an_unhealthy_server_says_so(peer: Peer, model: Path) -> None:
+    async with connected(peer) as server:
+        assert await server.load() is not None
+        peer.said["/metrics"] = says(404)
+        assert await server.load() is None
+        peer.said["/health"] = says(503)
+        with pytest.raises(Unavailable, match="/health answers 503"):
+            await server.load()
+
+
+async def test_answers_of_another_kind_are_named(peer: Peer, model: Path) -> None:
+    peer.lines = ['{"choices": [{"text": "hello"}]}']
+    with pytest.raises(ConfigError, match="answers text for token ids"):
+        await generated(peer, model)
+    peer.lines = ["what"]
+    with pytest.raises(Unavailable, match="broke off: JSON is malformed"):
+        await generated(peer, model)
+    peer.said["/v1/completions"] = says(400, '{"error": "too long"}')
+    with pytest.raises(InvalidRequest, match=r"answers 400 .*too long"):
+        await generated(peer, model)
+    peer.said["/v1/completions"] = says(200, "data: " + "x" * (9 << 20))
+    with pytest.raises(Unavailable, match="broke off"):
+        await generated(peer, model)
+
+
+async def test_what_no_attached_server_can_do_is_refused_by_name(peer: Peer, model: Path) -> None:
+    lora = Submit("r", 1, "f", pack_tokens([1]), 1, Sampling(max_tokens=4), 9.0, lora="poet@0123456789abcdef")
+    with pytest.raises(InvalidRequest, match=r"^lora: poet"):
+        await generated(peer, model, lora)
+    done = Submit("r", 1, "f", pack_tokens([1] * 5), 1, Sampling(max_tokens=4), 9.0)
+    with pytest.raises(InvalidRequest, match=r"^sampling\.max_tokens: "):
+        await generated(peer, model, done)
