@@ -136,6 +136,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Whether `Sampling.logit_bias` is added."""
     min_tokens: bool = False
     """Whether `Sampling.min_tokens` is kept."""
+    prompt_logprobs: bool = False
+    """Whether `Sampling.prompt_logprobs` is computed."""
     embedding_size: int = 0
     """Number of floats of an embedding; 0: the engine makes none."""
     weights: str = ""

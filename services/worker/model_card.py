@@ -54,6 +54,7 @@ def card_of(
         grammars=facts.grammars,
         biases=facts.biases,
         min_tokens=facts.min_tokens,
+        prompt_logprobs=facts.prompt_logprobs,
         embedding_size=facts.embedding_size,
         pooling=read_pooling(Path(model)) if facts.embedding_size else "",
         device=device,

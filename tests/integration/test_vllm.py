@@ -32,6 +32,17 @@ llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu
 out = llm.generate({{"prompt_token_ids": {prompt!r}}}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
 print(json.dumps(list(out[0].outputs[0].token_ids)))
 """
+OWN_LOGPROBS = """
+import json
+from vllm import LLM, SamplingParams
+llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024)
+params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+out = llm.generate({{"prompt_token_ids": {prompt!r}}}, params)[0]
+tokens = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
+found = [None if one is None else (one[token].logprob, sorted((entry.logprob for entry in one.values()), reverse=True))
+         for token, one in zip(tokens, list(out.prompt_logprobs) + list(out.outputs[0].logprobs))]
+print(json.dumps(found))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +85,30 @@ def ask(services: Fleet, **fields: object) -> dict[str, Any]:
 def test_greedy_tokens_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
     answer = ask(services, return_token_ids=True)
     assert answer["choices"][0]["token_ids"] == run_there(ALONE.format(model=str(model), prompt=PROMPT))
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
+    own = run_there(OWN_LOGPROBS.format(model=str(model), prompt=PROMPT))
+    answer = ask(services, echo=True, logprobs=2, max_tokens=3, n=2)
+    for choice in answer["choices"]:
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(own) == len(PROMPT) + 3
+        assert (found["token_logprobs"][0], found["top_logprobs"][0], own[0]) == (None, None, None)
+        assert found["token_logprobs"][1:] == pytest.approx([value for value, _ in own[1:]], abs=1e-4)
+        for top, (_, likeliest) in zip(found["top_logprobs"][1:], own[1:], strict=True):
+            assert max(top.values()) == pytest.approx(likeliest[0], abs=1e-4)
+        assert found["text_offset"] == sorted(found["text_offset"])
+    alone = ask(services, echo=True, logprobs=2, max_tokens=0)
+    assert alone["usage"]["completion_tokens"] == 0
+    [choice] = alone["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(found["token_logprobs"][: len(PROMPT)], abs=1e-4)
+    assert answer["choices"][0]["text"].startswith(choice["text"])
+    long = [5 + index * 7 % 250 for index in range(1000)]  # its first chunk of 512 tokens and the rest, and 20 for each
+    many = ask(services, prompt=long, echo=True, logprobs=20, max_tokens=1)["choices"][0]["logprobs"]
+    assert len(many["tokens"]) == len(long) + 1
+    with pytest.raises(AssertionError, match="logprobs"):
+        ask(services, prompt=long, echo=True, logprobs=20, max_tokens=1, n=20)
 
 
 def test_a_prompt_goes_where_it_is_cached(services: Fleet) -> None:

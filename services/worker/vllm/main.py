@@ -182,6 +182,7 @@ def _facts(config: VllmConfig) -> Ready:
         grammars=not pooling,
         biases=not pooling,
         min_tokens=not pooling,
+        prompt_logprobs=not pooling,
         embedding_size=model.get_hidden_size() if pooling else 0,
         operations=tuple(operations),
     )

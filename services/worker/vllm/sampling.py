@@ -52,6 +52,9 @@ ROWS: dict[str, Row] = {
     "frequency_penalty": _same("frequency_penalty"),
     "repetition_penalty": _same("repetition_penalty"),
     "logprobs": lambda sampling, _: {"logprobs": None if sampling.logprobs < 0 else sampling.logprobs},
+    "prompt_logprobs": lambda sampling, _: {
+        "prompt_logprobs": None if sampling.prompt_logprobs < 0 else sampling.prompt_logprobs
+    },
     "stop_token_ids": lambda sampling, _: {"stop_token_ids": list(sampling.stop_token_ids)},
     "ignore_eos": _same("ignore_eos"),
     "grammar": lambda sampling, _: _structured(sampling.grammar),
