@@ -289,7 +289,7 @@ class Worker:
         self._operator.engine_lost()
         self._announce()
         self._kvbm.engine_lost()
-        self._runtime.health.unready("the engine was lost and is starting again")
+        self._runtime.health.unready(f"the engine was lost and is starting again: {reason}")
         self._metrics.engine_lost()
         self._kvbm_metrics.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")

@@ -25,7 +25,9 @@ from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.messages import EngineOperation, Failed, Loading, Ready
 from services.worker.model_facts import read_pooling
+from services.worker.vllm.cause_file import VARIABLE, note_exceptions, read_cause
 from services.worker.vllm.one_line import one_line
+from services.worker.vllm.start_failure import Cause, failure
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
 from shared.messages import KvLayout
@@ -88,7 +90,6 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         return Failed(
             reason=f"vLLM cannot be loaded ({wrong}); ./headrace install-vllm makes its environment", model=True
         )
-    from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.worker.vllm.engine import StatLogger, VllmEngine
@@ -108,22 +109,24 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     if args.runner == "pooling" and args.pooler_config is None:
         args.pooler_config = _pooler(settings)
     channel.send(Loading("starting vLLM", 0.1))
-    logger = StatLogger()
+    logger, noted = StatLogger(), directory / "cause"
+    os.environ[VARIABLE] = str(noted)
     try:
         vllm_config = args.create_engine_config()
         llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[lambda *_: logger])
-    except (
-        ValueError,
-        OSError,
-        NotImplementedError,
-        VLLMClientError,
-    ) as wrong:  # what vLLM refuses of model and arguments
-        return Failed(reason=one_line(wrong), model=True)
+    except Exception as wrong:  # noqa: BLE001 - whatever vLLM raises of model, arguments and machine
+        traceback.print_exc()
+        events.close()
+        return failure(Cause.of(wrong), read_cause(noted))
     try:
         engine = VllmEngine(config, llm, channel, connection, events)
         logger.engine = engine
         channel.send(Loading("computing the first tokens", 0.9))
-        await engine.probe(WARM_LIMIT_S)
+        try:
+            await engine.probe(WARM_LIMIT_S)
+        except Exception as wrong:  # noqa: BLE001 - an engine that cannot compute a token has not started
+            traceback.print_exc()
+            return failure(Cause.of(wrong), read_cause(noted))
         channel.send(_facts(vllm_config))
         return await engine.run()
     finally:
@@ -190,5 +193,7 @@ def _facts(config: VllmConfig) -> Ready:
 
 if __name__ in ("__main__", "__mp_main__"):
     _die_with_parent()
+if __name__ == "__mp_main__":
+    note_exceptions()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ def completion(**fields: Any) -> CompletionRequest:
 def test_every_field_is_read_or_refused() -> None:
     """A field that is neither would be silently ignored; those that chats have too are in test_chat.py."""
     own = {*CompletionRequest.__struct_fields__} - {*chat.CommonFields.__struct_fields__}
-    assert own == {"prompt", "logprobs", "echo", "suffix", "best_of", "max_tokens"}
+    assert own == {"prompt", "logprobs", "echo", "suffix", "best_of"}
 
 
 def test_best_of_one_is_accepted() -> None:
