@@ -166,6 +166,8 @@ class ModelCard(Struct, frozen=True):
     """The length of an embedding in floats; 0: the instance ignores `Sampling.pooling`, and answers with text."""
     pooling: Pooling = ""
     """The pooling that the model was trained with; empty: it is one that is not implemented."""
+    generates: bool = True
+    """Whether the instance answers with text; False: it only makes embeddings."""
     device: str = ""
     """The device of the engine, for people: cpu, or cuda:N, where N is that process's number of the GPU; empty:
     none."""

@@ -43,6 +43,13 @@ found = [None if one is None else (one[token].logprob, sorted((entry.logprob for
          for token, one in zip(tokens, list(out.prompt_logprobs) + list(out.outputs[0].logprobs))]
 print(json.dumps(found))
 """
+OWN_EMBEDDING = """
+import json
+from vllm import LLM
+llm = LLM({model!r}, runner="pooling", pooler_config={{"pooling_type": "MEAN"}}, enforce_eager=True, dtype="float32",
+          block_size=32, num_gpu_blocks_override=64, max_model_len=1024)
+print(json.dumps(llm.embed({{"prompt_token_ids": {prompt!r}}})[0].outputs.embedding))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +78,13 @@ def services(tmp_path_factory: pytest.TempPathFactory, model: Path, nats_url: st
 
 def ask(services: Fleet, **fields: object) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True} | fields
+    return post(services, "completions", body)
+
+
+def post(services: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer. Raise AssertionError with the body of another one than 200."""
     given = {"Content-Type": "application/json"}
-    url = f"{services.services['frontend'].url}/v1/completions"
+    url = f"{services.services['frontend'].url}/v1/{path}"
     request = urllib.request.Request(url, json.dumps(body).encode(), given)
     try:
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
@@ -131,6 +143,35 @@ def test_the_routers_index_is_what_the_engines_hold(services: Fleet) -> None:
         what="digests of both workers agree again",
     )
     assert router.metric("headrace_kv_digests_total", outcome="differed") == 0
+
+
+def test_a_worker_for_embeddings_serves_next_to_others(services: Fleet, model: Path) -> None:
+    pooled = ARGUMENTS | {"runner": "pooling"}
+    arguments = [word for name, value in pooled.items() for word in (f"--vllm.{name}", value)]
+    flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
+    services.start("worker", "embedder", *flags, "--model-name", "vectors", *arguments)
+    eventually(services.services["embedder"].ready, limit_s=LIMIT_S, what="the embedder serves")
+
+    frontend = services.services["frontend"].url
+
+    def known() -> bool:
+        with urllib.request.urlopen(f"{frontend}/v1/models", timeout=LIMIT_S) as answer:
+            return any(one["id"] == "vectors" for one in json.load(answer)["data"])
+
+    eventually(known, limit_s=LIMIT_S, what="the frontend knows the model")
+    body = {"model": "vectors", "input": [PROMPT, PROMPT[:40]]}
+    vector = post(services, "embeddings", body)["data"][0]["embedding"]
+    again = post(services, "embeddings", body)["data"]  # now blocks of these prompts are cached
+    assert again[0]["embedding"] == pytest.approx(vector, abs=1e-5)
+    with pytest.raises(AssertionError, match=r"sampling\.pooling: last; this engine was started with mean"):
+        post(services, "embeddings", body | {"pooling": "last"})
+    assert vector == pytest.approx(run_there(OWN_EMBEDDING.format(model=str(model), prompt=PROMPT)), abs=1e-5)
+    assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-5)
+    with pytest.raises(AssertionError, match="not every worker of 'vectors' generates text"):
+        ask(services, model="vectors", max_tokens=1)
+    with pytest.raises(AssertionError, match="not every worker of 'tiny' makes embeddings"):
+        post(services, "embeddings", {"model": "tiny", "input": PROMPT})
+    assert ask(services, max_tokens=1)["choices"]
 
 
 def test_streams_go_on_elsewhere_when_a_core_is_killed(services: Fleet) -> None:

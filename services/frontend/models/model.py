@@ -89,6 +89,8 @@ class ModelLimits(Struct, frozen=True):
     """Whether all workers support `min_tokens`."""
     prompt_logprobs: bool = False
     """Whether all workers compute the log-probabilities of prompt tokens."""
+    generates: bool = True
+    """Whether all workers answer with text."""
 
 
 def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
@@ -105,6 +107,7 @@ def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
         poolings.pop() if len(poolings) == 1 else "",
         all(card.min_tokens for card in cards),
         all(card.prompt_logprobs for card in cards),
+        all(card.generates for card in cards),
     )
 
 

@@ -112,6 +112,9 @@ class ServingChat(Struct, frozen=True):
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)
         model, limits = self.models.find(request.model)
+        if not limits.generates:
+            why = f"not every worker of {model.name!r} generates text; /v1/embeddings has its embeddings"
+            raise field_error("model", why, UNSUPPORTED)
         try:
             async with asyncio.timeout_at(deadline.at):
                 prompts, plan = await self._prompts(request, model, limits, context.ignored, default_tokens)

@@ -105,6 +105,10 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
         return "sampling.prompt_logprobs: not with an embedding"
     if sampling.pooling and not facts.embedding_size:
         return "sampling.pooling: this engine makes no embeddings"
+    if sampling.pooling and facts.pooling not in ("", sampling.pooling):
+        return f"sampling.pooling: {sampling.pooling}; this engine was started with {facts.pooling}"
+    if not sampling.pooling and not facts.generates:
+        return "sampling.pooling: this engine makes embeddings only"
     return _grammar(sampling, facts) if sampling.grammar else ""
 
 

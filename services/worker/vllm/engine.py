@@ -106,8 +106,6 @@ class VllmEngine:
         events.apply = self.apply_events
         vllm_config: VllmConfig = llm.vllm_config
         self._pooling = vllm_config.model_config.runner_type == "pooling"
-        pooler = vllm_config.model_config.pooler_config
-        self._pooling_type = "" if pooler is None else str(pooler.seq_pooling_type or "")
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._attempts = AttemptTable()
         self.stats = EngineStats(vllm_config.cache_config.num_gpu_blocks)
@@ -218,13 +216,7 @@ class VllmEngine:
         sampling = submit.sampling
         try:
             params: Any
-            if self._pooling:
-                if sampling.pooling.upper() != self._pooling_type.upper():
-                    self._fail(key, f"sampling.pooling: the engine was started with {self._pooling_type.lower()}")
-                    return
-                params = to_pooling_params(sampling)
-            else:
-                params = to_sampling_params(sampling, continued=continued)
+            params = to_pooling_params(sampling) if self._pooling else to_sampling_params(sampling, continued=continued)
             collector = await self._llm.add_request(
                 key,
                 prompt,

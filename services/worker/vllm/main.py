@@ -30,7 +30,7 @@ from services.worker.vllm.one_line import one_line
 from services.worker.vllm.start_failure import Cause, failure
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
-from shared.messages import KvLayout
+from shared.messages import KvLayout, Pooling
 
 if TYPE_CHECKING:
     from vllm.config import PoolerConfig, VllmConfig
@@ -119,6 +119,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         events.close()
         return failure(Cause.of(wrong), read_cause(noted))
     try:
+        facts = _facts(vllm_config)
         engine = VllmEngine(config, llm, channel, connection, events)
         logger.engine = engine
         channel.send(Loading("computing the first tokens", 0.9))
@@ -127,7 +128,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         except Exception as wrong:  # noqa: BLE001 - an engine that cannot compute a token has not started
             traceback.print_exc()
             return failure(Cause.of(wrong), read_cause(noted))
-        channel.send(_facts(vllm_config))
+        channel.send(facts)
         return await engine.run()
     finally:
         events.close()
@@ -152,6 +153,18 @@ def _pooler(config: WorkerConfig) -> PoolerConfig:
     if not pooling:
         raise ConfigError(f"{config.model}: the model's pooling is not built; set vllm.pooler_config")
     return PoolerConfig(pooling_type=pooling.upper())
+
+
+def _pooling_of(config: VllmConfig) -> Pooling:
+    """Return the pooling of an engine's embeddings; empty for text. Raise ConfigError for one that is not built."""
+    pooler = config.model_config.pooler_config
+    if config.model_config.runner_type != "pooling" or pooler is None:
+        return ""
+    match str(pooler.seq_pooling_type).lower():
+        case "mean" | "last" as pooling:
+            return pooling
+        case other:
+            raise ConfigError(f"vllm.pooler_config: {other.upper()} pooling; MEAN and LAST work")
 
 
 def _facts(config: VllmConfig) -> Ready:
@@ -187,6 +200,8 @@ def _facts(config: VllmConfig) -> Ready:
         min_tokens=not pooling,
         prompt_logprobs=not pooling,
         embedding_size=model.get_hidden_size() if pooling else 0,
+        generates=not pooling,
+        pooling=_pooling_of(config),
         operations=tuple(operations),
     )
 

@@ -107,7 +107,8 @@ def to_pooling_params(sampling: Sampling) -> Any:
     from vllm.pooling_params import PoolingParams
 
     assert sampling.pooling, "the request generates text"
-    return PoolingParams(task="embed")
+    # A mean is that of the states of this step: with a cached prefix vLLM's core ends ("partial prefill").
+    return PoolingParams(task="embed", skip_reading_prefix_cache=sampling.pooling == "mean")
 
 
 def _structured(grammar: str) -> dict[str, Any]:
