@@ -81,6 +81,17 @@ def ask(services: Fleet, **fields: object) -> dict[str, Any]:
     return post(services, "completions", body)
 
 
+def chunks(services: Fleet, **fields: object) -> list[dict[str, Any]]:
+    """Return the choices of all chunks of a streamed answer."""
+    body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True} | fields
+    url = f"{services.services['frontend'].url}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+        lines = answer.read().decode().split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return [choice for event in events for choice in event["choices"]]
+
+
 def post(services: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return the answer. Raise AssertionError with the body of another one than 200."""
     given = {"Content-Type": "application/json"}
@@ -116,6 +127,13 @@ def test_log_probabilities_of_a_prompt_are_those_of_vllm_alone(services: Fleet, 
     assert choice["finish_reason"] == "length"
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(found["token_logprobs"][: len(PROMPT)], abs=1e-4)
     assert answer["choices"][0]["text"].startswith(choice["text"])
+    streamed = chunks(services, echo=True, logprobs=2, max_tokens=3)
+    assert "".join(one["text"] for one in streamed) == answer["choices"][0]["text"]
+    parts = [one["logprobs"] for one in streamed if one["logprobs"] is not None]
+    for field in ("tokens", "text_offset"):
+        assert [value for one in parts for value in one[field]] == answer["choices"][0]["logprobs"][field]
+    values = [value for one in parts for value in one["token_logprobs"]]
+    assert values == pytest.approx(answer["choices"][0]["logprobs"]["token_logprobs"], abs=1e-4)
     long = [5 + index * 7 % 250 for index in range(1000)]  # its first chunk of 512 tokens and the rest, and 20 for each
     many = ask(services, prompt=long, echo=True, logprobs=20, max_tokens=1)["choices"][0]["logprobs"]
     assert len(many["tokens"]) == len(long) + 1

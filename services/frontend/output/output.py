@@ -37,7 +37,7 @@ class LogprobEntry(TopLogprobEntry, frozen=True):
     text_offset: int
     """The index of its first character in the output, and in the prompt before it if that is repeated."""
     opens_prompt: bool = False
-    """Whether it is a prompt's first token. Nothing precedes that, so it has no log-probability."""
+    """True for a prompt's first token. Nothing precedes that, so it has no log-probability."""
 
 
 class Delta(Struct, frozen=True):

@@ -27,7 +27,7 @@ from services.worker.messages import EngineOperation, Failed, Loading, Ready
 from services.worker.model_facts import read_pooling
 from services.worker.vllm.cause_file import VARIABLE, note_exceptions, read_cause
 from services.worker.vllm.one_line import one_line
-from services.worker.vllm.start_failure import Cause, failure
+from services.worker.vllm.start_failure import Cause, explained, failure
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
 from shared.messages import KvLayout, Pooling
@@ -129,7 +129,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
             traceback.print_exc()
             return failure(Cause.of(wrong), read_cause(noted))
         channel.send(facts)
-        return await engine.run()
+        return explained(await engine.run(), read_cause(noted))
     finally:
         events.close()
         llm.shutdown()

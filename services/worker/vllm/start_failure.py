@@ -72,6 +72,14 @@ def failure(raised: Cause, noted: Cause | None) -> Failed:
     return Failed(reason=text, model=not is_passing(cause))
 
 
+def explained(failed: Failed | None, noted: Cause | None) -> Failed | None:
+    """Return the end of an engine that had started, with what was noted where vLLM's parent only knows that its core is
+    dead."""
+    if failed is None or noted is None or not failed.reason.startswith("EngineDeadError"):
+        return failed
+    return Failed(reason=f"vLLM's core has ended: {noted.kind}: {noted.text}")
+
+
 def is_passing(cause: Cause) -> bool:
     """Return whether another start may help, although nothing is changed."""
     return cause.kind in _PASSING_KINDS or _PASSING.search(cause.text) is not None

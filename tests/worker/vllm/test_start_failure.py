@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.vllm.start_failure import Cause, failure
+from services.worker.messages import Failed
+from services.worker.vllm.start_failure import Cause, explained, failure
 
 CORE = Cause("RuntimeError", "Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 
@@ -73,3 +74,13 @@ def test_validation_is_one_readable_line() -> None:
     assert Cause.of(ValueError(text)).text == "Model architectures ['Nope'] are not supported for now"
     assert Cause.of(ValueError("a\n b")) == Cause("ValueError", "a b")
     assert len(Cause.of(ValueError("x" * 100_000)).text) == 1000
+
+
+def test_a_dead_core_is_explained_by_what_it_noted() -> None:
+    dead = Failed(reason="EngineDeadError: EngineCore encountered an issue. See stack trace (above)")
+    explanation = explained(dead, Cause("RuntimeError", "the kernel failed"))
+    assert explanation == Failed(reason="vLLM's core has ended: RuntimeError: the kernel failed")
+    assert explained(dead, None) is dead
+    assert explained(None, Cause("RuntimeError", "noted, but it was shut down")) is None
+    other = Failed(reason="TimeoutError: ")
+    assert explained(other, Cause("RuntimeError", "an earlier one")) is other
