@@ -161,10 +161,14 @@ class ModelCard(Struct, frozen=True):
     """Whether the instance applies `Sampling.logit_bias`; an instance without this flag ignores the field."""
     min_tokens: bool = False
     """Whether the instance applies `Sampling.min_tokens`; an instance without this flag ignores the field."""
+    prompt_logprobs: bool = False
+    """Whether the instance applies `Sampling.prompt_logprobs`; an instance without this flag ignores the field."""
     embedding_size: int = 0
     """The length of an embedding in floats; 0: the instance ignores `Sampling.pooling`, and answers with text."""
     pooling: Pooling = ""
     """The pooling that the model was trained with; empty: it is one that is not implemented."""
+    generates: bool = True
+    """Whether the instance answers with text; False: it only makes embeddings."""
     device: str = ""
     """The device of the engine, for people: cpu, or cuda:N, where N is that process's number of the GPU; empty:
     none."""
@@ -483,6 +487,10 @@ class Sampling(Struct, frozen=True):
     """The number of tokens, ≤ `max_tokens`, over all attempts of the request, before which no end-of-sequence token and
     no token of `stop_token_ids` is drawn, unless the grammar allows nothing else. Only for instances whose card has
     `min_tokens`."""
+    prompt_logprobs: int = -1
+    """The log probabilities of the prompt's tokens to return, in numbers as for `logprobs`; they come in
+    `Part.prompt_logprobs`. Only for instances whose card has `prompt_logprobs`, and only for a prompt without
+    output."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):
@@ -592,6 +600,38 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
+class PromptLogprobs(Struct, frozen=True, array_like=True):
+    """The natural logarithms of the probabilities of several prompt tokens that follow one another. Each number has
+    four bytes, since a long prompt has many of them."""
+
+    first: int
+    """The index of the first of these tokens in the prompt, ≥ 1: nothing precedes token 0."""
+    logprobs: bytes
+    """The log probability of each token, packed little-endian float32."""
+    top_tokens: bytes = b""
+    """The likeliest tokens at each position, packed u32, likeliest first, the same number for each."""
+    top_logprobs: bytes = b""
+    """The log probabilities of these tokens, packed little-endian float32."""
+
+    @property
+    def count(self) -> int:
+        """The number of prompt tokens."""
+        return len(self.logprobs) // 4
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the lengths agree, so that reading it cannot fail."""
+        rest = len(self.logprobs) % 4 or len(self.top_tokens) % (4 * self.count or 1)
+        return self.first >= 1 and self.count >= 1 and not rest and len(self.top_tokens) == len(self.top_logprobs)
+
+    def after(self, known: int) -> PromptLogprobs:
+        """Return it without its first `known` tokens."""
+        top = len(self.top_tokens) // self.count * known
+        return PromptLogprobs(
+            self.first + known, self.logprobs[4 * known :], self.top_tokens[top:], self.top_logprobs[top:]
+        )
+
+
 SHUTTING_DOWN = "the worker is shutting down"
 """The text of `Part.error` if the worker ends and hands the attempt back: neither has failed."""
 UNFOLLOWABLE = "the grammar cannot be followed"
@@ -627,6 +667,9 @@ class Part(Struct, frozen=True, array_like=True):
     embedding: bytes = b""
     """The embedding, a vector of norm 1 in little-endian float32, if `Sampling.pooling` asked for it and finish is
     "stop"."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The next log probabilities of prompt tokens, if the request asked for them. Those of all prompt tokens but the
+    first come in order, in parts without tokens, before the part with the attempt's first token."""
 
 
 class StepFrame(Struct, frozen=True, array_like=True):

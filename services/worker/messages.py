@@ -17,7 +17,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages import Codec, KvEvent, KvLayout, Part, Sampling, SnapshotBlock
+from shared.messages import Codec, KvEvent, KvLayout, Part, Pooling, Sampling, SnapshotBlock
 
 # --- shell → engine
 
@@ -136,8 +136,14 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Whether `Sampling.logit_bias` is added."""
     min_tokens: bool = False
     """Whether `Sampling.min_tokens` is kept."""
+    prompt_logprobs: bool = False
+    """Whether `Sampling.prompt_logprobs` is computed."""
     embedding_size: int = 0
     """Number of floats of an embedding; 0: the engine makes none."""
+    generates: bool = True
+    """Whether the engine generates text; False: it only makes embeddings."""
+    pooling: Pooling = ""
+    """The only pooling of its embeddings; empty: it has each."""
     weights: str = ""
     """A digest of the weights and of how they are computed with. Only engines with the same digest exchange blocks."""
     operations: tuple[EngineOperation, ...] = ()

@@ -128,6 +128,8 @@ class Worker:
         """Steps of all engines that were lost."""
         self._last: Stepped | None = None
         """The latest step of the engine that lives."""
+        self._lost_because = ""
+        """Why the last engine was lost, until another one is ready."""
         self._attempts_changed = asyncio.Event()
         self._operator = Operator(
             runtime,
@@ -215,6 +217,7 @@ class Worker:
     # --- reports of the engine
 
     def _engine_ready(self, facts: Ready) -> None:
+        self._lost_because = ""
         card = card_of(  # reads some MB, once, while nothing is served
             facts,
             model=self._config.model,
@@ -242,6 +245,8 @@ class Worker:
     def _engine_loading(self, loading: Loading) -> None:
         """Show the progress at /health; log it in steps of 10 %."""
         reason = f"{loading.what}: {10 * int(10 * loading.share)} %"
+        if self._lost_because:
+            reason += f"; the engine before this one was lost: {self._lost_because}"
         if [reason] != self._runtime.health.reasons and not self._attempts.draining:
             _log.info("%s", reason)
             self._runtime.health.unready(reason)
@@ -264,7 +269,8 @@ class Worker:
         self._last = None
         self._operator.engine_lost()
         self._kvbm.engine_lost()
-        self._runtime.health.unready("the engine was lost and is starting again")
+        self._lost_because = reason
+        self._runtime.health.unready(f"the engine was lost and is starting again: {reason}")
         self._metrics.engine_lost()
         self._kvbm_metrics.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")

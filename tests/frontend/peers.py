@@ -60,6 +60,7 @@ from shared.messages import (
     Part,
     Pong,
     Pooling,
+    PromptLogprobs,
     ResendRequest,
     Resent,
     Role,
@@ -100,6 +101,7 @@ def card_entry(
     grammars: bool = False,
     biases: bool = False,
     min_tokens: bool = False,
+    prompt_logprobs: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
     role: Role = "aggregated",
@@ -128,6 +130,7 @@ def card_entry(
         grammars=grammars,
         biases=biases,
         min_tokens=min_tokens,
+        prompt_logprobs=prompt_logprobs,
         embedding_size=embedding_size,
         pooling=pooling if embedding_size else "",
     )
@@ -297,6 +300,7 @@ class ScriptedWorker:
         finish: FinishReason | None = None,
         error: str = "",
         embedding: bytes = b"",
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """One part in a frame of its own."""
         tokens = list(tokens)
@@ -304,7 +308,7 @@ class ScriptedWorker:
         cached = (self.cached_host_tokens, self.cached_disk_tokens)
         part = Part(
             *(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error),
-            *(*cached, embedding),
+            *(*cached, embedding, prompt_logprobs),
         )
         self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, self.epoch, len(self._frames), [part])))
         if self.loses:
@@ -382,6 +386,7 @@ class World:
         grammars: bool = False,
         biases: bool = False,
         min_tokens: bool = False,
+        prompt_logprobs: bool = False,
         embedding_size: int = 0,
         pooling: Pooling = "mean",
     ) -> None:
@@ -390,6 +395,7 @@ class World:
             grammars=grammars,
             biases=biases,
             min_tokens=min_tokens,
+            prompt_logprobs=prompt_logprobs,
             embedding_size=embedding_size,
             pooling=pooling,
         )
@@ -436,6 +442,7 @@ async def world(
     grammars: bool = False,
     biases: bool = False,
     min_tokens: bool = False,
+    prompt_logprobs: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
     nats: NatsConfig | None = None,
@@ -443,7 +450,8 @@ async def world(
     settings: FrontendConfig | None = None,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
-    `grammars`, `biases`, `min_tokens`: their cards say that they can be held to one, add them, keep it;
+    `grammars`, `biases`, `min_tokens`, `prompt_logprobs`: their cards say that they can be held to one, add them, keep
+    it, compute them;
     `embedding_size`, `pooling`: how they embed. `more` is in the address book from the start. `connected` makes
     connections, which the caller closes."""
     w = World(MemoryBroker(), MemoryStore(), directory, connected)
@@ -459,6 +467,7 @@ async def world(
                 grammars=grammars,
                 biases=biases,
                 min_tokens=min_tokens,
+                prompt_logprobs=prompt_logprobs,
                 embedding_size=embedding_size,
                 pooling=pooling,
             )

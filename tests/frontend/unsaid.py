@@ -34,7 +34,8 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("continue_final_message", "continue_final_message: add_generation_prompt"),
     (r"messages\.(content|tool_calls|role)", ".*(continue_final_message|cannot be continued)"),
     (r"chat_template_kwargs\..*", ".*: not a variable of requests"),
-    ("echo", "echo: cannot be combined with logprobs"),
+    ("logprobs", "logprobs: not every worker"),
+    ("max_tokens", "max_tokens: must be at least 1, unless echo"),
     ("suffix", "suffix: "),  # texts, and a model that has marks for it
     # messages, by their roles
     (r"messages\.(tool_calls|reasoning_content|tool_call_id)", ".*: only role"),

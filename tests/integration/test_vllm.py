@@ -32,6 +32,24 @@ llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu
 out = llm.generate({{"prompt_token_ids": {prompt!r}}}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
 print(json.dumps(list(out[0].outputs[0].token_ids)))
 """
+OWN_LOGPROBS = """
+import json
+from vllm import LLM, SamplingParams
+llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024)
+params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+out = llm.generate({{"prompt_token_ids": {prompt!r}}}, params)[0]
+tokens = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
+found = [None if one is None else (one[token].logprob, sorted((entry.logprob for entry in one.values()), reverse=True))
+         for token, one in zip(tokens, list(out.prompt_logprobs) + list(out.outputs[0].logprobs))]
+print(json.dumps(found))
+"""
+OWN_EMBEDDING = """
+import json
+from vllm import LLM
+llm = LLM({model!r}, runner="pooling", pooler_config={{"pooling_type": "MEAN"}}, enforce_eager=True, dtype="float32",
+          block_size=32, num_gpu_blocks_override=64, max_model_len=1024)
+print(json.dumps(llm.embed({{"prompt_token_ids": {prompt!r}}})[0].outputs.embedding))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +78,24 @@ def services(tmp_path_factory: pytest.TempPathFactory, model: Path, nats_url: st
 
 def ask(services: Fleet, **fields: object) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True} | fields
-    given = {"Content-Type": "application/json"}
+    return post(services, "completions", body)
+
+
+def chunks(services: Fleet, **fields: object) -> list[dict[str, Any]]:
+    """Return the choices of all chunks of a streamed answer."""
+    body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True} | fields
     url = f"{services.services['frontend'].url}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+        lines = answer.read().decode().split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return [choice for event in events for choice in event["choices"]]
+
+
+def post(services: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer. Raise AssertionError with the body of another one than 200."""
+    given = {"Content-Type": "application/json"}
+    url = f"{services.services['frontend'].url}/v1/{path}"
     request = urllib.request.Request(url, json.dumps(body).encode(), given)
     try:
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
@@ -74,6 +108,37 @@ def ask(services: Fleet, **fields: object) -> dict[str, Any]:
 def test_greedy_tokens_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
     answer = ask(services, return_token_ids=True)
     assert answer["choices"][0]["token_ids"] == run_there(ALONE.format(model=str(model), prompt=PROMPT))
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
+    own = run_there(OWN_LOGPROBS.format(model=str(model), prompt=PROMPT))
+    answer = ask(services, echo=True, logprobs=2, max_tokens=3, n=2)
+    for choice in answer["choices"]:
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(own) == len(PROMPT) + 3
+        assert (found["token_logprobs"][0], found["top_logprobs"][0], own[0]) == (None, None, None)
+        assert found["token_logprobs"][1:] == pytest.approx([value for value, _ in own[1:]], abs=1e-4)
+        for top, (_, likeliest) in zip(found["top_logprobs"][1:], own[1:], strict=True):
+            assert max(top.values()) == pytest.approx(likeliest[0], abs=1e-4)
+        assert found["text_offset"] == sorted(found["text_offset"])
+    alone = ask(services, echo=True, logprobs=2, max_tokens=0)
+    assert alone["usage"]["completion_tokens"] == 0
+    [choice] = alone["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(found["token_logprobs"][: len(PROMPT)], abs=1e-4)
+    assert answer["choices"][0]["text"].startswith(choice["text"])
+    streamed = chunks(services, echo=True, logprobs=2, max_tokens=3)
+    assert "".join(one["text"] for one in streamed) == answer["choices"][0]["text"]
+    parts = [one["logprobs"] for one in streamed if one["logprobs"] is not None]
+    for field in ("tokens", "text_offset"):
+        assert [value for one in parts for value in one[field]] == answer["choices"][0]["logprobs"][field]
+    values = [value for one in parts for value in one["token_logprobs"]]
+    assert values == pytest.approx(answer["choices"][0]["logprobs"]["token_logprobs"], abs=1e-4)
+    long = [5 + index * 7 % 250 for index in range(1000)]  # its first chunk of 512 tokens and the rest, and 20 for each
+    many = ask(services, prompt=long, echo=True, logprobs=20, max_tokens=1)["choices"][0]["logprobs"]
+    assert len(many["tokens"]) == len(long) + 1
+    with pytest.raises(AssertionError, match="logprobs"):
+        ask(services, prompt=long, echo=True, logprobs=20, max_tokens=1, n=20)
 
 
 def test_a_prompt_goes_where_it_is_cached(services: Fleet) -> None:
@@ -96,6 +161,35 @@ def test_the_routers_index_is_what_the_engines_hold(services: Fleet) -> None:
         what="digests of both workers agree again",
     )
     assert router.metric("headrace_kv_digests_total", outcome="differed") == 0
+
+
+def test_a_worker_for_embeddings_serves_next_to_others(services: Fleet, model: Path) -> None:
+    pooled = ARGUMENTS | {"runner": "pooling"}
+    arguments = [word for name, value in pooled.items() for word in (f"--vllm.{name}", value)]
+    flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
+    services.start("worker", "embedder", *flags, "--model-name", "vectors", *arguments)
+    eventually(services.services["embedder"].ready, limit_s=LIMIT_S, what="the embedder serves")
+
+    frontend = services.services["frontend"].url
+
+    def known() -> bool:
+        with urllib.request.urlopen(f"{frontend}/v1/models", timeout=LIMIT_S) as answer:
+            return any(one["id"] == "vectors" for one in json.load(answer)["data"])
+
+    eventually(known, limit_s=LIMIT_S, what="the frontend knows the model")
+    body = {"model": "vectors", "input": [PROMPT, PROMPT[:40]]}
+    vector = post(services, "embeddings", body)["data"][0]["embedding"]
+    again = post(services, "embeddings", body)["data"]  # now blocks of these prompts are cached
+    assert again[0]["embedding"] == pytest.approx(vector, abs=1e-5)
+    with pytest.raises(AssertionError, match=r"sampling\.pooling: last; this engine was started with mean"):
+        post(services, "embeddings", body | {"pooling": "last"})
+    assert vector == pytest.approx(run_there(OWN_EMBEDDING.format(model=str(model), prompt=PROMPT)), abs=1e-5)
+    assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-5)
+    with pytest.raises(AssertionError, match="not every worker of 'vectors' generates text"):
+        ask(services, model="vectors", max_tokens=1)
+    with pytest.raises(AssertionError, match="not every worker of 'tiny' makes embeddings"):
+        post(services, "embeddings", {"model": "tiny", "input": PROMPT})
+    assert ask(services, max_tokens=1)["choices"]
 
 
 def test_streams_go_on_elsewhere_when_a_core_is_killed(services: Fleet) -> None:

@@ -8,6 +8,7 @@ from tests.vllm.environment import run_script
 
 MAPPED = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"}
 MAPPED |= {"repetition_penalty", "logprobs", "stop_token_ids", "ignore_eos", "logit_bias", "min_tokens"}
+MAPPED |= {"prompt_logprobs"}
 MAPPED |= {"structured_outputs", "output_kind", "detokenize"}
 UNUSED = {
     "n": "the frontend makes an attempt of each answer",
@@ -15,7 +16,6 @@ UNUSED = {
     "include_stop_str_in_output": "frontends find stop strings",
     "bad_words": "no client field",
     "allowed_token_ids": "no client field",
-    "prompt_logprobs": "no client field",
     "prompt_logprob_token_ids": "no client field",
     "prompt_logprob_start": "no client field",
     "logprob_token_ids": "no client field",

@@ -96,6 +96,10 @@ class ModelLimits(Struct, frozen=True):
     """The pooling of embeddings; empty if it is not supported, or not the same for all workers."""
     min_tokens: bool = False
     """Whether all workers support `min_tokens`."""
+    prompt_logprobs: bool = False
+    """Whether all workers compute the log-probabilities of prompt tokens."""
+    generates: bool = True
+    """Whether all workers answer with text."""
 
 
 def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
@@ -111,6 +115,8 @@ def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
         cards[-1].sampling,
         poolings.pop() if len(poolings) == 1 else "",
         all(card.min_tokens for card in cards),
+        all(card.prompt_logprobs for card in cards),
+        all(card.generates for card in cards),
     )
 
 

@@ -47,7 +47,10 @@ model: `model` may be left out if only one model is served; a model that is not 
 messages: a message has content, calls or reasoning, the latter two only an assistant's; a message of role tool names \
 the call that it answers; the arguments of calls are JSON
 echo: a prompt is not empty; a list holds token ids, which are one prompt, or prompts
-echo: `echo` excludes `logprobs`; `suffix` needs prompts that are texts, and a model that can fill in the middle
+echo: `echo` together with `logprobs` is refused unless every worker of the model computes log-probabilities of \
+prompts, for more than 262,144 of them, and with `suffix` or `truncate_prompt_tokens`; `max_tokens` is 0 only with \
+`echo`
+echo: `suffix` needs prompts that are texts, and a model that can fill in the middle
 previous_response_id: calls have different ids, and JSON as arguments; each output comes after its call, and is the \
 only one
 previous_response_id: `previous_response_id` is a response of the same key that is still stored; its conversation and \

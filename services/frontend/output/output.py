@@ -35,7 +35,9 @@ class LogprobEntry(TopLogprobEntry, frozen=True):
 
     top: tuple[TopLogprobEntry, ...]
     text_offset: int
-    """The index of its first character in the output."""
+    """The index of its first character in the output, and in the prompt before it if that is repeated."""
+    opens_prompt: bool = False
+    """True for a prompt's first token. Nothing precedes that, so it has no log-probability."""
 
 
 class Delta(Struct, frozen=True):
@@ -67,9 +69,11 @@ class Output:
         min_tokens: int = 0,
         include_stop: bool = False,
         with_ids: bool = False,
+        begins_at: int = 0,
     ) -> None:
         """Create it. A stop string counts if a token after the first `min_tokens` completes it. `include_stop`: the
-        stop string, or the text of the stop token, stays in the output. `with_ids`: deltas have token ids."""
+        stop string, or the text of the stop token, stays in the output. `with_ids`: deltas have token ids.
+        `begins_at`: the count of characters before the output, as entries count them."""
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens)
         self._scanner = StopScanner(stops, include=include_stop)
@@ -77,8 +81,7 @@ class Output:
         self._include_stop = include_stop
         self._with_ids = with_ids
         self._one_by_one = bool(stops)
-        self._decoded = 0
-        self._emitted = 0
+        self._decoded = self._emitted = begins_at
         self._waiting: deque[LogprobEntry] = deque()
         self.counted = 0
         """The number of tokens so far, up to and including the one that completed a stop string."""

@@ -271,9 +271,12 @@ def chat_logprobs(entries: Sequence[LogprobEntry]) -> ChatLogprobs:
 
 
 class CompletionLogprobs(Struct, frozen=True):
+    """The log-probabilities of an answer's tokens, and of its prompt's if that is repeated: null at the prompt's first
+    token, which nothing precedes."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -352,8 +355,8 @@ class CompletionEncoder:
 def _text_logprobs(entries: Sequence[LogprobEntry]) -> CompletionLogprobs:
     return CompletionLogprobs(
         [_text(entry.token) for entry in entries],
-        [entry.logprob for entry in entries],
-        [_by_text(entry) for entry in entries],
+        [None if entry.opens_prompt else entry.logprob for entry in entries],
+        [None if entry.opens_prompt else _by_text(entry) for entry in entries],
         [entry.text_offset for entry in entries],
     )
 

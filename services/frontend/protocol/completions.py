@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from services.frontend.protocol.chat import CommonFields, TokenId, TopLogprobs, check_common
 from services.frontend.protocol.decoding import Harmless, NotBuilt, decode_body, texts_or_ids
@@ -21,6 +22,12 @@ DEFAULT_TOKENS = 16
 PROMPTS_LIMIT = 2048
 """OpenAI's limit of prompts in one request; `limits.choices` may be lower."""
 
+PROMPT_LOGPROBS_LIMIT = 1 << 18
+"""The most log-probabilities of prompt tokens in one answer, counted over all prompts and choices: each token has its
+own and those of the likeliest ones. They take 8 bytes each on their way from the worker."""
+
+EchoedTokenCount = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+
 Prompt = str | Sequence[int]
 """One prompt, as a text or as token ids."""
 
@@ -30,7 +37,10 @@ class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, k
 
     prompt: str | list[TokenId | str | list[TokenId]]
     """A prompt, as a text or as token ids, or a list of prompts."""
+    max_tokens: EchoedTokenCount | None = None
+    """The maximum count of tokens in each answer; 0 only with `echo`, for the prompt alone."""
     logprobs: TopLogprobs | None = None
+    """The count of likeliest tokens to report at each position, of the answer and with `echo` of the prompt too."""
     echo: bool | None = None
     """Whether each answer begins with its prompt."""
     suffix: str | None = None
@@ -50,14 +60,24 @@ def decode_completion(body: bytes, ignored: IgnoredFields = REFUSE) -> Completio
     check_common(request, ignored)
     if request.best_of is not None and request.n not in (None, 1):
         raise field_error("best_of", "must not be less than n")
-    if request.echo and request.logprobs is not None:
-        raise field_error("echo", "cannot be combined with logprobs, since prompts have none", UNSUPPORTED)
+    if request.max_tokens == 0 and not request.echo:
+        raise field_error("max_tokens", "must be at least 1, unless echo is true")
+    if with_prompt_logprobs(request):
+        for name in ("suffix", "truncate_prompt_tokens"):
+            if getattr(request, name):
+                why = "cannot be combined with echo and logprobs: the tokens are not those of the text"
+                raise field_error(name, why, UNSUPPORTED)
     prompts = prompts_of(request)
     if request.suffix and not all(isinstance(prompt, str) for _, prompt in prompts):
         raise field_error("suffix", "the prompt must be a text, not token ids")
     if request.suffix and request.truncate_prompt_tokens is not None:
         raise field_error("truncate_prompt_tokens", "cannot be combined with suffix, whose marks it would cut off")
     return request
+
+
+def with_prompt_logprobs(request: CompletionRequest) -> bool:
+    """Return whether the log-probabilities of the prompts' tokens are asked for."""
+    return bool(request.echo) and request.logprobs is not None
 
 
 def prompts_of(request: CompletionRequest) -> list[tuple[str, Prompt]]:

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
+from msgspec.structs import replace
+
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.session import DispatchAttempt, Event, SelectWorker, Unreachable, Unrouted, Unsendable
@@ -55,7 +57,8 @@ class BusCalls:
                 attempt=action.attempt,
                 frontend=self._runtime.instance,
                 model=request.model,
-                hashes=request.hashes,
+                # Log-probabilities of the prompt are computed, not cached: nothing is saved where the prompt lies.
+                hashes=b"" if stream.session.prompt_logprobs_due else request.hashes,
                 prompt_tokens=request.prompt_tokens + action.produced,
                 max_tokens=request.sampling.max_tokens - action.produced,
                 excluded=action.excluded,
@@ -113,6 +116,9 @@ class BusCalls:
         if lacking := self._missing_feature(action.instance, request):
             self._feed(stream, Unreachable(action.attempt, lacking))
             return
+        sampling = request.sampling
+        if sampling.prompt_logprobs >= 0 and not stream.session.prompt_logprobs_due:  # an earlier attempt brought them
+            sampling = replace(sampling, prompt_logprobs=-1)
         message = Generate(
             request=request.id,
             attempt=action.attempt,
@@ -120,7 +126,7 @@ class BusCalls:
             frontend=self._runtime.instance,
             tokens=request.prompt + pack_tokens(stream.session.tokens),
             prompt_tokens=request.prompt_tokens,
-            sampling=request.sampling,
+            sampling=sampling,
             time_left_s=max(0.0, request.deadline - now),
             rank=action.rank,
             lora=request.lora,
@@ -146,7 +152,8 @@ class BusCalls:
         """Return the feature that the request needs and the worker lacks; empty if none. A worker of an earlier version
         would ignore the field."""
         sampling = request.sampling
-        if not (sampling.grammar or sampling.logit_bias or sampling.min_tokens or sampling.pooling):
+        with_prompt = sampling.prompt_logprobs >= 0
+        if not (sampling.grammar or sampling.logit_bias or sampling.min_tokens or sampling.pooling or with_prompt):
             return ""
         card = self._runtime.directory.cards.get((request.model, instance))
         if sampling.grammar and not (card is not None and card.grammars):
@@ -155,6 +162,8 @@ class BusCalls:
             return "it does not support logit_bias"
         if sampling.min_tokens and not (card is not None and card.min_tokens):
             return "it does not support min_tokens"
+        if with_prompt and not (card is not None and card.prompt_logprobs):
+            return "it does not compute log-probabilities of the prompt"
         if sampling.pooling and not (card is not None and card.embedding_size == request.embedding_size):
             return f"it does not make embeddings of {request.embedding_size} numbers"
         return ""

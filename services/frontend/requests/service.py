@@ -131,6 +131,7 @@ class RequestService:
             embedding_bytes=4 * request.embedding_size,
             grammar_param=request.grammar_param,
             wait_s=0.0 if request.is_follower else self.limits.wait_s,
+            prompt_logprobs=0 if request.prompt_entries is None else request.prompt_tokens - 1,
         )
         loop = asyncio.get_running_loop()
         stream = Stream(request, session, selector, started=loop.time())
@@ -203,6 +204,8 @@ class RequestService:
             match action:
                 case sessions.EmitTokens():
                     self._emit_tokens(stream, action)
+                case sessions.EmitPromptLogprobs():
+                    stream.add_prompt_logprobs(action.given)
                 case sessions.SelectWorker():
                     tasks.create_task(self._calls.select_worker(stream, action), name=f"select {name}")
                 case sessions.RetryLater():

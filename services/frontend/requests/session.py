@@ -41,6 +41,7 @@ from shared.messages import (
     LoadEvent,
     Part,
     Prefilled,
+    PromptLogprobs,
     Refused,
     Selected,
     SelectRefused,
@@ -166,6 +167,12 @@ class EmitTokens(Struct, frozen=True):
     logprobs: Sequence[TokenLogprob] | None
 
 
+class EmitPromptLogprobs(Struct, frozen=True):
+    """Pass on log-probabilities of prompt tokens, each token once and in order."""
+
+    given: PromptLogprobs
+
+
 class WithdrawAttempt(Struct, frozen=True):
     """Send Cancel for an attempt to its worker."""
 
@@ -205,7 +212,16 @@ class Fail(Struct, frozen=True):
 
 
 Action = (
-    SelectWorker | RetryLater | DispatchAttempt | EmitTokens | WithdrawAttempt | CountLoss | PublishLoad | Finish | Fail
+    SelectWorker
+    | RetryLater
+    | DispatchAttempt
+    | EmitTokens
+    | EmitPromptLogprobs
+    | WithdrawAttempt
+    | CountLoss
+    | PublishLoad
+    | Finish
+    | Fail
 )
 
 
@@ -221,12 +237,14 @@ class Session:
         embedding_bytes: int = 0,
         grammar_param: str = "",
         wait_s: float = 0.0,
+        prompt_logprobs: int = 0,
     ) -> None:
         """Create a session.
 
         `embedding_bytes`: the size of the embedding if one is asked for; such an answer has no tokens.
         `grammar_param`: the field of the body that the grammar comes from.
         `wait_s`: the seconds that a request without a lost attempt may wait in workers' queues; 0: until its deadline.
+        `prompt_logprobs`: the prompt tokens whose log-probabilities must come before the first token; 0: none.
         """
         self._wait_s = wait_s
         self._grammar_param = grammar_param
@@ -242,6 +260,9 @@ class Session:
         """The output so far, of all attempts."""
         self.cached_tokens = self.cached_host_tokens = self.cached_disk_tokens = 0
         """The cached prompt tokens that the first attempt with a token reported: all, in host memory, on disk."""
+        self.prompt_logprobs_due = prompt_logprobs
+        """The count of prompt tokens whose log-probabilities have not come, from any attempt."""
+        self._prompt_logprobs = prompt_logprobs
         self.prefilled = False
         """Whether this attempt has brought a token."""
         self._no_choice: HeadraceError | None = None
@@ -346,10 +367,14 @@ class Session:
             return self._attempt_lost("senseless", "the worker's stream is inconsistent")
         if part.first > len(self.tokens):
             return self._attempt_lost("gap", "a part of the stream was lost")
-        self.state = State.STREAMING
         known = len(self.tokens) - part.first
         new = unpack_tokens(part.tokens)[known:]
         actions: list[Action] = []
+        if part.prompt_logprobs is not None and self._prompt_logprobs:
+            actions += self._receive_prompt(part.prompt_logprobs)
+        if self.prompt_logprobs_due and self._lacks_prompt(part):
+            return actions + self._attempt_lost("gap", "log-probabilities of the prompt were lost")
+        self.state = State.STREAMING
         if new:
             actions += self._receive(new, part, known)
         match part.finish:
@@ -395,11 +420,29 @@ class Session:
         most_tokens = 0 if self._embedding_bytes else self.max_tokens
         if rest or part.first < 0 or part.first + count > most_tokens or len(part.embedding) != embedding_bytes:
             return False
+        if (given := part.prompt_logprobs) is not None and not (
+            given.is_sound and given.first + given.count - 1 <= self._prompt_logprobs
+        ):
+            return False
         if part.logprobs is None:
             return True
         return len(part.logprobs) == count and all(
             len(one.top_tokens) == 4 * len(one.top_logprobs) for one in part.logprobs
         )
+
+    def _receive_prompt(self, given: PromptLogprobs) -> list[Action]:
+        """Take those log-probabilities that have not come yet, maybe from a worker that was lost."""
+        known = 1 + self._prompt_logprobs - self.prompt_logprobs_due - given.first
+        if not 0 <= known < given.count:
+            return []
+        self.prompt_logprobs_due -= given.count - known
+        return [EmitPromptLogprobs(given.after(known) if known else given)]
+
+    def _lacks_prompt(self, part: Part) -> bool:
+        """Return whether log-probabilities of the prompt that are still due should have come before this part or in
+        it."""
+        given, due = part.prompt_logprobs, 1 + self._prompt_logprobs - self.prompt_logprobs_due
+        return bool(part.tokens) or part.finish in ("stop", "length") or (given is not None and given.first > due)
 
     def _prefill(self, part: Part) -> list[Action]:
         """Handle the first part of the attempt that brings a token or an embedding."""
@@ -492,3 +535,5 @@ class Session:
         assert self.state is not State.WAITING or (self._retries.may_wait and self._no_choice is not None)
         assert not self.prefilled or (self.state is State.STREAMING and self.tokens)
         assert len(self.tokens) <= self.max_tokens
+        assert 0 <= self.prompt_logprobs_due <= self._prompt_logprobs
+        assert not (self.prompt_logprobs_due and self.tokens)

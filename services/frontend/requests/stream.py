@@ -20,11 +20,12 @@ from msgspec import Struct
 
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
+from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol.chat_chunks import Usage, usage_of
 from services.frontend.requests.session import Fail, Finish, Session
 from services.frontend.tool_parsers.parse_result import join_pieces
 from shared.errors import HeadraceError
-from shared.messages import Sampling, TokenLogprob
+from shared.messages import PromptLogprobs, Sampling, TokenLogprob
 
 T = TypeVar("T")
 
@@ -61,6 +62,10 @@ class InferenceRequest(Struct, frozen=True):
     """The request that comes first has the same prompt."""
     lora: str = ""
     """The id of the LoRA, which all attempts have; empty: none."""
+    prompt_entries: PromptEntries | None = None
+    """Makes entries of the prompt's log-probabilities, if they are asked for."""
+    prompt_only: bool = False
+    """Whether the answer is nothing but the prompt: the one token that is computed is dropped."""
 
 
 class StreamSelector:
@@ -131,8 +136,15 @@ class Stream:
 
     def add_tokens(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> bool:
         """Pass new tokens on as text; return whether they completed a stop string."""
+        if self.request.prompt_only:
+            return False
         self._pass_on(self.output.push(tokens, logprobs))
         return self._stopped
+
+    def add_prompt_logprobs(self, given: PromptLogprobs) -> None:
+        """Pass the log-probabilities of prompt tokens on."""
+        assert self.request.prompt_entries is not None, "the session takes only what was asked for"
+        self._pass_on(Delta("", self.request.prompt_entries.push(given)))
 
     def end(self, last: Finish | Fail) -> None:
         """End the stream. A stop string in the last tokens takes precedence over the worker's reason."""
@@ -140,6 +152,8 @@ class Stream:
             self.finish = "stop"
         elif isinstance(last, Fail):
             self.error = last.error
+        elif self.request.prompt_only:
+            self.finish = "length"
         else:
             self._pass_on(self.output.finish(short=last.reason == "length", stop_token=last.stop_token))
             self.finish = "stop" if self._stopped else last.reason
@@ -194,7 +208,7 @@ class Stream:
     @property
     def usage(self) -> Usage:
         """The tokens counted so far. The tokens of a stop string count; those after it do not."""
-        produced = self.output.counted if self._stopped else len(self.session.tokens)
+        produced = self.output.counted if self._stopped or self.request.prompt_only else len(self.session.tokens)
         session = self.session
         cached = (session.cached_tokens, session.cached_host_tokens, session.cached_disk_tokens)
         return usage_of(self.request.prompt_tokens, produced, *cached)

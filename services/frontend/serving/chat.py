@@ -26,12 +26,19 @@ from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import Prompt
 from services.frontend.models.registry import ModelRegistry
-from services.frontend.output.output import Output
+from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
+from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol import chat
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
-from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, prompts_of
+from services.frontend.protocol.completions import (
+    DEFAULT_TOKENS,
+    PROMPT_LOGPROBS_LIMIT,
+    CompletionRequest,
+    prompts_of,
+    with_prompt_logprobs,
+)
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
@@ -64,8 +71,8 @@ class PreparedChat(Struct, frozen=True):
     model: str
     prompts: Sequence[Sequence[InferenceRequest]]
     """For each prompt the requests of its choices."""
-    echoes: Sequence[str]
-    """For each choice the text before its answer, mostly empty."""
+    echoes: Sequence[Delta]
+    """For each choice what is before its answer, mostly nothing."""
     parsed: bool
     """Whether the text is parsed for reasoning and tool calls."""
     charged: int
@@ -105,28 +112,37 @@ class ServingChat(Struct, frozen=True):
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)
         model, limits = self.models.find(request.model)
+        if not limits.generates:
+            why = f"not every worker of {model.name!r} generates text; /v1/embeddings has its embeddings"
+            raise field_error("model", why, UNSUPPORTED)
         try:
             async with asyncio.timeout_at(deadline.at):
                 prompts, plan = await self._prompts(request, model, limits, context.ignored, default_tokens)
                 grammar = await self._grammar(request, model, limits, plan, context.ignored)
-                echoes = await self._echoes(request, model)
+                texts = await self._echoed_texts(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         charged = _admit(request, prompts, context.permit)
+        requests = self._requests(
+            context,
+            request,
+            model,
+            prompts,
+            texts,
+            plan,
+            grammar,
+            deadline.at,
+            priority,
+            sampling_defaults(limits, self.config),
+        )
         return PreparedChat(
             model=model.name,
-            prompts=self._requests(
-                context,
-                request,
-                model,
-                prompts,
-                plan,
-                grammar,
-                deadline.at,
-                priority,
-                sampling_defaults(limits, self.config),
-            ),
-            echoes=echoes,
+            prompts=requests,
+            echoes=[
+                Delta(text) if one.prompt_entries is None else Delta(text, (one.prompt_entries.opening(),))
+                for text, choices in zip(texts, requests, strict=True)
+                for one in choices
+            ],
             parsed=_is_parsed(request, plan),
             charged=charged,
             deadline_shortened=deadline.shortened,
@@ -151,19 +167,18 @@ class ServingChat(Struct, frozen=True):
             finally:
                 context.permit.spent = _spent(prepared, choices)
 
-    async def _echoes(self, request: TextRequest, model: Model) -> list[str]:
-        """Return the text before the answer of each choice. Raise InvalidRequest."""
-        count = request.n or 1
+    async def _echoed_texts(self, request: TextRequest, model: Model) -> list[str]:
+        """Return the text before the answers of each prompt, mostly empty. Raise InvalidRequest."""
         if isinstance(request, ChatRequest):
-            return [""] * count
+            return [""]
         prompts = prompts_of(request)
         if not request.echo:
-            return [""] * (count * len(prompts))
+            return [""] * len(prompts)
         texts = [one if isinstance(one, str) else await detokenize(model, one, param=param) for param, one in prompts]
-        if count * sum(map(len, texts)) > RENDERED_LIMIT_CHARACTERS:
+        if (request.n or 1) * sum(map(len, texts)) > RENDERED_LIMIT_CHARACTERS:
             why = f"the prompts of all answers have more than {RENDERED_LIMIT_CHARACTERS} characters"
             raise field_error("echo", why)
-        return [text for text in texts for _ in range(count)]
+        return texts
 
     async def _prompts(
         self,
@@ -179,6 +194,8 @@ class ServingChat(Struct, frozen=True):
         if request.min_tokens and not limits.min_tokens:
             raise field_error("min_tokens", f"not every worker of {model.name!r} supports it", UNSUPPORTED)
         max_tokens, limit_param = chat.token_limit(request)
+        if max_tokens == 0:
+            max_tokens = 1  # engines compute a token after each prompt; it is dropped
         prompts = [] if isinstance(request, ChatRequest) else prompts_of(request)
         choices = (request.n or 1) * (len(prompts) or 1)
         if choices > (limit := min(self.service.limits.choices, self.service.limits.requests)):
@@ -204,7 +221,10 @@ class ServingChat(Struct, frozen=True):
                 await asyncio.sleep(0)  # each blocks the loop for a millisecond at most, all of them for 100
             tokens = await self._text(given, request.suffix or "", model, limits, param)
             found.append(fitted(tokens, default_tokens, param))
-        chat.check_prompt_ids(request, sum(prompt.count for prompt in found))
+        tokens_in_all = sum(prompt.count for prompt in found)
+        chat.check_prompt_ids(request, tokens_in_all)
+        if not isinstance(request, ChatRequest) and with_prompt_logprobs(request):
+            _check_prompt_logprobs(request, model, limits, tokens_in_all)
         return found, ParsePlan()
 
     async def _text(
@@ -244,13 +264,15 @@ class ServingChat(Struct, frozen=True):
         request: TextRequest,
         model: Model,
         prompts: Sequence[Prompt],
+        texts: Sequence[str],
         plan: ParsePlan,
         grammar: AnswerGrammar | None,
         deadline: float,
         priority: int,
         defaults: SamplingDefaults,
     ) -> list[list[InferenceRequest]]:
-        """Return for each prompt the requests of its choices. Several choices are named `name/0` and so on."""
+        """Return for each prompt the requests of its choices; `texts` has what its answers begin with. Several choices
+        are named `name/0` and so on."""
         found: list[list[InferenceRequest]] = []
         salt, count = request.cache_salt or "", request.n or 1
         name, affinity_key = context.id.unique, request.prompt_cache_key or context.session
@@ -260,6 +282,10 @@ class ServingChat(Struct, frozen=True):
             sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar_text, defaults)
             if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
                 sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
+            characters, with_prompt = len(texts[at]), False
+            if isinstance(request, CompletionRequest) and with_prompt_logprobs(request):
+                sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+                with_prompt = True
             first = InferenceRequest(
                 id=name if alone else f"{name}/{at * count}",
                 model=model.base,
@@ -272,7 +298,9 @@ class ServingChat(Struct, frozen=True):
                 # The choices of a prompt share its blocks, so they prefer one worker.
                 affinity_key=affinity_key or (f"{name}/{at}" if count > 1 else ""),
                 deadline=deadline,
-                output=self._output(request, model, plan),
+                output=self._output(request, model, plan, characters),
+                prompt_entries=PromptEntries(model.token_bytes, prompt.tokens, characters) if with_prompt else None,
+                prompt_only=request.max_tokens == 0,
                 grammar_param=grammar_param,
                 is_follower=at > 0,
                 priority=priority,
@@ -283,7 +311,8 @@ class ServingChat(Struct, frozen=True):
                     other,
                     id=f"{name}/{at * count + choice}",
                     sampling=replace(sampling, seed=seed),
-                    output=self._output(request, model, plan),
+                    output=self._output(request, model, plan, characters),
+                    prompt_entries=PromptEntries(model.token_bytes, prompt.tokens, characters) if with_prompt else None,
                 )
                 for choice in range(1, count)
                 for seed in [(sampling.seed + choice) & ((1 << 64) - 1)]  # as in vLLM
@@ -291,8 +320,9 @@ class ServingChat(Struct, frozen=True):
             found.append([first, *others])
         return found
 
-    def _output(self, request: TextRequest, model: Model, plan: ParsePlan) -> Output | ParsedOutput:
-        """Return what turns the tokens of one choice into text. Plain content needs no parser."""
+    def _output(self, request: TextRequest, model: Model, plan: ParsePlan, begins_at: int = 0) -> Output | ParsedOutput:
+        """Return what turns the tokens of one choice into text, which begins after `begins_at` characters. Plain
+        content needs no parser."""
         parsed = _is_parsed(request, plan)
         table = model.marked_token_bytes if parsed else model.token_bytes
         if request.skip_special_tokens is False:
@@ -303,6 +333,7 @@ class ServingChat(Struct, frozen=True):
             min_tokens=request.min_tokens or 0,
             include_stop=bool(request.include_stop_str_in_output),
             with_ids=bool(request.return_token_ids),
+            begins_at=begins_at,
         )
         if not parsed:
             return output
@@ -369,6 +400,20 @@ def _encoders(request: TextRequest, request_id: RequestId, prepared: PreparedCha
 
 def _with_usage(request: TextRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+def _check_prompt_logprobs(request: CompletionRequest, model: Model, limits: ModelLimits, tokens: int) -> None:
+    """Raise InvalidRequest for log-probabilities of prompts, with these `tokens` in all, that workers do not compute or
+    that would be too many."""
+    if not limits.prompt_logprobs:
+        why = (
+            f"not every worker of {model.name!r} computes log-probabilities of the prompt: echo without logprobs works"
+        )
+        raise field_error("logprobs", why, UNSUPPORTED)
+    count = tokens * (request.n or 1) * ((request.logprobs or 0) + 1)
+    if count > PROMPT_LOGPROBS_LIMIT:
+        why = f"with echo, {count} log-probabilities of prompt tokens, more than {PROMPT_LOGPROBS_LIMIT}"
+        raise field_error("logprobs", f"{why}; ask for fewer likeliest tokens, shorter prompts or fewer choices")
 
 
 def _check_biases(biases: Mapping[str, float], model: Model, limits: ModelLimits) -> None:

@@ -45,14 +45,14 @@ class ChatReply(Struct, frozen=True):
     encoders: Sequence[AnswerEncoder]
     """The encoder of each choice."""
     choices: Choices
-    echoes: Sequence[str]
-    """The text before each choice's answer, mostly empty."""
+    echoes: Sequence[Delta]
+    """What is before each choice's answer, mostly nothing."""
     with_usage: bool
     framing: Framing = "data"
 
     async def full_body(self) -> bytes:
         """Return the answer as one JSON object. Raise the error that ended the request."""
-        deltas = [[Delta(echo)] for echo in self.echoes]
+        deltas = [[echo] for echo in self.echoes]
         async for index, delta in self.choices:
             if delta is not None:
                 deltas[index].append(delta)
@@ -82,8 +82,8 @@ class ChatReply(Struct, frozen=True):
                 begun.add(index)
                 if (first := encoder.first_chunk()) is not None:
                     yield Chunk(first, more=True)
-                if self.echoes[index]:
-                    yield Chunk(encoder.delta_chunk(Delta(self.echoes[index])), more=True)
+                if (echo := self.echoes[index]).text or echo.entries:
+                    yield Chunk(encoder.delta_chunk(echo), more=True)
             if delta is not None:
                 yield Chunk(encoder.delta_chunk(delta))
                 if send is not None:

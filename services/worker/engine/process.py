@@ -17,9 +17,9 @@ import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import ShellEnd
+from services.worker.engine.vllm_python import check_vllm_python
 from services.worker.messages import EngineOrder, EngineReport, Shutdown, Submit
 from shared.config import environment
-from shared.errors import ModelError
 
 PROGRAMS = {
     "native": "services.worker.engine_main",
@@ -44,9 +44,11 @@ class EngineProcess:
     @staticmethod
     async def start(config: WorkerConfig, model_name: str, instance: str, *, module: str = "") -> EngineProcess:
         """Return when the process runs; it reports Loading and Ready by itself. `instance` is the worker's id, `module`
-        the engine's program where it is not that of `config.engine`. Raise ModelError where vLLM's Python is not
-        there."""
-        python = _vllm_python(config) if config.engine == "vllm" else sys.executable
+        the engine's program where it is not that of `config.engine`. Raise ModelError where vLLM's Python is not one
+        that can run it."""
+        python = sys.executable
+        if config.engine == "vllm":
+            python = await asyncio.to_thread(check_vllm_python, config.vllm_python)
         ours, theirs = socket.socketpair()
         with theirs:
             engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
@@ -92,13 +94,6 @@ class EngineProcess:
         self.kill()  # also where the process has ended: those that it started may live
         self.channel.close()
         return await asyncio.to_thread(self.process.wait)
-
-
-def _vllm_python(config: WorkerConfig) -> str:
-    python = str(Path(config.vllm_python).absolute())
-    if not os.access(python, os.X_OK):
-        raise ModelError(f"worker.vllm_python is {python}, which is not there: ./headrace install-vllm makes it")
-    return python
 
 
 def _spawn(command: list[str], channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:

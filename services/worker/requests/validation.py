@@ -65,6 +65,8 @@ def _tokens(generate: Generate, facts: Ready) -> str:
         return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens"
     if generate.sampling.pooling and generate.prompt_tokens < count:
         return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens, but an embedding's tokens are all prompt"
+    if generate.sampling.prompt_logprobs >= 0 and generate.prompt_tokens < count:
+        return "sampling.prompt_logprobs: not for an answer that is continued"
     return ""
 
 
@@ -81,6 +83,7 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
         ("frequency_penalty", -2.0 <= sampling.frequency_penalty <= 2.0),
         ("repetition_penalty", 0.0 < sampling.repetition_penalty <= _MAX_REPETITION_PENALTY),
         ("logprobs", -1 <= sampling.logprobs <= _MAX_TOP_LOGPROBS),
+        ("prompt_logprobs", -1 <= sampling.prompt_logprobs <= _MAX_TOP_LOGPROBS),
         ("stop_token_ids", len(sampling.stop_token_ids) <= _MAX_STOP_TOKENS),
         ("stop_token_ids", all(0 <= token < facts.vocab_size for token in sampling.stop_token_ids)),
         ("logit_bias", len({token for token, _ in sampling.logit_bias}) == len(sampling.logit_bias) <= _MAX_BIASES),
@@ -96,8 +99,16 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
         return "sampling.logit_bias: this engine does not support it"
     if sampling.min_tokens and not facts.min_tokens:
         return "sampling.min_tokens: this engine does not support it"
+    if sampling.prompt_logprobs >= 0 and not facts.prompt_logprobs:
+        return "sampling.prompt_logprobs: this engine does not support it"
+    if sampling.prompt_logprobs >= 0 and sampling.pooling:
+        return "sampling.prompt_logprobs: not with an embedding"
     if sampling.pooling and not facts.embedding_size:
         return "sampling.pooling: this engine makes no embeddings"
+    if sampling.pooling and facts.pooling not in ("", sampling.pooling):
+        return f"sampling.pooling: {sampling.pooling}; this engine was started with {facts.pooling}"
+    if not sampling.pooling and not facts.generates:
+        return "sampling.pooling: this engine makes embeddings only"
     return _grammar(sampling, facts) if sampling.grammar else ""
 
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 from services.worker.messages import Submit
 from services.worker.scheduler.outcome import Outcome
 from shared.hashing import pack_tokens
-from shared.messages import NOT_BEGUN, FinishReason, Part, TokenLogprob
+from shared.messages import NOT_BEGUN, FinishReason, Part, PromptLogprobs, TokenLogprob
 
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 """vLLM's reasons of an end, and ours; any other one is an error."""
@@ -99,6 +99,16 @@ class AttemptTable:
             reason = FINISHES.get(finish, "error")
             error = f"vLLM ended the request: {finish}" if reason == "error" else ""
             self._end(key, attempt, reason, error, tokens, logprobs, embedding)
+
+    def prompt_part(self, key: str, prompt: PromptLogprobs) -> Outcome:
+        """Return an outcome that has nothing but some of an attempt's prompt log probabilities; it is empty where the
+        attempt has ended."""
+        outcome, attempt = Outcome(), self._attempts.get(key)
+        if attempt is not None:
+            submit = attempt.submit
+            part = Part(submit.request, submit.attempt, attempt.produced, b"", prompt_logprobs=prompt)
+            outcome.parts[submit.frontend].append(part)
+        return outcome
 
     def end(self, key: str, finish: FinishReason, error: str = "") -> None:
         """End an attempt without an output of vLLM. Unknown keys are ignored."""

@@ -15,7 +15,7 @@ import math
 import socket
 import time
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, assert_never
 
 from vllm import PoolingParams, SamplingParams
@@ -46,16 +46,18 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.scheduler.outcome import Outcome
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
+from services.worker.vllm.prompt_logprobs import finite, prompt_pieces
 from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
 from services.worker.vllm.stats import EngineStats
 from shared.errors import Unavailable
 from shared.hashing import pack_tokens, token_array
-from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, TokenLogprob
+from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling, TokenLogprob
 
 TICK_S = 0.1
 """Seconds between two looks at deadlines, the engine's health, and its idleness."""
@@ -63,6 +65,9 @@ CLEAR_LIMIT_S = 30.0
 """Seconds within which vLLM reports that its cache was cleared."""
 PROBE_SALT = "headrace probe"
 """The cache salt of our own requests, so that they find and leave no blocks of clients."""
+MOST_EMBEDDED_BYTES = 256 << 10
+"""Most bytes of embeddings, or of a prompt's log probabilities, in one report, so that no frame nears the least payload
+limit of a NATS server, 1 MB."""
 
 
 class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -99,8 +104,6 @@ class VllmEngine:
         events.apply = self.apply_events
         vllm_config: VllmConfig = llm.vllm_config
         self._pooling = vllm_config.model_config.runner_type == "pooling"
-        pooler = vllm_config.model_config.pooler_config
-        self._pooling_type = "" if pooler is None else str(pooler.seq_pooling_type or "")
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._attempts = AttemptTable()
         self.stats = EngineStats(vllm_config.cache_config.num_gpu_blocks)
@@ -210,13 +213,7 @@ class VllmEngine:
         sampling = submit.sampling
         try:
             params: Any
-            if self._pooling:
-                if sampling.pooling.upper() != self._pooling_type.upper():
-                    self._fail(key, f"sampling.pooling: the engine was started with {self._pooling_type.lower()}")
-                    return
-                params = to_pooling_params(sampling)
-            else:
-                params = to_sampling_params(sampling, continued=continued)
+            params = to_pooling_params(sampling) if self._pooling else to_sampling_params(sampling, continued=continued)
             collector = await self._llm.add_request(
                 key,
                 prompt,
@@ -234,7 +231,7 @@ class VllmEngine:
         early = collector.get_nowait()
 
         def put(output: RequestOutput | PoolingRequestOutput | Exception) -> None:
-            self._record(key, sampling.logprobs, output)
+            self._record(key, sampling, output)
 
         collector.put = put
         if early is not None:
@@ -338,11 +335,14 @@ class VllmEngine:
         self._active_s = time.monotonic()
         self._flush_soon()
 
-    def _record(self, key: str, logprobs: int, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+    def _record(self, key: str, sampling: Sampling, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+        logprobs = sampling.logprobs
         if isinstance(output, Exception):
             self._give_up(output)
         elif isinstance(output, RequestOutput):
             one = output.outputs[0]
+            if sampling.prompt_logprobs >= 0 and output.prompt_logprobs:
+                self._send_prompt(key, output.prompt_token_ids, output.prompt_logprobs, sampling.prompt_logprobs)
             self._attempts.record_output(
                 key,
                 one.token_ids,
@@ -353,6 +353,16 @@ class VllmEngine:
         elif output.finished:
             self._attempts.record_output(key, (), finish="stop", embedding=_embedding(output.outputs.data.tolist()))
         self._flush_soon()
+
+    def _send_prompt(self, key: str, tokens: Sequence[int], positions: Sequence[Any], count: int) -> None:
+        """Send the log probabilities of a prompt, in reports of their own, each of which fits into a message."""
+        try:
+            self._report()  # what happened before them
+            for piece in prompt_pieces(tokens, positions, count, MOST_EMBEDDED_BYTES):
+                self._channel.send(self._stepped(self._attempts.prompt_part(key, piece)))
+        except PeerGone as wrong:
+            if not self._ended.done():
+                self._ended.set_exception(wrong)
 
     def _give_up(self, wrong: BaseException | None) -> None:
         if not self._ended.done():
@@ -385,12 +395,20 @@ class VllmEngine:
         self._progress += max(1, steps)
         self._event_sequence += bool(events)
         tokens, elapsed_s = self.stats.take_step_counts()
-        stepped = Stepped(
+        first, *others = outcome.split(MOST_EMBEDDED_BYTES)
+        self._channel.send(self._stepped(first, events, steps, tokens, elapsed_s))
+        for other in others:
+            self._channel.send(self._stepped(other))
+
+    def _stepped(
+        self, outcome: Outcome, events: Sequence[KvEvent] = (), steps: int = 0, tokens: int = 0, elapsed_s: float = 0.0
+    ) -> Stepped:
+        return Stepped(
             progress=self._progress,
             encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
             boundary_parts=outcome.boundary_parts,
             one_token_attempts=outcome.one_token_attempts,
-            event_batch=KV_EVENTS.encode(events) if events else b"",
+            event_batch=KV_EVENTS.encode(list(events)) if events else b"",
             event_sequence=self._event_sequence,
             digest=self._blocks.digest,
             load=self.stats.load(unbegun_tokens=self._attempts.unbegun_tokens, cached_blocks=len(self._blocks)),
@@ -398,7 +416,6 @@ class VllmEngine:
             tokens=tokens,
             elapsed_s=elapsed_s,
         )
-        self._channel.send(stepped)
 
     async def _tick(self) -> None:
         """End attempts that are too late, notice a dead core, and probe an idle engine. Raise nothing of vLLM's."""
@@ -442,16 +459,12 @@ def _logprobs(tokens: Any, positions: Any, count: int) -> tuple[TokenLogprob, ..
         top = sorted((one.rank, name, one.logprob) for name, one in position.items() if one.rank <= count)[:count]
         entries.append(
             TokenLogprob(
-                _finite(position[token].logprob),
+                finite(position[token].logprob),
                 pack_tokens([name for _, name, _ in top]),
-                tuple(_finite(value) for _, _, value in top),
+                tuple(finite(value) for _, _, value in top),
             )
         )
     return tuple(entries)
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else -9999.0
 
 
 def _embedding(values: list[float]) -> bytes:

@@ -25,10 +25,12 @@ from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.messages import EngineOperation, Failed, Loading, Ready
 from services.worker.model_facts import read_pooling
+from services.worker.vllm.cause_file import VARIABLE, note_exceptions, read_cause
 from services.worker.vllm.one_line import one_line
+from services.worker.vllm.start_failure import Cause, explained, failure
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
-from shared.messages import KvLayout
+from shared.messages import KvLayout, Pooling
 
 if TYPE_CHECKING:
     from vllm.config import PoolerConfig, VllmConfig
@@ -88,7 +90,6 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         return Failed(
             reason=f"vLLM cannot be loaded ({wrong}); ./headrace install-vllm makes its environment", model=True
         )
-    from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.worker.vllm.engine import StatLogger, VllmEngine
@@ -108,24 +109,27 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     if args.runner == "pooling" and args.pooler_config is None:
         args.pooler_config = _pooler(settings)
     channel.send(Loading("starting vLLM", 0.1))
-    logger = StatLogger()
+    logger, noted = StatLogger(), directory / "cause"
+    os.environ[VARIABLE] = str(noted)
     try:
         vllm_config = args.create_engine_config()
         llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[lambda *_: logger])
-    except (
-        ValueError,
-        OSError,
-        NotImplementedError,
-        VLLMClientError,
-    ) as wrong:  # what vLLM refuses of model and arguments
-        return Failed(reason=one_line(wrong), model=True)
+    except Exception as wrong:  # noqa: BLE001 - whatever vLLM raises of model, arguments and machine
+        traceback.print_exc()
+        events.close()
+        return failure(Cause.of(wrong), read_cause(noted))
     try:
+        facts = _facts(vllm_config)
         engine = VllmEngine(config, llm, channel, connection, events)
         logger.engine = engine
         channel.send(Loading("computing the first tokens", 0.9))
-        await engine.probe(WARM_LIMIT_S)
-        channel.send(_facts(vllm_config))
-        return await engine.run()
+        try:
+            await engine.probe(WARM_LIMIT_S)
+        except Exception as wrong:  # noqa: BLE001 - an engine that cannot compute a token has not started
+            traceback.print_exc()
+            return failure(Cause.of(wrong), read_cause(noted))
+        channel.send(facts)
+        return explained(await engine.run(), read_cause(noted))
     finally:
         events.close()
         llm.shutdown()
@@ -149,6 +153,18 @@ def _pooler(config: WorkerConfig) -> PoolerConfig:
     if not pooling:
         raise ConfigError(f"{config.model}: the model's pooling is not built; set vllm.pooler_config")
     return PoolerConfig(pooling_type=pooling.upper())
+
+
+def _pooling_of(config: VllmConfig) -> Pooling:
+    """Return the pooling of an engine's embeddings; empty for text. Raise ConfigError for one that is not built."""
+    pooler = config.model_config.pooler_config
+    if config.model_config.runner_type != "pooling" or pooler is None:
+        return ""
+    match str(pooler.seq_pooling_type).lower():
+        case "mean" | "last" as pooling:
+            return pooling
+        case other:
+            raise ConfigError(f"vllm.pooler_config: {other.upper()} pooling; MEAN and LAST work")
 
 
 def _facts(config: VllmConfig) -> Ready:
@@ -182,12 +198,17 @@ def _facts(config: VllmConfig) -> Ready:
         grammars=not pooling,
         biases=not pooling,
         min_tokens=not pooling,
+        prompt_logprobs=not pooling,
         embedding_size=model.get_hidden_size() if pooling else 0,
+        generates=not pooling,
+        pooling=_pooling_of(config),
         operations=tuple(operations),
     )
 
 
 if __name__ in ("__main__", "__mp_main__"):
     _die_with_parent()
+if __name__ == "__mp_main__":
+    note_exceptions()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

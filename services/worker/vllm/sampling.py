@@ -52,6 +52,9 @@ ROWS: dict[str, Row] = {
     "frequency_penalty": _same("frequency_penalty"),
     "repetition_penalty": _same("repetition_penalty"),
     "logprobs": lambda sampling, _: {"logprobs": None if sampling.logprobs < 0 else sampling.logprobs},
+    "prompt_logprobs": lambda sampling, _: {
+        "prompt_logprobs": None if sampling.prompt_logprobs < 0 else sampling.prompt_logprobs
+    },
     "stop_token_ids": lambda sampling, _: {"stop_token_ids": list(sampling.stop_token_ids)},
     "ignore_eos": _same("ignore_eos"),
     "grammar": lambda sampling, _: _structured(sampling.grammar),
@@ -104,7 +107,8 @@ def to_pooling_params(sampling: Sampling) -> Any:
     from vllm.pooling_params import PoolingParams
 
     assert sampling.pooling, "the request generates text"
-    return PoolingParams(task="embed")
+    # A mean is that of the states of this step: with a cached prefix vLLM's core ends ("partial prefill").
+    return PoolingParams(task="embed", skip_reading_prefix_cache=sampling.pooling == "mean")
 
 
 def _structured(grammar: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from services.frontend.requests.session import (
     ClientLeft,
     CountLoss,
     DispatchAttempt,
+    EmitPromptLogprobs,
     EmitTokens,
     Event,
     Fail,
@@ -49,6 +50,7 @@ from shared.messages import (
     Overlap,
     Part,
     Prefilled,
+    PromptLogprobs,
     Refused,
     Selected,
     SelectRefused,
@@ -68,6 +70,24 @@ def selected(attempt: int, instance: str = "w1") -> Selected:
 
 def part(first: int, tokens: Sequence[int], finish: FinishReason | None = None, attempt: int = 1) -> Part:
     return Part(R, attempt, first, pack_tokens(tokens), finish)
+
+
+def prompt_part(first: int, count: int, attempt: int = 1) -> Part:
+    given = PromptLogprobs(first, b"".join(bytes([first + at]) * 4 for at in range(count)))
+    return Part(R, attempt, 0, b"", prompt_logprobs=given)
+
+
+def with_prompt(due: int) -> Session:
+    session = Session(R, MAX_TOKENS, prompt_logprobs=due)
+    session.start()
+    session.on(selected(1))
+    session.on(Accepted(R, 1))
+    return session
+
+
+def emitted(actions: Sequence[Action]) -> list[tuple[int, int]]:
+    """The first token and the count of what is passed on of the prompt's log-probabilities."""
+    return [(one.given.first, one.given.count) for one in actions if isinstance(one, EmitPromptLogprobs)]
 
 
 def streaming(max_tokens: int = MAX_TOKENS) -> Session:
@@ -725,3 +745,39 @@ def test_the_token_that_ended_the_output_is_named_at_its_end() -> None:
     assert actions[1:] == [EmitTokens([5], None), PublishLoad(Finished(R, 1)), Finish("stop", stop_token=6)]
     session = streaming(max_tokens=2)
     assert step(session, PartReceived("w1", part(0, [5, 6], "length")))[-1] == Finish("length")
+
+
+def test_log_probabilities_of_the_prompt_come_before_the_first_token() -> None:
+    session = with_prompt(5)
+    assert emitted(session.on(PartReceived("w1", prompt_part(1, 2)))) == [(1, 2)]
+    assert emitted(session.on(PartReceived("w1", prompt_part(3, 3)))) == [(3, 3)]
+    assert session.prompt_logprobs_due == 0
+    assert any(isinstance(one, EmitTokens) for one in session.on(PartReceived("w1", part(0, [7]))))
+    session.validate()
+
+
+def test_another_attempt_does_not_repeat_what_came_of_the_prompt() -> None:
+    session = with_prompt(5)
+    session.on(PartReceived("w1", prompt_part(1, 3)))
+    session.on(InstanceGone("w1"))
+    session.on(selected(2, "w2"))
+    assert emitted(session.on(PartReceived("w2", prompt_part(1, 2, attempt=2)))) == []
+    assert emitted(session.on(PartReceived("w2", prompt_part(3, 3, attempt=2)))) == [(4, 2)]
+    session.validate()
+
+
+@pytest.mark.parametrize("lost", [prompt_part(4, 2), part(0, [7]), part(0, [], "stop")])
+def test_a_gap_in_the_prompts_log_probabilities_loses_the_attempt(lost: Part) -> None:
+    session = with_prompt(5)
+    session.on(PartReceived("w1", prompt_part(1, 2)))
+    actions = session.on(PartReceived("w1", lost))
+    assert any(isinstance(one, CountLoss) and one.loss == "gap" for one in actions)
+    session.validate()
+
+
+@pytest.mark.parametrize(
+    "wrong", [prompt_part(0, 1), prompt_part(3, 4), Part(R, 1, 0, b"", prompt_logprobs=PromptLogprobs(1, b"a"))]
+)
+def test_senseless_log_probabilities_of_the_prompt_lose_the_attempt(wrong: Part) -> None:
+    actions = with_prompt(5).on(PartReceived("w1", wrong))
+    assert any(isinstance(one, CountLoss) and one.loss == "senseless" for one in actions)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from shared.messages import (
     Generate,
     Overlap,
     Part,
+    PromptLogprobs,
     Refused,
     Sampling,
     Selected,
@@ -303,6 +305,77 @@ async def test_log_probabilities_are_of_their_choice(directory: Path) -> None:
         for choice in answer.choices:
             assert choice.logprobs is not None
             assert choice.logprobs.token_logprobs == [-0.5] * len(tokens)
+
+
+def of_prompt(first: int, *values: float) -> PromptLogprobs:
+    """Log probabilities of prompt tokens, each token the likeliest itself."""
+    packed = pack(f"<{len(values)}f", *values)
+    return PromptLogprobs(first, packed, pack_tokens([7] * len(values)), packed)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_a_prompt_survive_the_loss_of_a_worker(directory: Path, stream: bool) -> None:
+    async with world(directory, prompt_logprobs=True) as w, clients(w) as (_, http):
+        first, second = w.workers
+        first.output = second.output = None
+        prompt = w.ids("a b c d")
+        body = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 2, "stream": stream}
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        [one] = await first.generates.at_least(1)
+        assert (one.sampling.prompt_logprobs, w.router.asked.all[0].hashes) == (1, b"")
+        values = [-float(at) for at in range(1, len(prompt))]
+        await first.send(one, 0, (), prompt_logprobs=of_prompt(1, *values[:2]))
+        await first.send(one, 0, (), "error", "the engine was lost")
+        [two] = await second.generates.at_least(1)
+        assert two.sampling.prompt_logprobs == 1
+        await second.send(two, 0, (), prompt_logprobs=of_prompt(1, *values))
+        second.logprobs = [TokenLogprob(-0.5, b"", ()), TokenLogprob(-0.25, b"", ())]
+        await second.send(two, 0, w.ids("a"))
+        await second.send(two, 1, w.ids("b"), "length")
+        answer = await asking
+        if stream:
+            events = [line[6:] for line in (await answer.text()).split("\n\n") if line.startswith("data: {")]
+            found = [json.loads(event)["choices"][0] for event in events]
+        else:
+            found = (await answer.json())["choices"]
+        parts = [choice["logprobs"] for choice in found if choice["logprobs"] is not None]
+        assert [value for one in parts for value in one["token_logprobs"]] == [None, *values, -0.5, -0.25]
+        offsets = [value for one in parts for value in one["text_offset"]]
+        text = "".join(choice["text"] for choice in found)
+        tokens = [value for one in parts for value in one["tokens"]]
+        assert [text[offset : offset + len(token)] for offset, token in zip(offsets, tokens, strict=True)] == tokens
+        likeliest = [value for one in parts for value in one["top_logprobs"]]
+        assert likeliest[0] is None
+        assert len(likeliest) == len(prompt) + 2
+
+
+async def test_a_prompt_alone_costs_no_token_of_an_answer(directory: Path) -> None:
+    async with world(directory, prompt_logprobs=True) as w, clients(w) as (_, http):
+        worker = w.workers[0]
+        worker.output = None
+        body = {"model": MODEL, "prompt": "a b", "echo": True, "max_tokens": 0}
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        [one] = await worker.generates.at_least(1)
+        assert (one.sampling.max_tokens, one.sampling.prompt_logprobs) == (1, -1)
+        await worker.send(one, 0, w.ids("c"), "length")
+        answer = await (await asking).json()
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("a b", "length")
+        assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_too_many_log_probabilities_of_prompts_are_refused(directory: Path) -> None:
+    async with world(directory, prompt_logprobs=True) as w, clients(w) as (_, http):
+        body = {
+            "model": MODEL,
+            "prompt": [w.ids("a") * 110] * 128,
+            "echo": True,
+            "logprobs": 20,
+            "max_tokens": 1,
+        }
+        answer = await http.post("/v1/completions", json=body)
+        error = (await answer.json())["error"]
+        assert (answer.status, error["param"]) == (400, "logprobs")
 
 
 async def test_a_client_that_goes_cancels_all_its_choices(directory: Path) -> None:

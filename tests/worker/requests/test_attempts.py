@@ -122,6 +122,35 @@ def test_what_is_embedded_is_a_prompt_alone_which_may_fill_the_context() -> None
     assert reply.reason == "prompt_tokens: 4 of 5 tokens, but an embedding's tokens are all prompt"
 
 
+def test_an_engine_of_one_pooling_refuses_text_and_the_other_pooling() -> None:
+    able = msgspec.structs.replace(FACTS, embedding_size=8, generates=False, pooling="mean")
+    reply, _ = attempts().admit(generate("a"), able)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.pooling: this engine makes embeddings only")
+    last = msgspec.structs.replace(generate("a"), sampling=Sampling(max_tokens=1, pooling="last"))
+    reply, _ = attempts().admit(last, able)
+    assert isinstance(reply, Refused)
+    assert reply.reason == "sampling.pooling: last; this engine was started with mean"
+
+
+def test_log_probabilities_of_a_prompt_need_an_engine_that_computes_them_and_no_output() -> None:
+    def asked(tokens: int, **fields: object) -> Generate:
+        sampling = msgspec.structs.replace(Sampling(max_tokens=8, prompt_logprobs=2), **fields)
+        return msgspec.structs.replace(generate("a", tokens=tokens), sampling=sampling)
+
+    able = msgspec.structs.replace(FACTS, prompt_logprobs=True, embedding_size=8)
+    assert code(attempts(), asked(4), able) == "accepted"
+    for given, facts, why in (
+        (asked(4), FACTS, "this engine does not support it"),
+        (asked(5), able, "not for an answer that is continued"),
+        (asked(4, prompt_logprobs=21), able, "21"),
+        (asked(4, pooling="mean"), able, "not with an embedding"),
+    ):
+        reply, _ = attempts().admit(given, facts)
+        assert isinstance(reply, Refused)
+        assert (reply.code, reply.reason) == ("bad_request", f"sampling.prompt_logprobs: {why}")
+
+
 def test_a_bias_is_refused_by_name_where_it_would_be_passed_over_or_is_none() -> None:
     asked = generate("a")
 

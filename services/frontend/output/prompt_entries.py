@@ -1,0 +1,56 @@
+"""The log-probability entries of a prompt's tokens, for an answer that begins with its prompt. Pure.
+
+index of the token   0           1  2  3 …
+entry                `opening`   one `push` after another, as they come from the worker
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from services.frontend.output.detokenize import Detokenizer, TokenBytes
+from services.frontend.output.output import LOWEST_LOGPROB, LogprobEntry, TopLogprobEntry
+from shared.hashing import token_array
+from shared.messages import PromptLogprobs
+
+
+class PromptEntries:
+    """The entries of one prompt; tokens are taken in order."""
+
+    def __init__(self, tokens: TokenBytes, prompt: bytes, characters: int) -> None:
+        """Create it. `prompt`: its packed token ids; `characters`: the length of its text, before the answer."""
+        self._tokens = tokens
+        self._prompt = token_array(prompt)
+        self._characters = characters
+        self._detokenizer = Detokenizer(tokens)
+        self._decoded = 0
+        self._taken = 0
+
+    def opening(self) -> LogprobEntry:
+        """Return the entry of the first token, which has no log-probability."""
+        assert self._taken == 0, "taken twice"
+        token, offset = self._take()
+        return LogprobEntry(self._tokens.name(token), 0.0, (), offset, opens_prompt=True)
+
+    def push(self, given: PromptLogprobs) -> tuple[LogprobEntry, ...]:
+        """Return the entries of the next tokens."""
+        assert given.first == self._taken, "a gap, or a repeat"
+        name, count = self._tokens.name, given.count
+        top_tokens, top_logprobs = token_array(given.top_tokens), array("f", given.top_logprobs)
+        each = len(top_tokens) // count
+        entries: list[LogprobEntry] = []
+        for at, logprob in enumerate(array("f", given.logprobs)):
+            token, offset = self._take()
+            top = tuple(
+                TopLogprobEntry(name(top_tokens[index]), max(top_logprobs[index], LOWEST_LOGPROB))
+                for index in range(at * each, (at + 1) * each)
+            )
+            entries.append(LogprobEntry(name(token), max(logprob, LOWEST_LOGPROB), top, offset))
+        return tuple(entries)
+
+    def _take(self) -> tuple[int, int]:
+        """Return the next token, and the index of its first character."""
+        token, offset = self._prompt[self._taken], min(self._decoded, self._characters)
+        self._decoded += len(self._detokenizer.push((token,)))
+        self._taken += 1
+        return token, offset

@@ -1,0 +1,85 @@
+"""Why vLLM did not start, in one line, and whether another start may help. Pure.
+
+vLLM's core and its workers are processes of their own. What ended one of them is logged there, and its parent only
+learns that it is gone. So each of them notes its first logged exception as a Cause (cause_file.py).
+
+    the cause                                             what follows
+    memory or a port that others use now, a lost device   another start, after a back-off
+    a process that died and said nothing                  the same: the kernel kills where memory is short
+    anything else                                         none: model and settings stay as they are
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+from services.worker.messages import Failed
+from services.worker.vllm.one_line import CHARACTERS
+
+_PASSING_KINDS = {"MemoryError", "OutOfMemoryError", "DistNetworkError", "DistStoreError", "ConnectionError"}
+_PASSING = re.compile(
+    r"out of memory|less than requested memory|less than desired GPU memory|cannot allocate memory"
+    r"|address already in use|CUDA error|busy or unavailable|NCCL error|no space left on device",
+    re.IGNORECASE,
+)
+_SILENT = "Engine core initialization failed"
+"""The beginning of what the parent says of a core that has ended."""
+_VALIDATION = re.compile(r"^\d+ validation errors? for \w+ (Value error, |Assertion failed, )?")
+_TAIL = re.compile(r" \[type=\w+, input_value=.*$|\.? Supported architectures: .*$")
+_HINTS = (
+    (re.compile(r"VLLM_CPU_KVCACHE_SPACE"), "lower worker.capacity_bytes"),
+    (re.compile(r"desired GPU memory|gpu_memory_utilization"), "set vllm.gpu_memory_utilization"),
+    (re.compile(r"max seq len|max_model_len"), "set vllm.max_model_len"),
+    (re.compile(r"deserializing header|any model weights"), "the files of worker.model are torn or missing"),
+)
+_DIED = re.compile(r"'[^']*': -(\d+)")
+
+
+class Cause(Struct, frozen=True):
+    """An exception of one of vLLM's processes."""
+
+    kind: str
+    """The name of its class."""
+    text: str
+
+    @staticmethod
+    def of(wrong: BaseException) -> Cause:
+        """Return an exception as a cause; its text is cut, since vLLM's validation may print a whole request."""
+        return Cause(type(wrong).__name__, readable(str(wrong)))
+
+
+def readable(text: str) -> str:
+    """Return an error's text in one line, without what pydantic adds to it, and without a list of
+    all models there are."""
+    line = _TAIL.sub("", _VALIDATION.sub("", " ".join(text.split())))
+    return line[:CHARACTERS]
+
+
+def failure(raised: Cause, noted: Cause | None) -> Failed:
+    """Return what to report of a start that failed. `raised` came in vLLM's parent process; `noted` is the first
+    exception of its other processes."""
+    silent = raised.text.startswith(_SILENT) or raised.kind == "EngineDeadError"
+    if silent and noted is None:
+        died = _DIED.search(raised.text)
+        how = f"by signal {died[1]}" if died else "without a word"
+        text = f"vLLM's core ended {how} while it started; a machine that is short of memory does that"
+        return Failed(reason=text)
+    cause = noted if silent and noted is not None else raised
+    hint = next((hint for pattern, hint in _HINTS if pattern.search(cause.text)), "")
+    text = f"vLLM cannot start: {cause.kind}: {cause.text}" + (f" ({hint})" if hint else "")
+    return Failed(reason=text, model=not is_passing(cause))
+
+
+def explained(failed: Failed | None, noted: Cause | None) -> Failed | None:
+    """Return the end of an engine that had started, with what was noted where vLLM's parent only knows that its core is
+    dead."""
+    if failed is None or noted is None or not failed.reason.startswith("EngineDeadError"):
+        return failed
+    return Failed(reason=f"vLLM's core has ended: {noted.kind}: {noted.text}")
+
+
+def is_passing(cause: Cause) -> bool:
+    """Return whether another start may help, although nothing is changed."""
+    return cause.kind in _PASSING_KINDS or _PASSING.search(cause.text) is not None

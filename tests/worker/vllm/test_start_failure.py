@@ -1,0 +1,86 @@
+"""Why vLLM did not start: the line that matters, and whether another start may help."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.messages import Failed
+from services.worker.vllm.start_failure import Cause, explained, failure
+
+CORE = Cause("RuntimeError", "Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+
+
+def test_the_cores_own_exception_is_named_instead_of_the_parents() -> None:
+    noted = Cause("SafetensorError", "Error while deserializing header: incomplete metadata, file not fully covered")
+    failed = failure(CORE, noted)
+    assert failed.reason == (
+        "vLLM cannot start: SafetensorError: Error while deserializing header: incomplete metadata, file not fully"
+        " covered (the files of worker.model are torn or missing)"
+    )
+    assert failed.model
+
+
+def test_what_the_parent_raises_itself_comes_first() -> None:
+    failed = failure(Cause("ValueError", "awq is unknown"), Cause("KeyError", "something logged before"))
+    assert (failed.reason, failed.model) == ("vLLM cannot start: ValueError: awq is unknown", True)
+
+
+def test_a_core_that_was_killed_is_tried_again() -> None:
+    killed = Cause("RuntimeError", CORE.text.replace("{}", "{'EngineCore': -9}"))
+    assert "by signal 9" in failure(killed, None).reason
+    assert not failure(killed, None).model
+    assert "without a word" in failure(CORE, None).reason
+    assert not failure(Cause("EngineDeadError", "EngineCore encountered an issue"), None).model
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "hint"),
+    [
+        (
+            "ValueError",
+            "Available memory on node 0 (21/23 GiB) on kv cache allocation is less than requested memory for kv"
+            " (4000.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory",
+            "worker.capacity_bytes",
+        ),
+        (
+            "ValueError",
+            "Free memory on device cuda:0 (3/79 GiB) on startup is less than desired GPU memory utilization (0.9, 71)",
+            "vllm.gpu_memory_utilization",
+        ),
+        ("OutOfMemoryError", "CUDA: none left", ""),
+        ("ZMQError", "Address already in use (addr='tcp://127.0.0.1:5557')", "5557"),
+    ],
+)
+def test_memory_and_ports_may_come_free(kind: str, text: str, hint: str) -> None:
+    failed = failure(CORE, Cause(kind, text))
+    assert not failed.model
+    assert hint in failed.reason
+
+
+def test_a_context_that_does_not_fit_names_its_setting() -> None:
+    text = (
+        "To serve at least one request with the model's max seq len (1024), (9 GiB KV cache is needed, which is larger"
+    )
+    failed = failure(CORE, Cause("ValueError", text))
+    assert failed.model
+    assert failed.reason.endswith("(set vllm.max_model_len)")
+
+
+def test_validation_is_one_readable_line() -> None:
+    text = (
+        "1 validation error for ModelConfig\n  Value error, Model architectures ['Nope'] are not supported for now."
+        " Supported architectures: dict_keys(['A', 'B']) [type=value_error, input_value=Args(), input_type=Args]\n  For"
+    )
+    assert Cause.of(ValueError(text)).text == "Model architectures ['Nope'] are not supported for now"
+    assert Cause.of(ValueError("a\n b")) == Cause("ValueError", "a b")
+    assert len(Cause.of(ValueError("x" * 100_000)).text) == 1000
+
+
+def test_a_dead_core_is_explained_by_what_it_noted() -> None:
+    dead = Failed(reason="EngineDeadError: EngineCore encountered an issue. See stack trace (above)")
+    explanation = explained(dead, Cause("RuntimeError", "the kernel failed"))
+    assert explanation == Failed(reason="vLLM's core has ended: RuntimeError: the kernel failed")
+    assert explained(dead, None) is dead
+    assert explained(None, Cause("RuntimeError", "noted, but it was shut down")) is None
+    other = Failed(reason="TimeoutError: ")
+    assert explained(other, Cause("RuntimeError", "an earlier one")) is other
