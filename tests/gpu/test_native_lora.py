@@ -58,7 +58,7 @@ def test_a_lora_computes_as_a_model_with_its_weights_merged(shape: str, dtype: D
         np.testing.assert_allclose(got, expected, rtol=0, atol=bound)
     base_logits = logits(runner, [work(PROMPT, [4, 5, 6])])
     changed = logits(runner, [of_lora(work(PROMPT, [7, 8, 9]), "poet")])
-    assert np.abs(changed - base_logits).max() > 0.2 * np.abs(base_logits).max()
+    assert np.abs(changed - base_logits).max() > 0.1 * np.abs(base_logits).max()
     assert runner.operate("unload_lora", "poet", "", 1) == ""
     merged.close()
     runner.close()

@@ -133,7 +133,10 @@ def test_without_a_setting_the_share_of_the_gpu_decides_how_many_blocks_there_ar
 def test_an_error_without_room_says_what_to_change(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     for changes, words in (
-        ({"capacity_bytes": 1 << 50}, "no room for .* blocks of KV .* lower capacity_blocks or capacity_bytes"),
+        (
+            {"capacity_bytes": 1 << 50},
+            "no room for .* blocks of KV .* lower capacity_blocks, capacity_bytes or lora_bytes",
+        ),
         ({"cuda": {"memory_share": 0.005}}, "raise cuda.memory_share"),
         ({"capacity_bytes": 100}, "holds no block of KV"),
     ):

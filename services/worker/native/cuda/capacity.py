@@ -86,6 +86,10 @@ def weight_bytes(shapes: Mapping[str, Shape], element_bytes: int) -> int:
     return sum(prod(shape) * (element_bytes if len(shape) > 1 else 4) for shape in shapes.values())
 
 
+LORA_PART = 8
+"""The memory for LoRAs is at most this part of what KV and LoRAs have together."""
+
+
 class GpuRoom(Struct, frozen=True):
     """The sizes that are known before anything is allocated."""
 
@@ -104,6 +108,11 @@ class GpuRoom(Struct, frozen=True):
         """
         taken = self.weight_bytes + self.step_bytes + self.lora_bytes
         return min(int(share * self.total_bytes) - OUTSIDE_BYTES, self.free_bytes - MARGIN_BYTES) - taken
+
+    def lora_bytes_of(self, wanted_bytes: int, share: float) -> int:
+        """Return the bytes to leave for LoRAs: what is wanted, but on a GPU that is nearly full at most LORA_PART of
+        what KV would get without them."""
+        return min(wanted_bytes, max(0, self.kv_bytes(share)) // LORA_PART)
 
 
 def capacity(room: GpuRoom, *, blocks: int, kv_bytes: int, share: float, block_bytes: int, model: str) -> int:

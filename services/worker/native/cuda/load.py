@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
+import msgspec
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import WorkerConfig
@@ -38,7 +39,7 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
     config = read_config(directory)
     with no_room_as_model_error(str(directory), "CUDA itself"):
         free_bytes, total_bytes = runtime.memGetInfo()
-    capacity_blocks = _capacity(settings, config, str(directory), free_bytes, total_bytes)
+    capacity_blocks, lora_bytes = _capacity(settings, config, str(directory), free_bytes, total_bytes)
     # Free memory stays in the pool: a step whose sampling allocates must not have to ask the driver.
     memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
     cp.cuda.set_allocator(memory.allocator())
@@ -58,7 +59,7 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
         max_running=settings.max_running,
         verify=settings.kvbm.verify,
         lora_rank=settings.lora_rank,
-        lora_bytes=settings.lora_bytes,
+        lora_bytes=lora_bytes,
         path=str(directory),
         # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
         digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
@@ -67,8 +68,10 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
     )
 
 
-def _capacity(settings: WorkerConfig, config: ModelConfig, model: str, free_bytes: int, total_bytes: int) -> int:
-    """Return the number of KV blocks. Raise ModelError."""
+def _capacity(
+    settings: WorkerConfig, config: ModelConfig, model: str, free_bytes: int, total_bytes: int
+) -> tuple[int, int]:
+    """Return the number of KV blocks, and the bytes that are left for LoRAs. Raise ModelError."""
     dtype, block_size = settings.cuda.dtype, settings.block_size
     layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
     element_bytes = 4 if dtype == "float32" else 2
@@ -80,13 +83,14 @@ def _capacity(settings: WorkerConfig, config: ModelConfig, model: str, free_byte
         free_bytes,
         weight_bytes(tensor_shapes(config), element_bytes),
         step_bytes(config, limits, element_bytes),
-        settings.lora_bytes,
     )
-    return capacity(
-        room,
+    lora_bytes = room.lora_bytes_of(settings.lora_bytes, settings.cuda.memory_share)
+    blocks = capacity(
+        msgspec.structs.replace(room, lora_bytes=lora_bytes),
         blocks=settings.capacity_blocks,
         kv_bytes=settings.capacity_bytes,
         share=settings.cuda.memory_share,
         block_bytes=layout.block_bytes,
         model=model,
     )
+    return blocks, lora_bytes
