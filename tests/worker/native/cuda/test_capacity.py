@@ -132,6 +132,6 @@ def test_memory_for_loras_is_not_given_to_kv() -> None:
 
 def test_on_a_gpu_that_is_nearly_full_loras_get_a_small_part_of_what_is_left() -> None:
     assert GpuRoom(80 << 30, 79 << 30, 1 << 30, 1 << 28).lora_bytes_of(512 << 20, 0.9) == 512 << 20
-    full = GpuRoom(80 << 30, 400 << 20, 20 << 20, 280 << 20)
+    full = GpuRoom(80 << 30, 4 << 30, 20 << 20, 1 << 30)
     assert 0 < full.lora_bytes_of(512 << 20, 0.9) == full.kv_bytes(0.9) // 8
     assert GpuRoom(80 << 30, 100 << 20, 20 << 20, 280 << 20).lora_bytes_of(512 << 20, 0.9) == 0
