@@ -1,7 +1,7 @@
 """RankReports: what each data-parallel rank of an engine reported last, and the load of all together. Pure.
 
-    Stepped of rank 0 ──┐                    ┌──▶ LoadReport: sums, and the load of each rank
-    Stepped of rank 1 ──┴──▶ the last of each ┴──▶ KvState of each rank: all share the epoch and the sequence
+Stepped of rank 0 ──┐                    ┌──▶ LoadReport: sums, and the load of each rank
+Stepped of rank 1 ──┴──▶ the last of each ┴──▶ KvState of each rank: all share the epoch and the sequence
 """
 
 from __future__ import annotations

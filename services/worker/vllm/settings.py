@@ -25,13 +25,24 @@ OURS = {
     "model": "set the worker's model",
     "served_model_name": "set the worker's model_name",
     "skip_tokenizer_init": "grammars need the tokenizer",
-    "data_parallel_size": "start a worker for each engine",
+    **dict.fromkeys(
+        (
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_size_local",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_multi_port_external_lb",
+        ),
+        "all ranks of a worker run in it, and routers choose among them; set data_parallel_size alone",
+    ),
 }
 """Arguments that are refused, with the reason."""
 NEEDED = {
     "enable_prefix_caching": (True, "routers choose workers by their cached prefixes"),
     "disable_log_stats": (False, "load reports are made of the statistics"),
     "scheduling_policy": ("priority", "requests have priorities"),
+    "data_parallel_backend": ("mp", "all ranks of a worker are processes that end with it"),
 }
 """Arguments that may only have one value, with the reason."""
 
