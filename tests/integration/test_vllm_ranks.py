@@ -65,8 +65,7 @@ def test_the_router_chooses_among_ranks_and_all_start_again_together(services: F
         def asked(prompt: list[int]) -> Completion | None:
             try:
                 return client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
-            except openai.InternalServerError as wrong:  # the frontend has not seen the worker's card yet
-                assert wrong.status_code == 503
+            except openai.InternalServerError:  # the frontend has not seen the worker's card yet
                 return None
 
         def computed(number: int, *, tail: int = 0) -> dict[str, Any]:
