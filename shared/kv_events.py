@@ -60,9 +60,9 @@ class _EncodedBatch(Struct, frozen=True, array_like=True):
     data_parallel_rank: int
 
 
-def encode_batch(wall_s: float, events: bytes) -> bytes:
-    """Encode the EventBatch of rank 0 around a list of events that is encoded already."""
-    return _encode(_EncodedBatch(wall_s, Raw(events), 0))
+def encode_batch(wall_s: float, events: bytes, rank: int = 0) -> bytes:
+    """Encode the EventBatch of a rank around a list of events that is encoded already."""
+    return _encode(_EncodedBatch(wall_s, Raw(events), rank))
 
 
 def to_snapshot(contents: Iterable[Content]) -> list[SnapshotBlock]:

@@ -144,6 +144,7 @@ class ModelCard(Struct, frozen=True):
     vocab_size: int
     block_size: int
     capacity_blocks: int
+    """The number of blocks that each rank has."""
     kv_layout: KvLayout
     eos_token_ids: tuple[int, ...] = ()
     role: Role = "aggregated"
@@ -732,8 +733,19 @@ class KvState(Struct, frozen=True, array_like=True):
     """The XOR of the event hashes of all blocks in the cache, as of `sequence`."""
 
 
+class RankLoad(Struct, frozen=True, array_like=True):
+    """The load of one data-parallel rank, with the meanings of LoadReport's fields."""
+
+    rank: int
+    waiting: int
+    running: int
+    waiting_tokens: int
+    held_blocks: int
+
+
 class LoadReport(Struct, frozen=True):
-    """The load of a worker, as it reports it."""
+    """The load of a worker, as it reports it. Counts are sums over its ranks; a speed is one rank's, the mean of those
+    that were measured."""
 
     instance: str
     epoch: int
@@ -757,6 +769,8 @@ class LoadReport(Struct, frozen=True):
     """The sequence of the last step frame that was sent to each frontend."""
     attempts: list[tuple[str, int]] = []
     """The (request, attempt) of every waiting or running sequence."""
+    ranks: list[RankLoad] = []
+    """The load of each rank, if there are several."""
 
 
 # --- frontend → frontend: a response that another frontend stores

@@ -57,6 +57,16 @@ def require(environment: Path = ENVIRONMENT) -> Path:
     return python_of(environment)
 
 
+def device_of(environment: Path = ENVIRONMENT) -> str:
+    """Return what the installed vLLM computes on: cpu or cuda. Raise ConfigError if that cannot be read."""
+    try:
+        return str(json.loads((environment / STAMP).read_text(encoding="utf-8"))["device"])
+    except (OSError, ValueError, KeyError, TypeError) as wrong:
+        raise ConfigError(
+            f"{environment / STAMP} cannot be read ({wrong}): remove {environment}, install again"
+        ) from None
+
+
 def install(device: VllmDevice, say: Callable[[str], None], environment: Path = ENVIRONMENT) -> bool:
     """Install vLLM unless it is there. Return whether it was installed now. Raise VllmInstallError, ConfigError."""
     environment.parent.mkdir(parents=True, exist_ok=True)

@@ -224,6 +224,9 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
     vllm_python: str = ".headrace/vllm/bin/python"
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
+    vllm_gpus: str = ""
+    """GPUs that vLLM computes on, as CUDA_VISIBLE_DEVICES names them, separated by commas; empty: as many as it needs
+    of those that are visible."""
     attached: AttachedConfig = AttachedConfig()
     health: HealthConfig = HealthConfig()
     threads: Natural = 0

@@ -39,6 +39,8 @@ class Submit(Struct, frozen=True, tag="submit"):
     wait_left_s: float | None = None
     """Seconds after which the attempt ends with NOT_BEGUN if it was in no step by then; None: only `time_left_s` bounds
     its wait."""
+    rank: int = 0
+    """The data-parallel rank that computes it, less than `Ready.ranks`."""
     number: int = 0
     """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
 
@@ -51,9 +53,10 @@ class CancelAttempt(Struct, frozen=True, tag="cancel"):
 
 
 class TakeEngineSnapshot(Struct, frozen=True, tag="snapshot"):
-    """Answer with a Snapshot that has the same ticket."""
+    """Answer with a Snapshot of one rank that has the same ticket."""
 
     ticket: int
+    rank: int = 0
 
 
 EngineOperation = Literal["sleep", "wake", "load_lora", "unload_lora", "clear"]
@@ -127,6 +130,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     eos_token_ids: tuple[int, ...]
     block_size: int
     capacity_blocks: int
+    """Blocks of each rank."""
     kv_layout: KvLayout
     path: str = ""
     """Directory with tokenizer.json and tokenizer_config.json (a GGUF file was converted into it)."""
@@ -148,10 +152,12 @@ class Ready(Struct, frozen=True, tag="ready"):
     """A digest of the weights and of how they are computed with. Only engines with the same digest exchange blocks."""
     operations: tuple[EngineOperation, ...] = ()
     """The operations that this engine can do; the shell refuses the others by name."""
+    ranks: int = 1
+    """Number of data-parallel ranks. Each has its own blocks and computes its own attempts."""
 
 
 class EngineLoad(Struct, frozen=True):
-    """The engine's counts after a step."""
+    """The counts of one rank after its step."""
 
     waiting: int = 0
     running: int = 0
@@ -214,6 +220,9 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     Data for frontends and routers is encoded once, where it is made, and passed on as it is; the shell gets what it
     needs in fields of its own. So a token costs the shell almost nothing: it decodes no part, and touches only attempts
     that begin or end.
+
+    A report is that of one rank: `event_batch`, `digest` and `load` are this rank's alone. `progress` and
+    `event_sequence` count over all ranks.
     """
 
     progress: int
@@ -237,6 +246,7 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     """Seconds that the runner took for these steps, all together."""
     exchanged: Exchanged | None = None
     """Totals; None: nothing was exchanged since they were reported last."""
+    rank: int = 0
 
     @property
     def parts(self) -> dict[str, list[Part]]:
@@ -250,7 +260,7 @@ class Stepped(Struct, frozen=True, tag="stepped"):
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot_taken"):
-    """Every cached block, parents first, as of `event_sequence`."""
+    """Every cached block of one rank, parents first, as of `event_sequence`."""
 
     ticket: int
     event_sequence: int

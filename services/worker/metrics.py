@@ -85,8 +85,9 @@ class WorkerMetrics:
             self._cached.labels("host").inc(part.cached_host_tokens)
             self._cached.labels("disk").inc(part.cached_disk_tokens)
 
-    def count_step(self, step: Stepped, capacity_blocks: int) -> None:
-        """Count a step, or some short ones, which count with their mean."""
+    def count_step(self, step: Stepped, load: EngineLoad, capacity_blocks: int) -> None:
+        """Count a step, or some short ones, which count with their mean. `load` and `capacity_blocks` are sums over all
+        ranks."""
         since = self._since
         since.steps += step.steps
         since.output_tokens += len(step.one_token_attempts)
@@ -95,7 +96,7 @@ class WorkerMetrics:
             since.computed_tokens += step.tokens
             for _ in range(step.steps):
                 self._step_s.observe(step.elapsed_s / step.steps)
-        since.load, since.capacity_blocks = step.load, capacity_blocks
+        since.load, since.capacity_blocks = load, capacity_blocks
 
     def count_frame(self) -> None:
         self._since.frames += 1

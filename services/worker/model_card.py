@@ -49,6 +49,7 @@ def card_of(
         vocab_size=facts.vocab_size,
         block_size=facts.block_size,
         capacity_blocks=facts.capacity_blocks,
+        ranks=facts.ranks,
         kv_layout=facts.kv_layout,
         eos_token_ids=facts.eos_token_ids,
         grammars=facts.grammars,

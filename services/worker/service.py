@@ -30,10 +30,11 @@ from services.worker.engine.process import EngineProcess
 from services.worker.engine.supervisor import EngineSupervisor, StartEngine
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
-from services.worker.messages import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
+from services.worker.messages import PARTS, Loading, Ready, Stepped, Submit
 from services.worker.metrics import WorkerMetrics
 from services.worker.model_card import CardAnnouncement, card_of, name_of
 from services.worker.operator import Operator
+from services.worker.rank_reports import RankReports
 from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
@@ -53,7 +54,6 @@ from shared.messages import (
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
     EventSource,
-    KvState,
     LoadReport,
     Part,
     Refused,
@@ -126,8 +126,8 @@ class Worker:
         self._announcement = CardAnnouncement(runtime, self.event_source)
         self._progress_before = 0
         """Steps of all engines that were lost."""
-        self._last: Stepped | None = None
-        """The latest step of the engine that lives."""
+        self._ranks = RankReports()
+        """What the engine that lives has reported."""
         self._lost_because = ""
         """Why the last engine was lost, until another one is ready."""
         self._attempts_changed = asyncio.Event()
@@ -252,21 +252,22 @@ class Worker:
             self._runtime.health.unready(reason)
 
     def _engine_stepped(self, step: Stepped) -> None:
-        self._last = step
+        self._ranks.record_step(step)
         self._runtime.health.progress = self._progress_before + step.progress
         if step.event_batch:
-            self._publisher.publish(step.event_sequence, encode_batch(self._runtime.wall(), step.event_batch))
+            batch = encode_batch(self._runtime.wall(), step.event_batch, step.rank)
+            self._publisher.publish(step.event_sequence, batch)
         if len(self._attempts):  # else they were ended here, and the engine does not know yet
             self._attempts.count_tokens(step.one_token_attempts)
             for part in step.boundary_parts:
                 self._attempts.record_part(part)
             self._send(step.encoded_parts, step.boundary_parts)
         self._kvbm_metrics.count_step(step)
-        self._metrics.count_step(step, 0 if self.engine.facts is None else self.engine.facts.capacity_blocks)
+        self._metrics.count_step(step, self._ranks.load, self._total_blocks)
 
     def _engine_lost(self, reason: str) -> None:
-        self._progress_before += self._last.progress if self._last is not None else 0
-        self._last = None
+        self._progress_before += self._ranks.progress
+        self._ranks = RankReports()
         self._operator.engine_lost()
         self._kvbm.engine_lost()
         self._lost_because = reason
@@ -331,11 +332,9 @@ class Worker:
         """Send a snapshot in chunks, or nothing where there is none: the router's time-out and the missing card say
         so."""
         asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
-        if asked.rank:
-            raise ProtocolError(f"a snapshot of rank {asked.rank}: there is rank 0 only")
         epoch = self.engine.epoch
         try:
-            taken = await self.engine.snapshot(SNAPSHOT_LIMIT_S)
+            taken = await self.engine.snapshot(SNAPSHOT_LIMIT_S, asked.rank)
         except Unavailable as wrong:
             _log.warning("%s: %s", message.subject, wrong)
             return
@@ -391,8 +390,7 @@ class Worker:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _load_report(self) -> LoadReport:
-        last, facts = self._last, self.engine.facts
-        load = EngineLoad() if last is None else last.load
+        load = self._ranks.load
         return LoadReport(
             instance=self._runtime.instance,
             epoch=self._announcement.entries.epoch,
@@ -400,22 +398,21 @@ class Worker:
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,
-            total_blocks=0 if facts is None else facts.capacity_blocks,
+            total_blocks=self._total_blocks,
             held_blocks=load.held_blocks,
             cached_blocks=load.cached_blocks,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             step_s=load.step_s,
-            kv=[
-                KvState(
-                    rank=0,
-                    epoch=self.engine.epoch,
-                    sequence=-1 if last is None else last.event_sequence,
-                    digest=0 if last is None else last.digest,
-                )
-            ],
+            kv=self._ranks.kv_states(self.engine.epoch, 1 if self.engine.facts is None else self.engine.facts.ranks),
             frames=self._sender.log.last_sequences,
             attempts=self._attempts.names,
+            ranks=self._ranks.rank_loads,
         )
+
+    @property
+    def _total_blocks(self) -> int:
+        facts = self.engine.facts
+        return 0 if facts is None else facts.capacity_blocks * facts.ranks
 
     def _subject(self, operation: str) -> str:
         return subjects.worker(self._runtime.namespace, self._runtime.instance, operation)

@@ -57,9 +57,10 @@ class ScriptedEngine:
 class ScriptedEngines:
     """Starts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: EngineReport = FACTS) -> None:
         self.all: list[ScriptedEngine] = []
+        self._first = first
 
     async def start(self, _config: WorkerConfig, _model_name: str, instance: str) -> ScriptedEngine:
-        self.all.append(ScriptedEngine(instance))
+        self.all.append(ScriptedEngine(instance, self._first))
         return self.all[-1]

@@ -11,7 +11,18 @@ import msgspec
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
-from services.worker.messages import KvbmAsk, KvbmLink, KvbmReply, KvbmUp
+from services.worker.messages import (
+    KV_EVENTS,
+    EngineLoad,
+    KvbmAsk,
+    KvbmLink,
+    KvbmReply,
+    KvbmUp,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeEngineSnapshot,
+)
 from shared import subjects
 from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens
@@ -29,6 +40,9 @@ from shared.messages import (
     AllBlocksCleared,
     BlockStored,
     Instance,
+    KvEvent,
+    KvState,
+    RankLoad,
     Refused,
     ResendRequest,
     Sampling,
@@ -39,7 +53,7 @@ from shared.pool.lock import LOCK, HeldLock
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.logged import logged
-from tests.worker.scripted_engine import ScriptedEngines
+from tests.worker.scripted_engine import FACTS, ScriptedEngines
 from tests.worker.shell import (
     EOS,
     FRONTEND,
@@ -126,9 +140,9 @@ async def test_events_begin_with_a_cleared_cache_and_equal_the_snapshot(config: 
         await shell.peer.until(lambda: shell.peer.reports[-1].kv[0].sequence == sequences[-1])
 
 
-async def snapshot(shell: Shell, *, idle_timeout_s: float = LIMIT_S) -> list[SnapshotBlock]:
+async def snapshot(shell: Shell, *, rank: int = 0, idle_timeout_s: float = LIMIT_S) -> list[SnapshotBlock]:
     blocks: list[SnapshotBlock] = []
-    payload = SNAPSHOT_REQUEST.encode(SnapshotRequest())
+    payload = SNAPSHOT_REQUEST.encode(SnapshotRequest(rank))
     async with shell.peer.bus.stream(subject_of_snapshots(), payload, idle_timeout_s=idle_timeout_s) as messages:
         async for message in messages:
             blocks += SNAPSHOT_CHUNK.decode(message.payload).blocks
@@ -148,6 +162,51 @@ async def test_a_snapshot_of_a_rank_that_is_not_there_is_not_that_of_another(con
                 with pytest.raises(RequestTimeout):
                     await anext(messages)
             await said.wait()
+
+
+async def test_ranks_have_attempts_events_digests_and_snapshots_of_their_own(config: WorkerConfig) -> None:
+    engines = ScriptedEngines(msgspec.structs.replace(FACTS, ranks=2))
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        [engine] = engines.all
+        assert shell.directory.cards["model", WORKER].ranks == 2
+        for rank, sequence in ((0, 0), (1, 1)):
+            engine.report(rank_stepped(rank, sequence, 0, [AllBlocksCleared()]))
+        engine.report(rank_stepped(1, 2, 42, [BlockStored([42], None, [7] * 16, 16, medium="GPU")], held_blocks=3))
+        await shell.peer.until(lambda: bool(shell.peer.reports) and shell.peer.reports[-1].kv[0].sequence == 2)
+        assert [(batch.data_parallel_rank, sequence) for sequence, batch in shell.peer.batches] == [
+            (0, 0),
+            (1, 1),
+            (1, 2),
+        ]
+        report = shell.peer.reports[-1]
+        assert report.kv == [KvState(0, 1, 2, 0), KvState(1, 1, 2, 42)]
+        assert report.ranks == [RankLoad(0, 0, 0, 0, 0), RankLoad(1, 0, 0, 0, 3)]
+        assert (report.held_blocks, report.total_blocks) == (3, 2 * FACTS.capacity_blocks)
+
+        assert await shell.peer.generate(request("r", PROMPT, rank=1)) == Accepted("r", 1)
+        wrong = await shell.peer.generate(request("s", PROMPT, rank=2))
+        assert isinstance(wrong, Refused)
+        assert wrong.reason == "rank: 2; this worker has the ranks 0 to 1"
+        [submitted] = engine.told
+        assert isinstance(submitted, Submit)
+        assert (submitted.request, submitted.rank, submitted.number) == ("r", 1, 1)
+
+        asked = asyncio.ensure_future(snapshot(shell, rank=1))
+        await shell.peer.until(lambda: engine.told[1:] == [TakeEngineSnapshot(1, rank=1)])
+        block = SnapshotBlock(42, None, pack_tokens([7] * 16))
+        engine.report(Snapshot(1, 2, [block]))
+        assert await asked == [block]
+
+        engine.kill()
+        await shell.peer.until(lambda: len(engines.all) == 2)
+        await shell.peer.until(lambda: shell.peer.reports[-1].kv == [KvState(0, 2, -1), KvState(1, 2, -1)])
+        assert shell.peer.finish("r") == "error"
+
+
+def rank_stepped(rank: int, sequence: int, digest: int, events: list[KvEvent], *, held_blocks: int = 0) -> Stepped:
+    load = EngineLoad(held_blocks=held_blocks)
+    return Stepped(sequence + 1, {}, [], [], KV_EVENTS.encode(events), sequence, digest, load, rank=rank)
 
 
 class TornBus(MemoryBus):

@@ -163,7 +163,7 @@ def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, Loa
         instances=tuple(card.instance for card in cards),
         context_length=min(card.context_length for card in cards),
         block_size=cards[0].block_size,
-        total_blocks=sum(card.capacity_blocks for card in cards),
+        total_blocks=sum(card.capacity_blocks * card.ranks for card in cards),
         held_blocks=sum(report.held_blocks for report in heard),
         cached_blocks=sum(report.cached_blocks for report in heard),
         lora=dict(sorted(Counter(name for card in cards for name in card.lora).items())),

@@ -22,10 +22,19 @@ LIMIT_S = 60.0
 
 
 def count_visible() -> int:
-    """Return the number of visible GPUs, at least 1. Raise ConfigError if there is none, or no CuPy."""
+    """Return the number of visible GPUs that the native engine can use, at least 1. Raise ConfigError if there is none,
+    or no CuPy."""
+    number = ask_driver("--device cuda", MIN_CUDA)
+    require_cupy()
+    return number
+
+
+def ask_driver(asker: str, least_cuda: int) -> int:
+    """Return the number of visible GPUs, at least 1. `asker` is the flag that needs them, `least_cuda` the least
+    version that the driver must support. Raise ConfigError."""
     try:
         asked = subprocess.run(
-            [sys.executable, "-P", "-m", "deploy.local.stack.gpus"],
+            [sys.executable, "-P", "-m", "deploy.local.stack.gpus", str(least_cuda)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -33,11 +42,10 @@ def count_visible() -> int:
             timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"--device cuda: the NVIDIA driver did not answer within {LIMIT_S:g} s") from None
+        raise ConfigError(f"{asker}: the NVIDIA driver did not answer within {LIMIT_S:g} s") from None
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines() or [f"asking the NVIDIA driver ended with status {asked.returncode}"]
-        raise ConfigError(f"--device cuda: {said[-1]}")
-    require_cupy()
+        raise ConfigError(f"{asker}: {said[-1]}")
     return int(asked.stdout)
 
 
@@ -50,7 +58,7 @@ def require_cupy() -> None:
         )
 
 
-def count_of_driver(driver: Any) -> int:
+def count_of_driver(driver: Any, least_cuda: int = MIN_CUDA) -> int:
     """Return how many GPUs a loaded `libcuda` shows. Raise ConfigError if none, or if the driver is too old."""
     number, version = ctypes.c_int(), ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number))
@@ -62,7 +70,7 @@ def count_of_driver(driver: Any) -> int:
     if number.value == 0:
         raise ConfigError(f"the NVIDIA driver shows no GPU{_chosen()}")
     driver.cuDriverGetVersion(ctypes.byref(version))
-    if version.value < MIN_CUDA:
+    if version.value < least_cuda:
         found = f"{version.value // 1000}.{version.value % 1000 // 10}"
         raise ConfigError(f"the NVIDIA driver supports CUDA {found}; CUDA 13.0 is needed: driver release 580")
     return number.value
@@ -73,10 +81,10 @@ def _chosen() -> str:
     return "" if chosen is None else f"; CUDA_VISIBLE_DEVICES is {chosen!r}"
 
 
-def main() -> int:
+def main(least_cuda: int) -> int:
     """Print the number of GPUs to stdout; or the reason why there is none to stderr, with status 1."""
     try:
-        print(count_of_driver(ctypes.CDLL(DRIVER)))
+        print(count_of_driver(ctypes.CDLL(DRIVER), least_cuda))
     except OSError as wrong:
         print(f"there is no NVIDIA driver here ({wrong})", file=sys.stderr)
     except ConfigError as wrong:
@@ -87,4 +95,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

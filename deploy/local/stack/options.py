@@ -23,9 +23,12 @@ from deploy.local.stack.stack import (
     UpOptions,
     default_replicas,
 )
+from deploy.local.stack.vllm_gpus import assign_gpus, parallel_sizes, visible_gpus
 from deploy.local.usage import DEFAULT_MODEL, GPU_MEMORY_SHARE, UpFlags
 from shared.chat_templates import NAMES
+from shared.config import environment
 from shared.errors import ConfigError
+from shared.vllm_args import read_file
 
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
 """Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
@@ -33,7 +36,7 @@ SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
-    r"|worker-cuda-(gpu|memory-share)"
+    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus)"
 )
 """Settings that `--set` refuses: those that connect the processes, and those that `up` must know itself."""
 
@@ -82,6 +85,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         simulated=simulated,
         vllm_python=vllm_python,
         vllm_args="" if flags.vllm_args is None else str(flags.vllm_args.absolute()),
+        vllm_gpus=_vllm_gpus(flags, workers, overrides.get("worker", ())) if flags.engine == "vllm" else (),
         gpus=of_gpus,
         store=replace(wanted, pool=str(flags.state_dir.run)) if wanted.pool_bytes else None,
         nats=flags.nats,
@@ -146,6 +150,15 @@ def _gpus(flags: UpFlags) -> Gpus | None:
         if key in settings:
             raise ConfigError(f"--cuda {key}: {instead}")
     return Gpus(gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings)
+
+
+def _vllm_gpus(flags: UpFlags, workers: int, settings: Sequence[Setting]) -> tuple[str, ...]:
+    """Return each worker's GPUs; none where vLLM computes on the CPU."""
+    if install_vllm.device_of() != "cuda":
+        return ()
+    file = read_file("" if flags.vllm_args is None else str(flags.vllm_args))
+    visible = visible_gpus(gpus.ask_driver("--engine vllm", 0), environment().get("CUDA_VISIBLE_DEVICES"))
+    return assign_gpus(workers, parallel_sizes(settings, file), visible)
 
 
 def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:

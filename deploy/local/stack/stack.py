@@ -87,6 +87,8 @@ class UpOptions(Struct, frozen=True):
     """Path of the Python of vLLM's environment; empty: another engine."""
     vllm_args: str = ""
     """Path of a file with arguments of vLLM; empty: none."""
+    vllm_gpus: tuple[str, ...] = ()
+    """GPUs of each worker with vLLM; none: vLLM computes on the CPU."""
     gpus: Gpus | None = None
     """None: workers compute on the CPU."""
     store: BlockStoreOptions | None = None
@@ -214,6 +216,8 @@ def plan(
         }
         if options.vllm_python:
             settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
+        if options.vllm_gpus:
+            settings |= {"vllm_gpus": options.vllm_gpus[index]}
         if options.gpus is not None:
             settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
         service(f"worker-{index}", "worker", 1, settings)

@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from services.router.config import LoadConfig
 from services.router.index.index import CandidateId
-from shared.messages import LoadReport, Reserved
+from shared.messages import LoadReport, RankLoad, Reserved
 
 AttemptId = tuple[str, int]
 """A request id with the number of its attempt."""
@@ -204,24 +204,27 @@ class LoadTracker:
         self._remember(attempt, ended=True)
 
     def apply_report(self, report: LoadReport, now_s: float, *, ranks: int = 1) -> None:
-        """Apply a worker's own report. Of an instance with several ranks only the attempts are used: the other figures
-        are sums over the ranks."""
+        """Apply a worker's own report. Of an instance with several ranks that does not report the load of each, only
+        the attempts are used: the other figures are sums over the ranks."""
         self._update_worker(report, now_s)
-        alone = ranks == 1
-        if alone:
-            self._sums.setdefault((report.instance, 0), _CandidateSums())
+        reported = {each.rank: each for each in report.ranks if 0 <= each.rank < ranks}
+        if ranks == 1:
+            reported = {0: RankLoad(0, report.waiting, report.running, report.waiting_tokens, report.held_blocks)}
+        for rank in reported:
+            self._sums.setdefault((report.instance, rank), _CandidateSums())
         candidates = [(report.instance, rank) for rank in range(ranks) if (report.instance, rank) in self._sums]
         running = set(report.attempts)
         grace_s, unknown_s = self._config.grace_s, self._config.unknown_s
         for candidate in candidates:
             sums = self._sums[candidate]
+            figures = reported.get(candidate[1])
             sums.new_tokens = sums.new_blocks = 0
             sums.queued.clear()
             sums.loads.clear()
             for attempt in list(sums.attempts):
                 reservation = self._reservations[attempt]
                 if attempt in running:
-                    reservation.known = alone
+                    reservation.known = figures is not None
                     reservation.known_s = now_s
                 elif now_s - max(reservation.since_s + grace_s, reservation.known_s) >= unknown_s:
                     self._forgotten += 1
@@ -233,11 +236,11 @@ class LoadTracker:
                     sums.new_blocks += reservation.reserved.blocks
                     sums.new_tokens += reservation.queued_tokens
                 sums.queue(reservation, reservation.queued_tokens)
-            if alone:
-                sums.reported_tokens = max(report.waiting_tokens, 0)
-                sums.reported_blocks = max(report.held_blocks, 0)
+            if figures is not None:
+                sums.reported_tokens = max(figures.waiting_tokens, 0)
+                sums.reported_blocks = max(figures.held_blocks, 0)
                 ours = sum(self._reservations[attempt].known for attempt in sums.attempts)
-                sums.reported_requests = max(report.waiting + report.running - ours, 0)
+                sums.reported_requests = max(figures.waiting + figures.running - ours, 0)
 
     def _update_worker(self, report: LoadReport, now_s: float) -> None:
         busy = report.waiting + report.running > 0

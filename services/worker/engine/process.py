@@ -117,7 +117,8 @@ def engine_environment(config: WorkerConfig) -> dict[str, str]:
     counts = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if config.engine != "vllm":
         return kernels | kept | counts
-    return _vllm_defaults(config) | kept | counts | {"PYTHONPATH": _CHECKOUT}
+    chosen = {"CUDA_VISIBLE_DEVICES": config.vllm_gpus} if config.vllm_gpus else {}
+    return _vllm_defaults(config) | kept | counts | chosen | {"PYTHONPATH": _CHECKOUT}
 
 
 def _vllm_defaults(config: WorkerConfig) -> dict[str, str]:

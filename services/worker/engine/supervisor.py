@@ -130,16 +130,18 @@ class EngineSupervisor:
         if self._engine is not None and self.facts is not None:
             self._engine.send(command)
 
-    async def snapshot(self, limit_s: float) -> Snapshot:
-        """Return a snapshot of the engine's cache. Raise Unavailable without an engine, or where it does not answer in
-        time."""
+    async def snapshot(self, limit_s: float, rank: int = 0) -> Snapshot:
+        """Return a snapshot of a rank's cache. Raise Unavailable without an engine, or where it does not answer in
+        time, and ProtocolError for a rank that the engine does not have."""
         if self._engine is None or self.facts is None:
             raise Unavailable("the engine is starting")
+        if not 0 <= rank < self.facts.ranks:
+            raise ProtocolError(f"a snapshot of rank {rank}: the ranks are 0 to {self.facts.ranks - 1}")
         self._tickets += 1
         ticket = self._tickets
         self._snapshots[ticket] = asyncio.get_running_loop().create_future()
         try:
-            self._engine.send(TakeEngineSnapshot(ticket))
+            self._engine.send(TakeEngineSnapshot(ticket, rank))
             async with asyncio.timeout(limit_s):
                 return await self._snapshots[ticket]
         except TimeoutError:

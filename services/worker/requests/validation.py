@@ -27,10 +27,10 @@ _MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 def find_fault(generate: Generate, facts: Ready) -> str:
     """Return why the Generate cannot be computed here, beginning with the field; empty: it can."""
-    return _envelope(generate) or _tokens(generate, facts) or _sampling(generate.sampling, facts)
+    return _envelope(generate, facts) or _tokens(generate, facts) or _sampling(generate.sampling, facts)
 
 
-def _envelope(generate: Generate) -> str:
+def _envelope(generate: Generate, facts: Ready) -> str:
     if not 0 < len(generate.request) <= _MAX_REQUEST_CHARACTERS:
         return f"request: its id has {len(generate.request)} characters; 1 to {_MAX_REQUEST_CHARACTERS} are allowed"
     if generate.attempt < 0:
@@ -41,8 +41,8 @@ def _envelope(generate: Generate) -> str:
         return f"time_left_s: {generate.time_left_s:g}"
     if generate.wait_left_s is not None and not generate.wait_left_s >= 0.0:  # NaN is refused, too
         return f"wait_left_s: {generate.wait_left_s:g}"
-    if generate.rank != 0:
-        return f"rank: {generate.rank}; there is only rank 0"
+    if not 0 <= generate.rank < facts.ranks:
+        return f"rank: {generate.rank}; this worker has the ranks 0 to {facts.ranks - 1}"
     if len(generate.salt) > _MAX_SALT_CHARACTERS:
         return f"salt: {len(generate.salt)} characters; at most {_MAX_SALT_CHARACTERS} are allowed"
     if abs(generate.priority) > _MAX_PRIORITY:

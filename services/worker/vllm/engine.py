@@ -1,8 +1,8 @@
 """VllmEngine: serves the channel with vLLM's AsyncLLM, on one event loop.
 
-    commands of the shell ──▶ AttemptTable ──▶ AsyncLLM.add_request ──▶ vLLM's core, a process of its own
-    Stepped  ◀── one report a turn of the loop ◀── outputs, all that one step of vLLM brought
-             ◀── EngineBlocks ◀── EventReader ◀── vLLM's KV events
+    commands of the shell ──▶ EngineRanks ──▶ AsyncLLM.add_request ──▶ vLLM's core of each rank, a process of its own
+    Stepped  ◀── one report a turn of the loop and rank ◀── outputs, all that one step of vLLM brought
+             ◀── EngineBlocks ◀── EventReader ◀── the KV events of a rank
 
 vLLM hands each output to a collector of its request, for one task a request to wait at. Here the collector's `put` is
 this object's own, so that a step costs one wake-up and not one for each request.
@@ -15,7 +15,8 @@ import math
 import socket
 import time
 from array import array
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, assert_never
 
 from vllm import PoolingParams, SamplingParams
@@ -30,8 +31,6 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from services.worker.config import EngineConfig
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.messages import (
-    KV_EVENTS,
-    PARTS,
     CancelAttempt,
     EngineCommand,
     Failed,
@@ -42,19 +41,15 @@ from services.worker.messages import (
     Operated,
     Shutdown,
     Snapshot,
-    Stepped,
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.scheduler.outcome import Outcome
-from services.worker.vllm.attempts import AttemptTable
-from services.worker.vllm.blocks import EngineBlocks
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
 from services.worker.vllm.prompt_logprobs import finite, prompt_pieces
+from services.worker.vllm.ranks import MOST_EMBEDDED_BYTES, EngineRank, EngineRanks
 from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
-from services.worker.vllm.stats import EngineStats
 from shared.errors import Unavailable
 from shared.hashing import pack_tokens, token_array
 from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling, TokenLogprob
@@ -65,13 +60,10 @@ CLEAR_LIMIT_S = 30.0
 """Seconds within which vLLM reports that its cache was cleared."""
 PROBE_SALT = "headrace probe"
 """The cache salt of our own requests, so that they find and leave no blocks of clients."""
-MOST_EMBEDDED_BYTES = 256 << 10
-"""Most bytes of embeddings, or of a prompt's log probabilities, in one report, so that no frame nears the least payload
-limit of a NATS server, 1 MB."""
 
 
 class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Passes vLLM's statistics of each step on."""
+    """Passes vLLM's statistics of each step of each rank on."""
 
     def __init__(self) -> None:
         self.engine: VllmEngine | None = None
@@ -81,10 +73,10 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there whe
         scheduler_stats: Any,
         iteration_stats: Any,
         mm_cache_stats: Any = None,  # noqa: ARG002 - vLLM's signature
-        engine_idx: int = 0,  # noqa: ARG002
+        engine_idx: int = 0,
     ) -> None:
         if self.engine is not None:
-            self.engine.record_step(scheduler_stats, iteration_stats)
+            self.engine.record_step(engine_idx, scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
         pass
@@ -94,72 +86,83 @@ class VllmEngine:
     """One AsyncLLM, and what its attempts and its cache are."""
 
     def __init__(
-        self, config: EngineConfig, llm: AsyncLLM, channel: EngineEnd, connection: socket.socket, events: EventReader
+        self,
+        config: EngineConfig,
+        llm: AsyncLLM,
+        channel: EngineEnd,
+        connection: socket.socket,
+        readers: Sequence[EventReader],
     ) -> None:
+        """`readers` read the events of each rank."""
         self._config = config.worker
         self._llm = llm
         self._channel = channel
         self._connection = connection
-        self._events = events
-        events.apply = self.apply_events
+        self._readers = readers
         vllm_config: VllmConfig = llm.vllm_config
         self._pooling = vllm_config.model_config.runner_type == "pooling"
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
-        self._attempts = AttemptTable()
-        self.stats = EngineStats(vllm_config.cache_config.num_gpu_blocks)
-        self._blocks = EngineBlocks(vllm_config.cache_config.block_size)
+        self._ranks = EngineRanks(
+            len(readers),
+            block_size=vllm_config.cache_config.block_size,
+            capacity_blocks=vllm_config.cache_config.num_gpu_blocks // len(readers),  # of all ranks together
+            now_s=time.monotonic(),
+        )
+        self._cleared = [asyncio.Event() for _ in readers]
+        """Set for each rank when its cache was cleared."""
+        for rank, reader, cleared in zip(self._ranks.all, readers, self._cleared, strict=True):
+            reader.apply = partial(self._apply_events, rank, cleared)
         self._loras = EngineLoras(llm)
-        self._new_events: list[KvEvent] = [AllBlocksCleared()]
-        self._event_sequence = -1
-        self._progress = 0
-        self._reported_steps = 0
-        self._cleared = asyncio.Event()
         self._flushing = False
         self._sleep_level = 0
         """Level at which the engine sleeps; 0: it is awake."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
         self._probes = 0
-        self._active_s = time.monotonic()
-        """When the engine last did something."""
 
     async def run(self) -> Failed | None:
         """Serve until Shutdown, which gives None, or until the engine fails. Raise PeerGone."""
         loop = asyncio.get_running_loop()
         self._report()
         loop.add_reader(self._connection.fileno(), self._receive)
-        reading = asyncio.create_task(self._events.run())
+        reading = [asyncio.create_task(reader.run()) for reader in self._readers]
         ticking = asyncio.create_task(self._tick())
         try:
-            await asyncio.wait((self._ended, reading, ticking), return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() and not self._ended.done():
-                return Failed(reason=one_line(reading.exception()))
+            ends: list[asyncio.Future[Any]] = [self._ended, ticking, *reading]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            broken = [task.exception() for task in reading if task.done()]
+            if broken and not self._ended.done():
+                return Failed(reason=one_line(broken[0]))
             if ticking.done() and not self._ended.done():
                 ticking.result()
             return self._ended.result()
         finally:
             loop.remove_reader(self._connection.fileno())
-            for task in (reading, ticking, *self._tasks):
+            for task in (ticking, *reading, *self._tasks):
                 task.cancel()
-            await asyncio.gather(reading, ticking, *self._tasks, return_exceptions=True)
+            await asyncio.gather(ticking, *reading, *self._tasks, return_exceptions=True)
 
-    async def probe(self, limit_s: float) -> None:
-        """Have the engine compute one prefill and one decode. Raise TimeoutError, and what vLLM raises."""
+    async def probe(self, limit_s: float, ranks: Iterable[EngineRank] | None = None) -> None:
+        """Have these ranks, or all, compute one prefill and one decode. Raise TimeoutError, and what vLLM raises."""
+        await asyncio.gather(*(self._probe(limit_s, rank) for rank in ranks or self._ranks.all))
+
+    async def _probe(self, limit_s: float, rank: EngineRank) -> None:
         self._probes += 1
+        at = rank.number
         name, prompt = f"probe-{self._probes}", TokensPrompt(prompt_token_ids=[1, 1], cache_salt=PROBE_SALT)
         try:
             async with asyncio.timeout(limit_s):
                 if self._pooling:
-                    async for _ in self._llm.encode(prompt, PoolingParams(task="embed"), name):
+                    async for _ in self._llm.encode(prompt, PoolingParams(task="embed"), name, data_parallel_rank=at):
                         pass
                 else:
                     params = SamplingParams(
                         max_tokens=2, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
                     )
-                    async for _ in self._llm.generate(prompt, params, name):
+                    async for _ in self._llm.generate(prompt, params, name, data_parallel_rank=at):
                         pass
         finally:
-            self._active_s = time.monotonic()
+            rank.active_s = time.monotonic()
 
     # --- commands
 
@@ -176,13 +179,15 @@ class VllmEngine:
             case Submit():
                 self._submit(command)
             case CancelAttempt(request, attempt):
-                key = self._attempts.find(request, attempt)
-                if key is not None:
-                    self._attempts.end(key, "cancelled")
+                found = self._ranks.find(request, attempt)
+                if found is not None:
+                    rank, key = found
+                    rank.attempts.end(key, "cancelled")
                     self._abort([key])
-            case TakeEngineSnapshot(ticket):
+            case TakeEngineSnapshot(ticket, number):
                 self._report()
-                self._channel.send(Snapshot(ticket, self._event_sequence, self._blocks.snapshot()))
+                blocks = self._ranks.all[number].blocks.snapshot()
+                self._channel.send(Snapshot(ticket, self._ranks.event_sequence, blocks))
             case Operate():
                 self._start(self._operate(command))
             case KvbmUp() | KvbmDown() | KvbmReply():
@@ -194,18 +199,20 @@ class VllmEngine:
                 assert_never(command)
 
     def _submit(self, submit: Submit) -> None:
-        key = self._attempts.add(submit, time.monotonic())
+        rank = self._ranks.all[submit.rank]
+        key = rank.add(submit, time.monotonic())
+        fail = partial(self._fail, rank, key)
         if self._sleep_level:
-            self._fail(key, "the engine is asleep")
+            fail("the engine is asleep")
         elif submit.lora and submit.lora not in self._loras:
-            self._fail(key, f"no LoRA {submit.lora} is loaded")
+            fail(f"no LoRA {submit.lora} is loaded")
         elif bool(submit.sampling.pooling) != self._pooling:
-            self._fail(key, "this model makes embeddings only" if self._pooling else "this model makes no embeddings")
+            fail("this model makes embeddings only" if self._pooling else "this model makes no embeddings")
         else:
-            self.stats.begin(time.monotonic())
-            self._start(self._add(key, submit))
+            rank.stats.begin(time.monotonic())
+            self._start(self._add(rank, key, submit))
 
-    async def _add(self, key: str, submit: Submit) -> None:
+    async def _add(self, rank: EngineRank, key: str, submit: Submit) -> None:
         continued = len(submit.tokens) // 4 - submit.prompt_tokens
         prompt = TokensPrompt(prompt_token_ids=token_array(submit.tokens).tolist())
         if submit.salt:
@@ -220,27 +227,28 @@ class VllmEngine:
                 params,
                 lora_request=self._loras.find(submit.lora),
                 priority=-submit.priority if self._by_priority else 0,
+                data_parallel_rank=rank.number,
             )
         except EngineDeadError:
             raise
         except Exception as wrong:  # noqa: BLE001 - vLLM's validation raises many kinds; the request alone fails
             text = one_line(wrong)
             unfollowable = sampling.grammar and not continued  # another engine may continue it
-            self._fail(key, f"{UNFOLLOWABLE}: {text}" if unfollowable else f"vLLM refuses the request: {text}")
+            self._fail(rank, key, f"{UNFOLLOWABLE}: {text}" if unfollowable else f"vLLM refuses the request: {text}")
             return
         early = collector.get_nowait()
 
         def put(output: RequestOutput | PoolingRequestOutput | Exception) -> None:
-            self._record(key, sampling, output)
+            self._record(rank, key, sampling, output)
 
         collector.put = put
         if early is not None:
             put(early)
-        if self._attempts.find(submit.request, submit.attempt) != key:  # it ended meanwhile
+        if rank.attempts.find(submit.request, submit.attempt) != key:  # it ended meanwhile
             self._abort([key])
 
-    def _fail(self, key: str, reason: str) -> None:
-        self._attempts.end(key, "error", reason)
+    def _fail(self, rank: EngineRank, key: str, reason: str) -> None:
+        rank.attempts.end(key, "error", reason)
         self._flush_soon()
 
     def _abort(self, keys: list[str]) -> None:
@@ -264,8 +272,8 @@ class VllmEngine:
             case "sleep":
                 if self._sleep_level:
                     return "sleep: the engine sleeps already"
-                if len(self._attempts):
-                    return f"sleep: {len(self._attempts)} attempts are running"
+                if self._ranks.living:
+                    return f"sleep: {self._ranks.living} attempts are running"
                 failed = await self._clear()
                 if failed:
                     return failed
@@ -282,7 +290,7 @@ class VllmEngine:
             case "load_lora":
                 return await self._loras.load(command.name, command.path)
             case "unload_lora":
-                if self._attempts.uses_lora(command.name):
+                if self._ranks.uses_lora(command.name):
                     return f"unload_lora: attempts with {command.name} are running"
                 return await self._loras.unload(command.name)
             case _:
@@ -290,13 +298,15 @@ class VllmEngine:
         return ""
 
     async def _clear(self) -> str:
-        """Clear the cache. vLLM reports that with its next step; so one is made."""
-        self._cleared.clear()
+        """Clear the cache of all ranks. vLLM reports that with a rank's next step; so one is made."""
+        for cleared in self._cleared:
+            cleared.clear()
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             return "clear: vLLM still uses blocks of its cache"
         await self.probe(CLEAR_LIMIT_S)
         async with asyncio.timeout(CLEAR_LIMIT_S):
-            await self._cleared.wait()
+            for cleared in self._cleared:
+                await cleared.wait()
         return ""
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -311,19 +321,19 @@ class VllmEngine:
 
     # --- what vLLM says
 
-    def apply_events(self, events: list[KvEvent]) -> None:
-        """Take up a batch of vLLM's KV events."""
+    def _apply_events(self, rank: EngineRank, cleared: asyncio.Event, events: list[KvEvent]) -> None:
         if any(isinstance(event, AllBlocksCleared) for event in events):
-            self._cleared.set()
-        self._new_events.extend(self._blocks.apply(events))
+            cleared.set()
+        rank.apply_events(events)
         self._flush_soon()
 
-    def record_step(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        """Record vLLM's statistics of one step."""
+    def record_step(self, number: int, scheduler_stats: Any, iteration_stats: Any) -> None:
+        """Record vLLM's statistics of one step of a rank."""
         if scheduler_stats is None:
             return
+        rank = self._ranks.all[number]
         prompt = None if iteration_stats is None else iteration_stats.prompt_token_stats
-        self.stats.record_step(
+        rank.stats.record_step(
             time.monotonic(),
             running=scheduler_stats.num_running_reqs,
             waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
@@ -332,18 +342,20 @@ class VllmEngine:
             decoded_tokens=0 if iteration_stats is None else iteration_stats.num_generation_tokens,
             preempted=0 if iteration_stats is None else iteration_stats.num_preempted_reqs,
         )
-        self._active_s = time.monotonic()
+        rank.active_s = time.monotonic()
         self._flush_soon()
 
-    def _record(self, key: str, sampling: Sampling, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+    def _record(
+        self, rank: EngineRank, key: str, sampling: Sampling, output: RequestOutput | PoolingRequestOutput | Exception
+    ) -> None:
         logprobs = sampling.logprobs
         if isinstance(output, Exception):
             self._give_up(output)
         elif isinstance(output, RequestOutput):
             one = output.outputs[0]
             if sampling.prompt_logprobs >= 0 and output.prompt_logprobs:
-                self._send_prompt(key, output.prompt_token_ids, output.prompt_logprobs, sampling.prompt_logprobs)
-            self._attempts.record_output(
+                self._send_prompt(rank, key, output.prompt_token_ids, output.prompt_logprobs, sampling.prompt_logprobs)
+            rank.attempts.record_output(
                 key,
                 one.token_ids,
                 finish=one.finish_reason,
@@ -351,15 +363,17 @@ class VllmEngine:
                 logprobs=None if logprobs < 0 else _logprobs(one.token_ids, one.logprobs, logprobs),
             )
         elif output.finished:
-            self._attempts.record_output(key, (), finish="stop", embedding=_embedding(output.outputs.data.tolist()))
+            rank.attempts.record_output(key, (), finish="stop", embedding=_embedding(output.outputs.data.tolist()))
         self._flush_soon()
 
-    def _send_prompt(self, key: str, tokens: Sequence[int], positions: Sequence[Any], count: int) -> None:
+    def _send_prompt(
+        self, rank: EngineRank, key: str, tokens: Sequence[int], positions: Sequence[Any], count: int
+    ) -> None:
         """Send the log probabilities of a prompt, in reports of their own, each of which fits into a message."""
         try:
             self._report()  # what happened before them
             for piece in prompt_pieces(tokens, positions, count, MOST_EMBEDDED_BYTES):
-                self._channel.send(self._stepped(self._attempts.prompt_part(key, piece)))
+                self._channel.send(self._ranks.report(rank, rank.attempts.prompt_part(key, piece)))
         except PeerGone as wrong:
             if not self._ended.done():
                 self._ended.set_exception(wrong)
@@ -387,35 +401,8 @@ class VllmEngine:
 
     def _report(self) -> None:
         """Report everything that is new."""
-        outcome, events = self._attempts.take_outcome(), self._new_events
-        steps, self._reported_steps = self.stats.steps - self._reported_steps, self.stats.steps
-        if not (outcome.parts or events or steps):
-            return
-        self._new_events = []
-        self._progress += max(1, steps)
-        self._event_sequence += bool(events)
-        tokens, elapsed_s = self.stats.take_step_counts()
-        first, *others = outcome.split(MOST_EMBEDDED_BYTES)
-        self._channel.send(self._stepped(first, events, steps, tokens, elapsed_s))
-        for other in others:
-            self._channel.send(self._stepped(other))
-
-    def _stepped(
-        self, outcome: Outcome, events: Sequence[KvEvent] = (), steps: int = 0, tokens: int = 0, elapsed_s: float = 0.0
-    ) -> Stepped:
-        return Stepped(
-            progress=self._progress,
-            encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
-            boundary_parts=outcome.boundary_parts,
-            one_token_attempts=outcome.one_token_attempts,
-            event_batch=KV_EVENTS.encode(list(events)) if events else b"",
-            event_sequence=self._event_sequence,
-            digest=self._blocks.digest,
-            load=self.stats.load(unbegun_tokens=self._attempts.unbegun_tokens, cached_blocks=len(self._blocks)),
-            steps=steps,
-            tokens=tokens,
-            elapsed_s=elapsed_s,
-        )
+        for report in self._ranks.take_reports():
+            self._channel.send(report)
 
     async def _tick(self) -> None:
         """End attempts that are too late, notice a dead core, and probe an idle engine. Raise nothing of vLLM's."""
@@ -423,14 +410,20 @@ class VllmEngine:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            self._abort(self._attempts.expire(now_s, self.stats.waiting))
+            for rank in self._ranks.all:
+                self._abort(rank.attempts.expire(now_s, rank.stats.waiting))
             if self._llm.errored:
                 self._give_up(self._llm.dead_error)
                 return
-            idle = not len(self._attempts) and not self._sleep_level
-            if idle and idle_s and now_s - self._active_s >= idle_s:
+            stalled = self._ranks.stalled(now_s, self._config.stall_s)
+            if stalled is not None:  # the shell sees only that all ranks stand still
+                reason = f"rank {stalled.number} computed nothing for {self._config.stall_s:g} s while requests wait"
+                self._give_up(Unavailable(reason))
+                return
+            idle = self._ranks.idle(now_s, idle_s)
+            if idle and idle_s and not self._sleep_level:
                 try:
-                    await self.probe(self._config.health.limit_s)
+                    await self.probe(self._config.health.limit_s, idle)
                 except TimeoutError:
                     limit_s = self._config.health.limit_s
                     self._give_up(Unavailable(f"the idle engine did not compute a token in {limit_s:g} s"))

@@ -25,17 +25,23 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _BATCH = msgspec.msgpack.Decoder(EventBatch)
 
 
+def endpoints(directory: Path, rank: int = 0) -> tuple[str, str]:
+    """Return where a rank publishes its events, and where it replays them. vLLM is given those of rank 0, and makes
+    the others of them: it adds this suffix to endpoints that have "inproc" in them, and takes no other local ones."""
+    suffix = f"_dp{rank}" if rank else ""
+    return f"ipc://{directory}/inproc-events{suffix}", f"ipc://{directory}/inproc-replay{suffix}"
+
+
 class EventsLost(HeadraceError):
     """Batches of events were lost, and vLLM does not have them any more."""
 
 
 class EventReader:
-    """Reads one engine's events, from the batch with sequence 0 on."""
+    """Reads the events of one rank, from the batch with sequence 0 on."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rank: int = 0) -> None:
         """`directory` is where the sockets lie."""
-        self.endpoint = f"ipc://{directory}/events"
-        self.replay_endpoint = f"ipc://{directory}/replay"
+        self.endpoint, self.replay_endpoint = endpoints(directory, rank)
         self.apply: Callable[[list[KvEvent]], None]
         """Gets the events of each batch; set before `run`."""
         self._next = 0

@@ -93,16 +93,16 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.worker.vllm.engine import StatLogger, VllmEngine
-    from services.worker.vllm.events import UNREAD_LIMIT, EventReader
+    from services.worker.vllm.events import UNREAD_LIMIT, EventReader, endpoints
     from services.worker.vllm.settings import engine_args
 
     settings = replace(config.worker, model=str(_prepared(config, channel)))
-    events = EventReader(directory)
+    endpoint, replay_endpoint = endpoints(directory)
     published = KVEventsConfig(
         enable_kv_cache_events=True,
         publisher="zmq",
-        endpoint=events.endpoint,
-        replay_endpoint=events.replay_endpoint,
+        endpoint=endpoint,
+        replay_endpoint=replay_endpoint,
         hwm=UNREAD_LIMIT,
     )
     args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours={"kv_events_config": published})
@@ -111,16 +111,19 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     channel.send(Loading("starting vLLM", 0.1))
     logger, noted = StatLogger(), directory / "cause"
     os.environ[VARIABLE] = str(noted)
+    readers: list[EventReader] = []
     try:
         vllm_config = args.create_engine_config()
+        readers += [EventReader(directory, rank) for rank in range(vllm_config.parallel_config.data_parallel_size)]
         llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[lambda *_: logger])
     except Exception as wrong:  # noqa: BLE001 - whatever vLLM raises of model, arguments and machine
         traceback.print_exc()
-        events.close()
+        for reader in readers:
+            reader.close()
         return failure(Cause.of(wrong), read_cause(noted))
     try:
         facts = _facts(vllm_config)
-        engine = VllmEngine(config, llm, channel, connection, events)
+        engine = VllmEngine(config, llm, channel, connection, readers)
         logger.engine = engine
         channel.send(Loading("computing the first tokens", 0.9))
         try:
@@ -131,7 +134,8 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         channel.send(facts)
         return explained(await engine.run(), read_cause(noted))
     finally:
-        events.close()
+        for reader in readers:
+            reader.close()
         llm.shutdown()
 
 
@@ -173,7 +177,7 @@ def _facts(config: VllmConfig) -> Ready:
 
     from services.worker.vllm.engine import eos_token_ids
 
-    model, cache = config.model_config, config.cache_config
+    model, cache, ranks = config.model_config, config.cache_config, config.parallel_config.data_parallel_size
     dtype = str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype).removeprefix("torch.")
     pooling = model.runner_type == "pooling"
     operations: list[EngineOperation] = ["clear"]
@@ -186,7 +190,7 @@ def _facts(config: VllmConfig) -> Ready:
         vocab_size=model.get_vocab_size(),
         eos_token_ids=eos_token_ids(config),
         block_size=cache.block_size,
-        capacity_blocks=cache.num_gpu_blocks,
+        capacity_blocks=cache.num_gpu_blocks // ranks,  # vLLM's client adds those of all ranks
         kv_layout=KvLayout(
             dtype=dtype,
             layers=model.get_total_num_hidden_layers(),
@@ -203,6 +207,7 @@ def _facts(config: VllmConfig) -> Ready:
         generates=not pooling,
         pooling=_pooling_of(config),
         operations=tuple(operations),
+        ranks=ranks,
     )
 
 

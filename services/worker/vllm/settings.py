@@ -11,27 +11,37 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from services.worker.config import WorkerConfig
 from shared.errors import ConfigError
+from shared.vllm_args import read_file
 
 CPU_BLOCK = 32
 """Tokens of a block on a CPU where `block_size` is the worker's default: vLLM wants multiples of 32 there."""
-FILE_LIMIT_BYTES = 1 << 20
 OURS = {
     "kv_events_config": "the worker sets it",
     "model": "set the worker's model",
     "served_model_name": "set the worker's model_name",
     "skip_tokenizer_init": "grammars need the tokenizer",
-    "data_parallel_size": "start a worker for each engine",
+    **dict.fromkeys(
+        (
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_size_local",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_multi_port_external_lb",
+        ),
+        "all ranks of a worker run in it, and routers choose among them; set data_parallel_size alone",
+    ),
 }
 """Arguments that are refused, with the reason."""
 NEEDED = {
     "enable_prefix_caching": (True, "routers choose workers by their cached prefixes"),
     "disable_log_stats": (False, "load reports are made of the statistics"),
     "scheduling_policy": ("priority", "requests have priorities"),
+    "data_parallel_backend": ("mp", "all ranks of a worker are processes that end with it"),
 }
 """Arguments that may only have one value, with the reason."""
 
@@ -107,29 +117,6 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
         return AsyncEngineArgs(**{**recommended(config, on_cpu=on_cpu), **given, **ours})
     except (ValueError, OSError) as wrong:  # also a model that is no directory, offline
         raise ConfigError(f"vllm: vLLM refuses its arguments: {' '.join(str(wrong).split())}") from None
-
-
-def read_file(path: str) -> dict[str, Any]:
-    """Return the arguments of a YAML file as `vllm serve --config` takes it; `path` empty: none. Raise ConfigError."""
-    if not path:
-        return {}
-    import yaml
-
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(FILE_LIMIT_BYTES + 1)
-        if len(content) > FILE_LIMIT_BYTES:
-            raise ConfigError(f"vllm_args: {path} has more than {FILE_LIMIT_BYTES} bytes")
-        table = yaml.safe_load(content)
-    except OSError as wrong:
-        raise ConfigError(f"vllm_args: {path}: {wrong.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
-        raise ConfigError(f"vllm_args: {path}: {' '.join(str(wrong).split())}") from None
-    if table is None:
-        return {}
-    if not isinstance(table, dict):
-        raise ConfigError(f"vllm_args: {path}: not a table of arguments")
-    return table
 
 
 def words(option: str, value: Any, *, takes_flag: bool, needs_word: bool) -> list[str]:

@@ -155,6 +155,15 @@ def test_workers_take_the_gpus_in_turn_and_share_the_memory_of_each(
     assert [(worker.cuda.gpu, worker.cuda.memory_share) for worker in loaded] == expected
 
 
+def test_workers_with_vllm_get_the_gpus_that_are_their_own(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(
+        OPTIONS, workers=2, engine="vllm", vllm_python="/python", vllm_gpus=("0,1", "2,3")
+    )
+    stack = planned(options)
+    loaded = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in (0, 1)]
+    assert [worker.vllm_gpus for worker in loaded] == ["0,1", "2,3"]
+
+
 def test_workers_on_gpus_get_their_other_settings(tmp_path: Path) -> None:
     gpus = Gpus(1, 0.9, {"dtype": "float16", "graphs": "false", "graph_upper_bound": 32})
     stack = planned(msgspec.structs.replace(OPTIONS, gpus=gpus))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.config import LoadConfig
 from services.router.selection.load import IDLE, UNKNOWN_SPEED, AttemptId, CandidateLoad, LoadTracker, WorkerSpeed
-from shared.messages import LoadReport, Reserved
+from shared.messages import LoadReport, RankLoad, Reserved
 
 A, B = ("a", 0), ("b", 0)
 
@@ -137,6 +138,25 @@ def test_only_the_attempts_are_used_from_a_report_of_several_ranks() -> None:
     assert load.load_of(("a", 1)) == CandidateLoad(1, 100, 10)
     load.apply_report(report("a"), 20.0, ranks=2)
     assert load.load_of(("a", 1)) == IDLE
+    load.validate()
+
+
+def test_a_report_of_each_rank_counts_for_that_rank() -> None:
+    load = LoadTracker(LoadConfig(grace_s=3, unknown_s=10))
+    load.add_reservation(Reserved("r", 1, "f", "a", 1, 100, 10), 0.0)
+    load.add_reservation(Reserved("new", 1, "f", "a", 0, 7, 1), 0.0)
+    ranks = [RankLoad(0, 1, 1, 50, 5), RankLoad(1, 0, 1, 40, 12), RankLoad(2, 9, 9, 9, 9)]
+    summed = report("a", "r", tokens=90, blocks=17)
+    load.apply_report(msgspec.structs.replace(summed, ranks=ranks), 1.0, ranks=2)
+    assert load.load_of(A) == CandidateLoad(3, 50 + 7, 5 + 1)
+    assert load.load_of(("a", 1)) == CandidateLoad(1, 40, 12)
+    assert load.load_of(("a", 2)) == IDLE, "the card has two ranks"
+    load.validate()
+    load.mark_finished(("r", 1))
+    assert load.load_of(("a", 1)) == CandidateLoad(0, 0, 2)
+    idle = [RankLoad(0, 0, 0, 0, 0), RankLoad(1, 0, 0, 0, 0)]
+    load.apply_report(msgspec.structs.replace(report("a"), ranks=idle), 20.0, ranks=2)
+    assert (load.load_of(A), load.load_of(("a", 1))) == (IDLE, IDLE)
     load.validate()
 
 

@@ -36,11 +36,18 @@ class DrivenEngine:
         self.facts = facts
         self.parts: dict[str, list[Part]] = {}
         self.published: set[int] = set()
-        """The hashes of all blocks that its events say are cached."""
+        """The hashes of all blocks that its events say are cached, at rank 0."""
+        self.published_at: dict[int, set[int]] = {0: self.published}
+        """The same of each rank that has reported."""
         self.events = 0
         """Number of blocks that events have said were stored."""
         self.digest = 0
+        self.digest_of: dict[int, int] = {}
+        """Rank → digest after its last report."""
+        self.event_sequence = -1
         self.load = EngineLoad()
+        self.failed = ""
+        """Why the engine said that it cannot go on."""
         self.gone = False
         self._snapshots: dict[int, Snapshot] = {}
         self._operated: dict[int, Operated] = {}
@@ -98,10 +105,10 @@ class DrivenEngine:
         await self.until(lambda: bool(self.parts.get(request)) and self.parts[request][-1].finish is not None)
         return self.parts[request][-1]
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, rank: int = 0) -> Snapshot:
         self._numbers += 1
         ticket = self._numbers
-        self.process.send(TakeEngineSnapshot(ticket))
+        self.process.send(TakeEngineSnapshot(ticket, rank))
         await self.until(lambda: ticket in self._snapshots)
         return self._snapshots[ticket]
 
@@ -135,6 +142,8 @@ class DrivenEngine:
                     self._snapshots[report.ticket] = report
                 case Operated():
                     self._operated[report.ticket] = report
+                case Failed(reason):
+                    self.failed = reason
                 case _:
                     self._changed.set()
                     raise AssertionError(report)
@@ -142,6 +151,10 @@ class DrivenEngine:
 
     def _record_step(self, step: Stepped) -> None:
         self.load, self.digest = step.load, step.digest
+        self.digest_of[step.rank] = step.digest
+        assert step.event_sequence == self.event_sequence + bool(step.event_batch) or self.event_sequence < 0
+        self.event_sequence = step.event_sequence
+        published = self.published_at.setdefault(step.rank, set())
         for parts in step.parts.values():
             for part in parts:
                 self.parts.setdefault(part.request, []).append(part)
@@ -149,11 +162,11 @@ class DrivenEngine:
             match event:
                 case BlockStored():
                     hashes = {name for name in event.block_hashes if isinstance(name, int)}
-                    assert not hashes & self.published, "a block is stored that is there"
-                    self.published |= hashes
+                    assert not hashes & published, "a block is stored that is there"
+                    published |= hashes
                     self.events += len(hashes)
                 case BlockRemoved():
-                    assert self.published.issuperset(event.block_hashes), "a block is removed that is not there"
-                    self.published.difference_update(name for name in event.block_hashes if isinstance(name, int))
+                    assert published.issuperset(event.block_hashes), "a block is removed that is not there"
+                    published.difference_update(name for name in event.block_hashes if isinstance(name, int))
                 case AllBlocksCleared():
-                    self.published.clear()
+                    published.clear()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from services.worker.config import WorkerConfig
-from services.worker.vllm.settings import contradiction, read_file, recommended, unknown, words
-from shared.errors import ConfigError
+from services.worker.vllm.settings import contradiction, recommended, unknown, words
 
 
 def test_block_size_of_a_cpu() -> None:
@@ -41,9 +36,3 @@ def test_words() -> None:
     assert words("--x", True, takes_flag=False, needs_word=True) == ["--x=true"]
     assert words("--x", ["a", 1], takes_flag=False, needs_word=True) == ["--x", "a", "1"]
     assert words("--x", {"a": 1}, takes_flag=False, needs_word=True) == ['--x={"a": 1}']
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    assert read_file("") == {}
-    with pytest.raises(ConfigError, match=r"vllm_args: .*none\.yaml: No such file"):
-        read_file(str(tmp_path / "none.yaml"))
