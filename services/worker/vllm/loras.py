@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from services.worker.vllm.lora_check import check_lora
@@ -40,7 +41,8 @@ class EngineLoras:
         if lora in self._loaded:
             return f"load_lora: {lora} is loaded already"
         # vLLM drops the one beyond this number that was used least lately, and reads its files again for a request.
-        if len(self._loaded) >= config.max_cpu_loras:
+        most = config.max_cpu_loras - current_platform.is_cpu()  # `settings.spare_slot`
+        if len(self._loaded) >= most:
             count = len(self._loaded)
             return f"load_lora: {count} LoRAs are loaded, all that vllm.max_cpu_loras allows; unload one first"
         fault = await asyncio.to_thread(self._check, Path(path))

@@ -84,6 +84,16 @@ def recommended(config: WorkerConfig, *, on_cpu: bool) -> dict[str, Any]:
     return {"model": config.model, "max_num_seqs": config.max_running, "block_size": block, **needed}
 
 
+def spare_slot(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of LoRAs that vLLM is started with on a CPU: one more than may be loaded. *Pure.*
+
+    Its kernels on a CPU take the last slot for rows without a LoRA; so that one must stay empty."""
+    if not given.get("enable_lora"):
+        return {}
+    slots = 1 + int(given.get("max_cpu_loras") or given.get("max_loras") or 1)
+    return {"max_loras": slots, "max_cpu_loras": slots}
+
+
 def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) -> Any:
     """Return vLLM's AsyncEngineArgs. `ours` are arguments of the program itself, which win over all others.
 
@@ -114,7 +124,9 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
         raise ConfigError(f"{where}: {structured.backend}; it must be guidance, whose grammars frontends write")
     given["structured_outputs_config"] = dataclasses.replace(structured, backend="guidance")
     try:
-        return AsyncEngineArgs(**{**recommended(config, on_cpu=on_cpu), **given, **ours})
+        return AsyncEngineArgs(
+            **{**recommended(config, on_cpu=on_cpu), **given, **(spare_slot(given) if on_cpu else {}), **ours}
+        )
     except (ValueError, OSError) as wrong:  # also a model that is no directory, offline
         raise ConfigError(f"vllm: vLLM refuses its arguments: {' '.join(str(wrong).split())}") from None
 

@@ -48,8 +48,7 @@ def prompt_of(number: int, length: int = 3 * BLOCK + 5) -> list[int]:
 
 def config_of(engine: str, model: Path, attached: dict[str, object]) -> WorkerConfig:
     arguments = {"num_gpu_blocks_override": 64, "enforce_eager": True, "dtype": "float32"}
-    # vLLM's LoRA operations for a CPU read "no LoRA", -1, as the last slot, which so must stay empty: one more than 2.
-    arguments |= {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 4, "max_lora_rank": 16}
+    arguments |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
     return msgspec.convert(
         {
             "model": str(model),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.worker.config import WorkerConfig
-from services.worker.vllm.settings import contradiction, recommended, unknown, words
+from services.worker.vllm.settings import contradiction, recommended, spare_slot, unknown, words
 
 
 def test_block_size_of_a_cpu() -> None:
@@ -36,3 +36,10 @@ def test_words() -> None:
     assert words("--x", True, takes_flag=False, needs_word=True) == ["--x=true"]
     assert words("--x", ["a", 1], takes_flag=False, needs_word=True) == ["--x", "a", "1"]
     assert words("--x", {"a": 1}, takes_flag=False, needs_word=True) == ['--x={"a": 1}']
+
+
+def test_on_a_cpu_a_slot_for_loras_stays_empty() -> None:
+    assert spare_slot({}) == spare_slot({"enable_lora": False, "max_loras": 2}) == {}
+    assert spare_slot({"enable_lora": True}) == {"max_loras": 2, "max_cpu_loras": 2}
+    assert spare_slot({"enable_lora": True, "max_loras": 2}) == {"max_loras": 3, "max_cpu_loras": 3}
+    assert spare_slot({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4})["max_loras"] == 5
