@@ -44,20 +44,20 @@ async def _operate(
 
 async def _ask(bus: NatsBus, namespace: str, worker: Instance, asked: OperateWorker, timeout_s: float) -> bool:
     subject = subjects.worker(namespace, worker.instance, "operate")
+    failed, operated = "", None
     try:
         if "operate" not in worker.subjects:
             raise Unavailable(f"it is of version {worker.version}, which has no operations")
         answer = await bus.request(subject, OPERATE_WORKER.encode(asked), timeout_s=timeout_s)
         operated = WORKER_OPERATED.decode(answer.payload, answer.headers)
+        failed = operated.failed
     except (Unavailable, ProtocolError) as wrong:
         failed = f"{wrong}; `./headrace status` shows what became of it"
-    else:
-        failed = operated.failed
-    if failed:
+    if failed or operated is None:
         print(f"error: worker {worker.instance}: {failed}", file=sys.stderr)
-    else:
-        print(f"worker {worker.instance} {summary(operated)}")
-    return not failed
+        return False
+    print(f"worker {worker.instance} {summary(operated)}")
+    return True
 
 
 def summary(operated: WorkerOperated) -> str:
@@ -84,7 +84,8 @@ def choose_workers(
     if not workers:
         raise ConfigError("no worker is registered")
     if prefixes:
-        return [workers[_by_prefix(prefix, sorted(workers))] for prefix in dict.fromkeys(prefixes)]
+        found = [_by_prefix(prefix, sorted(workers)) for prefix in prefixes]
+        return [workers[instance] for instance in dict.fromkeys(found)]
     if asked.operation == "unload_lora":
         cards = [card for card in cards if asked.name in map(name_of_lora, card.lora)]
     models = sorted({card.model for card in cards if model in ("", card.model)})

@@ -1,0 +1,98 @@
+"""deploy/local/operate.py: which workers an operation is for."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.local.operate import choose_workers, operate, summary
+from deploy.local.show.fleet import FleetConfig
+from shared import subjects
+from shared.errors import ConfigError
+from shared.messages import (
+    INSTANCE,
+    JSON_HEADER,
+    MODEL_CARD,
+    Instance,
+    KvLayout,
+    ModelCard,
+    OperateWorker,
+    WorkerOperated,
+)
+
+NAMESPACE = "default"
+CLEAR, UNLOAD = OperateWorker("clear"), OperateWorker("unload_lora", "sql")
+
+
+def entries(*workers: tuple[str, str, tuple[str, ...]]) -> dict[str, bytes]:
+    """Discovery's entries of workers: id, model (empty: no card), LoRAs."""
+    found: dict[str, bytes] = {}
+    for worker, model, loras in workers:
+        instance = Instance(NAMESPACE, "worker", worker, 1, "machine", 42, 1.0, "0.1.0")
+        found[subjects.instance_key(NAMESPACE, "worker", worker)] = INSTANCE.encode(instance, JSON_HEADER)
+        if model:
+            card = ModelCard(
+                model=model,
+                instance=worker,
+                path="",
+                context_length=64,
+                vocab_size=10,
+                eos_token_ids=(2,),
+                block_size=16,
+                capacity_blocks=4,
+                kv_layout=KvLayout("float32", 1, 1, 1, 16),
+                lora=loras,
+                tokenizer_digest="",
+                hash_self_test="",
+            )
+            found[subjects.model_key(NAMESPACE, model, worker)] = MODEL_CARD.encode(card, JSON_HEADER)
+    return found
+
+
+def chosen(values: dict[str, bytes], asked: OperateWorker, *prefixes: str, model: str = "") -> list[str]:
+    return [each.instance for each in choose_workers(NAMESPACE, values, asked, prefixes, model)]
+
+
+def test_a_worker_is_named_by_how_its_id_begins() -> None:
+    values = entries(("0aa1", "m", ()), ("0ab2", "", ()))
+    assert chosen(values, CLEAR, "0aa") == ["0aa1"]
+    assert chosen(values, CLEAR, "0ab2") == ["0ab2"], "one that sleeps has no card"
+    assert chosen(values, CLEAR, "0aa", "0aa1") == ["0aa1"]
+    with pytest.raises(ConfigError, match="several workers begin with '0a': 0aa1, 0ab2"):
+        chosen(values, CLEAR, "0a")
+    with pytest.raises(ConfigError, match="no worker begins with 'zz': 0aa1, 0ab2"):
+        chosen(values, CLEAR, "zz")
+
+
+def test_without_an_id_all_workers_of_the_only_model_are_meant() -> None:
+    values = entries(("0a", "m", ("sql@1",)), ("0b", "m", ()), ("0c", "", ()))
+    load = OperateWorker("load_lora", "law", path="/law")
+    assert chosen(values, load) == ["0a", "0b"]
+    assert chosen(values, UNLOAD) == ["0a"]
+    with pytest.raises(ConfigError, match="no worker has the LoRA law"):
+        chosen(values, OperateWorker("unload_lora", "law"))
+
+
+def test_of_several_models_one_is_named() -> None:
+    values = entries(("0a", "m", ()), ("0b", "n", ()))
+    load = OperateWorker("load_lora", "law", path="/law")
+    assert chosen(values, load, model="n") == ["0b"]
+    with pytest.raises(ConfigError, match="several models are served, name one with --model: m, n"):
+        chosen(values, load)
+    with pytest.raises(ConfigError, match="no worker of x serves now"):
+        chosen(values, load, model="x")
+
+
+def test_a_fleet_without_workers_says_so() -> None:
+    with pytest.raises(ConfigError, match="no worker is registered"):
+        chosen({}, CLEAR, "0a")
+
+
+def test_what_is_printed() -> None:
+    assert summary(WorkerOperated("0a")) == "serves"
+    assert summary(WorkerOperated("0a", state="asleep", lora=("sql@1",))) == "is asleep, with the LoRAs sql@1"
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), 1e9])
+def test_a_wait_has_bounds(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="--timeout-s is more than 0"):
+        operate(FleetConfig(), CLEAR, ["0a"], timeout_s=timeout_s)
