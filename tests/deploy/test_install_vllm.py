@@ -64,3 +64,11 @@ def test_an_installation_with_its_stamp_is_kept(tmp_path: Path) -> None:
     assert install_vllm.install("cpu", steps.append, environment) is False
     assert steps == []
     assert install_vllm.require(environment) == python
+
+
+def test_the_stamp_says_what_it_computes_on(tmp_path: Path) -> None:
+    (tmp_path / "headrace.json").write_text('{"vllm": "0.32.0", "device": "cuda"}\n', encoding="utf-8")
+    assert install_vllm.device_of(tmp_path) == "cuda"
+    (tmp_path / "headrace.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"headrace\.json cannot be read .*: remove "):
+        install_vllm.device_of(tmp_path)

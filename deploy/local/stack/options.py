@@ -67,6 +67,8 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     )
     of_gpus = _gpus(flags)
     access, overrides = _access(flags), _overrides(flags.set)
+    vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ())) if flags.engine == "vllm" else ()
+    workers = len(vllm_gpus) or workers
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
             raise ConfigError(f"{flag} {address}: no server answers there")
@@ -85,7 +87,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         simulated=simulated,
         vllm_python=vllm_python,
         vllm_args="" if flags.vllm_args is None else str(flags.vllm_args.absolute()),
-        vllm_gpus=_vllm_gpus(flags, workers, overrides.get("worker", ())) if flags.engine == "vllm" else (),
+        vllm_gpus=vllm_gpus,
         gpus=of_gpus,
         store=replace(wanted, pool=str(flags.state_dir.run)) if wanted.pool_bytes else None,
         nats=flags.nats,
@@ -152,13 +154,13 @@ def _gpus(flags: UpFlags) -> Gpus | None:
     return Gpus(gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings)
 
 
-def _vllm_gpus(flags: UpFlags, workers: int, settings: Sequence[Setting]) -> tuple[str, ...]:
+def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting]) -> tuple[str, ...]:
     """Return each worker's GPUs; none where vLLM computes on the CPU."""
     if install_vllm.device_of() != "cuda":
         return ()
     file = read_file("" if flags.vllm_args is None else str(flags.vllm_args))
     visible = visible_gpus(gpus.ask_driver("--engine vllm", 0), environment().get("CUDA_VISIBLE_DEVICES"))
-    return assign_gpus(workers, parallel_sizes(settings, file), visible)
+    return assign_gpus(flags.workers, parallel_sizes(settings, file), visible)
 
 
 def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:

@@ -35,9 +35,12 @@ def parallel_sizes(settings: Sequence[tuple[str, str]], file: Mapping[str, objec
     return {name: size for name, size in sizes.items() if size > 1}
 
 
-def assign_gpus(workers: int, sizes: Mapping[str, int], visible: Sequence[str]) -> tuple[str, ...]:
-    """Return each worker's CUDA_VISIBLE_DEVICES. Raise ConfigError where there are too few GPUs."""
+def assign_gpus(workers: int | None, sizes: Mapping[str, int], visible: Sequence[str]) -> tuple[str, ...]:
+    """Return each worker's CUDA_VISIBLE_DEVICES. `workers` None: two, or one where the GPUs are too few for two. Raise
+    ConfigError where there are too few GPUs."""
     each = prod(sizes.values())
+    if workers is None:
+        workers = 2 if len(visible) >= 2 * each else 1
     if workers * each > len(visible):
         spelled = " * ".join(f"vllm.{name} {size}" for name, size in sizes.items())
         needs = f", {each} each ({spelled})" if sizes else ""

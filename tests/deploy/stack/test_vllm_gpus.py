@@ -21,9 +21,13 @@ def test_the_users_choice_is_what_is_shared_out() -> None:
         (2, {"tensor_parallel_size": 2}, ("4,5", "6,7")),
         (1, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, ("4,5,6,7",)),
         (3, {"tensor_parallel_size": 2}, ("4,5", "6,7", "8,9")),
+        (None, {}, ("4", "5")),
+        (None, {"tensor_parallel_size": 4}, ("4,5,6,7",)),
     ],
 )
-def test_each_worker_gets_gpus_of_its_own(workers: int, sizes: dict[str, int], expected: tuple[str, ...]) -> None:
+def test_each_worker_gets_gpus_of_its_own(
+    workers: int | None, sizes: dict[str, int], expected: tuple[str, ...]
+) -> None:
     assert assign_gpus(workers, sizes, tuple("456789")) == expected
 
 
@@ -35,6 +39,10 @@ def test_too_few_gpus_are_refused_with_what_needs_them() -> None:
     )
     with pytest.raises(ConfigError, match=r"^--workers 2 needs 2 GPUs; CUDA shows 1$"):
         assign_gpus(2, {}, ("0",))
+    with pytest.raises(
+        ConfigError, match=r"^--workers 1 needs 8 GPUs, 8 each \(vllm\.data_parallel_size 8\); CUDA shows 7$"
+    ):
+        assign_gpus(None, {"data_parallel_size": 8}, tuple("1234567"))
 
 
 def test_sizes_come_from_the_file_and_then_from_the_settings() -> None:

@@ -29,3 +29,9 @@ def test_compiled_kernels_are_kept_next_to_the_weights_unless_set_otherwise(
     assert engine_environment(relative)["CUPY_CACHE_DIR"] == str(Path.cwd() / "models" / "cupy")
     monkeypatch.setenv("CUPY_CACHE_DIR", "/elsewhere")
     assert engine_environment(CUDA)["CUPY_CACHE_DIR"] == "/elsewhere"
+
+
+def test_vllm_sees_the_gpus_that_were_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert engine_environment(WorkerConfig(model="m", engine="vllm", vllm_gpus="6,7"))["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert engine_environment(WorkerConfig(model="m", engine="vllm"))["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
