@@ -29,6 +29,8 @@ from shared.messages import OperateWorker
 
 MOST_LORAS = 64
 """Most LoRAs that a worker serves at once."""
+MOST_PATH_CHARACTERS = 4096
+"""Length of the longest path of a LoRA."""
 
 
 class WorkerState(Enum):
@@ -199,6 +201,8 @@ class Operations:
             return f"{MOST_LORAS} LoRAs are loaded; unload one first"
         if not asked.path.startswith("/") or "\0" in asked.path:
             return "path: not an absolute path"
+        if len(asked.path) > MOST_PATH_CHARACTERS:
+            return f"path: longer than {MOST_PATH_CHARACTERS} characters"
         return ""
 
     def begin(self, asked: OperateWorker) -> list[OperationAction]:

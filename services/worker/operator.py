@@ -122,7 +122,7 @@ class Operator:
         if refused:
             await self._tell(message, refused)
             return
-        _log.info("%s %s", asked.operation, asked.name)
+        _log.info("%s", f"{asked.operation} {asked.name}" if asked.operation.endswith("_lora") else asked.operation)
         self._asked = message
         self._put(self._operations.begin(asked))
 

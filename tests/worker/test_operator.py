@@ -259,6 +259,17 @@ async def test_a_lora_without_its_files_is_refused_and_the_worker_serves_on(
         assert ("model", WORKER) in shell.directory.cards
 
 
+@pytest.mark.parametrize("path", ["/" + "a" * 300, "/" + "a/" * 1500, "/" + "a/" * 3000])
+async def test_a_path_that_the_operating_system_refuses_does_not_end_the_worker(
+    config: WorkerConfig, engines: OperableEngines, path: str
+) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        operated = await asking(shell, "load_lora", name="poet", path=path)
+        assert operated.failed.startswith("load_lora: path: ")
+        assert await asking(shell, "drain") == WorkerOperated(WORKER, state="drained")
+
+
 async def test_a_second_operation_is_refused_while_one_runs(config: WorkerConfig, engines: OperableEngines) -> None:
     async with running_worker(config, start_engine=engines.start) as shell:
         await serving(shell)
