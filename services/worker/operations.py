@@ -72,8 +72,9 @@ class ReadLora(Struct, frozen=True):
 
 
 class AskEngine(Struct, frozen=True):
-    """Have the engine that lives now do it; then call `on_engine`. Before `load_lora` read the files again: where their
-    digest is not that of the id, or they cannot be read, the engine is not asked, and that is its answer."""
+    """Have the engine that lives now do it; then call `on_engine`. Before and after `load_lora` read the files again:
+    where their digest is not that of the id, or they cannot be read, that is the answer, and the engine is not asked or
+    unloads the LoRA."""
 
     operation: EngineOperation
     name: str = ""

@@ -171,14 +171,22 @@ class Operator:
             if wrong_files:
                 return self._operations.on_engine(wrong_files)
         try:
-            failed = await self._engine.operate(
-                action.operation, ENGINE_LIMIT_S, name=action.name, path=action.path, level=action.level
-            )
+            failed = await self._operate(action)
+            if action.operation == "load_lora" and not failed:
+                failed = await self._changed(action)  # while the engine read them
+                if failed and (kept := await self._operate(AskEngine("unload_lora", action.name))):
+                    raise Unavailable(kept)
         except Unavailable as wrong:
-            if facts is not None and facts is self._engine.facts:  # it lives, and did not answer in time
+            if facts is not None and facts is self._engine.facts:  # it lives, and is in an unknown state
                 self._engine.kill()
             return self._operations.on_engine(str(wrong), lost=True)
         return self._operations.on_engine(failed)
+
+    async def _operate(self, action: AskEngine) -> str:
+        """Return the engine's answer. Raise Unavailable without one."""
+        return await self._engine.operate(
+            action.operation, ENGINE_LIMIT_S, name=action.name, path=action.path, level=action.level
+        )
 
     async def _changed(self, action: AskEngine) -> str:
         """Return why the files of a LoRA are not those of its id; empty: they are."""

@@ -234,6 +234,28 @@ async def test_loras_are_loaded_again_before_the_card_is_shown_unless_their_file
         assert [each.partition("@")[0] for each in shell.directory.cards["model", WORKER].lora] == ["same"]
 
 
+async def test_files_that_change_while_the_engine_reads_them_are_not_kept(
+    config: WorkerConfig, engines: OperableEngines, lora: Path
+) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        loading = asking(shell, "load_lora", name="sql", path=str(lora))
+        loaded = await engines.asked("load_lora")
+        write_files(lora, b"other weights")
+        await engines.do("load_lora")
+        assert (await engines.do("unload_lora")).name == loaded.name
+        assert await loading == WorkerOperated(WORKER, failed=f"path: the files of {lora} have changed")
+        loading = asking(shell, "load_lora", name="sql", path=str(lora))
+        await engines.asked("load_lora")
+        write_files(lora, b"weights")
+        await engines.do("load_lora")
+        await engines.do("unload_lora", failed="the engine keeps it")
+        assert await loading == WorkerOperated(WORKER, failed="the engine keeps it")
+        await shell.peer.until(lambda: len(engines.all) == 2)
+        await serving(shell)
+        assert shell.directory.cards["model", WORKER].lora == ()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
