@@ -1,9 +1,11 @@
-"""Draining a worker by command: its streams end there, or go on at another worker as if nothing had happened."""
+"""Operating native workers by command: streams end at a drained worker or go on at another one; LoRAs come and go."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from deploy.local.show.fleet import FleetConfig, fleet_config
 from shared.messages import OperateWorker, WorkerOperation
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
+from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(900)
@@ -30,7 +33,7 @@ READ_BEFORE = 50
 WORKERS = ("worker 1", "worker 2")
 
 
-class Draining:
+class OperatedFleet:
     """Two workers with one setting of `drain_s`, and the commands that act on them."""
 
     def __init__(self, services: Fleet, config: FleetConfig) -> None:
@@ -38,9 +41,10 @@ class Draining:
         self.workers = [services.services[name] for name in WORKERS]
         self._config = config
 
-    def command(self, operation: WorkerOperation, worker: Service) -> int:
-        """The exit status of a command on this worker."""
-        return operate(self._config, OperateWorker(operation), [instance(worker)], timeout_s=LIMIT_S)
+    def command(self, operation: WorkerOperation, *workers: Service, name: str = "", path: str = "") -> int:
+        """The exit status of a command on these workers; without one, on all of the model's."""
+        asked = OperateWorker(operation, name, path)
+        return operate(self._config, asked, [instance(each) for each in workers], timeout_s=LIMIT_S)
 
     def busy(self) -> Service:
         """The worker that streams."""
@@ -50,13 +54,13 @@ class Draining:
             what="a worker runs the request",
         )
 
-    def ask(self, then: Callable[[], None] = lambda: None) -> str:
+    def ask(self, then: Callable[[], None] = lambda: None, model: str = "tiny") -> str:
         """The text of a stream; `then` happens in the middle of it."""
         url = f"{self.services.services['frontend'].url}/v1"
         text, finish = "", None
         with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
             stream = client.completions.create(
-                model="tiny",
+                model=model,
                 prompt="The mill at the river turns",
                 max_tokens=TOKENS,
                 temperature=0.9,
@@ -71,6 +75,11 @@ class Draining:
                 finish = chunk.choices[0].finish_reason or finish
         assert finish == "length"
         return text
+
+    def models(self) -> list[str]:
+        """The names that the frontend lists."""
+        with urllib.request.urlopen(f"{self.services.services['frontend'].url}/v1/models", timeout=60) as answer:
+            return sorted(str(each["id"]) for each in json.load(answer)["data"])
 
     @property
     def moved(self) -> float:
@@ -90,6 +99,10 @@ def instance(service: Service) -> str:
     with urllib.request.urlopen(f"{service.url}/metrics", timeout=60) as answer:
         [found] = set(re.findall(r'instance="([^"]*)"', answer.read().decode()))
     return str(found)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def drawn(worker: Service) -> float:
@@ -113,7 +126,7 @@ def drain_s(request: pytest.FixtureRequest) -> float:
 
 
 @pytest.fixture
-def draining(tmp_path: Path, nats_url: str, model: Path, drain_s: float) -> Iterator[Draining]:
+def operated(tmp_path: Path, nats_url: str, model: Path, drain_s: float) -> Iterator[OperatedFleet]:
     found = tmp_path / "where"
     where = ("--namespace", "draining", "--discovery-backend", "file", "--discovery-path", str(found))
     with fleet(tmp_path, nats_url, *where) as services:
@@ -131,52 +144,94 @@ def draining(tmp_path: Path, nats_url: str, model: Path, drain_s: float) -> Iter
         )
         file = tmp_path / "fleet.toml"
         file.write_text(f'[discovery]\nbackend = "file"\npath = "{found}"\n', encoding="utf-8")
-        yield Draining(services, fleet_config(namespace="draining", nats=nats_url, etcd="", file=file))
+        yield OperatedFleet(services, fleet_config(namespace="draining", nats=nats_url, etcd="", file=file))
 
 
 @pytest.mark.parametrize("drain_s", [LIMIT_S], indirect=True)
-def test_a_stream_ends_at_the_worker_that_is_drained_and_the_next_one_goes_elsewhere(draining: Draining) -> None:
-    text = draining.ask()
-    draining.services.wait_idle(*WORKERS)
+def test_a_stream_ends_at_the_worker_that_is_drained_and_the_next_one_goes_elsewhere(operated: OperatedFleet) -> None:
+    text = operated.ask()
+    operated.services.wait_idle(*WORKERS)
     with ThreadPoolExecutor(1) as pool:
         commands: list[tuple[Service, Future[int]]] = []
 
         def drain() -> None:
-            one = draining.busy()
-            commands.append((one, pool.submit(draining.command, "drain", one)))
+            one = operated.busy()
+            commands.append((one, pool.submit(operated.command, "drain", one)))
 
-        assert draining.ask(drain) == text
+        assert operated.ask(drain) == text
         [(one, command)] = commands
         assert command.result(LIMIT_S) == 0
-    assert draining.moved == 0
+    assert operated.moved == 0
     assert reasons(one) == ["this worker is drained"]
     assert lives(one)
-    [other] = [each for each in draining.workers if each is not one]
+    [other] = [each for each in operated.workers if each is not one]
     before = drawn(other)
-    assert draining.ask() == text
+    assert operated.ask() == text
     eventually(lambda: drawn(other) - before >= TOKENS, limit_s=LIMIT_S, what="the other worker shows its tokens")
-    assert draining.command("drain", one) == 1, "it is drained already"
-    assert draining.command("resume", one) == 0
-    draining.services.wait_ready(*WORKERS)
-    assert draining.command("drain", other) == 0
-    assert draining.ask() == text
+    assert operated.command("drain", one) == 1, "it is drained already"
+    assert operated.command("resume", one) == 0
+    operated.services.wait_ready(*WORKERS)
+    assert operated.command("drain", other) == 0
+    assert operated.ask() == text
 
 
 @pytest.mark.parametrize("drain_s", [0.2], indirect=True)
 def test_a_stream_that_takes_longer_than_drain_s_goes_on_at_the_other_worker_with_the_same_text(
-    draining: Draining,
+    operated: OperatedFleet,
 ) -> None:
-    text = draining.ask()
-    draining.services.wait_idle(*WORKERS)
+    text = operated.ask()
+    operated.services.wait_idle(*WORKERS)
     drained: list[Service] = []
 
     def drain() -> None:
-        drained.append(draining.busy())
-        assert draining.command("drain", drained[0]) == 0
+        drained.append(operated.busy())
+        assert operated.command("drain", drained[0]) == 0
 
-    assert draining.ask(drain) == text
-    assert draining.moved == 1
+    assert operated.ask(drain) == text
+    assert operated.moved == 1
     assert reasons(drained[0]) == ["this worker is drained"]
-    assert draining.command("resume", drained[0]) == 0
-    draining.services.wait_ready(*WORKERS)
-    assert draining.ask() == text
+    assert operated.command("resume", drained[0]) == 0
+    operated.services.wait_ready(*WORKERS)
+    assert operated.ask() == text
+
+
+@pytest.mark.parametrize("drain_s", [0.2], indirect=True)
+def test_a_lora_is_loaded_moved_loaded_again_and_replaced(operated: OperatedFleet, model: Path, tmp_path: Path) -> None:
+    lora = write_lora(tmp_path / "lora", model)
+    assert operated.command("load_lora", name="poet", path=str(lora)) == 0
+    eventually(lambda: operated.models() == ["poet", "tiny"], limit_s=LIMIT_S, what="the LoRA is listed")
+    base, text = operated.ask(), operated.ask(model="poet")
+    assert base != text
+    drained: list[Service] = []
+
+    def drain() -> None:
+        drained.append(operated.busy())
+        assert operated.command("drain", drained[0]) == 0
+
+    operated.services.wait_idle(*WORKERS)
+    assert operated.ask(drain, "poet") == text
+    assert operated.moved == 1
+    assert operated.command("resume", drained[0]) == 0
+    operated.services.wait_ready(*WORKERS)
+
+    for one in operated.workers:  # their engines load it again
+        starts = one.metric("headrace_engine_starts_total")
+        for child in children(one.process.pid):
+            os.kill(child, signal.SIGKILL)
+        eventually(
+            lambda one=one, starts=starts: one.metric("headrace_engine_starts_total") > starts,  # type: ignore[misc]
+            limit_s=LIMIT_S,
+            what="an engine starts again",
+        )
+    operated.services.wait_ready(*WORKERS)
+    assert operated.ask(model="poet") == text
+    assert operated.command("load_lora", name="poet", path=str(lora)) == 1, "unload it first"
+    assert operated.command("unload_lora", name="poet") == 0
+    eventually(lambda: operated.models() == ["tiny"], limit_s=LIMIT_S, what="the LoRA is not listed")
+    with pytest.raises(openai.NotFoundError):
+        operated.ask(model="poet")
+    write_lora(lora, model, seed=1)
+    assert operated.command("load_lora", name="poet", path=str(lora)) == 0
+    eventually(lambda: operated.models() == ["poet", "tiny"], limit_s=LIMIT_S, what="the LoRA is listed")
+    assert operated.ask(model="poet") not in (base, text)
+    assert operated.ask() == base
