@@ -28,13 +28,16 @@ def prompt_of(number: int, length: int = 3 * BLOCK + 5) -> list[int]:
     return [5 + (number * 37 + index * (1 + number % 5)) % 250 for index in range(length)]
 
 
+async def started(directory: Path, **arguments: object) -> DrivenEngine:
+    model = write_tiny_model(directory, hidden=128, heads=2, context_length=1024, tied=False, seed=3)
+    common = {"num_gpu_blocks_override": 64, "enforce_eager": True, "dtype": "float32", "data_parallel_size": 2}
+    given = {"model": str(model), "engine": "vllm", "max_running": 4, "vllm_python": str(PYTHON), "threads": 1}
+    return await DrivenEngine.start(msgspec.convert(given | {"vllm": common | arguments}, WorkerConfig))
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DrivenEngine]:
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    model = write_tiny_model(directory, hidden=128, heads=2, context_length=1024, tied=False, seed=3)
-    arguments = {"num_gpu_blocks_override": 64, "enforce_eager": True, "dtype": "float32", "data_parallel_size": 2}
-    given = {"model": str(model), "engine": "vllm", "max_running": 4, "vllm": arguments, "vllm_python": str(PYTHON)}
-    driven = await DrivenEngine.start(msgspec.convert(given | {"threads": 1}, WorkerConfig))
+    driven = await started(tmp_path_factory.mktemp("model") / "tiny")
     yield driven
     await driven.close()
 
@@ -100,3 +103,15 @@ async def test_the_end_of_one_ranks_core_ends_the_engine(engine: DrivenEngine) -
     os.kill(core, signal.SIGKILL)
     await engine.until(lambda: engine.gone)
     assert engine.failed
+
+
+async def test_each_rank_makes_embeddings(tmp_path: Path) -> None:
+    engine = await started(tmp_path / "tiny", runner="pooling", pooler_config={"pooling_type": "MEAN"})
+    try:
+        assert (engine.facts.ranks, engine.facts.embedding_size) == (2, 128)
+        for rank in (0, 1):
+            engine.submit(f"embed-{rank}", prompt_of(rank), Sampling(max_tokens=1, pooling="mean"), rank=rank)
+        parts = [await engine.ended(f"embed-{rank}") for rank in (0, 1)]
+        assert [(part.finish, len(part.embedding)) for part in parts] == [("stop", 4 * 128)] * 2
+    finally:
+        await engine.close()

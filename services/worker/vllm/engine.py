@@ -148,19 +148,22 @@ class VllmEngine:
 
     async def _probe(self, limit_s: float, rank: EngineRank) -> None:
         self._probes += 1
-        at = rank.number
         name, prompt = f"probe-{self._probes}", TokensPrompt(prompt_token_ids=[1, 1], cache_salt=PROBE_SALT)
+        params: Any
+        if self._pooling:
+            params = PoolingParams(task="embed")
+        else:
+            params = SamplingParams(
+                max_tokens=2, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            )
         try:
-            async with asyncio.timeout(limit_s):
-                if self._pooling:
-                    async for _ in self._llm.encode(prompt, PoolingParams(task="embed"), name, data_parallel_rank=at):
-                        pass
-                else:
-                    params = SamplingParams(
-                        max_tokens=2, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-                    )
-                    async for _ in self._llm.generate(prompt, params, name, data_parallel_rank=at):
-                        pass
+            async with asyncio.timeout(limit_s):  # AsyncLLM.encode would take no rank
+                collector = await self._llm.add_request(name, prompt, params, data_parallel_rank=rank.number)
+                while not (await collector.get()).finished:
+                    pass
+        except (TimeoutError, asyncio.CancelledError):
+            await self._llm.abort([name])
+            raise
         finally:
             rank.active_s = time.monotonic()
 
