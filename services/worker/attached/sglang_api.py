@@ -34,6 +34,7 @@ ROWS: dict[str, Row] = {
     "logit_bias": VLLM_ROWS["logit_bias"],
     "grammar": lambda _sampling, _: {},  # the worker refuses it: the settings allow no grammars for SGLang
     "pooling": VLLM_ROWS["pooling"],
+    "prompt_logprobs": VLLM_ROWS["prompt_logprobs"],
 }
 
 

@@ -37,6 +37,7 @@ ROWS: dict[str, Row] = {
     "logit_bias": lambda sampling, _: {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias}},
     "grammar": _grammar,
     "pooling": lambda _sampling, _: {},  # the worker refuses it: the engine says that it makes no embeddings
+    "prompt_logprobs": lambda _sampling, _: {},  # the worker refuses it: the engine says that it computes none
 }
 
 
