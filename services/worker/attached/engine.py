@@ -24,8 +24,6 @@ from services.worker.attached.vllm_api import VLLM
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.messages import (
-    KV_EVENTS,
-    PARTS,
     CancelAttempt,
     EngineCommand,
     EngineLoad,
@@ -38,7 +36,6 @@ from services.worker.messages import (
     Ready,
     Shutdown,
     Snapshot,
-    Stepped,
     Submit,
     TakeEngineSnapshot,
 )
@@ -282,12 +279,9 @@ class AttachedEngine:
             held_blocks=held,
             cached_blocks=min(len(self._blocks), self._capacity - held),
         )
-        stepped = Stepped(
+        stepped = outcome.to_stepped(
+            events,
             progress=self._progress,
-            encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
-            boundary_parts=outcome.boundary_parts,
-            one_token_attempts=outcome.one_token_attempts,
-            event_batch=KV_EVENTS.encode(events) if events else b"",
             event_sequence=self._event_sequence,
             digest=self._blocks.digest,
             load=load,

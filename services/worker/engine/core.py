@@ -20,8 +20,6 @@ from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
-    KV_EVENTS,
-    PARTS,
     CancelAttempt,
     EngineOperation,
     EngineOrder,
@@ -254,12 +252,9 @@ class EngineCore:
     ) -> Stepped:
         if events:
             self._event_sequence += 1
-        return Stepped(
+        return outcome.to_stepped(
+            events,
             progress=self._progress,
-            encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
-            boundary_parts=outcome.boundary_parts,
-            one_token_attempts=outcome.one_token_attempts,
-            event_batch=KV_EVENTS.encode(events) if events else b"",
             event_sequence=self._event_sequence,
             digest=self._digest,
             load=self._scheduler.load(),

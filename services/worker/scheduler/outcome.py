@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from services.worker.messages import KV_EVENTS, PARTS, EngineLoad, Exchanged, Stepped
 from shared.blocks import PoolEvent
-from shared.messages import Part
+from shared.messages import KvEvent, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,38 @@ class Outcome:
         for part in self.boundary_parts:
             holders[id(part)].boundary_parts.append(part)
         return outcomes
+
+    def to_stepped(
+        self,
+        events: list[KvEvent],
+        *,
+        progress: int,
+        event_sequence: int,
+        digest: int,
+        load: EngineLoad,
+        steps: int = 0,
+        tokens: int = 0,
+        elapsed_s: float = 0.0,
+        exchanged: Exchanged | None = None,
+        rank: int = 0,
+    ) -> Stepped:
+        """Return this outcome as the report of a rank. `events` are the blocks' events as routers get them; the other
+        arguments are the report's fields."""
+        return Stepped(
+            progress=progress,
+            encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in self.parts.items()},
+            boundary_parts=self.boundary_parts,
+            one_token_attempts=self.one_token_attempts,
+            event_batch=KV_EVENTS.encode(events) if events else b"",
+            event_sequence=event_sequence,
+            digest=digest,
+            load=load,
+            steps=steps,
+            tokens=tokens,
+            elapsed_s=elapsed_s,
+            exchanged=exchanged,
+            rank=rank,
+        )
 
     def extend(self, later: Outcome) -> None:
         """Append what happened after this outcome."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.worker.messages import KV_EVENTS, PARTS, Stepped, Submit
+from services.worker.messages import Stepped, Submit
 from services.worker.scheduler.outcome import Outcome
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
@@ -118,12 +118,9 @@ class EngineRanks:
         elapsed_s: float = 0.0,
     ) -> Stepped:
         """Return a report of what happened at a rank, with the numbers as they are."""
-        return Stepped(
+        return outcome.to_stepped(
+            list(events),
             progress=self._progress,
-            encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
-            boundary_parts=outcome.boundary_parts,
-            one_token_attempts=outcome.one_token_attempts,
-            event_batch=KV_EVENTS.encode(list(events)) if events else b"",
             event_sequence=self.event_sequence,
             digest=rank.blocks.digest,
             load=rank.stats.load(unbegun_tokens=rank.attempts.unbegun_tokens, cached_blocks=len(rank.blocks)),
