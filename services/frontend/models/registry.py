@@ -168,26 +168,31 @@ class ModelRegistry:
         if name is None:
             name = self._only()
         entry = self._entries.get(name)
-        if entry is None:
-            lora = self._loras.find(name)
-            if lora is not None:
-                return self._find_lora(name, *lora)
-            if self._loras.is_gone(name):
-                raise Unavailable(f"no worker has the LoRA {name!r} now; those that had it are gone or do not serve")
-            if not self._entries or name in self._directories:
-                raise Unavailable(f"no worker serves the model {name!r} yet")
-            wrong = f"the model {name!r} does not exist; there is {', '.join(self._near(name))}"
-            raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
+        if entry is not None:
+            return self._model_of(name, entry), model_limits(entry.chosen)
+        lora = self._loras.find(name)
+        if lora is not None:
+            return self._find_lora(name, *lora)
+        if self._loras.is_gone(name):
+            raise Unavailable(f"no worker has the LoRA {name!r} now; those that had it are gone or do not serve")
+        if not self._entries or name in self._directories:
+            raise Unavailable(f"no worker serves the model {name!r} yet")
+        wrong = f"the model {name!r} does not exist; there is {', '.join(self._near(name))}"
+        raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
+
+    def _model_of(self, name: str, entry: _Entry) -> Model:
+        """Return the model of an entry. Raise Unavailable while it cannot be served."""
         if not entry.cards:
             raise Unavailable(f"no worker serves the model {name!r} now")
         if entry.model is None or entry.fault:
             raise Unavailable(f"the model {name!r} is not ready: {entry.fault}")
-        return entry.model, model_limits(entry.chosen)
+        return entry.model
 
     def _find_lora(self, name: str, base: str, lora: str) -> tuple[Model, ModelLimits]:
         """Return the base model under the LoRA's name. Raise Unavailable while the base model cannot be served."""
-        model, _ = self.find(base)
-        limits = model_limits([card for card in self._entries[base].chosen if lora in card.lora])
+        entry = self._entries[base]
+        model = self._model_of(base, entry)
+        limits = model_limits([card for card in entry.chosen if lora in card.lora])
         return replace(model, name=name, parent=base, lora=lora), limits
 
     def _near(self, name: str) -> list[str]:
