@@ -430,9 +430,14 @@ class Session:
             len(one.top_tokens) == 4 * len(one.top_logprobs) for one in part.logprobs
         )
 
+    @property
+    def _next_prompt_logprob(self) -> int:
+        """The index of the first prompt token whose log-probability has not come."""
+        return 1 + self._prompt_logprobs - self.prompt_logprobs_due
+
     def _receive_prompt(self, given: PromptLogprobs) -> list[Action]:
         """Take those log-probabilities that have not come yet, maybe from a worker that was lost."""
-        known = 1 + self._prompt_logprobs - self.prompt_logprobs_due - given.first
+        known = self._next_prompt_logprob - given.first
         if not 0 <= known < given.count:
             return []
         self.prompt_logprobs_due -= given.count - known
@@ -441,8 +446,9 @@ class Session:
     def _lacks_prompt(self, part: Part) -> bool:
         """Return whether log-probabilities of the prompt that are still due should have come before this part or in
         it."""
-        given, due = part.prompt_logprobs, 1 + self._prompt_logprobs - self.prompt_logprobs_due
-        return bool(part.tokens) or part.finish in ("stop", "length") or (given is not None and given.first > due)
+        given = part.prompt_logprobs
+        late = given is not None and given.first > self._next_prompt_logprob
+        return bool(part.tokens) or part.finish in ("stop", "length") or late
 
     def _prefill(self, part: Part) -> list[Action]:
         """Handle the first part of the attempt that brings a token or an embedding."""

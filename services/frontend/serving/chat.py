@@ -59,7 +59,7 @@ from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
-from shared.messages import SamplingDefaults
+from shared.messages import Sampling, SamplingDefaults
 
 TextRequest = ChatRequest | CompletionRequest
 """The body of a request for text."""
@@ -282,10 +282,9 @@ class ServingChat(Struct, frozen=True):
             sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar_text, defaults)
             if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
                 sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
-            characters, with_prompt = len(texts[at]), False
-            if isinstance(request, CompletionRequest) and with_prompt_logprobs(request):
+            characters = len(texts[at])
+            if not isinstance(request, ChatRequest) and with_prompt_logprobs(request):
                 sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
-                with_prompt = True
             first = InferenceRequest(
                 id=name if alone else f"{name}/{at * count}",
                 model=model.base,
@@ -299,7 +298,7 @@ class ServingChat(Struct, frozen=True):
                 affinity_key=affinity_key or (f"{name}/{at}" if count > 1 else ""),
                 deadline=deadline,
                 output=self._output(request, model, plan, characters),
-                prompt_entries=PromptEntries(model.token_bytes, prompt.tokens, characters) if with_prompt else None,
+                prompt_entries=_prompt_entries(sampling, model, prompt, characters),
                 prompt_only=request.max_tokens == 0,
                 grammar_param=grammar_param,
                 is_follower=at > 0,
@@ -312,7 +311,7 @@ class ServingChat(Struct, frozen=True):
                     id=f"{name}/{at * count + choice}",
                     sampling=replace(sampling, seed=seed),
                     output=self._output(request, model, plan, characters),
-                    prompt_entries=PromptEntries(model.token_bytes, prompt.tokens, characters) if with_prompt else None,
+                    prompt_entries=_prompt_entries(sampling, model, prompt, characters),
                 )
                 for choice in range(1, count)
                 for seed in [(sampling.seed + choice) & ((1 << 64) - 1)]  # as in vLLM
@@ -400,6 +399,12 @@ def _encoders(request: TextRequest, request_id: RequestId, prepared: PreparedCha
 
 def _with_usage(request: TextRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+def _prompt_entries(sampling: Sampling, model: Model, prompt: Prompt, characters: int) -> PromptEntries | None:
+    """Return what makes entries of the prompt's log-probabilities for one choice, whose prompt is echoed with so many
+    characters; None: they are not asked for."""
+    return PromptEntries(model.token_bytes, prompt.tokens, characters) if sampling.prompt_logprobs >= 0 else None
 
 
 def _check_prompt_logprobs(request: CompletionRequest, model: Model, limits: ModelLimits, tokens: int) -> None:
