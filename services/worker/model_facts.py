@@ -55,14 +55,11 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
         raise ModelError(f"{file}: {wrong}") from wrong
     except RecursionError:
         raise ModelError(f"{file}: nested too deeply") from None
-    ends: list[int] = []
     generation = read_model_json(directory / "generation_config.json", _Generation, missing=b"{}")
-    for eos in (config.eos_token_id, generation.eos_token_id):
-        ends.extend(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return Ready(
         context_length=config.max_position_embeddings,
         vocab_size=config.vocab_size,
-        eos_token_ids=tuple(dict.fromkeys(ends)),
+        eos_token_ids=join_ids(config.eos_token_id, generation.eos_token_id),
         block_size=block_size,
         capacity_blocks=capacity_blocks or _DEFAULT_CAPACITY_BLOCKS,
         kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
@@ -71,6 +68,14 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
         embedding_size=config.hidden_size,
         weights=hashlib.sha256(b"none computed " + content).hexdigest()[:16],
     )
+
+
+def join_ids(*given: list[int] | int | None) -> tuple[int, ...]:
+    """Return all token ids of fields that hold one id, several or none, each once and in order."""
+    found: list[int] = []
+    for ids in given:
+        found.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return tuple(dict.fromkeys(found))
 
 
 def read_sampling(directory: Path, settings: SamplingConfig) -> SamplingDefaults:

@@ -14,7 +14,7 @@ import asyncio
 import socket
 import time
 from contextlib import aclosing
-from typing import assert_never
+from typing import Any, assert_never
 
 from services.worker.attached.api import ServerLoad
 from services.worker.attached.events import read_events
@@ -22,11 +22,12 @@ from services.worker.attached.server import Server
 from services.worker.attached.sglang_api import SGLANG
 from services.worker.attached.vllm_api import VLLM
 from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.messages import (
     CancelAttempt,
-    EngineCommand,
     EngineLoad,
+    EngineOrder,
     Failed,
     KvbmDown,
     KvbmReply,
@@ -34,7 +35,6 @@ from services.worker.messages import (
     Operate,
     Operated,
     Ready,
-    Shutdown,
     Snapshot,
     Submit,
     TakeEngineSnapshot,
@@ -66,7 +66,7 @@ async def run_attached(
         engine = AttachedEngine(worker, server, channel, connection, facts)
         await engine.probe()
         channel.send(facts)
-        await engine.run()
+        return await engine.run()
     except PeerGone:
         raise
     except (ConfigError, InvalidRequest) as wrong:
@@ -76,7 +76,6 @@ async def run_attached(
     finally:
         if server is not None:
             await server.close()
-    return None
 
 
 class AttachedEngine:
@@ -85,7 +84,8 @@ class AttachedEngine:
     def __init__(
         self, config: WorkerConfig, server: Server, channel: EngineEnd, connection: socket.socket, facts: Ready
     ) -> None:
-        self._config, self._server, self._channel, self._connection = config, server, channel, connection
+        self._config, self._server, self._channel = config, server, channel
+        self._end = AsyncEnd(channel, connection, handle=self._handle, report=self._report)
         self._capacity = facts.capacity_blocks
         self._attempts = AttemptTable()
         self._blocks = EngineBlocks(facts.block_size, orphans=False)
@@ -94,25 +94,22 @@ class AttachedEngine:
         self._new_events: list[KvEvent] = [AllBlocksCleared()]
         self._event_sequence = -1
         self._progress = self._steps = self._looks = 0
-        self._flushing = False
         self._look_now = asyncio.Event()
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._active_s = time.monotonic()
 
-    async def run(self) -> None:
-        """Serve until Shutdown. Raise what ends the engine: PeerGone, ConfigError, Unavailable."""
-        loop = asyncio.get_running_loop()
-        self._report()
-        loop.add_reader(self._connection.fileno(), self._receive)
+    async def run(self) -> Failed | None:
+        """Serve until Shutdown, which gives None. Raise what ends the engine: PeerGone, ConfigError, Unavailable."""
         tasks = [asyncio.ensure_future(self._tick()), asyncio.ensure_future(self._look())]
         if self._config.attached.events:
             tasks.append(asyncio.ensure_future(read_events(self._config.attached, self._apply_events)))
         try:
-            done, _ = await asyncio.wait((self._ended, *tasks), return_when=asyncio.FIRST_COMPLETED)
+            with self._end.receiving():
+                ends: list[asyncio.Future[Any]] = [self._end.ended, *tasks]
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for one in done:
                 one.result()
+            return None
         finally:
-            loop.remove_reader(self._connection.fileno())
             tasks += self._streams.values()
             for task in tasks:
                 task.cancel()
@@ -133,14 +130,7 @@ class AttachedEngine:
 
     # --- commands
 
-    def _receive(self) -> None:
-        try:
-            for command in self._channel.receive(0.0):
-                self._handle(command)
-        except PeerGone as wrong:
-            self._give_up(wrong)
-
-    def _handle(self, command: EngineCommand) -> None:
+    def _handle(self, command: EngineOrder) -> None:
         match command:
             case Submit():
                 key = self._attempts.add(command, time.monotonic())
@@ -158,9 +148,6 @@ class AttachedEngine:
                 self._channel.send(Operated(ticket, failed=f"{operation}: an attached server is not ours"))
             case KvbmUp() | KvbmDown() | KvbmReply():
                 pass  # the shell sends none, since no kvbm is configured for this engine
-            case Shutdown():
-                if not self._ended.done():
-                    self._ended.set_result(None)
             case _:
                 assert_never(command)
 
@@ -181,7 +168,7 @@ class AttachedEngine:
                             cached_tokens=output.cached_tokens,
                             logprobs=output.logprobs,
                         )
-                        self._flush_soon()
+                        self._end.flush_soon()
         except InvalidRequest as wrong:
             continued = len(submit.tokens) // 4 > submit.prompt_tokens  # another engine may continue a grammar
             why = f"{UNFOLLOWABLE}: {wrong}" if submit.sampling.grammar and not continued else f"refused: {wrong}"
@@ -190,29 +177,25 @@ class AttachedEngine:
             self._look_now.set()
         finally:
             self._attempts.end(key, "error", why)
-            self._flush_soon()
+            self._end.flush_soon()
 
     def _stream_ended(self, key: str, task: asyncio.Task[None]) -> None:
         del self._streams[key]
         if not task.cancelled() and (wrong := task.exception()) is not None:
-            self._give_up(wrong)
+            self._end.break_off(wrong)
 
     def _close(self, keys: list[str]) -> None:
         """Close the connections of attempts that have ended here; so the server ends them, too."""
         for key in keys:
             if key in self._streams:
                 self._streams[key].cancel()
-        self._flush_soon()
-
-    def _give_up(self, wrong: BaseException) -> None:
-        if not self._ended.done():
-            self._ended.set_exception(wrong)
+        self._end.flush_soon()
 
     # --- the server
 
     def _apply_events(self, events: list[KvEvent]) -> None:
         self._new_events.extend(self._blocks.apply(events))
-        self._flush_soon()
+        self._end.flush_soon()
 
     async def _look(self) -> None:
         """Look at the server again and again. Raise ConfigError, Unavailable where it does not serve."""
@@ -247,20 +230,6 @@ class AttachedEngine:
                 self._close(late)
 
     # --- reports
-
-    def _flush_soon(self) -> None:
-        """Report at the end of this turn of the loop."""
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        try:
-            if not self._ended.done():
-                self._report()
-        except PeerGone as wrong:
-            self._give_up(wrong)
 
     def _report(self, *, changed: bool = False) -> None:
         """Report everything that is new; `changed`: the load is."""

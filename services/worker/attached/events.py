@@ -6,7 +6,6 @@ goes on with what comes; a number that goes backwards is a server that was start
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -14,11 +13,9 @@ import zmq
 import zmq.asyncio
 
 from services.worker.config import AttachedConfig
-from services.worker.vllm.events import REPLAY_LIMIT_S, UNREAD_LIMIT
+from services.worker.vllm.events import EVENT_BATCHES, UNREAD_LIMIT, replay
 from shared.errors import ConfigError, Unavailable
-from shared.messages import AllBlocksCleared, EventBatch, KvEvent
-
-_BATCH = msgspec.msgpack.Decoder(EventBatch)
+from shared.messages import AllBlocksCleared, KvEvent
 
 
 async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], None]) -> None:
@@ -31,20 +28,20 @@ async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], N
         socket.subscribe(b"")
         socket.connect(config.events)
         following, latest = 0, -1  # the number that comes next, and the last one that was published to us
-        missed = await _replay(context, config.replay, 0)
+        missed = await replay(context, config.replay, 0) if config.replay else []
         while True:
             for number, payload in missed:
                 if number >= following:
                     if following and number > following:
                         apply([AllBlocksCleared()])
                     following = number + 1
-                    apply(_BATCH.decode(payload).events)
+                    apply(EVENT_BATCHES.decode(payload).events)
             _, sequence, payload = await socket.recv_multipart()
             number = int.from_bytes(sequence, "big")
             if number <= latest:
                 raise Unavailable(f"attached.events: the server was started again: event {number} follows {latest}")
             latest = number
-            missed = await _replay(context, config.replay, following) if number > following else []
+            missed = await replay(context, config.replay, following) if config.replay and number > following else []
             missed.append((number, payload))
     except zmq.ZMQError as wrong:
         raise ConfigError(f"attached.events: {config.events}, attached.replay: {config.replay}: {wrong}") from None
@@ -54,24 +51,3 @@ async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], N
         ) from None
     finally:
         context.destroy(linger=0)
-
-
-async def _replay(context: zmq.asyncio.Context, endpoint: str, first: int) -> list[tuple[int, bytes]]:
-    """Return the batches from `first` on that the server still has; those that came in time."""
-    batches: list[tuple[int, bytes]] = []
-    if not endpoint:
-        return batches
-    with context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.connect(endpoint)
-        try:
-            async with asyncio.timeout(REPLAY_LIMIT_S):
-                await socket.send_multipart([b"", first.to_bytes(8, "big")])
-                while len(batches) < UNREAD_LIMIT:
-                    _, _, sequence, payload = await socket.recv_multipart()
-                    if not payload:  # the end
-                        break
-                    batches.append((int.from_bytes(sequence, "big"), payload))
-        except TimeoutError:
-            pass
-    return batches

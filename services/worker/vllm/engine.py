@@ -29,25 +29,26 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from services.worker.config import EngineConfig
+from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.messages import (
     CancelAttempt,
-    EngineCommand,
+    EngineOrder,
     Failed,
     KvbmDown,
     KvbmReply,
     KvbmUp,
     Operate,
     Operated,
-    Shutdown,
     Snapshot,
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.model_facts import join_ids
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
-from services.worker.vllm.prompt_logprobs import finite, prompt_pieces
+from services.worker.vllm.prompt_logprobs import finite, likeliest, prompt_pieces
 from services.worker.vllm.ranks import MOST_EMBEDDED_BYTES, EngineRank, EngineRanks
 from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
 from shared.errors import Unavailable
@@ -97,7 +98,7 @@ class VllmEngine:
         self._config = config.worker
         self._llm = llm
         self._channel = channel
-        self._connection = connection
+        self._end = AsyncEnd(channel, connection, handle=self._handle, report=self._report)
         self._readers = readers
         vllm_config: VllmConfig = llm.vllm_config
         self._pooling = vllm_config.model_config.runner_type == "pooling"
@@ -113,31 +114,27 @@ class VllmEngine:
         for rank, reader, cleared in zip(self._ranks.all, readers, self._cleared, strict=True):
             reader.apply = partial(self._apply_events, rank, cleared)
         self._loras = EngineLoras(llm)
-        self._flushing = False
         self._sleep_level = 0
         """Level at which the engine sleeps; 0: it is awake."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ended: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
         self._probes = 0
 
     async def run(self) -> Failed | None:
         """Serve until Shutdown, which gives None, or until the engine fails. Raise PeerGone."""
-        loop = asyncio.get_running_loop()
-        self._report()
-        loop.add_reader(self._connection.fileno(), self._receive)
+        ended = self._end.ended
         reading = [asyncio.create_task(reader.run()) for reader in self._readers]
         ticking = asyncio.create_task(self._tick())
         try:
-            ends: list[asyncio.Future[Any]] = [self._ended, ticking, *reading]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            with self._end.receiving():
+                ends: list[asyncio.Future[Any]] = [ended, ticking, *reading]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             broken = [task.exception() for task in reading if task.done()]
-            if broken and not self._ended.done():
+            if broken and not ended.done():
                 return Failed(reason=one_line(broken[0]))
-            if ticking.done() and not self._ended.done():
+            if ticking.done() and not ended.done():
                 ticking.result()
-            return self._ended.result()
+            return ended.result()
         finally:
-            loop.remove_reader(self._connection.fileno())
             for task in (ticking, *reading, *self._tasks):
                 task.cancel()
             await asyncio.gather(ticking, *reading, *self._tasks, return_exceptions=True)
@@ -169,15 +166,7 @@ class VllmEngine:
 
     # --- commands
 
-    def _receive(self) -> None:
-        try:
-            for command in self._channel.receive(0.0):
-                self._handle(command)
-        except PeerGone as wrong:
-            if not self._ended.done():
-                self._ended.set_exception(wrong)
-
-    def _handle(self, command: EngineCommand) -> None:
+    def _handle(self, command: EngineOrder) -> None:
         match command:
             case Submit():
                 self._submit(command)
@@ -195,9 +184,6 @@ class VllmEngine:
                 self._start(self._operate(command))
             case KvbmUp() | KvbmDown() | KvbmReply():
                 pass  # the shell sends none, since no kvbm is configured for this engine
-            case Shutdown():
-                if not self._ended.done():
-                    self._ended.set_result(None)
             case _:
                 assert_never(command)
 
@@ -252,12 +238,12 @@ class VllmEngine:
 
     def _fail(self, rank: EngineRank, key: str, reason: str) -> None:
         rank.attempts.end(key, "error", reason)
-        self._flush_soon()
+        self._end.flush_soon()
 
     def _abort(self, keys: list[str]) -> None:
         if keys:
             self._start(self._llm.abort(keys))
-            self._flush_soon()
+            self._end.flush_soon()
 
     async def _operate(self, command: Operate) -> None:
         try:
@@ -328,7 +314,7 @@ class VllmEngine:
         if any(isinstance(event, AllBlocksCleared) for event in events):
             cleared.set()
         rank.apply_events(events)
-        self._flush_soon()
+        self._end.flush_soon()
 
     def record_step(self, number: int, scheduler_stats: Any, iteration_stats: Any) -> None:
         """Record vLLM's statistics of one step of a rank."""
@@ -346,7 +332,7 @@ class VllmEngine:
             preempted=0 if iteration_stats is None else iteration_stats.num_preempted_reqs,
         )
         rank.active_s = time.monotonic()
-        self._flush_soon()
+        self._end.flush_soon()
 
     def _record(
         self, rank: EngineRank, key: str, sampling: Sampling, output: RequestOutput | PoolingRequestOutput | Exception
@@ -367,7 +353,7 @@ class VllmEngine:
             )
         elif output.finished:
             rank.attempts.record_output(key, (), finish="stop", embedding=_embedding(output.outputs.data.tolist()))
-        self._flush_soon()
+        self._end.flush_soon()
 
     def _send_prompt(
         self, rank: EngineRank, key: str, tokens: Sequence[int], positions: Sequence[Any], count: int
@@ -378,32 +364,15 @@ class VllmEngine:
             for piece in prompt_pieces(tokens, positions, count, MOST_EMBEDDED_BYTES):
                 self._channel.send(self._ranks.report(rank, rank.attempts.prompt_part(key, piece)))
         except PeerGone as wrong:
-            if not self._ended.done():
-                self._ended.set_exception(wrong)
+            self._end.break_off(wrong)
 
     def _give_up(self, wrong: BaseException | None) -> None:
-        if not self._ended.done():
-            self._ended.set_result(Failed(reason=one_line(wrong)))
+        self._end.end(Failed(reason=one_line(wrong)))
 
     # --- reports
 
-    def _flush_soon(self) -> None:
-        """Report at the end of this turn of the loop: vLLM hands out all outputs of a step in one turn."""
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        if self._ended.done():
-            return
-        try:
-            self._report()
-        except PeerGone as wrong:
-            self._ended.set_exception(wrong)
-
     def _report(self) -> None:
-        """Report everything that is new."""
+        """Report everything that is new. vLLM hands out all outputs of a step in one turn of the loop."""
         for report in self._ranks.take_reports():
             self._channel.send(report)
 
@@ -438,26 +407,21 @@ class VllmEngine:
 
 def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:
     """Return the ids of all end-of-sequence tokens that vLLM stops at: config.json's and generation_config.json's."""
-    found: list[int] = []
-    hf_config = config.model_config.hf_text_config
-    for value in (
-        getattr(hf_config, "eos_token_id", None),
-        config.model_config.try_get_generation_config().get("eos_token_id"),
-    ):
-        found.extend(value if isinstance(value, list) else [] if value is None else [value])
-    return tuple(dict.fromkeys(found))
+    model = config.model_config
+    of_model = getattr(model.hf_text_config, "eos_token_id", None)
+    return join_ids(of_model, model.try_get_generation_config().get("eos_token_id"))
 
 
 def _logprobs(tokens: Any, positions: Any, count: int) -> tuple[TokenLogprob, ...]:
     """Return an entry for each token, with its own logprob and those of the `count` likeliest tokens."""
     entries: list[TokenLogprob] = []
     for token, position in zip(tokens, positions or (), strict=True):
-        top = sorted((one.rank, name, one.logprob) for name, one in position.items() if one.rank <= count)[:count]
+        top = likeliest(position, count)
         entries.append(
             TokenLogprob(
                 finite(position[token].logprob),
-                pack_tokens([name for _, name, _ in top]),
-                tuple(finite(value) for _, _, value in top),
+                pack_tokens([name for name, _ in top]),
+                tuple(value for _, value in top),
             )
         )
     return tuple(entries)

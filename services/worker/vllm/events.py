@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -21,8 +22,8 @@ REPLAY_LIMIT_S = 10.0
 """Seconds that a replay may take."""
 UNREAD_LIMIT = 100_000
 """Number of batches that ZeroMQ keeps for this reader; more are lost, and asked for again."""
-_END = (-1).to_bytes(8, "big", signed=True)
-_BATCH = msgspec.msgpack.Decoder(EventBatch)
+EVENT_BATCHES = msgspec.msgpack.Decoder(EventBatch)
+"""Reads the payload of a batch."""
 
 
 def endpoints(directory: Path, rank: int = 0) -> tuple[str, str]:
@@ -66,23 +67,33 @@ class EventReader:
 
     def _take(self, payload: bytes) -> None:
         self._next += 1
-        self.apply(_BATCH.decode(payload).events)
+        self.apply(EVENT_BATCHES.decode(payload).events)
 
     async def _replay(self, until: int) -> None:
         """Apply the batches before `until` that were missed. Raise EventsLost."""
-        with self._context.socket(zmq.DEALER) as socket:
-            socket.linger = 0
-            socket.connect(self.replay_endpoint)
-            try:
-                async with asyncio.timeout(REPLAY_LIMIT_S):
-                    await socket.send_multipart([b"", self._next.to_bytes(8, "big")])
-                    while self._next < until:
-                        _, _, number, payload = await socket.recv_multipart()
-                        if number == _END:
-                            break
-                        if int.from_bytes(number, "big") == self._next:
-                            self._take(payload)
-            except TimeoutError:
-                pass
+        for number, payload in await replay(self._context, self.replay_endpoint, self._next, until):
+            if number == self._next:
+                self._take(payload)
         if self._next < until:
             raise EventsLost(f"vLLM's KV events {self._next} to {until - 1} were lost")
+
+
+async def replay(
+    context: zmq.asyncio.Context, endpoint: str, first: int, until: int | None = None
+) -> list[tuple[int, bytes]]:
+    """Return number and payload of the batches that vLLM still has, from `first` on and before `until`, or to the last
+    one; those that come within REPLAY_LIMIT_S, at most UNREAD_LIMIT."""
+    batches: list[tuple[int, bytes]] = []
+    with context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPLAY_LIMIT_S):
+                await socket.send_multipart([b"", first.to_bytes(8, "big")])
+                while len(batches) < UNREAD_LIMIT:
+                    _, _, sequence, payload = await socket.recv_multipart()
+                    number = int.from_bytes(sequence, "big")
+                    if not payload or (until is not None and number >= until):  # the end has no payload
+                        break
+                    batches.append((number, payload))
+    return batches

@@ -1,10 +1,10 @@
-"""The log probabilities of a prompt's tokens, from vLLM's entries to what parts carry. Pure."""
+"""The log probabilities of tokens, from vLLM's entries to what parts carry. Pure."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shared.hashing import pack_tokens
@@ -27,10 +27,17 @@ def prompt_pieces(
         top_tokens: list[int] = []
         for token, position in zip(tokens[first : first + most], positions[first : first + most], strict=True):
             logprobs.append(finite(position[token].logprob))
-            top = sorted((one.rank, name, one.logprob) for name, one in position.items() if one.rank <= count)[:count]
-            top_tokens.extend(name for _, name, _ in top)
-            top_logprobs.extend(finite(value) for _, _, value in top)
+            top = likeliest(position, count)
+            top_tokens.extend(name for name, _ in top)
+            top_logprobs.extend(value for _, value in top)
         yield PromptLogprobs(first, logprobs.tobytes(), pack_tokens(top_tokens), top_logprobs.tobytes())
+
+
+def likeliest(position: Mapping[int, Any], count: int) -> list[tuple[int, float]]:
+    """Return the `count` likeliest tokens of a position with their log probabilities. vLLM adds the token that is
+    there, whatever its rank."""
+    top = sorted((one.rank, name, one.logprob) for name, one in position.items() if one.rank <= count)[:count]
+    return [(name, finite(value)) for _, name, value in top]
 
 
 def finite(logprob: float) -> float:

@@ -1,0 +1,83 @@
+"""AsyncEnd: an engine's end of the channel on an event loop, for engines whose work is elsewhere.
+
+the shell's commands ──▶ `handle`, one after the other
+Stepped ◀── `report`, once at the end of a turn of the loop in which `flush_soon` was called
+`ended` ◀── Shutdown, a failure, or the loss of the shell
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.messages import EngineOrder, Failed, Shutdown
+
+
+class AsyncEnd:
+    """Receives commands and times reports. All methods run in the loop's thread."""
+
+    def __init__(
+        self,
+        channel: EngineEnd,
+        connection: socket.socket,
+        *,
+        handle: Callable[[EngineOrder], None],
+        report: Callable[[], None],
+    ) -> None:
+        """`connection` is the channel's socket. `handle` takes each command but Shutdown; `report` sends all that is
+        new. Both may raise PeerGone, which ends the engine."""
+        self._channel = channel
+        self._connection = connection
+        self._handle = handle
+        self._report = report
+        self._flushing = False
+        self.ended: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
+        """None after Shutdown, or why the engine failed; it raises PeerGone, and what `break_off` was given."""
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Report once, and then take commands until the block ends. Raise PeerGone."""
+        self._report()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connection.fileno(), self._receive)
+        try:
+            yield
+        finally:
+            loop.remove_reader(self._connection.fileno())
+
+    def end(self, failed: Failed | None) -> None:
+        """End the engine, unless it has ended."""
+        if not self.ended.done():
+            self.ended.set_result(failed)
+
+    def break_off(self, wrong: BaseException) -> None:
+        """End the engine with an exception, unless it has ended."""
+        if not self.ended.done():
+            self.ended.set_exception(wrong)
+
+    def flush_soon(self) -> None:
+        """Report at the end of this turn of the loop."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _receive(self) -> None:
+        try:
+            for command in self._channel.receive(0.0):
+                if isinstance(command, Shutdown):
+                    self.end(None)
+                else:
+                    self._handle(command)
+        except PeerGone as wrong:
+            self.break_off(wrong)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        try:
+            if not self.ended.done():
+                self._report()
+        except PeerGone as wrong:
+            self.break_off(wrong)
