@@ -244,11 +244,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
         if self.engine in ("vllm", "attached") and self.kvbm.pool:
             raise ValueError(f"kvbm.pool is set, but the {self.engine} engine exchanges no blocks with a kvbm")
-        if (self.engine == "attached") != bool(self.attached.url):
-            missing = (
-                "engine is attached, but attached.url is empty" if not self.attached.url else "attached.url is set"
-            )
-            raise ValueError(missing if not self.attached.url else f"{missing}, but engine is {self.engine}")
+        if self.engine == "attached" and not self.attached.url:
+            raise ValueError("engine is attached, but attached.url is empty")
+        if self.engine != "attached" and self.attached.url:
+            raise ValueError(f"attached.url is set, but engine is {self.engine}")
         if self.device == "cuda" and self.kv_dtype not in ("auto", self.cuda.dtype):
             raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
         if self.device == "cpu" and self.kv_dtype == "float16":

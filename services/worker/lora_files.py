@@ -8,7 +8,8 @@ from pathlib import Path
 
 from shared.errors import ModelError
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, TENSORS)
 LIMIT_BYTES = 8 << 30
 """Most bytes of one file."""
 _CHUNK_BYTES = 1 << 20

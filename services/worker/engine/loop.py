@@ -33,8 +33,11 @@ class EngineLoop:
         for command in self._channel.receive(self._limit_s()):
             if isinstance(command, Shutdown):
                 return False
-            answers = self._operate(command) if isinstance(command, Operate) else None
-            for answer in self._core.handle(command, self._clock()) if answers is None else answers:
+            if isinstance(command, Operate):
+                answers = self._operate(command)
+            else:
+                answers = self._core.handle(command, self._clock())
+            for answer in answers:
                 self._channel.send(answer)
         return True
 

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec import Struct
 
+from services.worker.lora_files import CONFIG, TENSORS
 from services.worker.native.config import ModelConfig
 from services.worker.native.tensor_file import Floats, Shape, TensorFile
 from services.worker.native.weights import tensor_shapes, text_name
 from shared.errors import ModelError
 from shared.model_file import CONFIG_LIMIT_BYTES, read_model_json
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(.+)\.lora_(A|B)\.weight")
 _MODULE = re.compile(r"model\.layers\.([0-9]{1,6})\.(self_attn|mlp)\.([a-z_]+)")

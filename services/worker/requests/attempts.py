@@ -113,8 +113,7 @@ class Attempts:
         """End every living attempt with an error; return frontend → parts."""
         parts: dict[str, list[Part]] = {}
         for name, living in list(self._living.items()):
-            failed = Part(*name, first=self._produced[living.number], tokens=b"", finish="error", error=reason)
-            parts.setdefault(living.frontend, []).append(failed)
+            parts.setdefault(living.frontend, []).append(self._failed_part(name, living, reason))
             self._end(name)
         return parts
 
@@ -129,9 +128,11 @@ class Attempts:
         for name in names:
             living = self._living[name]
             if self.cancel(name):
-                failed = Part(*name, first=self._produced[living.number], tokens=b"", finish="error", error=reason)
-                parts.setdefault(living.frontend, []).append(failed)
+                parts.setdefault(living.frontend, []).append(self._failed_part(name, living, reason))
         return parts
+
+    def _failed_part(self, name: Name, living: _Living, reason: str) -> Part:
+        return Part(*name, first=self._produced[living.number], tokens=b"", finish="error", error=reason)
 
     @property
     def names(self) -> list[Name]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from services.worker.lora_files import TENSORS
 from services.worker.native.tensor_file import Shape, TensorFile
 from services.worker.native.weights import checkpoint_files
 from shared.errors import ModelError
@@ -28,7 +29,7 @@ def model_shapes(directory: Path) -> dict[str, Shape]:
 
 def lora_shapes(directory: Path) -> dict[str, Shape]:
     """Return the shape of each tensor of a LoRA. Raise ModelError where its file is missing or torn."""
-    return {name: entry.shape for name, entry in TensorFile(directory / "adapter_model.safetensors").entries.items()}
+    return {name: entry.shape for name, entry in TensorFile(directory / TENSORS).entries.items()}
 
 
 def lora_fault(lora: Mapping[str, Shape], model: Mapping[str, Shape], layers: int) -> str:
@@ -51,7 +52,7 @@ def lora_fault(lora: Mapping[str, Shape], model: Mapping[str, Shape], layers: in
         if size != own:
             side = "inputs" if matrix == "A" else "outputs"
             return f"it is of another model: {module} has {own} {side} here, and {size} in the LoRA"
-    return "" if found else "adapter_model.safetensors has no matrices of a LoRA, such as …q_proj.lora_A.weight"
+    return "" if found else f"{TENSORS} has no matrices of a LoRA, such as …q_proj.lora_A.weight"
 
 
 def check_lora(directory: Path, model: Path, layers: int) -> str:

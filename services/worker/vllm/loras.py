@@ -11,6 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from services.worker.lora_files import CONFIG
 from services.worker.vllm.lora_check import check_lora
 from services.worker.vllm.one_line import CHARACTERS
 from shared.errors import ModelError
@@ -63,7 +64,7 @@ class EngineLoras:
     def _check(self, directory: Path) -> str:
         """Return why the files are not loaded; empty: nothing speaks against it. Blocks."""
         config = self._llm.vllm_config
-        settings = directory / "adapter_config.json"
+        settings = directory / CONFIG
         try:
             given = read_model_json(settings, dict[str, Any], limit_bytes=CONFIG_LIMIT_BYTES)
             PEFTHelper.from_dict(given).validate_legal(config.lora_config)
