@@ -34,7 +34,6 @@ from deploy.local.usage import (
     LoadLoraFlags,
     LoraFlags,
     NewKeyFlags,
-    OperationFlags,
     PullFlags,
     ResumeFlags,
     RevokeKeyFlags,
@@ -44,6 +43,7 @@ from deploy.local.usage import (
     UpFlags,
     VersionFlags,
     WakeFlags,
+    WorkerFlags,
     parse,
 )
 from shared.config import environment
@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
                 with _fleet(flags) as config:
                     return explain.show(config, flags.request, as_json=flags.json)
-            case OperationFlags() as flags:
+            case WorkerFlags() | LoraFlags() as flags:
                 return _operate(flags)
             case ChatFlags() as flags:
                 from deploy.local.chat.api import ChatApi
@@ -200,11 +200,11 @@ def _install_vllm(flags: InstallVllmFlags) -> None:
     print("./headrace up --engine vllm")
 
 
-def _operate(flags: OperationFlags) -> int:
+def _operate(flags: WorkerFlags | LoraFlags) -> int:
     from deploy.local.operate import operate  # imported here because it loads gRPC
     from shared.messages import OperateWorker
 
-    prefixes = flags.instance if isinstance(flags, LoraFlags) else [getattr(flags, "instance", "")]
+    prefixes, model = (flags.instance, flags.model) if isinstance(flags, LoraFlags) else ([flags.instance], "")
     match flags:
         case SleepFlags(level=level):
             asked = OperateWorker("sleep", level=level)
@@ -222,7 +222,6 @@ def _operate(flags: OperationFlags) -> int:
             asked = OperateWorker("unload_lora", name)
         case _:
             raise AssertionError(flags)
-    model = flags.model if isinstance(flags, LoraFlags) else ""
     with _fleet(flags) as config:
         return operate(config, asked, prefixes, model, timeout_s=flags.timeout_s)
 

@@ -136,41 +136,34 @@ class OperationFlags(AddressFlags, frozen=True, kw_only=True):
     """The seconds to wait for each worker."""
 
 
-class SleepFlags(OperationFlags, frozen=True, kw_only=True):
-    """Send a worker to sleep, which frees its engine's memory (docs/workers.md)."""
+class WorkerFlags(OperationFlags, frozen=True, kw_only=True):
+    """The flags of an operation on one worker."""
 
     instance: Word
     """The id of the worker, or how it begins."""
+
+
+class SleepFlags(WorkerFlags, frozen=True, kw_only=True):
+    """Send a worker to sleep, which frees its engine's memory (docs/workers.md)."""
+
     level: Annotated[int, "1|2"] = 1
     """The depth: 1 keeps the weights in host memory, 2 drops them."""
 
 
-class WakeFlags(OperationFlags, frozen=True, kw_only=True):
+class WakeFlags(WorkerFlags, frozen=True, kw_only=True):
     """Wake a worker that sleeps."""
 
-    instance: Word
-    """The id of the worker, or how it begins."""
 
-
-class DrainFlags(OperationFlags, frozen=True, kw_only=True):
+class DrainFlags(WorkerFlags, frozen=True, kw_only=True):
     """Let a worker finish what it computes, and give it nothing new."""
 
-    instance: Word
-    """The id of the worker, or how it begins."""
 
-
-class ResumeFlags(OperationFlags, frozen=True, kw_only=True):
+class ResumeFlags(WorkerFlags, frozen=True, kw_only=True):
     """Let a drained worker serve again."""
 
-    instance: Word
-    """The id of the worker, or how it begins."""
 
-
-class ClearFlags(OperationFlags, frozen=True, kw_only=True):
+class ClearFlags(WorkerFlags, frozen=True, kw_only=True):
     """Clear the prefix cache of a worker."""
-
-    instance: Word
-    """The id of the worker, or how it begins."""
 
 
 class LoraFlags(OperationFlags, frozen=True, kw_only=True):
