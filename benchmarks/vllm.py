@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -189,14 +189,15 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     return goals
 
 
-def main() -> int:
-    """Run the benchmark. Return 0."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+def run(
+    benchmark: str,
+    parser: argparse.ArgumentParser,
+    measure_rows: Callable[[argparse.Namespace], list[dict[str, Any]]],
+    goals: Callable[[Sequence[dict[str, Any]]], list[Goal]],
+) -> int:
+    """Parse the command line, to which the flags of all benchmarks of vLLM are added; measure and print. Return 0."""
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=2, help="requests for each stream and round")
-    parser.add_argument("--isl", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--osl", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
@@ -204,8 +205,8 @@ def main() -> int:
         flags.rounds = 1
     if not PYTHON.exists():
         raise SystemExit("./headrace install-vllm makes vLLM's environment")
-    rows = measure(flags)
-    found = report("vllm", sys.argv[1:], goals_of(rows), rows)
+    rows = measure_rows(flags)
+    found = report(benchmark, sys.argv[1:], goals(rows), rows)
     if flags.json:
         import msgspec
 
@@ -216,6 +217,15 @@ def main() -> int:
     for goal in found["goals"]:
         print(f"{goal.name}: {goal.value} {goal.unit}, goal {goal.goal:g}: {'met' if goal.met else 'missed'}")
     return 0
+
+
+def main() -> int:
+    """Run the benchmark. Return 0."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.add_argument("--requests", type=int, default=2, help="requests for each stream and round")
+    parser.add_argument("--isl", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--osl", type=int, default=64, help="tokens of an answer")
+    return run("vllm", parser, measure, goals_of)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.report import ROOT, Goal, report
-from benchmarks.vllm import NAME, PYTHON, started
+from benchmarks.report import ROOT, Goal
+from benchmarks.vllm import NAME, PYTHON, run, started
 
 BLOCK = 32
 """Tokens of a block: the least that vLLM takes on a CPU."""
@@ -160,32 +160,12 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
 def main() -> int:
     """Run the benchmark. Return 0."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("--model", required=True, help="a Hugging Face directory")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64, help="counted requests of each side and round")
     parser.add_argument("--streams", type=int, default=8, help="streams at once")
     parser.add_argument("--groups", type=int, default=16, help="number of prefixes")
     parser.add_argument("--isl", type=int, default=320, help="tokens of a prompt")
     parser.add_argument("--osl", type=int, default=16, help="tokens of an answer")
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--json", action="store_true")
-    flags = parser.parse_args()
-    if flags.quick:
-        flags.rounds = 1
-    if not PYTHON.exists():
-        raise SystemExit("./headrace install-vllm makes vLLM's environment")
-    rows = measure(flags)
-    found = report("vllm_fleet", sys.argv[1:], goals_of(rows), rows)
-    if flags.json:
-        import msgspec
-
-        print(msgspec.json.encode(found).decode())
-        return 0
-    for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
-    for goal in found["goals"]:
-        print(f"{goal.name}: {goal.value} {goal.unit}, goal {goal.goal:g}: {'met' if goal.met else 'missed'}")
-    return 0
+    return run("vllm_fleet", parser, measure, goals_of)
 
 
 if __name__ == "__main__":
