@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,12 +15,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import nats
+
+from shared import subjects
 from shared.messages import ServiceName
 from tests.integration.stack import ROOT, eventually
 
 READY_LIMIT_S = 120.0
 STOP_LIMIT_S = 120.0
+ANSWER_LIMIT_S = 300.0
 _LISTENS = re.compile(r"listening on (http://[^\s\"]+)")
 
 
@@ -109,6 +116,21 @@ class Fleet:
                 eventually(service.ready, limit_s=READY_LIMIT_S, what=f"{name} is ready")
             except AssertionError as wrong:
                 raise AssertionError(f"{wrong}\n{service.log.read_text()[-4000:]}") from None
+
+
+def explained(nats_url: str, namespace: str, request: str) -> dict[str, Any]:
+    """Return the latest decision of the router of the model tiny on a request."""
+
+    async def ask() -> dict[str, Any]:
+        client = await nats.connect(nats_url)
+        try:
+            reply = await client.request(subjects.explain(namespace, "tiny"), request.encode(), timeout=ANSWER_LIMIT_S)
+        finally:
+            await client.close()
+        decision: dict[str, Any] = json.loads(reply.data)["decisions"][-1]
+        return decision
+
+    return asyncio.run(ask())
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@ still sends a prompt to the worker that computed its beginning."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import urllib.request
@@ -11,12 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nats
 import openai
 import pytest
 
-from shared import subjects
-from tests.integration.fleet import Fleet, fleet
+from tests.integration.fleet import Fleet, explained, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
@@ -58,18 +55,6 @@ def connected(ports: set[int]) -> set[int]:
 def test_a_prompt_goes_where_its_beginning_was_computed_and_no_event_port_is_connected_to(
     services: Fleet, tmp_path: Path, nats_url: str
 ) -> None:
-    def explained(request: str) -> dict[str, Any]:
-        async def ask() -> dict[str, Any]:
-            client = await nats.connect(nats_url)
-            try:
-                reply = await client.request(subjects.explain(NAMESPACE, "tiny"), request.encode(), timeout=LIMIT_S)
-            finally:
-                await client.close()
-            decision: dict[str, Any] = json.loads(reply.data)["decisions"][-1]
-            return decision
-
-        return asyncio.run(ask())
-
     router = services.services["router"]
     ports = event_ports(tmp_path)
     assert len(ports) >= 4, "each worker has a port for events and one for replays"
@@ -83,7 +68,11 @@ def test_a_prompt_goes_where_its_beginning_was_computed_and_no_event_port_is_con
             answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
             # The router hears of the first token after the client has it.
             return eventually(
-                lambda: found if (found := explained(answer.id))["actual_cached_tokens"] is not None else None,
+                lambda: (
+                    found
+                    if (found := explained(nats_url, NAMESPACE, answer.id))["actual_cached_tokens"] is not None
+                    else None
+                ),
                 limit_s=LIMIT_S,
                 what="the router has heard of the first token",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import json
 import os
@@ -15,11 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
 
-from shared import subjects
-from tests.integration.fleet import Fleet, fleet
+from tests.integration.fleet import Fleet, explained, fleet
 from tests.integration.stack import ROOT, eventually
 from tests.integration.test_vllm import cores
 from tests.tiny_lora import write_lora
@@ -105,17 +102,11 @@ class Client:
     def explained(self, request: str) -> dict[str, Any]:
         """Return the router's decision on a request, once it has heard of the first token."""
 
-        async def read() -> dict[str, Any] | None:
-            connection = await nats.connect(self._nats_url)
-            try:
-                subject = subjects.explain(NAMESPACE, "tiny")
-                reply = await connection.request(subject, request.encode(), timeout=LIMIT_S)
-            finally:
-                await connection.close()
-            decision: dict[str, Any] = json.loads(reply.data)["decisions"][-1]
+        def read() -> dict[str, Any] | None:
+            decision = explained(self._nats_url, NAMESPACE, request)
             return decision if decision["actual_cached_tokens"] is not None else None
 
-        return eventually(lambda: asyncio.run(read()), limit_s=LIMIT_S, what="the router heard of the first token")
+        return eventually(read, limit_s=LIMIT_S, what="the router heard of the first token")
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nats
 import openai
 import pytest
 from openai.types import Completion
 
-from shared import subjects
-from tests.integration.fleet import Fleet, fleet
+from tests.integration.fleet import Fleet, explained, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 from tests.worker.vllm.environment import PYTHON, needs_vllm
@@ -42,19 +38,6 @@ def services(tmp_path: Path, nats_url: str) -> Iterator[Fleet]:
         yield one
 
 
-def explained(nats_url: str, request: str) -> dict[str, Any]:
-    async def ask() -> dict[str, Any]:
-        client = await nats.connect(nats_url)
-        try:
-            reply = await client.request(subjects.explain(NAMESPACE, "tiny"), request.encode(), timeout=LIMIT_S)
-        finally:
-            await client.close()
-        decision: dict[str, Any] = json.loads(reply.data)["decisions"][-1]
-        return decision
-
-    return asyncio.run(ask())
-
-
 def test_the_router_chooses_among_ranks_and_all_start_again_together(services: Fleet, nats_url: str) -> None:
     router, worker = services.services["router"], services.services["worker"]
     ranks: dict[int, int] = {}
@@ -72,7 +55,7 @@ def test_the_router_chooses_among_ranks_and_all_start_again_together(services: F
             prompt = [5 + (number * 37 + index * (1 + number % 5)) % 250 for index in range(200)] + [9 + tail]
             answer = eventually(lambda: asked(prompt), limit_s=LIMIT_S, what="a request is answered")
             return eventually(
-                lambda: found if (found := explained(nats_url, answer.id))["ended_s"] is not None else None,
+                lambda: one if (one := explained(nats_url, NAMESPACE, answer.id))["ended_s"] is not None else None,
                 limit_s=LIMIT_S,
                 what="the router has heard of the end",
             )

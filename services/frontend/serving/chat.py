@@ -402,7 +402,7 @@ def _with_usage(request: TextRequest) -> bool:
 
 
 def _prompt_entries(sampling: Sampling, model: Model, prompt: Prompt, characters: int) -> PromptEntries | None:
-    """Return what makes entries of the prompt's log-probabilities for one choice, whose prompt is echoed with so many
+    """Return what makes entries of the prompt's log-probabilities for one choice, whose prompt is echoed with N
     characters; None: they are not asked for."""
     return PromptEntries(model.token_bytes, prompt.tokens, characters) if sampling.prompt_logprobs >= 0 else None
 

@@ -19,6 +19,8 @@ from shared.errors import ModelError
 OUTSIDE_BYTES = 1 << 30
 """The memory that a process takes in addition to its allocations: on an H200, 0.5 GiB for CUDA's context and 0.2 GiB
 for kernels and 19 graphs."""
+LORA_PART = 8
+"""The memory for LoRAs is at most this part of what KV and LoRAs have together."""
 MARGIN_BYTES = 512 << 20
 """The free memory that is left for later needs: kernels and graphs."""
 MOST_BLOCKS = 1 << 20
@@ -84,10 +86,6 @@ def step_bytes(config: ModelConfig, limits: StepLimits, element_bytes: int) -> i
 def weight_bytes(shapes: Mapping[str, Shape], element_bytes: int) -> int:
     """Return the bytes of weights whose matrices have the element type and whose vectors are float32."""
     return sum(prod(shape) * (element_bytes if len(shape) > 1 else 4) for shape in shapes.values())
-
-
-LORA_PART = 8
-"""The memory for LoRAs is at most this part of what KV and LoRAs have together."""
 
 
 class GpuRoom(Struct, frozen=True):
