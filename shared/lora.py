@@ -2,8 +2,7 @@
 
 An id is `name@digest`: the name that clients use, and a digest of the adapter's files. Cards, requests, blocks and
 their keys carry the id. So a block computed with other files of the same name is another block, everywhere, and an
-answer goes on only where the same files are loaded. Where the files cannot be read, as of an attached engine, the id
-is the name alone.
+answer goes on only where the same files are loaded. An id without a digest is the name alone.
 """
 
 from __future__ import annotations
