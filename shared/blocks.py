@@ -287,6 +287,11 @@ class BlockPool:
         self._settle(slot)
         return [ContentEvicted(content)]
 
+    def clear(self) -> None:
+        """Forget all content. A slot is free once nothing holds it."""
+        for key in list(self._slot_of):
+            self.forget(key)
+
     # --- copies: hold what they read, and fill what is loading
 
     def hold_for_copy(self, slot: int) -> None:

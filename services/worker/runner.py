@@ -91,7 +91,8 @@ class Runner(Protocol):
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         """Do an operation that `facts.operations` names, between steps. Return why it was not done, empty where it
-        was."""
+        was. At `clear` there is nothing to do. A runner that sleeps computes nothing until `wake`, and its KV is lost;
+        its mover is detached then, and stays the same."""
         ...
 
     def mover(self, clock: Callable[[], float]) -> Mover:

@@ -8,6 +8,7 @@ The same tests run with a CPU in place of the GPU.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +123,25 @@ async def test_a_cpu_worker_loads_blocks_of_gpu_workers_and_they_load_its_blocks
     assert (answer.tokens, answer.host) == (computed.tokens, full_blocks(its) * BLOCK_TOKENS)
     assert machine.process("cpu").metric("headrace_kvbm_differing_blocks_total") == 0
     machine.process("cpu").stop()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_worker_that_slept_gets_its_blocks_from_the_kvbm(exact: WorkerRig, wire: Wire, level: int) -> None:
+    asked, other = prompt(1500, ("slept", level)), prompt(700, ("woken", level))
+    expected = await wire.compute("second", asked)
+    operated = await wire.operate("second", "sleep", level)
+    assert (operated.failed, operated.state) == ("", "asleep")
+    await wire.linked("second", False)
+    again = await wire.operate("second", "sleep", level)
+    assert again.failed == "sleep: the worker is asleep already"
+    stored = await wire.compute("first", other)  # the kvbm and the other worker go on
+    assert (await wire.operate("second", "wake")).failed == ""
+    await wire.linked("second", True)
+    await asyncio.to_thread(exact.machine.fleet.wait_ready, "second")
+    for tokens, answer in ((asked, expected), (other, stored)):
+        loaded = await wire.ask("second", tokens)
+        assert (loaded.tokens, loaded.host) == (answer.tokens, full_blocks(tokens) * BLOCK_TOKENS)
+    await wire.compute("second", prompt(300, ("stored again", level)))
 
 
 async def test_in_float32_embeddings_are_the_references_after_loaded_blocks_too(wire: Wire) -> None:

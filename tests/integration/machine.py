@@ -30,17 +30,22 @@ from shared.hashing import content_keys, event_hash, pack_tokens, root_key
 from shared.messages import (
     INSTANCE,
     JSON_HEADER,
+    OPERATE_WORKER,
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
+    WORKER_OPERATED,
     Accepted,
     Instance,
     LoadReport,
+    OperateWorker,
     Pooling,
     Sampling,
     ServiceName,
     SnapshotRequest,
     Tier,
     TokenLogprob,
+    WorkerOperated,
+    WorkerOperation,
 )
 from shared.pool.format import HEADER_BYTES, parse
 from tests.integration.fleet import Fleet, Service
@@ -214,6 +219,13 @@ class Wire:
         assert isinstance(reply, Accepted), reply
         assert await peer.ended(asked.request) == "stop", peer.parts(asked.request)[-1]
         return np.frombuffer(peer.parts(asked.request)[-1].embedding, "<f4")
+
+    async def operate(self, name: str, operation: WorkerOperation, level: int = 1) -> WorkerOperated:
+        """Have an operation done on a worker; return its answer."""
+        instance = await self.instance(name)
+        asked = OPERATE_WORKER.encode(OperateWorker(operation, level=level))
+        answer = await self._bus.request(instance.subjects["operate"], asked, timeout_s=LIMIT_S)
+        return WORKER_OPERATED.decode(answer.payload, answer.headers)
 
     async def cancel(self, name: str, request: str) -> None:
         await (await self.peer(name)).cancel(request)

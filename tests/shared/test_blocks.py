@@ -253,6 +253,22 @@ def test_a_forgotten_block_may_be_stored_again_in_another_slot() -> None:
     assert pool.find(contents[0].key) == second
 
 
+def test_a_cleared_pool_finds_nothing_and_gives_its_slots_back_as_they_are_released() -> None:
+    pool = BlockPool(4)
+    contents = chain(1, 2, 3)
+    first, second, third = fill(pool, contents)
+    release(pool, [second, third])
+    pool.hold_for_copy(second)
+    pool.clear()
+    assert (pool.digest, pool.snapshot(), pool.free) == (0, [], 2)
+    pool.release_copies([second])
+    pool.release(first)
+    assert pool.free == 4
+    pool.validate()
+    release(pool, fill(pool, contents))
+    assert pool.longest_prefix([content.key for content in contents]) == 3
+
+
 def test_asking_for_more_than_is_available_is_a_programmers_error() -> None:
     with pytest.raises(AssertionError, match="3 blocks asked for, 2 available"):
         BlockPool(2).allocate(3)

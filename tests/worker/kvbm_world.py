@@ -16,12 +16,16 @@ from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
     CancelAttempt,
+    EngineOperation,
     Exchanged,
     KvbmAsk,
     KvbmDown,
     KvbmLink,
     KvbmReply,
     KvbmUp,
+    Operate,
+    Operated,
+    Snapshot,
     Stepped,
     Submit,
 )
@@ -74,7 +78,9 @@ class Engine:
             most_blocks=6,
             checksums=world.checks,
         )
-        self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.connector)
+        self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.connector, ("clear", "sleep", "wake"))
+        self.sleeps = False
+        """From a sleep that was not refused until it woke."""
         self.asks: deque[KvbmAsk] = deque()
         self.replies: dict[int, deque[KvbmReply]] = {}
         """Under way, by number."""
@@ -88,8 +94,10 @@ class Engine:
         """Prompt tokens that answers report as cached there."""
         self.hear([self.core.opening()])
 
-    def hear(self, reports: list[Stepped]) -> None:
+    def hear(self, reports: Sequence[Stepped | Snapshot | Operated]) -> None:
         for report in reports:
+            if not isinstance(report, Stepped):
+                continue
             if report.exchanged is not None:
                 self.exchanged = report.exchanged
                 assert self.world.damages or not report.exchanged.differing_blocks, "found where there was none"
@@ -129,6 +137,22 @@ class Engine:
         if self.living:
             self.core.handle(CancelAttempt(sorted(self.living)[pick % len(self.living)], 1), self.world.now_s)
 
+    def operate(self, operation: EngineOperation) -> None:
+        """Ask for an operation; `sleep` may take some steps."""
+        answers = self.core.handle(Operate(1, operation), self.world.now_s)
+        self.hear(answers)
+        self.sleeps |= operation == "sleep" and not answers
+        self.do_operation()
+
+    def do_operation(self) -> None:
+        due = self.core.due_operation()
+        if due is not None:
+            assert self.hand is None or self.hand.idle or due.operation != "sleep", "a copy is under way"
+            failed = self.runner.operate(due.operation, "", "", due.level)
+            self.sleeps &= due.operation != "wake"
+            self.hear(self.core.operated(failed, self.world.now_s))
+            self.core.validate()
+
     def step(self) -> bool:
         """False: there was nothing to do."""
         now_s = self.world.now_s
@@ -142,6 +166,7 @@ class Engine:
         if works is not None:
             self.hear(self.core.finish(self.runner.step(works), self.world.step_s))
         self.core.validate()
+        self.do_operation()
         if works is None and not self.core.busy:
             until_s = self.core.wait_until_s
             assert until_s is None or until_s > now_s, "it would not sleep"
@@ -313,7 +338,7 @@ class World:
         roll = draw.random()
         if roll < trouble:
             self.bad_luck(engine)
-        elif roll < 0.15 and len(engine.living) < 4:
+        elif roll < 0.15 and len(engine.living) < 4 and not engine.sleeps:
             self.submit(engine)
         elif roll < 0.40:
             engine.step()
@@ -335,7 +360,7 @@ class World:
 
     def bad_luck(self, engine: Engine) -> None:
         draw = self.draw
-        match draw.randrange(7):
+        match draw.randrange(9):
             case 0 if self.drawer is not None:
                 self.kill_kvbm()
             case 1 | 2 if self.drawer is None:
@@ -351,6 +376,10 @@ class World:
                 engine.cancel(draw.randrange(100))
             case 6:
                 engine.time_out()
+            case 7:
+                engine.operate("wake" if engine.sleeps else "sleep")
+            case 8:
+                engine.operate("clear")
             case _:
                 pass
 
@@ -369,6 +398,8 @@ class World:
         """All goes well with this engine for a while; whether it is at rest, attached."""
         assert self.drawer is not None
         self.now_s += 0.05
+        if engine.sleeps:
+            engine.operate("wake")  # refused while it falls asleep
         rests = not engine.step() and not engine.living and bool(engine.link.kvbm)
         while engine.asks:
             engine.carry("")

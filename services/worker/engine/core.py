@@ -4,6 +4,7 @@
                └──────────────◀───────────┘ None: nothing to do                  ◀────────────────┘
 
     outcome of a step ─▶ reported at once, or pending ─▶ reported with later ones, or before a step that may take longer
+    Operate ─▶ refused, or due at once (sleep: when no copy is under way) ──▶ (the runner does it) ──▶ operated
 
 Between `begin` and the computation of the step, `step_connector` lets the KV connector ask the kvbm.
 
@@ -80,6 +81,9 @@ class EngineCore:
         self._pending_steps = 0
         self._pending_tokens = 0
         self._pending_s = 0.0
+        self._operation: Operate | None = None
+        """The operation that is neither refused nor done yet."""
+        self._asleep = False
 
     @staticmethod
     def of(
@@ -125,8 +129,9 @@ class EngineCore:
         """Whether `begin` would give a step now."""
         return self._scheduler.busy
 
-    def handle(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot | Operated]:
-        """Handle a command; return its answers. A snapshot comes after everything that it contains was reported."""
+    def handle(self, command: EngineOrder, now_s: float) -> Sequence[Stepped | Snapshot | Operated]:
+        """Handle a command; return its answers. A snapshot comes after everything that it contains was reported. An
+        operation that is not refused is `due_operation` later."""
         match command:
             case Submit():
                 self._scheduler.submit(command, now_s)
@@ -137,9 +142,14 @@ class EngineCore:
                 blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
                 return [*reports, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
             case Operate():
-                refused = self.refusal(command)
-                assert refused, "what is not refused, the loop has the runner do"
-                return self.operated(command, refused)
+                refused = self._refusal(command)
+                if refused:
+                    return [Operated(command.ticket, refused)]
+                self._operation = command
+                if command.operation == "sleep":
+                    self._scheduler.closed = "the engine is asleep"
+                    if self._connector is not None:
+                        self._connector.pause(now_s)
             case KvbmUp() | KvbmDown() | KvbmReply():
                 if self._connector is not None:
                     self._connector.handle(command, now_s)
@@ -147,11 +157,19 @@ class EngineCore:
                 assert_never(command)
         return []
 
-    def refusal(self, command: Operate) -> str:
-        """Return why an operation cannot be done now; empty: the runner can try it, and `operated` gets the result."""
+    def _refusal(self, command: Operate) -> str:
+        """Return why an operation cannot be done now; empty: the runner can try it."""
         operation, name, scheduler = command.operation, command.name, self._scheduler
         if operation not in self._operations:
             return f"{operation}: this engine cannot do it"
+        if self._operation is not None:
+            return f"{operation}: {self._operation.operation} is not done yet"
+        if operation == "wake":
+            return "" if self._asleep else "wake: the engine is awake"
+        if self._asleep:
+            return f"{operation}: the engine is asleep"
+        if operation == "sleep" and scheduler.living:
+            return f"sleep: {scheduler.living} attempts are running"
         if operation == "load_lora" and name in scheduler.loras:
             return f"load_lora: {name} is loaded already"
         if operation == "unload_lora" and name not in scheduler.loras:
@@ -160,13 +178,44 @@ class EngineCore:
             return f"unload_lora: attempts with {name} are running"
         return ""
 
-    def operated(self, command: Operate, failed: str) -> list[Stepped | Snapshot | Operated]:
-        """Take note of an operation: it was done, unless `failed` says why not. Return what to report."""
-        if not failed and command.operation == "load_lora":
-            self._scheduler.loras.add(command.name)
-        elif not failed and command.operation == "unload_lora":
-            self._scheduler.loras.remove(command.name)
-        return [Operated(command.ticket, failed)]
+    def due_operation(self) -> Operate | None:
+        """Return the operation that the runner is to do now; `operated` gets the result. Sleep is due when no copy
+        reads or writes the engine's blocks any longer."""
+        operation = self._operation
+        if operation is not None and operation.operation == "sleep" and self._connector is not None:
+            return operation if self._connector.let_go() else None
+        return operation
+
+    def operated(self, failed: str, now_s: float) -> list[Stepped | Operated]:
+        """Take note of the operation that was due: it was done, unless `failed` says why not. Return what to report."""
+        command, self._operation = self._operation, None
+        assert command is not None
+        reports: list[Stepped] = []
+        match command.operation:
+            case "sleep" | "wake":
+                self._asleep = (command.operation == "sleep") != bool(failed)
+                if self._asleep and not failed:
+                    reports = self._clear()
+                elif not self._asleep:
+                    self._scheduler.closed = ""
+                    if self._connector is not None:
+                        self._connector.resume(now_s)
+            case "clear" if not failed:
+                reports = self._clear()
+            case "load_lora" if not failed:
+                self._scheduler.loras.add(command.name)
+            case "unload_lora" if not failed:
+                self._scheduler.loras.remove(command.name)
+            case _:
+                pass
+        return [*reports, Operated(command.ticket, failed)]
+
+    def _clear(self) -> list[Stepped]:
+        """Forget all cached blocks. Return what to report."""
+        reports = self._report_all()
+        self._scheduler.clear()
+        self._digest = self._scheduler.kv_cache.digest
+        return [*reports, self._stepped(Outcome(), [AllBlocksCleared()])]
 
     def begin(self, now_s: float) -> tuple[list[Stepped], list[Work] | None]:
         """Begin a step. Return what to report first, and what to compute now: empty where there is only something to

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
-from services.worker.messages import Operate, Operated, Shutdown, Snapshot, Stepped
+from services.worker.messages import Shutdown
 from services.worker.runner import Runner
 
 
@@ -33,20 +33,18 @@ class EngineLoop:
         for command in self._channel.receive(self._limit_s()):
             if isinstance(command, Shutdown):
                 return False
-            if isinstance(command, Operate):
-                answers = self._operate(command)
-            else:
-                answers = self._core.handle(command, self._clock())
-            for answer in answers:
+            for answer in self._core.handle(command, self._clock()):
                 self._channel.send(answer)
+            self._operate()
         return True
 
-    def _operate(self, command: Operate) -> list[Stepped | Snapshot | Operated]:
-        """Have the runner do an operation that the core does not refuse."""
-        failed = self._core.refusal(command) or self._runner.operate(
-            command.operation, command.name, command.path, command.level
-        )
-        return self._core.operated(command, failed)
+    def _operate(self) -> None:
+        """Have the runner do the operation that is due."""
+        due = self._core.due_operation()
+        if due is not None:
+            failed = self._runner.operate(due.operation, due.name, due.path, due.level)
+            for report in self._core.operated(failed, self._clock()):
+                self._channel.send(report)
 
     def _limit_s(self) -> float | None:
         """Return how long to wait for commands."""
@@ -66,3 +64,4 @@ class EngineLoop:
             drawn = self._runner.step(works) if works else []
             for report in self._core.finish(drawn, self._clock() - begun_s):
                 self._channel.send(report)
+        self._operate()

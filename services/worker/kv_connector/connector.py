@@ -126,6 +126,8 @@ class KVConnector:
         """Seconds from the next loss of the link to the next try."""
         self._attached_s = 0.0
         """When the link began."""
+        self._paused = False
+        """Whether the engine sleeps, or is about to: nothing is exchanged."""
         self._awaited: dict[int, KvbmOperation] = {}
         """Number → operation of the requests of this link, or of the try to attach, that are not answered."""
         self._late: frozenset[int] = frozenset()
@@ -169,7 +171,7 @@ class KVConnector:
             self._discard()
             self._perform(self._fetches.step(now_s))
             self._perform(self._stores.step(now_s))
-        elif self._state == "detached" and self._kvbm and now_s >= self._try_s:
+        elif self._state == "detached" and self._kvbm and not self._paused and now_s >= self._try_s:
             self._enter("quieting")
         if self._state == "quieting" and self.idle:
             self._attach(now_s)
@@ -189,7 +191,7 @@ class KVConnector:
         own_s: float | None = None
         if self._state == "attached":
             own_s = self._stores.wait_until_s
-        elif self._state == "detached" and self._kvbm:
+        elif self._state == "detached" and self._kvbm and not self._paused:
             own_s = self._try_s
         return own_s if copies_s is None else copies_s if own_s is None else min(copies_s, own_s)
 
@@ -201,6 +203,25 @@ class KVConnector:
     def new_stats(self) -> Exchanged | None:
         """Return what was exchanged since the engine started, or None where that is as it was at the last call."""
         return self._stats.new_totals()
+
+    def pause(self, now_s: float) -> None:
+        """Begin no copy until `resume`: the engine's blocks are about to go."""
+        self._paused = True
+        self._detach("the engine sleeps", now_s)
+
+    def let_go(self) -> bool:
+        """Have the mover let go of the pool, unless a copy is still under way; return whether it has. Called after
+        `pause`, until it does."""
+        assert self._paused
+        if self.idle and self._mapped:
+            self._mapped = False
+            self.mover.detach()
+        return self.idle
+
+    def resume(self, now_s: float) -> None:
+        """The engine's blocks are there again: attach at once."""
+        self._paused = False
+        self._delay_s, self._try_s = BACK_OFF_FIRST_S, now_s
 
     def close(self) -> None:
         """Begin no further copy. The pool is left alone when this returns. Where the mover fails, since its GPU is lost
@@ -360,6 +381,7 @@ class KVConnector:
         self._fetches.validate()
         assert self._state in ("detached", "quieting") or self._kvbm, "attached to no kvbm"
         assert self._state != "attached" or self._mapped
+        assert self._state == "detached" or not self._paused
         assert self._state not in ("detached", "quieting") or set(self._awaited.values()) <= {"abort"}
         assert bool(self._link.kvbm) == (self._state == "attached")
 

@@ -33,7 +33,8 @@ class KvCache:
         self.layout = layout
         self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
         shape = (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
-        self.pages: Array = _zeros(shape, np.uint16 if self._narrow else np.float32)
+        mapping, self.pages = _zeros(shape, np.uint16 if self._narrow else np.float32)
+        self._mapping: mmap.mmap | None = mapping
 
     @property
     def memory(self) -> memoryview:
@@ -63,13 +64,18 @@ class KvCache:
             keys, values = from_bfloat16(keys), from_bfloat16(values)
         return keys[:, :length], values[:, :length]
 
+    def drop(self) -> None:
+        """Give the memory of all slots back to the system. What they held is lost; they can be used as before."""
+        assert self._mapping is not None
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Let go of the pages; their memory is freed when the last view of it ends."""
-        self.pages = None
+        self.pages = self._mapping = None
 
 
-def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
-    """Return zeros that begin on a page boundary.
+def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> tuple[mmap.mmap, Array]:
+    """Return memory of its own mapping, and zeros in it, which begin on a page boundary.
 
     Memory of numpy.zeros begins 16 bytes after one, and a copy from there to a page can take twice as long. Blocks of
     real models are whole pages, so with this array each block begins on a page.
@@ -78,4 +84,4 @@ def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
     if sys.platform == "linux":
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
-    return np.frombuffer(memory, dtype).reshape(shape)
+    return memory, np.frombuffer(memory, dtype).reshape(shape)

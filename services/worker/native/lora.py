@@ -103,6 +103,16 @@ class LoraStore:
         if self._loaded.pop(name, None) is None:
             raise ModelError(f"no LoRA {name} is loaded")
 
+    def move(self, move: Callable[[Array], Array]) -> None:
+        """Replace each matrix of all loaded LoRAs by what `move` makes of it; where it raises, none is replaced."""
+        self._loaded = {
+            name: tuple(
+                {projection: LoraPair(move(pair.a), move(pair.b)) for projection, pair in layer.items()}
+                for layer in layers
+            )
+            for name, layers in self._loaded.items()
+        }
+
     def of(self, works: Sequence[Work]) -> list[LoraRows]:
         """Return the rows of each LoRA in a step; all of them are loaded."""
         return [LoraRows(rows, self._loaded[name]) for name, rows in rows_by_lora(works).items()]

@@ -24,7 +24,7 @@ from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
-from services.worker.native.weights_digest import weights_digest
+from services.worker.native.weights_digest import check_digest, weights_digest
 from services.worker.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
@@ -64,10 +64,11 @@ class NativeRunner:
                 f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes} bytes;"
                 " raise capacity_bytes"
             )
-        weights = load_weights(directory, config)
         context_length = min(config.context_length, capacity_blocks * block_size)
+        self._config = config
         self._cache = KvCache(layout, capacity_blocks)
-        self._decoder = Decoder(config, weights, self._cache, _linear(weights), context_length)
+        self._decoder: Decoder | None = self._load_decoder(directory, context_length)
+        """None while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
         self._verify = verify
         grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
@@ -85,8 +86,12 @@ class NativeRunner:
             min_tokens=True,
             embedding_size=config.hidden,
             weights=weights_digest(directory, config),
-            operations=LORA_OPERATIONS if lora_bytes else (),
+            operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
         )
+
+    def _load_decoder(self, directory: Path, context_length: int) -> Decoder:
+        weights = load_weights(directory, self._config)
+        return Decoder(self._config, weights, self._cache, _linear(weights), context_length)
 
     @property
     def facts(self) -> Ready:
@@ -95,6 +100,7 @@ class NativeRunner:
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         """Compute a step; return one entry for each work, None for those that do not end."""
+        assert self._decoder is not None, "the engine is asleep"
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
         with np.errstate(
@@ -103,9 +109,34 @@ class NativeRunner:
             logits, sums = self._decoder.pool(works, pooling_spans(works), self._loras.of(works))
         return step_results(works, sample(np, logits, drawing, self._masks.end()), sums)
 
-    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
-        """Do an operation that the facts name, between steps; return why it was not done, empty where it was."""
-        return operate_loras(self._loras, operation, name, path)
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        """Do an operation that the facts name, between steps; return why it was not done, empty where it was.
+
+        Sleep gives the memory of the KV pages back to the system, at level 2 also that of the weights. The mapped file
+        of the weights is host memory already, so level 1 keeps it.
+        """
+        match operation:
+            case "clear":
+                return ""
+            case "sleep":
+                self._cache.drop()
+                if level == 2:
+                    self._decoder = None
+                return ""
+            case "wake":
+                return self._wake()
+            case "load_lora" | "unload_lora":
+                return operate_loras(self._loras, operation, name, path)
+
+    def _wake(self) -> str:
+        if self._decoder is None:
+            directory = Path(self._facts.path)
+            try:
+                check_digest(directory, self._config, self._facts.weights)
+                self._decoder = self._load_decoder(directory, self._facts.context_length)
+            except ModelError as wrong:
+                return f"wake: {wrong}"
+        return ""
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Return a mover between the KV pages and a pool."""

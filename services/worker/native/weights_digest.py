@@ -16,6 +16,7 @@ import msgspec
 
 from services.worker.native.config import ModelConfig
 from services.worker.native.weights import Checkpoint
+from shared.errors import ModelError
 
 PIECES = 16
 """How many pieces of a tensor are covered."""
@@ -34,6 +35,12 @@ def weights_digest(directory: Path, config: ModelConfig) -> str:
         for piece in checkpoint.pieces(name, PIECES, PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()[:16]
+
+
+def check_digest(directory: Path, config: ModelConfig, digest: str) -> None:
+    """Raise ModelError where a directory's weights do not have this digest any longer."""
+    if weights_digest(directory, config) != digest:
+        raise ModelError(f"{directory}: the weights have changed since the worker started; start it again")
 
 
 def _said(config: ModelConfig) -> bytes:

@@ -132,6 +132,14 @@ class KVCacheManager:
             self._events.extend(self._pool.forget(key))
         self.discard(keys)
 
+    def clear(self) -> None:
+        """Forget all blocks, while no sequence holds any: `drain_events` tells nothing of it. Copies that are under way
+        go on, and bring nothing into the cache. The kvbm keeps what it has."""
+        assert not self._holders
+        self.onboarding.clear()
+        self._pool.clear()
+        self.changes += 1
+
     def allocate_block(self) -> int | None:
         """Return a blank block that belongs to no sequence, or None where none is available."""
         if not self._pool.available:

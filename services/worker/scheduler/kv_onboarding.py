@@ -135,6 +135,12 @@ class Onboarding:
         if fetch is not None:
             self._abandon(fetch)
 
+    def clear(self) -> None:
+        """The cache was cleared: abandon all fetches, and let none of their blocks into the cache."""
+        for fetch in list(self._fetches.values()):
+            fetch.broken = True
+            self._abandon(fetch)
+
     def reclaim(self) -> bool:
         """Abandon the last fetch that holds blocks, since a running sequence needs them. Return False where no fetch
         holds any."""

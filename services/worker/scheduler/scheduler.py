@@ -65,6 +65,8 @@ class Scheduler:
         self._limits = limits
         self.loras: set[str] = set()
         """Ids of the loaded LoRAs. Attempts with another one are refused."""
+        self.closed = ""
+        """Why all new attempts are refused, and the device is not probed; empty: neither."""
         self.kv_cache = KVCacheManager(limits)
         """The blocks of the device, which the KV connector uses, too."""
         self._onboarding = self.kv_cache.onboarding
@@ -125,6 +127,14 @@ class Scheduler:
             self._end(sequence, "cancelled")
         self._stalled_at = None
 
+    def clear(self) -> None:
+        """Forget all cached blocks. Running attempts wait again, and compute theirs once more."""
+        assert self._step is None
+        for sequence in list(self._running):
+            self._requeue(sequence)
+        self.kv_cache.clear()
+        self._stalled_at = None
+
     # --- a step
 
     def schedule(self, now_s: float) -> list[Work]:
@@ -136,7 +146,7 @@ class Scheduler:
         self._consider_onboarding(now_s)
         self._step = []
         self._schedule_decodes()
-        if self._probe.due:
+        if self._probe.due and not self.closed:
             self._schedule_probe()
         self._schedule_prefills()
         works = [sequence.work for sequence in self._step]
@@ -192,6 +202,11 @@ class Scheduler:
 
     # --- questions
 
+    @property
+    def living(self) -> int:
+        """How many attempts live."""
+        return len(self._living)
+
     def uses_lora(self, lora: str) -> bool:
         """Whether an attempt with this LoRA lives."""
         return any(sequence.submit.lora == lora for sequence in self._living.values())
@@ -201,7 +216,7 @@ class Scheduler:
         """Whether a step is due: something can be computed, or is still to be reported."""
         return bool(
             self._running
-            or ((self._waiting or self._probe.due) and not self._stalled)
+            or ((self._waiting or (self._probe.due and not self.closed)) and not self._stalled)
             or self._outcome.parts
             or self.kv_cache.has_events
         )
@@ -314,6 +329,10 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Let a running sequence give its blocks back and wait again."""
         self._stop(sequence)
         sequence.looked_up = False
         self._enqueue(sequence)
@@ -375,6 +394,8 @@ class Scheduler:
     def _unfit(self, sequence: Sequence) -> str:
         """Return why a new sequence cannot be computed; empty: it can."""
         limits, length = self._limits, len(sequence.tokens)
+        if self.closed:
+            return self.closed
         if not 0 < sequence.submit.prompt_tokens <= length:
             return f"{length} tokens of which {sequence.submit.prompt_tokens} are the prompt"
         if sequence.submit.lora and sequence.submit.lora not in self.loras:

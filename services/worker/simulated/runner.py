@@ -22,12 +22,15 @@ from services.worker.simulated.timing import Table, Timing
 from shared.errors import ConfigError
 from shared.messages import UNFOLLOWABLE, TokenLogprob
 
+OPERATIONS: tuple[EngineOperation, ...] = ("clear", "sleep", "wake")
+"""What these runners can do: all of it is done outside of them, since they hold no KV and no weights."""
+
 
 class SimulatedRunner:
     """A Runner that answers as a SimulatedModel does, in the time that a GPU would take."""
 
     def __init__(self, model: SimulatedModel) -> None:
-        self.facts = model.facts
+        self.facts = msgspec.structs.replace(model.facts, operations=OPERATIONS)
         self._model = model
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
@@ -37,7 +40,7 @@ class SimulatedRunner:
         return drawn
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
-        return f"{operation}: this engine cannot do it"
+        return ""
 
     def mover(self, clock: Callable[[], float]) -> SimulatedMover:
         return self._model.timing.mover(self.facts.block_size, clock)
@@ -59,7 +62,9 @@ class EchoRunner:
     def __init__(self, facts: Ready) -> None:
         grammars = GrammarCache.from_directory(Path(facts.path), facts.vocab_size, facts.eos_token_ids)
         self._masks = MaskThread(grammars)
-        self.facts = msgspec.structs.replace(facts, embedding_size=0, grammars=grammars is not None)
+        self.facts = msgspec.structs.replace(
+            facts, embedding_size=0, grammars=grammars is not None, operations=OPERATIONS
+        )
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         self._masks.begin(works)
@@ -67,7 +72,7 @@ class EchoRunner:
         return [self._draw(work, masks) if work.draws else None for work in works]
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
-        return f"{operation}: this engine cannot do it"
+        return ""
 
     def mover(self, clock: Callable[[], float]) -> Mover:  # noqa: ARG002 - a Runner's
         """Raise ConfigError: there is no KV."""

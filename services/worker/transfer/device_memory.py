@@ -125,6 +125,12 @@ class DeviceMemory:
                 allocated=self._allocated,
             )
 
+    def trim(self) -> None:
+        """Give all free memory back to the device, after everything that it still computes."""
+        with cupy.cuda.Device(self.device), translated_errors():
+            runtime.deviceSynchronize()
+            runtime.memPoolTrimTo(self._pool, 0)
+
     def close(self) -> None:
         """Destroy the pool. All memory must have been freed, and the streams must have reached those frees."""
         assert not self._streams, f"{len(self._streams)} allocations are in use"

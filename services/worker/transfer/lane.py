@@ -85,6 +85,12 @@ class Lane:
             self._unready = prepares
             self._work.notify_all()
 
+    def use(self, copier: Copier) -> None:
+        """Copy with another copier of the same blocks, while no pool is set."""
+        with self._work:
+            assert self._slots is None
+            self._copier = copier
+
     def add(self, batch: CopyBatch) -> None:
         with self._work:
             assert self._slots is not None

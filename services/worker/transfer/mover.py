@@ -37,7 +37,7 @@ class TransferMover:
         self._ended_lock = threading.Lock()
         """Guards the list `_ended`, which the lanes fill."""
         self._ended: list[Copied] = []
-        self._attached = False
+        self._attached = self._released = False
         blocks = copier.group_blocks if most_blocks is None else most_blocks
         names = ("saves", "loads") if copier.duplex else ("copies",)
         lanes = [Lane(name, copier, blocks, clock, self._on_ended, verify=verify) for name in names]
@@ -71,6 +71,20 @@ class TransferMover:
     def load(self, batch: int, copies: Sequence[Copy]) -> None:
         self._loads.add(CopyBatch(batch, copies, loads=True))
 
+    def release(self) -> None:
+        """Free what the copier holds, while nothing is attached: the memory of the device's blocks is about to go."""
+        assert not self._attached
+        self._released = True
+        self._copier.close()
+
+    def renew(self, copier: Copier) -> None:
+        """Copy with another copier, for the new memory of the same blocks, after `release`."""
+        assert self._released
+        self._released = False
+        self._copier = copier
+        for lane in self._lanes:
+            lane.use(copier)
+
     def cancel(self, batch: int) -> None:
         for lane in self._lanes:
             lane.cancel(batch)
@@ -95,7 +109,8 @@ class TransferMover:
         """End the lanes and close the copier, after the copies under way have ended."""
         for lane in self._lanes:
             lane.close()
-        self._copier.close()
+        if not self._released:
+            self._copier.close()
         os.close(self._wake)
 
     def _on_ended(self, copied: Copied) -> None:

@@ -30,6 +30,7 @@ CONTEXT = 1024
 ENGINES = [
     "native",
     "echo",
+    "simulated",
     pytest.param("vllm", marks=needs_vllm),
     pytest.param("attached", marks=needs_vllm),
 ]
@@ -212,6 +213,8 @@ async def test_an_answer_follows_its_schema(engine: DrivenEngine) -> None:
 
 
 async def test_a_grammar_that_is_none_is_an_error_of_that_request_alone(engine: DrivenEngine) -> None:
+    if not engine.facts.grammars:
+        pytest.skip("an engine without grammars is sent none")
     engine.submit("torn", prompt_of(23), Sampling(max_tokens=8, grammar="start: ( unclosed"))
     last = await engine.ended("torn")
     assert last.finish == "error"
@@ -236,16 +239,54 @@ async def test_a_cleared_cache_finds_nothing(engine: DrivenEngine) -> None:
     assert engine.parts["cleared"][0].cached_tokens == 0
 
 
-async def test_an_engine_that_slept_answers_as_before(engine: DrivenEngine) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_that_slept_answers_as_before(engine: DrivenEngine, level: int) -> None:
     if "sleep" not in engine.facts.operations:
         pytest.skip("this engine does not offer it")
-    whole = await engine.answer("awake", prompt_of(25), GREEDY)
-    assert await engine.operate("sleep", level=1) == ""
+    whole = await engine.answer(f"awake-{level}", prompt_of(25), GREEDY)
+    assert await engine.operate("sleep", level=level) == ""
     assert (engine.published, engine.digest) == (set(), 0)
-    engine.submit("asleep", prompt_of(25), GREEDY)
-    assert (await engine.ended("asleep")).finish == "error"
+    engine.submit(f"asleep-{level}", prompt_of(25), GREEDY)
+    last = await engine.ended(f"asleep-{level}")
+    assert (last.finish, last.error) == ("error", "the engine is asleep")
     assert await engine.operate("wake") == ""
-    assert await engine.answer("again", prompt_of(25), GREEDY) == whole
+    assert await engine.answer(f"again-{level}", prompt_of(25), GREEDY) == whole
+    assert engine.parts[f"again-{level}"][0].cached_tokens == 0
+
+
+async def test_a_cleared_cache_leaves_running_requests_alone(engine: DrivenEngine) -> None:
+    if "clear" not in engine.facts.operations:
+        pytest.skip("this engine does not offer it")
+    sampling = msgspec.structs.replace(GREEDY, max_tokens=80)
+    whole = await engine.answer("calm", prompt_of(30), sampling)
+    engine.submit("disturbed", prompt_of(30), sampling)
+    await engine.until(lambda: len(engine.tokens("disturbed")) > 3)
+    assert await engine.operate("clear") == ""
+    assert (await engine.ended("disturbed")).finish == "length"
+    assert engine.tokens("disturbed") == whole
+
+
+async def test_an_engine_does_not_sleep_while_requests_run(engine: DrivenEngine) -> None:
+    if "sleep" not in engine.facts.operations or engine.engine == "echo":
+        pytest.skip("this engine does not offer it, or its requests are too short")
+    engine.submit("sleepless", prompt_of(31), msgspec.structs.replace(GREEDY, max_tokens=900))
+    await engine.until(lambda: len(engine.tokens("sleepless")) > 3)
+    assert "are running" in await engine.operate("sleep")
+    engine.cancel("sleepless")
+    await engine.ended("sleepless")
+
+
+async def test_a_lora_is_there_after_a_sleep_that_keeps_the_weights(engine: DrivenEngine, tmp_path: Path) -> None:
+    if not {"sleep", "load_lora"} <= set(engine.facts.operations):
+        pytest.skip("this engine does not offer it")
+    lora = write_lora(tmp_path / "lora", Path(engine.facts.path))
+    assert await engine.operate("load_lora", name="poet@1", path=str(lora)) == ""
+    whole = await engine.answer("lora-awake", prompt_of(32), GREEDY, lora="poet@1")
+    assert await engine.operate("sleep", level=1) == ""
+    assert await engine.operate("wake") == ""
+    assert await engine.answer("lora-again", prompt_of(32), GREEDY, lora="poet@1") == whole
+    assert await engine.answer("lora-without", prompt_of(32), GREEDY) != whole
+    assert await engine.operate("unload_lora", name="poet@1") == ""
 
 
 async def test_sleep_and_wake_are_refused_where_they_change_nothing(engine: DrivenEngine) -> None:

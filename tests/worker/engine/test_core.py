@@ -7,7 +7,16 @@ import pytest
 
 from services.worker.engine.core import MOST_PENDING, REPORT_INTERVAL_S, EngineCore
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import CancelAttempt, Operate, Operated, Snapshot, Stepped, Submit, TakeEngineSnapshot
+from services.worker.messages import (
+    CancelAttempt,
+    EngineOperation,
+    Operate,
+    Operated,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeEngineSnapshot,
+)
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Part, Pooling, Sampling
@@ -19,7 +28,12 @@ CONTEXT = 32
 class Engine:
     """A core driven by hand, all steps equally long. Its reports are kept, and those of its cache are checked."""
 
-    def __init__(self, capacity_blocks: int = 8, step_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int = 8,
+        step_s: float = 1.0,
+        operations: tuple[EngineOperation, ...] = ("load_lora", "unload_lora", "clear", "sleep", "wake"),
+    ) -> None:
         self.step_s = step_s
         self.steps = 0
         self.computed = 0
@@ -31,7 +45,7 @@ class Engine:
             block_size=2,
             capacity_blocks=capacity_blocks,
         )
-        self.core = EngineCore(Scheduler(limits), 2, operations=("load_lora", "unload_lora"))
+        self.core = EngineCore(Scheduler(limits), 2, operations=operations)
         self.now_s = 0.0
         self.cached: set[int] = set()
         self.told: list[Stepped] = []
@@ -248,10 +262,24 @@ def test_deadlines_are_read_against_the_time_that_steps_begin() -> None:
     assert len(engine.tokens("r")) == 3
 
 
+def operate(engine: Engine, operation: EngineOperation, name: str = "", *, failed: str = "") -> str:
+    """Have an operation done, which the runner fails to do for the reason `failed`; return why it was not done."""
+    answers = list(engine.core.handle(Operate(1, operation, name, "somewhere"), engine.now_s))
+    due = engine.core.due_operation()
+    if due is not None:
+        assert (due.operation, due.name, answers) == (operation, name, [])
+        answers += engine.core.operated(failed, engine.now_s)
+    *reports, operated = answers
+    for report in reports:
+        assert isinstance(report, Stepped)
+        engine.take(report)
+    assert isinstance(operated, Operated)
+    assert operated.ticket == 1
+    return operated.failed
+
+
 def load(engine: Engine, name: str) -> None:
-    command = Operate(1, "load_lora", name, "somewhere")
-    assert engine.core.refusal(command) == ""
-    assert engine.core.operated(command, "") == [Operated(1)]
+    assert operate(engine, "load_lora", name) == ""
 
 
 def test_an_attempt_with_a_lora_that_is_not_loaded_ends_with_an_error() -> None:
@@ -265,33 +293,92 @@ def test_an_attempt_with_a_lora_that_is_not_loaded_ends_with_an_error() -> None:
 
 def test_a_lora_that_failed_to_load_is_not_loaded() -> None:
     engine = Engine()
-    command = Operate(1, "load_lora", "poet@1", "somewhere")
-    assert engine.core.operated(command, "load_lora: no") == [Operated(1, "load_lora: no")]
+    assert operate(engine, "load_lora", "poet@1", failed="load_lora: no") == "load_lora: no"
     engine.submit("r", [1, 2, 3], lora="poet@1")
     engine.run()
     assert engine.parts("r")[-1].finish == "error"
 
 
 def test_operations_that_change_nothing_or_that_an_engine_cannot_do_are_refused() -> None:
-    engine = Engine()
-    assert engine.core.refusal(Operate(1, "sleep")) == "sleep: this engine cannot do it"
-    assert "no LoRA poet@1 is loaded" in engine.core.refusal(Operate(1, "unload_lora", "poet@1"))
+    engine = Engine(operations=("load_lora", "unload_lora"))
+    assert operate(engine, "sleep") == "sleep: this engine cannot do it"
+    assert "no LoRA poet@1 is loaded" in operate(engine, "unload_lora", "poet@1")
     load(engine, "poet@1")
-    assert "loaded already" in engine.core.refusal(Operate(1, "load_lora", "poet@1", "somewhere"))
-    assert engine.core.refusal(Operate(1, "load_lora", "poet@2", "somewhere")) == ""
+    assert "loaded already" in operate(engine, "load_lora", "poet@1")
+    assert operate(engine, "load_lora", "poet@2") == ""
 
 
 def test_a_lora_is_not_unloaded_while_an_attempt_uses_it() -> None:
     engine = Engine()
     load(engine, "poet@1")
     engine.submit("r", [1, 2, 3], lora="poet@1")
-    unload = Operate(1, "unload_lora", "poet@1")
-    assert "are running" in engine.core.refusal(unload)
+    assert "are running" in operate(engine, "unload_lora", "poet@1")
     engine.run()
     assert engine.parts("r")[-1].finish == "length"
-    assert engine.core.refusal(unload) == ""
-    engine.core.operated(unload, "")
-    assert "no LoRA poet@1" in engine.core.refusal(unload)
+    assert operate(engine, "unload_lora", "poet@1") == ""
+    assert "no LoRA poet@1" in operate(engine, "unload_lora", "poet@1")
+
+
+def test_a_cache_is_cleared_while_an_attempt_runs_on() -> None:
+    engine = Engine(capacity_blocks=32)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    undisturbed = Engine(capacity_blocks=32)
+    undisturbed.submit("before", prompt, max_tokens=6)
+    undisturbed.run()
+    engine.submit("before", prompt, max_tokens=6)
+    for _ in range(3):
+        engine.step()
+    assert engine.cached
+    assert operate(engine, "clear") == ""
+    assert (engine.cached, engine.told[-1].digest, engine.snapshot().blocks) == (set(), 0, [])
+    assert engine.told[-1].load.held_blocks == 0
+    engine.run()
+    assert engine.tokens("before") == undisturbed.tokens("before")
+    assert engine.cached
+
+
+def test_a_clear_that_failed_clears_nothing() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3])
+    engine.run()
+    cached = set(engine.cached)
+    assert operate(engine, "clear", failed="clear: no") == "clear: no"
+    assert engine.snapshot().blocks
+    assert engine.cached == cached
+
+
+def test_an_engine_that_sleeps_refuses_all_but_to_wake() -> None:
+    engine = Engine()
+    assert operate(engine, "wake") == "wake: the engine is awake"
+    engine.submit("early", [1, 2, 3])
+    assert operate(engine, "sleep") == "sleep: 1 attempts are running"
+    engine.run()
+    assert operate(engine, "sleep") == ""
+    assert (engine.cached, engine.told[-1].digest) == (set(), 0)
+    for operation in ("sleep", "clear", "load_lora", "unload_lora"):
+        assert operate(engine, operation, "poet@1") == f"{operation}: the engine is asleep"
+    engine.submit("asleep", [1, 2, 3])
+    engine.run()
+    assert not engine.core.busy
+    assert [(part.finish, part.error) for part in engine.parts("asleep")] == [("error", "the engine is asleep")]
+    assert operate(engine, "wake", failed="wake: no room") == "wake: no room"
+    assert operate(engine, "clear") == "clear: the engine is asleep"
+    assert operate(engine, "wake") == ""
+    engine.submit("awake", [1, 2, 3])
+    engine.run()
+    assert engine.tokens("awake") == engine.tokens("early")
+    assert engine.parts("awake")[0].cached_tokens == 0
+
+
+def test_an_engine_that_failed_to_fall_asleep_serves_on() -> None:
+    engine = Engine()
+    engine.submit("before", [1, 2, 3, 4, 5])
+    engine.run()
+    assert operate(engine, "sleep", failed="sleep: no host memory") == "sleep: no host memory"
+    engine.submit("after", [1, 2, 3, 4, 5])
+    engine.run()
+    assert engine.tokens("after") == engine.tokens("before")
+    assert engine.parts("after")[0].cached_tokens > 0
 
 
 def test_loras_and_none_share_no_blocks() -> None:

@@ -36,6 +36,17 @@ def test_unused_blocks_take_no_memory() -> None:
     assert _resident_bytes() - before < 64 << 20
 
 
+def test_dropped_pages_take_no_memory_and_are_used_again() -> None:
+    cache = KvCache(LAYOUT, (256 << 20) // LAYOUT.block_bytes)
+    cache.pages[:] = 1
+    before = _resident_bytes()
+    cache.drop()
+    assert before - _resident_bytes() > 192 << 20
+    keys = np.ones((1, 3, 4), np.float32)
+    cache.write(0, np.array([17]), np.array([0]), keys, keys)
+    np.testing.assert_array_equal(cache.read(0, np.array([[17]]), 2)[0][0], [np.ones((3, 4)), np.zeros((3, 4))])
+
+
 def test_the_memory_view_is_that_of_the_pages() -> None:
     cache = KvCache(LAYOUT, 5)
     cache.memory[3 * LAYOUT.block_bytes : 4 * LAYOUT.block_bytes] = np.full(

@@ -164,7 +164,7 @@ def test_rows_are_grouped_by_lora_and_those_without_are_left_out() -> None:
 def test_loras_are_loaded_within_their_bytes_once_and_freed(model: Path, tmp_path: Path) -> None:
     first, second = (write_lora(tmp_path / name, model) for name in ("first", "second"))
     runner = runner_of(model)
-    assert runner.facts.operations == LORA_OPERATIONS
+    assert set(LORA_OPERATIONS) < set(runner.facts.operations)
     assert runner.operate("load_lora", "first", str(first), 1) == ""
     size_bytes = runner._loras.size_bytes
     assert size_bytes > 0
@@ -182,7 +182,7 @@ def test_loras_are_loaded_within_their_bytes_once_and_freed(model: Path, tmp_pat
     narrow.close()
 
     none = runner_of(model, lora_bytes=0)
-    assert none.facts.operations == ()
+    assert not set(LORA_OPERATIONS) & set(none.facts.operations)
     none.close()
 
 

@@ -135,6 +135,29 @@ def test_the_cache_may_be_given_in_bytes(tmp_path: Path) -> None:
         NativeRunner(directory, capacity_bytes=block_bytes - 1, block_size=8)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_runner_that_slept_computes_the_same(tiny: NativeRunner, level: int) -> None:
+    asked = work(list(range(3, 40)), range(3), sampling=msgspec.structs.replace(GREEDY, logprobs=5))
+    expected = tiny.step([asked])
+    assert tiny.operate("sleep", "", "", level) == ""
+    assert not tiny._cache.pages.any()
+    assert tiny.operate("wake", "", "", 1) == ""
+    assert tiny.step([asked]) == expected
+
+
+def test_a_runner_does_not_wake_with_other_weights(tiny: NativeRunner) -> None:
+    weights = Path(tiny.facts.path) / "model.safetensors"
+    assert tiny.operate("sleep", "", "", 2) == ""
+    stored = weights.read_bytes()
+    weights.write_bytes(stored[:-400] + bytes(400))
+    assert "the weights have changed since the worker started" in tiny.operate("wake", "", "", 1)
+    weights.unlink()
+    assert tiny.operate("wake", "", "", 1).startswith(f"wake: {weights}: ")
+    weights.write_bytes(stored)
+    assert tiny.operate("wake", "", "", 1) == ""
+    assert tiny.step([work([3, 4, 5], [0])])[0] is not None
+
+
 def test_blocks_that_went_through_a_pool_give_the_same_tokens(tiny: NativeRunner, tmp_path: Path) -> None:
     geometry = make_pool(tmp_path / "pool", 1 << 20)
     pool = PoolMap(tmp_path / "pool")

@@ -422,6 +422,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             works = self.engine.step(elapsed_s)
             assert works or not self.engine.scheduler.load().waiting, "attempts wait and nothing is computed"
 
+    @rule()
+    def clear(self) -> None:
+        """Forget all cached blocks, of running requests too."""
+        scheduler = self.engine.scheduler
+        self.engine.take(scheduler.drain())
+        scheduler.clear()
+        self.engine.cached.clear()
+        assert (scheduler.kv_cache.digest, scheduler.kv_cache.snapshot()) == (0, [])
+
     @rule(pick=st.integers(0, 2))
     def step_that_is_not_finite(self, pick: int) -> None:
         """Of one of its works, but for a probe; each block may outlive another from then on."""

@@ -16,10 +16,12 @@ from xxhash import xxh3_64_intdigest
 from services.worker.mover import Copied, Copy
 from services.worker.transfer import host_copier
 from services.worker.transfer.host_copier import HostCopier
+from services.worker.transfer.mover import TransferMover
 from shared.pool.format import PoolUnfit
 from shared.pool.map import PoolMap
+from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS
-from tests.worker.transfer.mover_rig import ARENA, GEOMETRY, LIMIT_S, MoverRig, rigged
+from tests.worker.transfer.mover_rig import ARENA, GEOMETRY, LIMIT_S, SIZE_BYTES, MoverRig, rigged
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -271,3 +273,28 @@ def test_every_batch_ends_once_and_good_copies_are_the_blocks_whatever_is_cancel
         for copy, good in zip(saves.get(copied.batch, []), copied.good, strict=False):
             block = blocks[copy.device_slot] if good else bytes(BLOCK_BYTES)
             assert rig.in_pool(copy.pool_slot)[:BLOCK_BYTES] == block
+
+
+def test_a_mover_goes_on_with_another_copier_for_the_new_memory_of_its_blocks(tmp_path: Path) -> None:
+    make_pool(tmp_path / "pool", SIZE_BYTES)
+    pool = PoolMap(tmp_path / "pool", grants=True).arena(ARENA)
+    memories = [bytearray(SLOTS * BLOCK_BYTES) for _ in range(2)]
+    first, second = (HostCopier.over(memoryview(memory), BLOCK_BYTES) for memory in memories)
+    mover = TransferMover(first, lambda: 0.0)
+    mover.attach(pool)
+    memories[0][:BLOCK_BYTES] = block = Random(1).randbytes(BLOCK_BYTES)
+    mover.save(1, [Copy(7, 0)], 1.0)
+    assert select.select([mover], [], [], LIMIT_S)[0]
+    assert mover.ended() == [Copied(1, [True], BLOCK_BYTES, 0.0, paths={"memmove": 1})]
+    mover.detach()
+    mover.release()
+    mover.renew(second)
+    mover.attach(pool)
+    mover.load(2, [Copy(7, 3, pool.generation(7))])
+    assert select.select([mover], [], [], LIMIT_S)[0]
+    assert [each.good for each in mover.ended()] == [[True]]
+    assert memories[1][3 * BLOCK_BYTES : 4 * BLOCK_BYTES] == block
+    assert not any(memories[0][BLOCK_BYTES:])
+    mover.detach()
+    mover.release()
+    mover.close()

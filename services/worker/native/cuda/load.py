@@ -61,8 +61,7 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
         lora_rank=settings.lora_rank,
         lora_bytes=lora_bytes,
         path=str(directory),
-        # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
-        digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
+        digest=digest,
         grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
         progress=lambda share: progress(Loading("capturing graphs", share)),
     )

@@ -10,7 +10,9 @@ when the device has done the step. Only one thread may use it at a time.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
@@ -30,19 +32,20 @@ from services.worker.native.cuda.layout import StepLayout, most_ints
 from services.worker.native.cuda.lora import place_lora
 from services.worker.native.cuda.pooling import Pooling
 from services.worker.native.cuda.sampler import CudaSampler
-from services.worker.native.cuda.weights import DTYPES, CudaWeights
+from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_weights, move_weights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.linear import Array
 from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
+from services.worker.native.weights_digest import check_digest
 from services.worker.runner import Drawn, Work
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.mover import TransferMover
-from shared.errors import ModelError
+from shared.errors import ConfigError, ModelError
 from shared.messages import KvLayout
 
 _FETCH_BLOCKS, _FETCH_THREADS = 64, 256
@@ -93,9 +96,14 @@ class CudaRunner:
             biases=True,
             min_tokens=True,
             embedding_size=config.hidden,
-            weights=digest,
-            operations=LORA_OPERATIONS if lora_bytes else (),
+            # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
+            weights=digest if element_type == "float32" else f"{digest}-{element_type}",
+            operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
         )
+        self._config = config
+        self._digest = digest
+        self._limits = step_limits(self._facts.context_length, block_size, max_running=max_running, max_rows=max_rows)
+        self._graph_rows = graph_rows(settings, max_running)
         self._loras = LoraStore(
             config, most_rank=lora_rank, most_bytes=lora_bytes, place=lambda layers: place_lora(layers, element_type)
         )
@@ -103,25 +111,36 @@ class CudaRunner:
         self._memory = memory
         self._settings = settings
         self._verify = verify
+        self._mover: TransferMover | None = None
+        self._clock: Callable[[], float] = time.monotonic
+        """The mover's."""
+        self._kept: CudaWeights | None = None
+        """The weights in host memory, during a sleep of level 1."""
         self._layout = StepLayout(block_size, PREFILL_ROWS)
         self.use_graphs = True
         """Whether graphs are used; otherwise every step runs eagerly."""
         self.stream = cp.cuda.Stream(non_blocking=True)
         """The stream of all steps."""
         self.stream.wait_event(cp.cuda.get_current_stream().record())  # wait for the weights
-        model = path or "the model"
-        with self.stream, cp.cuda.using_allocator(memory.allocator()):
-            with no_room_as_model_error(model, f"{capacity_blocks} blocks of KV of {layout.block_bytes} bytes"):
-                shape = (capacity_blocks, config.layers, 2, block_size, config.kv_heads, config.head_dim)
+        self._take_memory(weights, progress)
+
+    def _take_memory(self, weights: CudaWeights, progress: Callable[[float], None]) -> None:
+        """Allocate everything but the weights, and capture the graphs. Raise ModelError if the device has no room."""
+        facts, config, settings, limits = self._facts, self._config, self._settings, self._limits
+        element_type, layout = settings.dtype, facts.kv_layout
+        model, blocks = facts.path or "the model", facts.capacity_blocks
+        self._weights = weights
+        with self.stream, cp.cuda.using_allocator(self._memory.allocator()):
+            with no_room_as_model_error(model, f"{blocks} blocks of KV of {layout.block_bytes} bytes"):
+                shape = (blocks, config.layers, 2, layout.block_size, config.kv_heads, config.head_dim)
                 self.pages: Array = cp.empty(shape, DTYPES[element_type])
-            limits = step_limits(self._facts.context_length, block_size, max_running=max_running, max_rows=max_rows)
             with no_room_as_model_error(model, f"steps of {limits.rows} tokens"):
                 self._buffers = Buffers.allocate(config, limits, element_type)
                 self._staged_ints = pinned_array(limits.ints, np.int32)
                 self._staged_at = kernel_address(self._staged_ints)
                 self._ints_left = cp.cuda.Event(disable_timing=True)
                 """Happens when the staged integers can be overwritten."""
-                self._kernels = compile_kernels(config, element_type, block_size)
+                self._kernels = compile_kernels(config, element_type, layout.block_size)
                 self._blas = Blas(element_type, self.stream)
                 self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, self._buffers)
                 self._pooling = Pooling(self._decoder, limits.drawing, config.hidden)
@@ -131,12 +150,20 @@ class CudaRunner:
                     self._decoder,
                     self._buffers,
                     self.stream,
-                    graph_rows(settings, max_running),
+                    self._graph_rows,
                     lower_bound=settings.graph_lower_bound,
-                    context_length=self._facts.context_length,
+                    context_length=facts.context_length,
                     progress=progress,
                 )
                 self.stream.synchronize()
+
+    def _free_memory(self) -> None:
+        """Free what `_take_memory` has allocated, as far as it came, and the weights on the device."""
+        blas = self.__dict__.pop("_blas", None)
+        if blas is not None:
+            blas.close()
+        for name in ("_graphs", "_drawing", "_pooling", "_decoder", "_buffers", "_weights", "pages"):
+            self.__dict__.pop(name, None)
 
     @property
     def facts(self) -> Ready:
@@ -187,12 +214,65 @@ class CudaRunner:
                 return self._decoder.step(self._graphs.counts(padded_rows), loras)[: len(works)]
             return self._graphs.launch(padded_rows)[: len(works)]
 
-    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
-        """Do an operation that the facts name, between steps; return why it was not done, empty where it was."""
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        """Do an operation that the facts name, between steps; return why it was not done, empty where it was.
+
+        Sleep gives all memory back to the device. At level 1 weights and LoRAs are kept in host memory, at level 2 the
+        weights are read again at `wake`.
+        """
         with device_errors_as_model_error(), self.stream, cp.cuda.using_allocator(self._memory.allocator()):
-            failed = operate_loras(self._loras, operation, name, path)
-            self.stream.synchronize()
-        return failed
+            match operation:
+                case "clear":
+                    return ""
+                case "sleep":
+                    return self._sleep(level)
+                case "wake":
+                    return self._wake()
+                case "load_lora" | "unload_lora":
+                    failed = operate_loras(self._loras, operation, name, path)
+                    self.stream.synchronize()
+                    return failed
+
+    def _sleep(self, level: int) -> str:
+        self.stream.synchronize()
+        if level == 1:
+            try:
+                kept = move_weights(self._weights, cp.asnumpy)
+                self._loras.move(cp.asnumpy)
+            except MemoryError:
+                return "sleep: no host memory is left for the weights; sleep at level 2"
+            self._kept = kept
+        if self._mover is not None:
+            self._mover.release()
+        self._free_memory()
+        self._memory.trim()
+        return ""
+
+    def _wake(self) -> str:
+        failed = ""
+        try:
+            with no_room_as_model_error(self._facts.path, "the weights"):
+                self._take_memory(self._weights_again(), lambda _share: None)
+                self._loras.move(cp.asarray)
+                copier = None if self._mover is None else self._copier()
+        except (ModelError, ConfigError) as wrong:
+            failed = f"wake: {wrong}"
+        if failed:  # what the error held is free by now
+            self._free_memory()
+            self._memory.trim()
+            return failed
+        self._kept = None
+        if self._mover is not None and copier is not None:
+            self._mover.renew(copier)
+        return ""
+
+    def _weights_again(self) -> CudaWeights:
+        """Return the weights on the device. Raise ModelError where they are not the same any longer."""
+        if self._kept is not None:
+            return move_weights(self._kept, cp.asarray)
+        directory = Path(self._facts.path)
+        check_digest(directory, self._config, self._digest)
+        return load_cuda_weights(directory, self._config, self._settings.dtype)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Return a mover between the KV pages and a pool, on streams of its own.
@@ -201,12 +281,17 @@ class CudaRunner:
         it has returned. A loaded block enters the cache only after the mover has reported its copy, before the next
         step is scheduled.
         """
+        self._clock = clock
         with device_errors_as_model_error():
-            self.stream.synchronize()
-            layout = self._facts.kv_layout
-            shape = BlockShape.contiguous(self.pages.data.ptr, layout.block_bytes, self._facts.capacity_blocks)
-            copier = CudaCopier(shape, self._memory, clock, path=self._settings.copy_path)
-        return TransferMover(copier, clock, verify=self._verify)
+            self._mover = TransferMover(self._copier(), clock, verify=self._verify)
+        return self._mover
+
+    def _copier(self) -> CudaCopier:
+        self.stream.synchronize()
+        shape = BlockShape.contiguous(
+            self.pages.data.ptr, self._facts.kv_layout.block_bytes, self._facts.capacity_blocks
+        )
+        return CudaCopier(shape, self._memory, self._clock, path=self._settings.copy_path)
 
     def close(self) -> None:
         """Wait for the device and free its memory. On a lost device there is nothing to free."""
@@ -216,18 +301,9 @@ class CudaRunner:
         except ERRORS as wrong:
             _log.warning("the GPU is lost, so its memory is not freed: %s", wrong)
             return
-        self._blas.close()
         # Free everything now: at the interpreter's end CUDA may be gone.
-        del (
-            self._graphs,
-            self._drawing,
-            self._pooling,
-            self._decoder,
-            self._buffers,
-            self._blas,
-            self._loras,
-            self.pages,
-        )
+        self._free_memory()
+        del self._loras
 
 
 def step_limits(context_length: int, block_size: int, *, max_running: int, max_rows: int) -> StepLimits:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 
@@ -134,6 +134,24 @@ def load_cuda_weights(
         layers=tuple(layer(number) for number in range(config.layers)),
         norm=vector("model.norm.weight", read=checkpoint.norm),
         head=embedding if config.tied else matrix("lm_head.weight"),
+    )
+
+
+def move_weights(weights: CudaWeights, move: Callable[[Array], Array]) -> CudaWeights:
+    """Return weights with what `move` makes of each array."""
+
+    def moved(array: Array | None) -> Array | None:
+        return None if array is None else move(array)
+
+    embedding = move(weights.embedding)
+    return CudaWeights(
+        embedding=embedding,
+        layers=tuple(
+            CudaLayer(**{field.name: moved(getattr(layer, field.name)) for field in fields(CudaLayer)})
+            for layer in weights.layers
+        ),
+        norm=move(weights.norm),
+        head=embedding if weights.head is weights.embedding else move(weights.head),
     )
 
 
