@@ -9,6 +9,9 @@ array of 64 KiB made and dropped, by DeviceMemory's allocator, by CuPy's own ove
 for CuPy to call (`cupy.cuda.PythonFunctionAllocator`, which the collector makes unsafe); interleaved, the best of
 several runs.
 
+`sleep` puts an engine of the 8B shape to sleep at level 1 and wakes it, twice after a first time; the times are the
+worst.
+
 What could mislead: the pool has room, and one thread allocates, as in an engine; an allocation that must go to the
 driver costs a hundred times as much, which is what the reserve is for. CuPy's arrays come from the same pool in an
 engine, so they are counted too; what CUDA itself takes for a graph or a kernel is not.
@@ -59,6 +62,16 @@ class ArrayCost(Struct, frozen=True):
     array_us: float
 
 
+class Sleep(Struct, frozen=True):
+    """A sleep of level 1."""
+
+    sleep: str
+    freed_gb: float
+    """What the device has more while the engine sleeps."""
+    sleep_s: float
+    wake_s: float
+
+
 def main() -> int:
     """Print a table, or with --json one object."""
     return part.main("memory", __doc__, measure)
@@ -69,11 +82,15 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
     pairs = _pairs(2_000 if flags.quick else 20_000)
     arrays = _arrays(2_000 if flags.quick else 20_000)
     steps = _steps()
+    sleep = _sleep(quick=flags.quick)
     figures = {
         "allocate and free, slowest size": max(row.pair_us for row in pairs),
         "allocations in 200 decode steps": float(max(row.allocations for row in steps)),
+        "8B shape, sleep of level 1: memory given back": sleep.freed_gb,
+        "8B shape, sleep of level 1, with 2 GB of KV": sleep.sleep_s,
+        "8B shape, wake from it, with its graphs": sleep.wake_s,
     }
-    return part.PartReport(figures, [*pairs, *arrays, *steps])
+    return part.PartReport(figures, [*pairs, *arrays, *steps, sleep])
 
 
 def _pairs(times: int) -> list[StepPair]:
@@ -164,6 +181,34 @@ def _steps() -> list[Steps]:
         rows.append(Steps(how, memory.statistics().allocated - allocated[WARM]))
     runner.close()
     return rows
+
+
+def _sleep(*, quick: bool) -> Sleep:
+    from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+    from services.worker.native.cuda.runner import CudaRunner
+
+    config = llama.shape(quick=quick)
+    memory = llama.device_memory()
+    capacity_blocks = (2 << 30) // llama.block_bytes(config)
+    weights = llama.random_weights(config)
+    settings = CudaConfig(graph_upper_bound=BATCH)
+    runner = CudaRunner(config, weights, memory, settings, capacity_blocks=capacity_blocks, max_running=BATCH)
+    del weights
+    freed_gb, sleep_s, wake_s = 0.0, 0.0, 0.0
+    for number in range(3):
+        awake_bytes, begun_s = runtime.memGetInfo()[0], time.perf_counter()
+        failed = runner.operate("sleep", "", "", 1)
+        slept_s = time.perf_counter()
+        freed_gb = (runtime.memGetInfo()[0] - awake_bytes) / 1e9
+        wakes_s = time.perf_counter()
+        failed += runner.operate("wake", "", "", 1)
+        woke_s = time.perf_counter()
+        assert not failed, failed
+        if number:
+            sleep_s, wake_s = max(sleep_s, slept_s - begun_s), max(wake_s, woke_s - wakes_s)
+    runner.close()
+    return Sleep("level 1", freed_gb, sleep_s, wake_s)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def test_memory_that_others_take_meanwhile_is_a_model_error_and_nothing_hangs(tm
     config = read_config(directory)
     with everything_from(memory):
         weights = load_cuda_weights(directory, config, "bfloat16")
-        taken = _all_of(memory)
+        taken = all_of(memory)
         with pytest.raises(ModelError, match=r"the GPU has no room for .*memory_share"):
             CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
         for address in taken:
@@ -166,7 +166,7 @@ def test_a_step_for_which_sampling_finds_no_memory_fails_by_name_and_a_later_one
         runner = cuda_runner(directory, CudaConfig(), memory=memory, capacity_blocks=10)
         penalised = work([1, 2], [0], sampling=msgspec.structs.replace(GREEDY, repetition_penalty=1.5))
         expected = runner.step([penalised])
-        taken = _all_of(memory)
+        taken = all_of(memory)
         with pytest.raises(ModelError, match="the GPU failed"):
             runner.step([penalised] * 60)  # its logits are copied first: 8 MB
         for address in taken:
@@ -251,10 +251,11 @@ def test_rows_that_sampling_has_no_room_for_at_once_draw_the_same_in_turns(
     runner.close()
 
 
-def _all_of(memory: DeviceMemory) -> list[int]:
-    """Allocate the device's free memory in ever smaller pieces."""
+def all_of(memory: DeviceMemory, least_power: int = 20) -> list[int]:
+    """Allocate the device's free memory, and what other pools keep, in ever smaller pieces, the last ones of
+    2 ** `least_power` bytes."""
     taken = []
-    for power in range(36, 19, -1):
+    for power in range(36, least_power - 1, -1):
         while True:
             try:
                 taken.append(memory.allocate(1 << power, cp.cuda.get_current_stream()))

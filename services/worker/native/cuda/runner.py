@@ -9,6 +9,7 @@ when the device has done the step. Only one thread may use it at a time.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -244,9 +245,14 @@ class CudaRunner:
             self._kept = kept
         if self._mover is not None:
             self._mover.release()
-        self._free_memory()
-        self._memory.trim()
+        self._give_back()
         return ""
+
+    def _give_back(self) -> None:
+        """Free everything on the device, and give it back to the device."""
+        self._free_memory()
+        gc.collect()  # an error's traceback may hold arrays in a cycle
+        self._memory.trim()
 
     def _wake(self) -> str:
         failed = ""
@@ -257,9 +263,8 @@ class CudaRunner:
                 copier = None if self._mover is None else self._copier()
         except (ModelError, ConfigError) as wrong:
             failed = f"wake: {wrong}"
-        if failed:  # what the error held is free by now
-            self._free_memory()
-            self._memory.trim()
+        if failed:
+            self._give_back()
             return failed
         self._kept = None
         if self._mover is not None and copier is not None:
