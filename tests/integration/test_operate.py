@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -41,9 +42,11 @@ class OperatedFleet:
         self.workers = [services.services[name] for name in WORKERS]
         self._config = config
 
-    def command(self, operation: WorkerOperation, *workers: Service, name: str = "", path: str = "") -> int:
+    def command(
+        self, operation: WorkerOperation, *workers: Service, name: str = "", path: str = "", level: int = 1
+    ) -> int:
         """The exit status of a command on these workers; without one, on all of the model's."""
-        asked = OperateWorker(operation, name, path)
+        asked = OperateWorker(operation, name, path, level)
         return operate(self._config, asked, [instance(each) for each in workers], timeout_s=LIMIT_S)
 
     def busy(self) -> Service:
@@ -109,6 +112,10 @@ def drawn(worker: Service) -> float:
     return worker.metric("headrace_output_tokens_total")
 
 
+def cached(worker: Service) -> float:
+    return worker.metric("headrace_blocks", state="cached")
+
+
 def lives(service: Service) -> bool:
     with urllib.request.urlopen(f"{service.url}/live", timeout=60) as answer:
         return bool(answer.status == 200)
@@ -130,7 +137,7 @@ def operated(tmp_path: Path, nats_url: str, model: Path, drain_s: float) -> Iter
     found = tmp_path / "where"
     where = ("--namespace", "draining", "--discovery-backend", "file", "--discovery-path", str(found))
     with fleet(tmp_path, nats_url, *where) as services:
-        services.start("router", "router")
+        services.start("router", "router", "--source-digest-s", "1")
         for name in WORKERS:
             services.start("worker", name, "--model", str(model), "--threads", "1", "--drain-s", str(drain_s))
         # A busy machine must not make workers look frozen: then attempts would move by themselves.
@@ -193,6 +200,44 @@ def test_a_stream_that_takes_longer_than_drain_s_goes_on_at_the_other_worker_wit
     assert operated.command("resume", drained[0]) == 0
     operated.services.wait_ready(*WORKERS)
     assert operated.ask() == text
+
+
+@pytest.mark.parametrize("drain_s", [0.2], indirect=True)
+def test_streams_go_on_while_workers_sleep_and_wake_in_turns(operated: OperatedFleet) -> None:
+    text = operated.ask()
+    over = threading.Event()
+
+    def stream() -> list[str]:
+        texts = [operated.ask()]
+        while not over.is_set():
+            texts.append(operated.ask())
+        return texts
+
+    with ThreadPoolExecutor(3) as pool:
+        streams = [pool.submit(stream) for _ in range(3)]
+        try:
+            for level in (1, 2, 1, 2):
+                for one in operated.workers:
+                    assert operated.command("sleep", one, level=level) == 0
+                    assert reasons(one) == ["this worker is asleep"]
+                    eventually(lambda one=one: not cached(one), limit_s=LIMIT_S, what="it shows no blocks")  # type: ignore[misc]
+                    assert operated.command("clear", one) == 1, "it has no cache"
+                    assert operated.command("wake", one) == 0
+                    operated.services.wait_ready(*WORKERS)
+                    assert operated.command("clear", one) == 0
+        finally:
+            over.set()
+        assert all(each == text for one in streams for each in one.result(LIMIT_S))
+    assert operated.moved > 0
+    operated.services.wait_idle(*WORKERS)
+    router = operated.services.services["router"]
+    before = router.metric("headrace_kv_digests_total", outcome="agreed")
+    eventually(
+        lambda: router.metric("headrace_kv_digests_total", outcome="agreed") >= before + 2 * len(WORKERS),
+        limit_s=LIMIT_S,
+        what="the router compares its index with the workers' digests",
+    )
+    assert router.metric("headrace_kv_digests_total", outcome="differed") == 0
 
 
 @pytest.mark.parametrize("drain_s", [0.2], indirect=True)
