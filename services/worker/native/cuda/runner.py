@@ -114,7 +114,7 @@ class CudaRunner:
         self._verify = verify
         self._mover: TransferMover | None = None
         self._clock: Callable[[], float] = time.monotonic
-        """The mover's."""
+        """The clock of the mover, and so of each of its copiers."""
         self._kept: CudaWeights | None = None
         """The weights in host memory, during a sleep of level 1."""
         self._layout = StepLayout(block_size, PREFILL_ROWS)
