@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ Natural = Annotated[int, Meta(ge=0)]
 LORA_RANK = 64
 LORA_BYTES = 512 << 20
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
+_METRIC_NAME = re.compile(r"vllm:[a-zA-Z0-9_:]*\*?")
 
 
 class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -136,6 +138,19 @@ class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Seconds without a request after which the engine is asked for one token, or one embedding; 0: never."""
     limit_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     """Seconds that it may take for that; afterwards it is ended, and another is started."""
+    prompt: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=1024)] = (1, 1)
+    """Token ids of the prompt that it is asked to continue, or to embed."""
+    max_tokens: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Tokens that it is asked for; an engine for embeddings makes one embedding."""
+
+    def fault(self, *, vocab_size: int, context_length: int) -> str:
+        """Return why a model cannot be asked this; empty: it can."""
+        if max(self.prompt) >= vocab_size:
+            return f"health.prompt: the model's tokens are 0 to {vocab_size - 1}, not {max(self.prompt)}"
+        length = len(self.prompt) + self.max_tokens
+        if length > context_length:
+            return f"health.prompt and health.max_tokens: {length} tokens are more than the context of {context_length}"
+        return ""
 
 
 class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -224,6 +239,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
     vllm_python: str = ".headrace/vllm/bin/python"
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
+    engine_metrics: tuple[str, ...] = ("vllm:*",)
+    """Names of vLLM's own metrics that /metrics shows, too; a `*` at the end stands for any rest. Empty: none."""
     vllm_gpus: str = ""
     """GPUs that vLLM computes on, as CUDA_VISIBLE_DEVICES names them, separated by commas; empty: as many as it needs
     of those that are visible."""
@@ -248,6 +265,9 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("engine is attached, but attached.url is empty")
         if self.engine != "attached" and self.attached.url:
             raise ValueError(f"attached.url is set, but engine is {self.engine}")
+        for name in self.engine_metrics:
+            if not _METRIC_NAME.fullmatch(name):
+                raise ValueError(f"engine_metrics: {name[:128]!r} is not vllm: and the name of a metric")
         if self.device == "cuda" and self.kv_dtype not in ("auto", self.cuda.dtype):
             raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
         if self.device == "cpu" and self.kv_dtype == "float16":

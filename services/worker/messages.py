@@ -173,6 +173,10 @@ class EngineLoad(Struct, frozen=True):
     """Sequences that were computed once more since the engine started, since their numbers were not finite."""
     not_finite: int = 0
     """Sequences that ended with an error since the engine started, since their numbers were not finite again."""
+    queried_tokens: int = 0
+    """Prompt tokens that vLLM looked up in its prefix cache, since the engine started."""
+    found_tokens: int = 0
+    """Tokens among them that it found there."""
     onboarding: int = 0
     """Attempts among `waiting` that wait for blocks of the kvbm."""
     late_onboardings: int = 0
@@ -275,6 +279,20 @@ class Operated(Struct, frozen=True, tag="operated"):
     failed: str = ""
 
 
+class Probed(Struct, frozen=True, tag="probed"):
+    """A rank of an idle engine was asked for a few tokens. Where that failed, the engine ends."""
+
+    took_s: float
+    failed: str = ""
+    rank: int = 0
+
+
+class OwnMetrics(Struct, frozen=True, tag="own_metrics"):
+    """The metrics that the engine keeps by itself, as Prometheus's text; sent now and then."""
+
+    text: str
+
+
 class Failed(Struct, frozen=True, tag="failed"):
     """The engine cannot go on, or could not start; it ends after this."""
 
@@ -308,4 +326,4 @@ class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
     """Why there is no link."""
 
 
-EngineReport = Loading | Ready | Stepped | Snapshot | Operated | Failed | KvbmAsk | KvbmLink
+EngineReport = Loading | Ready | Stepped | Snapshot | Operated | Probed | OwnMetrics | Failed | KvbmAsk | KvbmLink

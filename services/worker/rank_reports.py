@@ -30,6 +30,11 @@ class RankReports:
         self._event_sequence = step.event_sequence
 
     @property
+    def loads(self) -> dict[int, EngineLoad]:
+        """The load of each rank that has reported."""
+        return {rank: step.load for rank, step in sorted(self._last.items())}
+
+    @property
     def load(self) -> EngineLoad:
         """The load of all ranks: sums of counts, and means of the speeds that were measured."""
         loads = [step.load for step in self._last.values()]

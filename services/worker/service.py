@@ -33,6 +33,7 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import PARTS, Loading, Ready, Stepped, Submit
 from services.worker.metrics import WorkerMetrics
 from services.worker.model_card import CardAnnouncement, card_of, name_of
+from services.worker.observations import EngineObservations
 from services.worker.operator import Operator
 from services.worker.rank_reports import RankReports
 from services.worker.requests.attempts import Attempts, Name
@@ -113,7 +114,11 @@ class Worker:
             lost=self._engine_lost,
             busy=lambda: len(self._attempts) > 0,
             kvbm_message=lambda message: self._kvbm.handle_engine_message(message),
+            observed=lambda report: self._observations.record(report),
         )
+        self._observations = EngineObservations(runtime.registry)
+        self._notes: list[str] = []
+        """What an operator should know of the settings."""
         self._kvbm_metrics = KvbmMetrics(runtime.registry)
         self._kvbm = KvbmClient(
             runtime,
@@ -161,6 +166,7 @@ class Worker:
         ]
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.health.unready("the engine is starting")
+        self._runtime.health.also = self._health_fields
         try:
             await self._serve_and_drain()
         finally:
@@ -235,8 +241,12 @@ class Worker:
             setting = "capacity_blocks" if self._config.capacity_blocks else "capacity_bytes"
             note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
             _log.warning("%s", note)
-            self._runtime.health.also = lambda: {"notes": [note]}
+            self._notes = [note]
         self._operator.engine_ready(facts, card)
+
+    def _health_fields(self) -> dict[str, list[str]]:
+        fields = {"notes": self._notes, "probes": self._observations.last_probes}
+        return {name: lines for name, lines in fields.items() if lines}
 
     def _kvbm_link_changed(self) -> None:
         if self._announcement.card is not None:
@@ -274,6 +284,7 @@ class Worker:
         self._runtime.health.unready(f"the engine was lost and is starting again: {reason}")
         self._metrics.engine_lost()
         self._kvbm_metrics.engine_lost()
+        self._observations.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")
 
     def _fail_all(self, reason: str) -> None:
@@ -385,6 +396,8 @@ class Worker:
                 _log.error("no load report: %s; lower max_waiting, or raise the payload limit of NATS", wrong)
             self._metrics.publish()
             self._kvbm_metrics.publish()
+            if self.engine.facts is not None:
+                self._observations.show_ranks(self._ranks.loads, self.engine.facts.capacity_blocks)
             self._forget_the_gone()
             self._sender.wake()
             await asyncio.sleep(REPORT_INTERVAL_S)

@@ -9,7 +9,7 @@ import signal
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,9 +37,9 @@ WORKERS = ("worker 1", "worker 2")
 class OperatedFleet:
     """Two workers with one setting of `drain_s`, and the commands that act on them."""
 
-    def __init__(self, services: Fleet, config: FleetConfig) -> None:
+    def __init__(self, services: Fleet, config: FleetConfig, names: Sequence[str] = WORKERS) -> None:
         self.services = services
-        self.workers = [services.services[name] for name in WORKERS]
+        self.workers = [services.services[name] for name in names]
         self._config = config
 
     def command(
@@ -57,16 +57,24 @@ class OperatedFleet:
             what="a worker runs the request",
         )
 
-    def ask(self, then: Callable[[], None] = lambda: None, model: str = "tiny") -> str:
+    def ask(
+        self,
+        then: Callable[[], None] = lambda: None,
+        model: str = "tiny",
+        *,
+        tokens: int = TOKENS,
+        temperature: float = 0.9,
+        prompt: str | list[int] = "The mill at the river turns",
+    ) -> str:
         """The text of a stream; `then` happens in the middle of it."""
         url = f"{self.services.services['frontend'].url}/v1"
         text, finish = "", None
         with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
             stream = client.completions.create(
                 model=model,
-                prompt="The mill at the river turns",
-                max_tokens=TOKENS,
-                temperature=0.9,
+                prompt=prompt,
+                max_tokens=tokens,
+                temperature=temperature,
                 seed=7,
                 stream=True,
                 extra_body={"ignore_eos": True},

@@ -54,7 +54,7 @@ class PoolRunner:
         """Whether wrong bytes are numbers that are not finite; else they fail the test."""
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
-        """Sleep loses all bytes; a copy that reads or writes them meanwhile is seen by whoever uses them next."""
+        """Sleep loses all bytes; a copy that reads or writes them meanwhile is seen by the next step that uses them."""
         if operation == "sleep":
             self.memory[:] = 0xEE
         return ""

@@ -34,6 +34,7 @@ from services.worker.messages import (
     KvbmUp,
     Operate,
     Operated,
+    Probed,
     Ready,
     Snapshot,
     Submit,
@@ -48,8 +49,6 @@ from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling
 
 TICK_S = 0.1
 """Seconds between two looks at deadlines."""
-PROBE = Submit("probe", 0, "", pack_tokens([1, 1]), 2, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True), 0.0)
-"""The attempt that a server computes before it is announced, and when it has long been idle."""
 
 
 async def run_attached(
@@ -63,6 +62,9 @@ async def run_attached(
     try:
         server = Server(worker.attached, api, worker.max_running + worker.max_waiting + 2)
         facts = await server.facts(local, worker, config.model_name)
+        wrong_probe = worker.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
+        if wrong_probe:
+            raise ConfigError(wrong_probe)
         engine = AttachedEngine(worker, server, channel, connection, facts)
         await engine.probe()
         channel.send(facts)
@@ -116,16 +118,19 @@ class AttachedEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def probe(self) -> None:
-        """Have the server compute two tokens. Raise ConfigError, Unavailable."""
-        limit_s, tokens = self._config.health.limit_s, 0
+        """Have the server compute some tokens. Raise ConfigError, Unavailable."""
+        health, tokens = self._config.health, 0
+        sampling = Sampling(max_tokens=health.max_tokens, temperature=0.0, ignore_eos=True)
+        asked = Submit("probe", 0, "", pack_tokens(health.prompt), len(health.prompt), sampling, 0.0)
         try:
-            async with asyncio.timeout(limit_s), aclosing(self._server.generate(PROBE)) as outputs:
+            async with asyncio.timeout(health.limit_s), aclosing(self._server.generate(asked)) as outputs:
                 async for output in outputs:
                     tokens += len(output.tokens)
         except TimeoutError:
             tokens = 0
-        if tokens != 2:
-            raise Unavailable(f"attached.url: {self._config.attached.url} did not compute two tokens in {limit_s:g} s")
+        if tokens != health.max_tokens:
+            url, most, limit_s = self._config.attached.url, health.max_tokens, health.limit_s
+            raise Unavailable(f"attached.url: {url} did not compute {most} tokens in {limit_s:g} s")
         self._active_s = time.monotonic()
 
     # --- commands
@@ -220,7 +225,9 @@ class AttachedEngine:
                 self._report(changed=True)
             idle_s = self._config.health.idle_s
             if idle_s and not len(self._attempts) and time.monotonic() - self._active_s >= idle_s:
+                begun_s = time.monotonic()
                 await self.probe()
+                self._channel.send(Probed(time.monotonic() - begun_s))
 
     async def _tick(self) -> None:
         while True:

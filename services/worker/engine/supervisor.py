@@ -32,6 +32,8 @@ from services.worker.messages import (
     Loading,
     Operate,
     Operated,
+    OwnMetrics,
+    Probed,
     Ready,
     Snapshot,
     Stepped,
@@ -72,8 +74,10 @@ class EngineSupervisor:
         lost: Callable[[str], None],
         busy: Callable[[], bool],
         kvbm_message: Callable[[KvbmAsk | KvbmLink], None],
+        observed: Callable[[Probed | OwnMetrics], None],
     ) -> None:
-        """`busy` says whether attempts wait for the engine; `kvbm_message` gets its messages for the kvbm."""
+        """`busy` says whether attempts wait for the engine; `kvbm_message` gets its messages for the kvbm, `observed`
+        what it says of its health and of its own metrics."""
         self._config = config
         self._model_name = model_name
         self._instance = instance
@@ -84,6 +88,7 @@ class EngineSupervisor:
         self._lost = lost
         self._busy = busy
         self._kvbm_message = kvbm_message
+        self._observed = observed
         self._reports = 0
         """Number of reports of all engines so far."""
         self._engine: Engine | None = None
@@ -225,6 +230,8 @@ class EngineSupervisor:
                         operating.set_result(report)
                 case KvbmAsk() | KvbmLink():
                     self._kvbm_message(report)
+                case Probed() | OwnMetrics():
+                    self._observed(report)
                 case Failed():
                     return report
                 case _:

@@ -33,7 +33,8 @@ class KvCache:
         self.layout = layout
         self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
         shape = (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
-        mapping, self.pages = _zeros(shape, np.uint16 if self._narrow else np.float32)
+        mapping, pages = _zeros(shape, np.uint16 if self._narrow else np.float32)
+        self.pages: Array = pages
         self._mapping: mmap.mmap | None = mapping
 
     @property

@@ -67,8 +67,8 @@ class NativeRunner:
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
         self._cache = KvCache(layout, capacity_blocks)
-        self._decoder: Decoder | None = self._load_decoder(directory, context_length)
-        """None while a sleeping engine has no weights."""
+        self._decoder = self._load_decoder(directory, context_length)
+        """Not there while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
         self._verify = verify
         grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
@@ -100,7 +100,6 @@ class NativeRunner:
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         """Compute a step; return one entry for each work, None for those that do not end."""
-        assert self._decoder is not None, "the engine is asleep"
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
         with np.errstate(
@@ -121,7 +120,7 @@ class NativeRunner:
             case "sleep":
                 self._cache.drop()
                 if level == 2:
-                    self._decoder = None
+                    del self._decoder
                 return ""
             case "wake":
                 return self._wake()
@@ -129,7 +128,7 @@ class NativeRunner:
                 return operate_loras(self._loras, operation, name, path)
 
     def _wake(self) -> str:
-        if self._decoder is None:
+        if not hasattr(self, "_decoder"):
             directory = Path(self._facts.path)
             try:
                 check_digest(directory, self._config, self._facts.weights)

@@ -11,22 +11,19 @@ this object's own, so that a step costs one wake-up and not one for each request
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 import time
-from array import array
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, assert_never
 
-from vllm import PoolingParams, SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
 from vllm.outputs import PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from services.worker.config import EngineConfig
 from services.worker.engine.async_end import AsyncEnd
@@ -40,6 +37,7 @@ from services.worker.messages import (
     KvbmUp,
     Operate,
     Operated,
+    OwnMetrics,
     Snapshot,
     Submit,
     TakeEngineSnapshot,
@@ -48,39 +46,24 @@ from services.worker.model_facts import join_ids
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
-from services.worker.vllm.prompt_logprobs import finite, likeliest, prompt_pieces
+from services.worker.vllm.outputs import logprob_entries, pack_embedding
+from services.worker.vllm.own_metrics import MOST_BYTES
+from services.worker.vllm.probe import Prober
+from services.worker.vllm.prompt_logprobs import prompt_pieces
 from services.worker.vllm.ranks import MOST_EMBEDDED_BYTES, EngineRank, EngineRanks
 from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
 from shared.errors import Unavailable
-from shared.hashing import pack_tokens, token_array
-from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling, TokenLogprob
+from shared.hashing import token_array
+from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling
 
 TICK_S = 0.1
 """Seconds between two looks at deadlines, the engine's health, and its idleness."""
 CLEAR_LIMIT_S = 30.0
 """Seconds within which vLLM reports that its cache was cleared."""
-PROBE_SALT = "headrace probe"
-"""The cache salt of our own requests, so that they find and leave no blocks of clients."""
+METRICS_S = 5.0
+"""Seconds between two reports of vLLM's own metrics."""
 
-
-class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Passes vLLM's statistics of each step of each rank on."""
-
-    def __init__(self) -> None:
-        self.engine: VllmEngine | None = None
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,  # noqa: ARG002 - vLLM's signature
-        engine_idx: int = 0,
-    ) -> None:
-        if self.engine is not None:
-            self.engine.record_step(engine_idx, scheduler_stats, iteration_stats)
-
-    def log_engine_initialized(self) -> None:
-        pass
+_log = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -93,8 +76,9 @@ class VllmEngine:
         channel: EngineEnd,
         connection: socket.socket,
         readers: Sequence[EventReader],
+        metrics: Callable[[], str],
     ) -> None:
-        """`readers` read the events of each rank."""
+        """`readers` read the events of each rank; `metrics` returns vLLM's own metrics as text."""
         self._config = config.worker
         self._llm = llm
         self._channel = channel
@@ -117,7 +101,10 @@ class VllmEngine:
         self._sleep_level = 0
         """Level at which the engine sleeps; 0: it is awake."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._probes = 0
+        self._prober = Prober(llm, self._config.health, pooling=self._pooling, report=channel.send)
+        self._metrics = metrics
+        self._sent_metrics = ""
+        self._metrics_due_s = 0.0
 
     async def run(self) -> Failed | None:
         """Serve until Shutdown, which gives None, or until the engine fails. Raise PeerGone."""
@@ -139,30 +126,9 @@ class VllmEngine:
                 task.cancel()
             await asyncio.gather(ticking, *reading, *self._tasks, return_exceptions=True)
 
-    async def probe(self, limit_s: float, ranks: Iterable[EngineRank] | None = None) -> None:
-        """Have these ranks, or all, compute one prefill and one decode. Raise TimeoutError, and what vLLM raises."""
-        await asyncio.gather(*(self._probe(limit_s, rank) for rank in ranks or self._ranks.all))
-
-    async def _probe(self, limit_s: float, rank: EngineRank) -> None:
-        self._probes += 1
-        name, prompt = f"probe-{self._probes}", TokensPrompt(prompt_token_ids=[1, 1], cache_salt=PROBE_SALT)
-        params: Any
-        if self._pooling:
-            params = PoolingParams(task="embed")
-        else:
-            params = SamplingParams(
-                max_tokens=2, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-            )
-        try:
-            async with asyncio.timeout(limit_s):  # AsyncLLM.encode would take no rank
-                collector = await self._llm.add_request(name, prompt, params, data_parallel_rank=rank.number)
-                while not (await collector.get()).finished:
-                    pass
-        except (TimeoutError, asyncio.CancelledError):
-            await self._llm.abort([name])
-            raise
-        finally:
-            rank.active_s = time.monotonic()
+    async def probe(self, limit_s: float) -> None:
+        """Have all ranks compute one prefill and one decode. Raise TimeoutError, and what vLLM raises."""
+        await self._prober.probe(limit_s, self._ranks.all)
 
     # --- commands
 
@@ -246,10 +212,13 @@ class VllmEngine:
             self._end.flush_soon()
 
     async def _operate(self, command: Operate) -> None:
+        self._prober.paused += 1
         try:
             failed = await self._do(command)
         except Exception as wrong:  # noqa: BLE001 - whatever vLLM raises is the answer
             failed = f"{command.operation}: {one_line(wrong)}"
+        finally:
+            self._prober.paused -= 1
         self._report()
         self._channel.send(Operated(command.ticket, failed=failed))
 
@@ -330,6 +299,8 @@ class VllmEngine:
             prefilled_tokens=0 if prompt is None else prompt.computed,
             decoded_tokens=0 if iteration_stats is None else iteration_stats.num_generation_tokens,
             preempted=0 if iteration_stats is None else iteration_stats.num_preempted_reqs,
+            queried_tokens=scheduler_stats.prefix_cache_stats.queries,
+            found_tokens=scheduler_stats.prefix_cache_stats.hits,
         )
         rank.active_s = time.monotonic()
         self._end.flush_soon()
@@ -349,10 +320,10 @@ class VllmEngine:
                 one.token_ids,
                 finish=one.finish_reason,
                 cached_tokens=output.num_cached_tokens or 0,
-                logprobs=None if logprobs < 0 else _logprobs(one.token_ids, one.logprobs, logprobs),
+                logprobs=None if logprobs < 0 else logprob_entries(one.token_ids, one.logprobs, logprobs),
             )
         elif output.finished:
-            rank.attempts.record_output(key, (), finish="stop", embedding=_embedding(output.outputs.data.tolist()))
+            rank.attempts.record_output(key, (), finish="stop", embedding=pack_embedding(output.outputs.data.tolist()))
         self._end.flush_soon()
 
     def _send_prompt(
@@ -377,7 +348,7 @@ class VllmEngine:
             self._channel.send(report)
 
     async def _tick(self) -> None:
-        """End attempts that are too late, notice a dead core, and probe an idle engine. Raise nothing of vLLM's."""
+        """End attempts that are too late, notice a dead core, probe idle ranks, and send metrics. Raise PeerGone."""
         idle_s = self._config.health.idle_s
         while True:
             await asyncio.sleep(TICK_S)
@@ -392,17 +363,24 @@ class VllmEngine:
                 reason = f"rank {stalled.number} computed nothing for {self._config.stall_s:g} s while requests wait"
                 self._give_up(Unavailable(reason))
                 return
-            idle = self._ranks.idle(now_s, idle_s)
-            if idle and idle_s and not self._sleep_level:
-                try:
-                    await self.probe(self._config.health.limit_s, idle)
-                except TimeoutError:
-                    limit_s = self._config.health.limit_s
-                    self._give_up(Unavailable(f"the idle engine did not compute a token in {limit_s:g} s"))
-                    return
-                except Exception as wrong:  # noqa: BLE001 - an engine that cannot compute one token is replaced
-                    self._give_up(wrong)
-                    return
+            if idle_s and not self._sleep_level:
+                for rank in self._ranks.idle(now_s, idle_s):
+                    self._start(self._prober.probe_idle(rank))
+            if now_s >= self._metrics_due_s:
+                self._metrics_due_s = now_s + METRICS_S
+                self._send_metrics()
+
+    def _send_metrics(self) -> None:
+        """Send vLLM's own metrics, unless they are as they were."""
+        text = self._metrics()
+        if text == self._sent_metrics:
+            return
+        if len(text) > MOST_BYTES:
+            _log.error("vLLM's own metrics are %d bytes, above %d: they are not shown", len(text), MOST_BYTES)
+            self._metrics_due_s = math.inf
+            return
+        self._sent_metrics = text
+        self._channel.send(OwnMetrics(text))
 
 
 def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:
@@ -410,24 +388,3 @@ def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:
     model = config.model_config
     of_model = getattr(model.hf_text_config, "eos_token_id", None)
     return join_ids(of_model, model.try_get_generation_config().get("eos_token_id"))
-
-
-def _logprobs(tokens: Any, positions: Any, count: int) -> tuple[TokenLogprob, ...]:
-    """Return an entry for each token, with its own logprob and those of the `count` likeliest tokens."""
-    entries: list[TokenLogprob] = []
-    for token, position in zip(tokens, positions or (), strict=True):
-        top = likeliest(position, count)
-        entries.append(
-            TokenLogprob(
-                finite(position[token].logprob),
-                pack_tokens([name for name, _ in top]),
-                tuple(value for _, value in top),
-            )
-        )
-    return tuple(entries)
-
-
-def _embedding(values: list[float]) -> bytes:
-    """Return a vector as a Part carries it: of norm 1, in little-endian float32."""
-    length = math.sqrt(sum(value * value for value in values)) or 1.0
-    return array("f", [value / length for value in values]).tobytes()

@@ -90,11 +90,15 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         return Failed(
             reason=f"vLLM cannot be loaded ({wrong}); ./headrace install-vllm makes its environment", model=True
         )
+    from prometheus_client import generate_latest
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-    from services.worker.vllm.engine import StatLogger, VllmEngine
+    from services.worker.vllm.engine import VllmEngine
     from services.worker.vllm.events import UNREAD_LIMIT, EventReader, endpoints
+    from services.worker.vllm.own_metrics import KeptMetrics, unknown_name
     from services.worker.vllm.settings import engine_args
+    from services.worker.vllm.stat_logger import StatLogger
 
     settings = replace(config.worker, model=str(_prepared(config, channel)))
     endpoint, replay_endpoint = endpoints(directory)
@@ -123,8 +127,15 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         return failure(Cause.of(wrong), read_cause(noted))
     try:
         facts = _facts(vllm_config)
-        engine = VllmEngine(config, llm, channel, connection, readers)
-        logger.engine = engine
+        wrong_probe = settings.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
+        if wrong_probe:
+            return Failed(reason=wrong_probe, model=True)
+        registry = get_prometheus_registry()
+        if unknown := unknown_name(registry, settings.engine_metrics):
+            return Failed(reason=f"engine_metrics: this vLLM has no metric {unknown}", model=True)
+        own_metrics = KeptMetrics(registry, settings.engine_metrics)
+        engine = VllmEngine(config, llm, channel, connection, readers, lambda: generate_latest(own_metrics).decode())
+        logger.record_step = engine.record_step
         channel.send(Loading("computing the first tokens", 0.9))
         try:
             await engine.probe(WARM_LIMIT_S)

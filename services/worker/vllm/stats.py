@@ -20,6 +20,7 @@ class EngineStats:
         self.waiting = 0
         self._held_blocks = 0
         self.preemptions = 0
+        self._queried_tokens = self._found_tokens = 0
         self.steps = 0
         self._step_tokens = 0
         self._elapsed_s = 0.0
@@ -34,15 +35,19 @@ class EngineStats:
         prefilled_tokens: int,
         decoded_tokens: int,
         preempted: int,
+        queried_tokens: int = 0,
+        found_tokens: int = 0,
     ) -> None:
         """Record a step that ended now. `usage` is the share (0 … 1) of blocks that requests use; `prefilled_tokens`
         are those of prompts that had their first token in it, without cached ones; `decoded_tokens` are all its output
-        tokens."""
+        tokens. `found_tokens` of the `queried_tokens` of its new prompts were in the prefix cache."""
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s if running or waiting else None
         self.running, self.waiting = running, waiting
         self._held_blocks = round(usage * self._capacity_blocks)
         self.preemptions += preempted
+        self._queried_tokens += queried_tokens
+        self._found_tokens += found_tokens
         self.steps += 1
         self._step_tokens += prefilled_tokens + decoded_tokens
         self._elapsed_s += elapsed_s
@@ -77,4 +82,6 @@ class EngineStats:
             prefill_tokens_per_s=self._throughput.tokens_per_s,
             step_s=self._throughput.step_s,
             preemptions=self.preemptions,
+            queried_tokens=self._queried_tokens,
+            found_tokens=self._found_tokens,
         )

@@ -15,6 +15,8 @@ from services.worker.messages import (
     Failed,
     Operate,
     Operated,
+    OwnMetrics,
+    Probed,
     Ready,
     Snapshot,
     Stepped,
@@ -144,6 +146,8 @@ class DrivenEngine:
                     self._operated[report.ticket] = report
                 case Failed(reason):
                     self.failed = reason
+                case Probed() | OwnMetrics():
+                    pass
                 case _:
                     self._changed.set()
                     raise AssertionError(report)

@@ -35,6 +35,7 @@ class Engines:
             lost=self.lost.append,
             busy=lambda: False,
             kvbm_message=lambda _message: None,
+            observed=lambda _report: None,
         )
 
     async def start(self, _config: WorkerConfig, _model_name: str, instance: str) -> ScriptedEngine:

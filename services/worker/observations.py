@@ -1,0 +1,120 @@
+"""What the engine says of itself, at /metrics and /health.
+
+Stepped of each rank ─▶ gauges of each rank
+Probed               ─▶ a counter, a gauge, and the last probe of each rank at /health
+OwnMetrics           ─▶ vLLM's own series, as vLLM last sent them, with our labels
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from services.worker.messages import EngineLoad, OwnMetrics, Probed
+from shared.metrics import counter, gauge
+
+_log = logging.getLogger(__name__)
+
+
+class EngineObservations:
+    """The observations of the engine that lives. Labels are bounded by its ranks."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._probes = counter(
+            registry, "headrace_engine_probes", "Probes of an engine that was idle, by outcome: ok, failed", ["outcome"]
+        )
+        self._probe_s = gauge(registry, "headrace_engine_probe_seconds", "Seconds of the last probe", ["rank"])
+        self._blocks = gauge(registry, "headrace_rank_blocks", "Device blocks of a rank by state", ["rank", "state"])
+        self._running = gauge(registry, "headrace_rank_inflight_requests", "Attempts running at a rank", ["rank"])
+        self._waiting = gauge(registry, "headrace_rank_queued_requests", "Attempts waiting at a rank", ["rank"])
+        self._step_s = gauge(
+            registry,
+            "headrace_rank_step_seconds",
+            "Seconds of a step of a rank that only decodes, lately; 0: not measured yet",
+            ["rank"],
+        )
+        self._hit_rate = gauge(
+            registry,
+            "headrace_rank_hit_rate",
+            "Share of prompt tokens that a rank of vLLM found in its prefix cache, since the engine started",
+            ["rank"],
+        )
+        self._of_rank = (self._probe_s, self._blocks, self._running, self._waiting, self._step_s, self._hit_rate)
+        self._own = OwnSeries(registry)
+        self._last_probes: dict[int, tuple[float, Probed]] = {}
+        """Rank → when its last probe ended, and what came of it."""
+
+    def record(self, report: Probed | OwnMetrics) -> None:
+        """Take up a report of the engine."""
+        if isinstance(report, OwnMetrics):
+            self._own.text = report.text
+            return
+        self._probes.labels("failed" if report.failed else "ok").inc()
+        self._probe_s.labels(str(report.rank)).set(report.took_s)
+        self._last_probes[report.rank] = self._clock(), report
+
+    def show_ranks(self, loads: Mapping[int, EngineLoad], capacity_blocks: int) -> None:
+        """Show the load of each rank, which has `capacity_blocks` blocks."""
+        for number, load in loads.items():
+            rank = str(number)
+            free = capacity_blocks - load.held_blocks - load.cached_blocks
+            for state, blocks in (("held", load.held_blocks), ("cached", load.cached_blocks), ("free", free)):
+                self._blocks.labels(rank, state).set(blocks)
+            self._running.labels(rank).set(load.running)
+            self._waiting.labels(rank).set(load.waiting)
+            self._step_s.labels(rank).set(load.step_s)
+            if load.queried_tokens:
+                self._hit_rate.labels(rank).set(load.found_tokens / load.queried_tokens)
+
+    def engine_lost(self) -> None:
+        """Forget the engine: its series end."""
+        self._own.text = ""
+        self._last_probes.clear()
+        for each in self._of_rank:
+            each.clear()
+
+    @property
+    def last_probes(self) -> list[str]:
+        """The last probe of each rank, for /health."""
+        now_s = self._clock()
+        return [
+            f"rank {rank}: {probed.failed or 'ok'}, {now_s - ended_s:.0f} s ago, took {probed.took_s:.3f} s"
+            for rank, (ended_s, probed) in sorted(self._last_probes.items())
+        ]
+
+
+class OwnSeries(Collector):
+    """The series of a text that the engine has sent. Our registry adds its labels. The text is read when Prometheus
+    asks; a torn one costs the engine's series, never ours."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.text = ""
+        """Prometheus's text; empty: there are none."""
+        self._torn = counter(
+            registry, "headrace_engine_metrics_torn", "Texts of the engine's own metrics that could not be read"
+        )
+        self._logged = False
+        registry.register(self)
+
+    def describe(self) -> Iterator[Metric]:
+        """Describe nothing: the names, which begin with `vllm:`, are known only when the engine has sent them."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            families = list(text_string_to_metric_families(self.text))
+        except ValueError as wrong:
+            self._torn.inc()
+            self.text = ""
+            if not self._logged:
+                _log.error("the engine's own metrics are left out, since they cannot be read: %s", wrong)
+            self._logged = True
+            return
+        yield from families
