@@ -255,12 +255,13 @@ class CudaRunner:
         self._memory.trim()
 
     def _wake(self) -> str:
-        failed = ""
+        failed, copier = "", None
         try:
             with no_room_as_model_error(self._facts.path, "the weights"):
                 self._take_memory(self._weights_again(), lambda _share: None)
                 self._loras.move(cp.asarray)
-                copier = None if self._mover is None else self._copier()
+                if self._mover is not None:
+                    copier = self._copier()
         except (ModelError, ConfigError) as wrong:
             failed = f"wake: {wrong}"
         if failed:
