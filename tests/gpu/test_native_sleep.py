@@ -70,6 +70,7 @@ def loaded(model: Path, cache: Path, dtype: Dtype) -> Iterator[CudaRunner]:
         assert isinstance(runner, CudaRunner)
         yield runner
         runner.close()
+        runner._memory.trim()  # tests of other processes need the memory
     finally:
         cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
 
