@@ -22,10 +22,14 @@ def read_file(path: str) -> dict[str, Any]:
             content = file.read(FILE_LIMIT_BYTES + 1)
         if len(content) > FILE_LIMIT_BYTES:
             raise ConfigError(f"vllm_args: {path} has more than {FILE_LIMIT_BYTES} bytes")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(content)):
+            raise ConfigError(f"vllm_args: {path}: aliases (*name) are not read")  # they may grow without bound
         table = yaml.safe_load(content)
     except OSError as wrong:
         raise ConfigError(f"vllm_args: {path}: {wrong.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+    except RecursionError:
+        raise ConfigError(f"vllm_args: {path}: lists and tables are nested too deep") from None
+    except (yaml.YAMLError, ValueError) as wrong:  # also a date that there is not
         raise ConfigError(f"vllm_args: {path}: {' '.join(str(wrong).split())}") from None
     if table is None:
         return {}

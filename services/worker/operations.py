@@ -29,6 +29,8 @@ from shared.messages import OperateWorker
 
 MOST_LORAS = 64
 """Most LoRAs that a worker serves at once."""
+MOST_LOSSES = 3
+"""Engines that may be lost while they load a LoRA again, before it is given up."""
 MOST_PATH_CHARACTERS = 4096
 """Length of the longest path of a LoRA."""
 
@@ -115,6 +117,8 @@ class Operations:
         """Id → directory of each LoRA that the worker is to serve."""
         self._held: set[str] = set()
         """The LoRAs that the engine has loaded."""
+        self._losses: dict[str, int] = {}
+        """LoRA → engines that were lost in a row while they loaded it again."""
         self._engine_sleeps = False
         """Whether the engine that lives sleeps."""
         self._leaving = ""
@@ -258,11 +262,12 @@ class Operations:
             self._failed = failed or "the engine was lost"
             if not self._step_lost:
                 self.engine_lost()
-            return self._follow([])
+            return [*self._count_lost(step), *self._follow([])]
         if not failed:
             match step.operation:
                 case "load_lora":
                     self._held.add(step.name)
+                    self._losses.pop(step.name, None)
                     self.loras.setdefault(step.name, step.path)
                 case "unload_lora":
                     self._held.discard(step.name)
@@ -279,6 +284,17 @@ class Operations:
             return [NoteFault(f"the worker does not go back to sleep: {failed}"), *self._follow([])]
         self._failed = failed
         return self._follow(self._loads() if self.state is WorkerState.FALLING_ASLEEP else [])
+
+    def _count_lost(self, step: AskEngine) -> list[OperationAction]:
+        """An engine was lost while it did this. Give up a LoRA that several engines in a row did not survive: otherwise
+        none would ever serve."""
+        if step.operation != "load_lora" or step.name not in self.loras:
+            return []
+        self._losses[step.name] = self._losses.get(step.name, 0) + 1
+        if self._losses[step.name] < MOST_LOSSES:
+            return []
+        del self.loras[step.name], self._losses[step.name]
+        return [NoteFault(f"the LoRA {name_of_lora(step.name)} is gone: {MOST_LOSSES} engines ended while loading it")]
 
     def engine_ready(self, facts: Ready) -> list[OperationAction]:
         """An engine has started."""
@@ -329,6 +345,7 @@ class Operations:
             case "unload_lora":
                 if not failed:
                     del self.loras[self._leaving]
+                    self._losses.pop(self._leaving, None)
                 self._leaving = ""
             case _:
                 pass

@@ -25,6 +25,9 @@ def test_a_file_is_a_table(tmp_path: Path) -> None:
         (b"- a\n", "not a table of arguments"),
         (b"a: [\n", "while parsing"),
         (b"\xff\xfe\xff", "vllm_args: "),
+        (b"seed: 2024-13-45\n", "month must be in"),
+        (b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deep"),
+        (b"a: &a [1, 1]\nb: [*a, *a]\n", r"aliases \(\*name\) are not read"),
         (b"#" * (FILE_LIMIT_BYTES + 1), "has more than 1048576 bytes"),
     ],
 )

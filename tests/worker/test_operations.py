@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.worker.messages import Ready
 from services.worker.operations import (
     MOST_LORAS,
+    MOST_LOSSES,
     AnnounceState,
     AnswerOperation,
     AskEngine,
@@ -405,3 +406,21 @@ def test_the_number_of_loras_is_bounded() -> None:
         world.settle()
     assert f"{MOST_LORAS} LoRAs are loaded; unload one first" in world.ask("load_lora", "one-more")
     assert len({name_of_lora(each) for each in world.operations.loras}) == MOST_LORAS
+
+
+def test_a_lora_that_no_engine_survives_is_given_up() -> None:
+    world = worker()
+    assert not world.ask("load_lora", "sql")
+    world.settle()
+    assert world.seen() == ("", (lora("sql"),), True)
+    world.lose()
+    for _ in range(MOST_LOSSES):
+        world.start()
+        assert world.now_due() == AskEngine("load_lora", lora("sql"), "/loras/sql")
+        world.lose()
+        world.due = None
+        world.take(world.operations.on_engine("the engine is lost", lost=True))
+    assert [each for each in world.faults if "engines ended while loading it" in each]
+    world.start()
+    world.settle()
+    assert world.seen() == ("", (), True)

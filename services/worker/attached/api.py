@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -66,12 +67,16 @@ def same(*names: str) -> dict[str, Row]:
 
 
 def read_metrics(text: str, names: ServerMetrics) -> ServerLoad:
-    """Return the sums of these metrics over all labels, of the usage the mean."""
+    """Return the sums of these metrics over all labels, of the usage the mean. Raise ValueError."""
     found: dict[str, list[float]] = {name: [] for name in names}
     for line in text.splitlines():
         name = re.split("[{ ]", line, maxsplit=1)[0]
         if name in found:
-            found[name].append(float(line.rpartition(" ")[2]))
+            _, _, rest = line.rpartition("}") if "}" in line else line.partition(" ")
+            value = float(rest.split()[0]) if rest.split() else math.nan  # a time may follow
+            if not math.isfinite(value):
+                raise ValueError(f"{name} has no number: {line[:128]}")
+            found[name].append(value)
     running, waiting, usage, steps = (sum(values) for values in found.values())
     return ServerLoad(running, waiting, usage / max(1, len(found[names[2]])), steps)
 

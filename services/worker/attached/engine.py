@@ -11,6 +11,7 @@ with Failed; the supervisor starts it again, until the server serves.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from contextlib import aclosing
@@ -47,8 +48,12 @@ from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling
 
+MOST_BLOCKS_TIMES = 4
+"""Times the server's blocks that its events may leave before all are forgotten: its host memory may hold some, too."""
 TICK_S = 0.1
 """Seconds between two looks at deadlines."""
+
+_log = logging.getLogger(__name__)
 
 
 async def run_attached(
@@ -200,6 +205,9 @@ class AttachedEngine:
 
     def _apply_events(self, events: list[KvEvent]) -> None:
         self._new_events.extend(self._blocks.apply(events))
+        if len(self._blocks) > MOST_BLOCKS_TIMES * self._capacity:
+            _log.error("attached.events: these leave more blocks than the server can have; all are forgotten")
+            self._new_events.extend(self._blocks.apply([AllBlocksCleared()]))
         self._end.flush_soon()
 
     async def _look(self) -> None:

@@ -31,7 +31,7 @@ class Server:
     def __init__(self, config: AttachedConfig, api: Api, connections: int) -> None:
         """`connections` is the most requests at once. Raise ConfigError for the file of the key."""
         self._config, self._api, self._url = config, api, config.url.rstrip("/")
-        self._model, self._context_length = config.model, 0
+        self._model, self._context_length, self._vocab_size = config.model, 0, 0
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {_read_key(config.api_key_file)}"} if config.api_key_file else {},
             connector=aiohttp.TCPConnector(limit=connections),
@@ -81,6 +81,8 @@ class Server:
                 async for line in answer.content:
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                         output = self._api.read(line[5:], submit, seen)
+                        if not all(0 <= token < self._vocab_size for token in output.tokens):
+                            raise ValueError(f"token ids are 0 to {self._vocab_size - 1}, not {output.tokens}"[:200])
                         seen += len(output.tokens)
                         yield output
         except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as wrong:  # a line too long, or no JSON
@@ -90,7 +92,10 @@ class Server:
         """Return the load of a healthy server; None where it shows no metrics. Raise as `ask`."""
         await self.ask("/health")
         metrics = await self.ask("/metrics", optional=True)
-        return read_metrics(metrics.decode(errors="replace"), self._api.metrics) if metrics else None
+        try:
+            return read_metrics(metrics.decode(errors="replace"), self._api.metrics) if metrics else None
+        except ValueError as wrong:
+            raise self._fault("/metrics", f"cannot be read: {wrong}") from None
 
     async def facts(self, local: Ready, config: WorkerConfig, name: str) -> Ready:
         """Return what the server serves, as far as one can ask, and from here on use its model. `local` is what the
@@ -127,7 +132,10 @@ class Server:
             said = f"{self._url} has no model {' or '.join(sorted(wanted))}; it has {', '.join(models) or 'none'}"
             raise ConfigError(f"attached.model: {said}")
         self._model, length = found[0], models[found[0]].get("max_model_len")
-        self._context_length = length if isinstance(length, int) else local.context_length
+        if length is not None and (type(length) is not int or length < 1):
+            raise ConfigError(f"attached.url: {self._url}/v1/models: max_model_len is {str(length)[:64]}")
+        self._context_length = length or local.context_length
+        self._vocab_size = local.vocab_size
         answer = await self.ask(
             "/tokenize", {"model": self._model, "prompt": TEXT, "add_special_tokens": False}, optional=True
         )

@@ -77,7 +77,10 @@ def _read(payload: bytes, _submit: Submit, seen: int) -> Output:
     if line.output_ids is None:
         raise text_only()
     meta, finish = line.meta_info, line.meta_info.finish_reason
-    new = line.output_ids[max(0, len(line.output_ids) - (meta.completion_tokens - seen)) :]
+    count = meta.completion_tokens - seen
+    if not 0 <= count <= len(line.output_ids):
+        raise ValueError(f"completion_tokens is {meta.completion_tokens} after {seen}, with {len(line.output_ids)} ids")
+    new = line.output_ids[len(line.output_ids) - count :]
     word = None if finish is None else f"abort: {finish.message}" if finish.type == "abort" else finish.type
     return Output(new, word, meta.cached_tokens)
 

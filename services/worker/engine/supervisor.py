@@ -239,11 +239,12 @@ class EngineSupervisor:
 
     async def _kill_if_stalled(self, engine: Engine) -> None:
         """Kill the engine where attempts waited at two checks in a row and it reported nothing between them. Loading
-        may take any time. Afterwards everything goes as after any engine's death."""
+        may take any time, and an operation the time of its own limit. Afterwards everything goes as after any engine's
+        death."""
         waited_at: int | None = None
         while True:
             await asyncio.sleep(self._config.stall_s / 2)
-            waits = self.facts is not None and self._busy()
+            waits = self.facts is not None and self._busy() and not self._operations
             if waits and waited_at == self._reports:
                 quiet_s = self._config.stall_s / 2
                 _log.error("the engine reported nothing for %g s while requests wait: it is killed", quiet_s)

@@ -188,7 +188,9 @@ def _read_keys(event: BlockStored) -> tuple[str, int]:
         return "", 0
     salt = ""
     for number, keys in enumerate(event.extra_keys or ()):
-        foreign = [key for key in keys or () if key != lora or not lora]
+        foreign = list(keys or ())
+        if lora and lora in foreign:  # a salt may be the same word
+            foreign.remove(lora)
         last = foreign[-1] if foreign else None
         if number == 0 and event.parent_block_hash is None and isinstance(last, str):
             salt = last

@@ -213,14 +213,20 @@ class VllmEngine:
 
     async def _operate(self, command: Operate) -> None:
         self._prober.paused += 1
+        broken: Exception | None = None
         try:
             failed = await self._do(command)
         except Exception as wrong:  # noqa: BLE001 - whatever vLLM raises is the answer
             failed = f"{command.operation}: {one_line(wrong)}"
+            broken = wrong
         finally:
             self._prober.paused -= 1
+            for rank in self._ranks.all:  # the operation may have held its core up
+                rank.active_s = time.monotonic()
         self._report()
         self._channel.send(Operated(command.ticket, failed=failed))
+        if broken is not None and command.operation in ("sleep", "wake"):
+            self._give_up(broken)  # whether it sleeps is not known
 
     async def _do(self, command: Operate) -> str:
         """Do an operation. Return why it was not done. Raise what vLLM raises."""
@@ -359,7 +365,7 @@ class VllmEngine:
                 self._give_up(self._llm.dead_error)
                 return
             stalled = self._ranks.stalled(now_s, self._config.stall_s)
-            if stalled is not None:  # the shell sees only that all ranks stand still
+            if stalled is not None and not self._prober.paused:  # the shell sees only that all ranks stand still
                 reason = f"rank {stalled.number} computed nothing for {self._config.stall_s:g} s while requests wait"
                 self._give_up(Unavailable(reason))
                 return
@@ -372,12 +378,15 @@ class VllmEngine:
 
     def _send_metrics(self) -> None:
         """Send vLLM's own metrics, unless they are as they were."""
-        text = self._metrics()
-        if text == self._sent_metrics:
-            return
-        if len(text) > MOST_BYTES:
-            _log.error("vLLM's own metrics are %d bytes, above %d: they are not shown", len(text), MOST_BYTES)
+        try:
+            text = self._metrics()
+            if len(text) > MOST_BYTES:
+                raise ValueError(f"they have {len(text)} bytes, more than {MOST_BYTES}")
+        except Exception as wrong:  # noqa: BLE001 - whatever a collector raises costs the metrics, not the engine
+            _log.error("vLLM's own metrics are not shown any longer: %s", one_line(wrong))
             self._metrics_due_s = math.inf
+            return
+        if text == self._sent_metrics:
             return
         self._sent_metrics = text
         self._channel.send(OwnMetrics(text))

@@ -1,15 +1,17 @@
 """Checks the files of a LoRA against the model's before vLLM loads them.
 
 vLLM itself refuses a LoRA of a higher rank than it was started for, and modules that no model of the kind has. It
-leaves out layers that the model does not have, and fills up matrices that are too small: a LoRA of another model would
-be loaded, and change nothing or something else.
+leaves out layers that the model does not have, and fills up matrices that are too small: a LoRA of another model, or of
+another rank than its config says, would be loaded, and change nothing or something else.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from services.worker.lora_files import TENSORS
 from services.worker.native.tensor_file import Shape, TensorFile
@@ -32,16 +34,18 @@ def lora_shapes(directory: Path) -> dict[str, Shape]:
     return {name: entry.shape for name, entry in TensorFile(directory / TENSORS).entries.items()}
 
 
-def lora_fault(lora: Mapping[str, Shape], model: Mapping[str, Shape], layers: int) -> str:
-    """Return why the tensors of a LoRA do not fit the model, which has this many layers; empty: nothing speaks against
-    it. Modules that the model's files name in another way are not compared. *Pure.*"""
-    found = 0
+def lora_fault(lora: Mapping[str, Shape], model: Mapping[str, Shape], layers: int, ranks: Collection[int]) -> str:
+    """Return why the tensors of a LoRA do not fit the model, which has this many layers, or its config, which names
+    these ranks; empty: nothing speaks against it. Modules that the model's files name in another way are not compared
+    with them. *Pure.*"""
+    found: dict[str, dict[str, int]] = {}
     for name, shape in lora.items():
         parts = _TENSOR.fullmatch(name)
         if parts is None:
             continue
-        found += 1
         module, matrix = parts[1], parts[2]
+        if len(shape) == 2:
+            found.setdefault(module, {})[matrix] = shape[0] if matrix == "A" else shape[1]
         layer = _LAYER.search(module)
         if layer is not None and int(layer[1]) >= layers:
             return f"it is of another model: it has {module}, and this model has {layers} layers"
@@ -52,12 +56,27 @@ def lora_fault(lora: Mapping[str, Shape], model: Mapping[str, Shape], layers: in
         if size != own:
             side = "inputs" if matrix == "A" else "outputs"
             return f"it is of another model: {module} has {own} {side} here, and {size} in the LoRA"
+    for module, ranks_of in found.items():
+        if len(ranks_of) < 2:
+            return f"{module} has a matrix {next(iter(ranks_of))} only"
+        if ranks_of["A"] != ranks_of["B"] or ranks_of["A"] not in ranks:
+            said = " or ".join(map(str, sorted(ranks)))
+            return f"{module} has rank {ranks_of['A']} in A and {ranks_of['B']} in B; the config says {said}"
     return "" if found else f"{TENSORS} has no matrices of a LoRA, such as …q_proj.lora_A.weight"
 
 
-def check_lora(directory: Path, model: Path, layers: int) -> str:
-    """Return why the files in `directory` are no LoRA of the model; empty: nothing speaks against it."""
+def check_lora(directory: Path, model: Path, layers: int, ranks: Collection[int]) -> str:
+    """Return why the files in `directory` are no LoRA of the model; empty: nothing speaks against it. Reads all of
+    its tensors."""
     try:
-        return lora_fault(lora_shapes(directory), model_shapes(model), layers)
+        fault = lora_fault(lora_shapes(directory), model_shapes(model), layers, ranks)
+        return fault or _not_finite(TensorFile(directory / TENSORS))
     except ModelError as wrong:
         return str(wrong)
+
+
+def _not_finite(file: TensorFile) -> str:
+    for name, entry in file.entries.items():
+        if entry.dtype in ("F32", "F16", "BF16") and not np.isfinite(file.floats(name)).all():
+            return f"{name} has numbers that are not finite"
+    return ""

@@ -67,13 +67,15 @@ class EngineLoras:
         settings = directory / CONFIG
         try:
             given = read_model_json(settings, dict[str, Any], limit_bytes=CONFIG_LIMIT_BYTES)
-            PEFTHelper.from_dict(given).validate_legal(config.lora_config)
+            helper = PEFTHelper.from_dict(given)
+            helper.validate_legal(config.lora_config)
+            ranks = {helper.r, *helper.rank_pattern.values()}
         except ModelError as wrong:
             return str(wrong)
         except (ValueError, TypeError, AttributeError) as wrong:  # a value that vLLM does not take, or of another type
             return f"{settings.name}: {' '.join(str(wrong).split())[:CHARACTERS]}"
         model = config.model_config
-        return check_lora(directory, Path(model.model), model.get_total_num_hidden_layers())
+        return check_lora(directory, Path(model.model), model.get_total_num_hidden_layers(), ranks)
 
     async def unload(self, lora: str) -> str:
         """Drop a LoRA that no attempt uses. Return why it was not dropped. Raise what vLLM raises."""

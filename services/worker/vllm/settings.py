@@ -65,6 +65,9 @@ def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mappin
         if name in NEEDED and value != NEEDED[name][0]:
             needed, why = NEEDED[name]
             return f"{where}: {value}; it must be {needed}: {why}"
+    loras, kept = given.get("max_loras"), given.get("max_cpu_loras")
+    if loras and kept and kept < loras:
+        return f"{source['max_cpu_loras']}.max_cpu_loras: {kept}, but max_loras is {loras}; it must be at least as many"
     defaults = WorkerConfig(model="")
     for name, setting in (("block_size", "block_size"), ("max_num_seqs", "max_running")):
         own = getattr(config, setting)
@@ -114,6 +117,8 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
             name = str(written).replace("-", "_")
             if fault := unknown(name, actions, where):
                 raise ConfigError(fault)
+            if source.get(name) == where:
+                raise ConfigError(f"{where}.{written}: given twice, also as {name}")
             given[name] = _parsed(parser, actions[name], value, f"{where}.{name}")
             source[name] = where
     if fault := contradiction(given, config, source):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from services.worker.attached.api import ServerLoad, read_metrics, read_sizes
 from services.worker.attached.vllm_api import VLLM
 
@@ -21,6 +23,16 @@ vllm:cache_config_info{effective_attention_block_size="64",block_size="32",engin
 def test_loads_are_summed_over_ranks_and_the_usage_is_their_mean() -> None:
     assert read_metrics(METRICS, VLLM.metrics) == ServerLoad(5, 4, 0.5, 150)
     assert read_metrics("nothing known", VLLM.metrics) == ServerLoad(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "", "many"])
+def test_a_value_that_is_no_number_is_named(value: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the server's name is added by `Server.load`
+        read_metrics(METRICS.replace("3.0", value), VLLM.metrics)
+
+
+def test_a_time_after_a_value_is_not_the_value() -> None:
+    assert read_metrics(METRICS.replace("3.0", "3.0 1795460000000"), VLLM.metrics).running == 5
 
 
 def test_sizes_are_those_of_the_first_rank() -> None:

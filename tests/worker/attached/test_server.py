@@ -202,6 +202,10 @@ async def test_answers_of_another_kind_are_named(peer: Peer, model: Path) -> Non
     peer.lines = ["what"]
     with pytest.raises(Unavailable, match="broke off: JSON is malformed"):
         await generated(peer, model)
+    for token in (-1, 320, 1 << 32):
+        peer.lines = [f'{{"choices": [{{"token_ids": [5, {token}]}}]}}']
+        with pytest.raises(Unavailable, match="token ids are 0 to 319"):
+            await generated(peer, model)
     peer.said["/v1/completions"] = says(400, '{"error": "too long"}')
     with pytest.raises(InvalidRequest, match=r"answers 400 .*too long"):
         await generated(peer, model)

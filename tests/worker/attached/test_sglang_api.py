@@ -47,5 +47,8 @@ def test_lines_with_all_tokens_and_with_new_ones_become_outputs() -> None:
     ended = meta | {"finish_reason": {"type": "abort", "message": "why"}}
     assert read({"output_ids": [], "meta_info": ended}, 3).finish == "abort: why"
     assert read({"error": {"message": "broken"}}, 0) == Output(error="broken")
+    for ids, count, seen in (([5, 6, 7], 0, 1), ([5], 4, 0)):
+        with pytest.raises(ValueError, match="completion_tokens is"):
+            read({"output_ids": ids, "meta_info": {"completion_tokens": count}}, seen)
     with pytest.raises(ConfigError, match="text for token ids"):
         read({"text": "a", "meta_info": meta}, 0)

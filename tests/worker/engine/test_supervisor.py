@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.supervisor import EngineSupervisor
-from services.worker.messages import EngineReport, Failed
+from services.worker.messages import EngineReport, Failed, Operate, Operated
 from shared.errors import ModelError
 from tests.worker.scripted_engine import FACTS, ScriptedEngine
 from tests.worker.shell import LIMIT_S
 
+STALL_S = 0.1
 HOPELESS = Failed(reason="no GPU is found", model=True)
 
 
 class Engines:
     """Each reports one of these and then nothing; after the last of them, no more are started."""
 
-    def __init__(self, *reports: EngineReport) -> None:
+    def __init__(self, *reports: EngineReport, busy: bool = False) -> None:
         self.lost: list[str] = []
         self.all: list[ScriptedEngine] = []
         self.done = asyncio.Event()
+        self.hold = False
+        """Whether engines live on though others are left."""
         self._reports = list(reports)
         self.host = EngineSupervisor(
-            WorkerConfig(model="m"),
+            WorkerConfig(model="m", stall_s=STALL_S),
             "m",
             "0a",
             self.start,
@@ -33,7 +37,7 @@ class Engines:
             ready=lambda _facts: self.ready(),
             stepped=lambda _step: None,
             lost=self.lost.append,
-            busy=lambda: False,
+            busy=lambda: busy,
             kvbm_message=lambda _message: None,
             observed=lambda _report: None,
         )
@@ -43,7 +47,7 @@ class Engines:
         return self.all[-1]
 
     def ready(self) -> None:
-        if self._reports:
+        if self._reports and not self.hold:
             self.all[-1].kill()
         else:
             self.done.set()
@@ -62,6 +66,27 @@ async def test_what_one_could_serve_is_tried_again_until_another_can() -> None:
     await asyncio.wait_for(engines.done.wait(), LIMIT_S)
     assert engines.lost == ["engine: killed", "no GPU is found"]
     assert engines.host.epoch == 3
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+
+
+async def test_an_engine_that_does_an_operation_is_not_taken_for_one_that_stands_still() -> None:
+    engines = Engines(msgspec.structs.replace(FACTS, operations=("clear",)), HOPELESS, busy=True)
+    engines.hold = True
+    run = asyncio.ensure_future(engines.host.run())
+    await asyncio.wait_for(engines.done.wait(), LIMIT_S)
+    [engine] = engines.all
+    operating = asyncio.ensure_future(engines.host.operate("clear", LIMIT_S))
+    await asyncio.sleep(10 * STALL_S)
+    assert not engines.lost
+    [asked] = engine.told
+    assert isinstance(asked, Operate)
+    engine.report(Operated(asked.ticket))
+    assert await operating == ""
+    async with asyncio.timeout(LIMIT_S):  # now it stands still
+        while not engines.lost:  # noqa: ASYNC110 - the supervisor reports nothing else
+            await asyncio.sleep(0.01)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run

@@ -120,6 +120,12 @@ def test_salt_and_lora_are_published_as_workers_do() -> None:
     ]
 
 
+def test_a_salt_may_be_the_word_that_names_the_lora() -> None:
+    blocks = EngineBlocks(4)
+    blocks.apply([stored(1, lora_id=1, lora_name="a", extra_keys=[["a", "a"]])])
+    assert [(block.lora, block.salt) for block in blocks.snapshot()] == [("a", "a")]
+
+
 def test_a_hash_of_bytes_is_its_last_64_bits() -> None:
     blocks = EngineBlocks(4)
     blocks.apply([stored((1 << 200 | 7).to_bytes(32, "big"))])

@@ -30,6 +30,12 @@ def test_contradictions() -> None:
     assert contradiction({"model": "x"}, config, {"model": "vllm_args"}).startswith("vllm_args.model: ")
 
 
+def test_fewer_loras_in_memory_than_in_a_batch_are_refused() -> None:
+    given, source = {"max_loras": 4, "max_cpu_loras": 2}, {"max_loras": "vllm", "max_cpu_loras": "vllm_args"}
+    assert contradiction(given, WorkerConfig(model="m"), source).startswith("vllm_args.max_cpu_loras: 2, but max_loras")
+    assert contradiction(given | {"max_cpu_loras": 4}, WorkerConfig(model="m"), source) == ""
+
+
 def test_words() -> None:
     assert words("--x", "True", takes_flag=True, needs_word=False) == ["--x"]
     assert words("--x", False, takes_flag=True, needs_word=False) == ["--no-x"]
