@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from services.worker.config import WorkerConfig
 from shared.messages import Sampling
+from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.engine.driven_engine import DrivenEngine
 from tests.worker.vllm.environment import PYTHON, needs_vllm
@@ -37,7 +38,7 @@ async def started(directory: Path, **arguments: object) -> DrivenEngine:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DrivenEngine]:
-    driven = await started(tmp_path_factory.mktemp("model") / "tiny")
+    driven = await started(tmp_path_factory.mktemp("model") / "tiny", enable_lora=True, max_lora_rank=8)
     yield driven
     await driven.close()
 
@@ -85,6 +86,26 @@ async def test_clearing_empties_both_ranks(engine: DrivenEngine) -> None:
         kept = {block.hash for block in (await engine.snapshot(rank)).blocks}
         assert kept == engine.published_at[rank] == set()
         assert engine.digest_of[rank] == 0
+
+
+async def test_each_rank_loads_a_lora_sleeps_and_wakes(engine: DrivenEngine, tmp_path: Path) -> None:
+    plain = await engine.answer("plain", prompt_of(5), GREEDY, rank=0)
+    lora = write_lora(tmp_path / "lora", Path(engine.facts.path))
+    assert await engine.operate("load_lora", name="poet@1", path=str(lora)) == ""
+    first, second = [
+        await engine.answer(f"lora-{rank}", prompt_of(5), GREEDY, rank=rank, lora="poet@1") for rank in (0, 1)
+    ]
+    assert first == second != plain
+    assert await engine.operate("sleep") == ""
+    for rank in (0, 1):
+        assert engine.published_at[rank] == set()
+        engine.submit(f"asleep-{rank}", prompt_of(5), GREEDY, rank=rank)
+        assert (await engine.ended(f"asleep-{rank}")).error == "the engine is asleep"
+    assert await engine.operate("wake") == ""
+    for rank in (0, 1):
+        assert await engine.answer(f"again-{rank}", prompt_of(5), GREEDY, rank=rank, lora="poet@1") == first
+        assert await engine.answer(f"base-{rank}", prompt_of(5), GREEDY, rank=rank) == plain
+    assert await engine.operate("unload_lora", name="poet@1") == ""
 
 
 async def test_the_end_of_one_ranks_core_ends_the_engine(engine: DrivenEngine) -> None:
