@@ -157,11 +157,17 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def _median(values: Sequence[float]) -> float | None:
+    """Return the median of what could be measured: of answers that came as one piece there is no time between
+    tokens."""
+    return round(statistics.median(values), 2) if values else None
+
+
 def row_of(side: str, streams: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians of some runs, and the spread of their tokens a second."""
     rates = [run["out_tok_s"] for run in runs]
     keys = ("out_tok_s", "ttft_p50_ms", "gap_p50_ms", "tpot_p50_ms", "cpu_us")
-    medians = {key: round(statistics.median(run[key] for run in runs), 2) for key in keys}
+    medians = {key: _median([run[key] for run in runs if run[key] is not None]) for key in keys}
     errors = sum(sum(run["errors"].values()) for run in runs)
     names = sorted({name for run in runs for name in run["cpu_us_by"]})
     cpu = {name: round(statistics.median(run["cpu_us_by"].get(name, 0.0) for run in runs)) for name in names}
