@@ -97,7 +97,7 @@ class AttemptTable:
             self._record_part(attempt, tokens, logprobs=logprobs, boundary=first)
         else:
             reason = FINISHES.get(finish, "error")
-            error = f"vLLM ended the request: {finish}" if reason == "error" else ""
+            error = f"the engine ended the request: {finish}" if reason == "error" else ""
             self._end(key, attempt, reason, error, tokens, logprobs, embedding)
 
     def prompt_part(self, key: str, prompt: PromptLogprobs) -> Outcome:
@@ -127,7 +127,7 @@ class AttemptTable:
         unbegun.sort(key=lambda one: (-one[1].submit.priority, one[1].submit.number))
         for key, attempt in unbegun[max(0, len(unbegun) - waiting) :]:
             if attempt.begin_by_s is not None and attempt.begin_by_s <= now_s:
-                self.end(key, "error", f"{NOT_BEGUN}: vLLM computes {len(self._attempts) - waiting} others")
+                self.end(key, "error", f"{NOT_BEGUN}: the engine computes {len(self._attempts) - waiting} others")
                 late.append(key)
         return late
 

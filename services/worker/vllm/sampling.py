@@ -70,7 +70,7 @@ def refusal(sampling: Sampling, *, continued: int) -> str:
     if continued >= sampling.max_tokens and not sampling.pooling:
         return f"sampling.max_tokens: {sampling.max_tokens}, of which {continued} were produced already"
     if sampling.grammar and continued:
-        return "sampling.grammar: vLLM cannot continue an answer under a grammar"
+        return "sampling.grammar: this engine cannot continue an answer under a grammar"
     return ""
 
 

@@ -67,7 +67,7 @@ def test_an_end_that_is_not_known_is_an_error_that_says_so() -> None:
     key = table.add(submit(1), 0.0)
     table.record_output(key, [], finish="repetition")
     (part,) = parts(table)
-    assert (part.finish, part.error) == ("error", "vLLM ended the request: repetition")
+    assert (part.finish, part.error) == ("error", "the engine ended the request: repetition")
 
 
 def test_deadlines_end_attempts() -> None:
