@@ -132,5 +132,6 @@ async def test_a_killed_server_ends_its_attempts_and_is_served_again(server: Vll
         batches = len(shell.peer.batches)
         await asyncio.to_thread(server.start)
         await serves(shell)
+        await shell.peer.until(lambda: len(shell.peer.batches) > batches, limit_s=LIMIT_S)
         assert isinstance(shell.peer.batches[batches][1].events[0], AllBlocksCleared)
         assert await answer(shell, "after", PROMPT) == whole

@@ -117,6 +117,7 @@ def engine_environment(config: WorkerConfig) -> dict[str, str]:
     counts = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if config.engine != "vllm":
         return kernels | kept | counts
+    kept.pop("PROMETHEUS_MULTIPROC_DIR", None)  # other workers, and engines that have ended, would be counted with it
     chosen = {"CUDA_VISIBLE_DEVICES": config.vllm_gpus} if config.vllm_gpus else {}
     return _vllm_defaults(config) | kept | counts | chosen | {"PYTHONPATH": _CHECKOUT}
 

@@ -380,12 +380,13 @@ class VllmEngine:
         """Send vLLM's own metrics, unless they are as they were."""
         try:
             text = self._metrics()
-            if len(text) > MOST_BYTES:
-                raise ValueError(f"they have {len(text)} bytes, more than {MOST_BYTES}")
+            size_bytes = len(text.encode())
+            if size_bytes > MOST_BYTES:
+                raise ValueError(f"they have {size_bytes} bytes, more than {MOST_BYTES}; name fewer in engine_metrics")
         except Exception as wrong:  # noqa: BLE001 - whatever a collector raises costs the metrics, not the engine
             _log.error("vLLM's own metrics are not shown any longer: %s", one_line(wrong))
             self._metrics_due_s = math.inf
-            return
+            text = ""
         if text == self._sent_metrics:
             return
         self._sent_metrics = text

@@ -1,7 +1,7 @@
 """vLLM's own metrics as text: those that a list names, each series once. Pure.
 
-vLLM keeps them in prometheus_client's registry of this process or, where PROMETHEUS_MULTIPROC_DIR is set, in files of
-all its processes, which `vllm.v1.metrics.prometheus.get_prometheus_registry` reads.
+vLLM keeps them in prometheus_client's registry of this process, since a worker has one AsyncLLM. The shell passes no
+PROMETHEUS_MULTIPROC_DIR on: in such a directory are the counts of other workers, and of engines that have ended.
 """
 
 from __future__ import annotations

@@ -35,3 +35,8 @@ def test_vllm_sees_the_gpus_that_were_chosen_for_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert engine_environment(WorkerConfig(model="m", engine="vllm", vllm_gpus="6,7"))["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert engine_environment(WorkerConfig(model="m", engine="vllm"))["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+
+
+def test_a_directory_for_metrics_of_several_processes_is_not_passed_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/shared")
+    assert "PROMETHEUS_MULTIPROC_DIR" not in engine_environment(WorkerConfig(model="m", engine="vllm"))
