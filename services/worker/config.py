@@ -21,6 +21,22 @@ Natural = Annotated[int, Meta(ge=0)]
 LORA_RANK = 64
 LORA_BYTES = 512 << 20
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
+ENGINE_METRICS = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_preemptions_total",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:request_queue_time_seconds",
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:e2e_request_latency_seconds",
+)
+"""Names of the metrics that dashboards for vLLM show. All that vLLM has would be five times as much text."""
 _METRIC_NAME = re.compile(r"vllm:[a-zA-Z0-9_:]*\*?")
 
 
@@ -239,7 +255,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
     vllm_python: str = ".headrace/vllm/bin/python"
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
-    engine_metrics: tuple[str, ...] = ("vllm:*",)
+    engine_metrics: tuple[str, ...] = ENGINE_METRICS
     """Names of vLLM's own metrics that /metrics shows, too; a `*` at the end stands for any rest. Empty: none."""
     vllm_gpus: str = ""
     """GPUs that vLLM computes on, as CUDA_VISIBLE_DEVICES names them, separated by commas; empty: as many as it needs
