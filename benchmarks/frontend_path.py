@@ -140,7 +140,7 @@ class Parts:
             for step in range(steps)
         ]
         self.decoded = [STEP_FRAME.decode(frame) for frame in self.frames]
-        self.latencies = Distribution("headrace_latency_seconds", "", STEP_SECONDS)
+        self.latencies = Distribution("headrace_latency_seconds", "", STEP_SECONDS, "model").labels("m")
 
     def decode(self) -> None:
         for frame in self.frames:

@@ -82,6 +82,11 @@ class ServiceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     discovery: DiscoveryConfig = DiscoveryConfig()
     observe: ObserveConfig = ObserveConfig()
 
+    @property
+    def metric_labels(self) -> dict[str, str]:
+        """The labels of every series of the process besides namespace, service and instance."""
+        return {}
+
 
 C = TypeVar("C", bound=Struct)
 _PLACE = re.compile(r"(?P<said>.*) - at (?:`key` in )?`\$\.(?P<setting>[^`]+)`", re.DOTALL)

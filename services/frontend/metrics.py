@@ -4,14 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from http import HTTPStatus
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.frontend.auth.accounts import Accounts
 from shared import metrics
-from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, distribution
+from shared.metrics import (
+    REQUEST_SECONDS,
+    ROUND_TRIP_SECONDS,
+    STEP_SECONDS,
+    TOKENS,
+    DistributionSeries,
+    distribution,
+)
+
+MODEL = "model"
+"""The label with the name of the base model. The registry of models bounds its values."""
+Hop = Literal["tokenise", "select", "offer", "first_token", "rest"]
+"""A part of a request's way.
+
+    tokenise      from the whole body to the tokenised prompt, its grammar included
+    select        a router's choice, other routers' included where one did not answer
+    offer         from Generate to the worker's Accepted or Refused
+    first_token   from Accepted to the first token: the worker's queue, blocks from a lower tier, prefill
+    rest          from the first token to the end
+"""
+
+
+_HOP_SECONDS = tuple(sorted({*ROUND_TRIP_SECONDS, *REQUEST_SECONDS} - {0.005, 0.025, 0.25, 2.5, 30.0, 120.0}))
+"""The buckets for hops: a choice takes a millisecond, an answer minutes."""
+
+
+class ModelMetrics(Struct, frozen=True):
+    """The series of one model that requests touch often, looked up once: `labels` costs as much as three increments."""
+
+    first_token: Histogram
+    inter_token: DistributionSeries
+    input_tokens: Histogram
+    output_tokens: Histogram
+    prompt_count: Counter
+    output_count: Counter
+    migrations: Counter
+    cached: tuple[Counter, Counter, Counter]
+    """Of the tiers device, host and disk."""
 
 
 class Metrics:
@@ -21,27 +61,48 @@ class Metrics:
         self._registry = registry
         counter, gauge = partial(metrics.counter, registry), partial(metrics.gauge, registry)
         histogram = partial(metrics.histogram, registry)
-        self.requests = counter(
+        self._requests = counter(
             "headrace_requests",
-            "Requests that ended, by operation and HTTP status (499: the client disconnected first)",
-            ["operation", "status"],
+            "Requests that ended, by operation, HTTP status (499: the client disconnected first) and model (empty: "
+            "none that is known)",
+            ["operation", "status", MODEL],
         )
+        self._request_s = histogram(
+            "headrace_request_duration_seconds",
+            "Time from a request's headers to the end of its answer, of requests that were answered with 200",
+            REQUEST_SECONDS,
+            [MODEL],
+        )
+        hops = histogram(
+            "headrace_hop_seconds",
+            "Time of the parts of a request's way: tokenise, select, offer (a worker accepts), first_token (from there "
+            "on), rest (to the end)",
+            _HOP_SECONDS,
+            ["hop"],
+        )
+        self.hops: dict[Hop, Histogram] = {hop: hops.labels(hop) for hop in get_args(Hop)}
         self.inflight = gauge("headrace_inflight_requests", "Requests that have arrived and not ended")
-        self.first_token = histogram(
+        self._first_token = histogram(
             "headrace_time_to_first_token_seconds",
             "Time from the tokenised prompt to its first output token",
             REQUEST_SECONDS,
+            [MODEL],
         )
-        self.inter_token = distribution(
+        self._inter_token = distribution(
             registry,
             "headrace_inter_token_latency_seconds",
             "Time per token between two step frames of one request",
             STEP_SECONDS,
+            MODEL,
         )
-        self.input_tokens = histogram("headrace_input_sequence_tokens", "Prompt tokens of a request", TOKENS)
-        self.output_tokens = histogram("headrace_output_sequence_tokens", "Output tokens of a request", TOKENS)
-        self.cached_tokens = counter(
-            "headrace_cached_tokens", "Prompt tokens found in a prefix cache, by tier", ["tier"]
+        self._input_tokens = histogram("headrace_input_sequence_tokens", "Prompt tokens of a request", TOKENS, [MODEL])
+        self._output_tokens = histogram(
+            "headrace_output_sequence_tokens", "Output tokens of a request", TOKENS, [MODEL]
+        )
+        self._prompt_count = counter("headrace_prompt_tokens", "Prompt tokens of requests", [MODEL])
+        self._output_count = counter("headrace_output_tokens", "Output tokens, as they come from workers", [MODEL])
+        self._cached_tokens = counter(
+            "headrace_cached_tokens", "Prompt tokens found in a prefix cache, by tier", ["tier", MODEL]
         )
         self.ignored_fields = counter(
             "headrace_ignored_fields",
@@ -68,7 +129,9 @@ class Metrics:
             "Longest time that a NATS client can have been gone before the frontend noticed it",
             REQUEST_SECONDS,
         )
-        self.migrations = counter("headrace_model_migration", "Attempts that continued or repeated a lost attempt")
+        self._migrations = counter(
+            "headrace_model_migration", "Attempts that continued or repeated a lost attempt", [MODEL]
+        )
         self.lost = counter(
             "headrace_attempts_lost", "Lost attempts, by reason; docs/states.md explains each", ["reason"]
         )
@@ -119,6 +182,33 @@ class Metrics:
             "1 if the file (keys, tls) cannot be read and its former content is still used",
             ["file"],
         )
+        self._models: dict[str, ModelMetrics] = {}
+
+    def of_model(self, name: str) -> ModelMetrics:
+        """Return the series of a base model."""
+        found = self._models.get(name)
+        if found is None:
+            found = self._models[name] = ModelMetrics(
+                self._first_token.labels(name),
+                self._inter_token.labels(name),
+                self._input_tokens.labels(name),
+                self._output_tokens.labels(name),
+                self._prompt_count.labels(name),
+                self._output_count.labels(name),
+                self._migrations.labels(name),
+                (
+                    self._cached_tokens.labels("device", name),
+                    self._cached_tokens.labels("host", name),
+                    self._cached_tokens.labels("disk", name),
+                ),
+            )
+        return found
+
+    def count_request(self, operation: str, status: int, model: str, seconds: float) -> None:
+        """Count a request that ended. `model` is the base model's name; empty: unknown."""
+        self._requests.labels(operation, str(status), model).inc()
+        if status == HTTPStatus.OK and model:
+            self._request_s.labels(model).observe(seconds)
 
     def register_accounts(self, accounts: Accounts) -> None:
         """Show the accounts of API keys from now on."""

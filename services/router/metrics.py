@@ -1,15 +1,45 @@
-"""The router's metrics. Label sets are small, so that one scrape does not block the loop."""
+"""The router's metrics.
+
+Label sets are small, so that one scrape does not block the loop. The series of a model end when the router forgets it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
-from prometheus_client import CollectorRegistry
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 from services.router.index.index import IndexStatistics
-from services.router.selection.load import LoadStatistics
 from shared.messages import SelectRefused, SelectReply, SourceState
 from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram
+
+MODEL = "model"
+"""The label with a model's name; its values are those of the models that the router knows, which are bounded."""
+
+
+class ModelGauges(Struct, frozen=True):
+    """What the gauges of one model show."""
+
+    candidates: int
+    """Candidates that the router may choose."""
+    standing_still: int
+    reservations: int
+    forgotten: int
+    index: IndexStatistics
+
+
+class _ModelSeries(Struct, frozen=True):
+    """The series of one model that requests touch, looked up once: labels() costs as much as three increments."""
+
+    selected: Counter
+    select_seconds: Histogram
+    prompt_tokens: Counter
+    hit_rate_error: Histogram
+    cached: tuple[tuple[Counter, Histogram], ...]
+    """Of what was predicted, and of what was found."""
 
 
 class RouterMetrics:
@@ -17,25 +47,33 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         count, show, spread = partial(counter, registry), partial(gauge, registry), partial(histogram, registry)
-        self.selects = count(
-            "headrace_selects", "Selects answered, by outcome: selected, or the code of the refusal", ["outcome"]
+        self._selects = count(
+            "headrace_selects",
+            "Selects answered, by outcome: selected, or the code of the refusal; model is empty where it is unknown",
+            ["outcome", MODEL],
         )
-        self.select_seconds = spread(
-            "headrace_select_seconds", "Seconds from the arrival of a Select to its answer", ROUND_TRIP_SECONDS
+        self._select_seconds = spread(
+            "headrace_select_seconds", "Seconds from the arrival of a Select to its answer", ROUND_TRIP_SECONDS, [MODEL]
         )
-        self.hit_rate = spread(
+        self._hit_rate = spread(
             "headrace_kv_hit_rate",
             "Share of a prompt's tokens found cached: predicted at the choice, actual at the first token",
             SHARES,
-            ["kind"],
+            ["kind", MODEL],
         )
-        self.hit_rate_error = spread(
+        self._hit_rate_error = spread(
             "headrace_kv_hit_rate_error",
             "Difference between the predicted and the actual share of a prompt's tokens found cached",
             SHARES,
+            [MODEL],
         )
-        self.cached_tokens = count("headrace_cached_tokens", "Prompt tokens cached, predicted and actual", ["kind"])
-        self.prompt_tokens = count("headrace_prompt_tokens", "Prompt tokens of requests whose first token was reported")
+        self._cached_tokens = count(
+            "headrace_cached_tokens", "Prompt tokens cached, predicted and actual", ["kind", MODEL]
+        )
+        self._prompt_tokens = count(
+            "headrace_prompt_tokens", "Prompt tokens of requests whose first token was reported", [MODEL]
+        )
+        self._candidates = show("headrace_candidates", "Candidates that may be chosen: ranks of workers", [MODEL])
         self.events = count(
             "headrace_kv_events",
             "KV event batches, by outcome: applied, ignored (an unknown tier or rank), rejected (malformed), dropped "
@@ -64,6 +102,8 @@ class RouterMetrics:
             "exempt (blocks were left out)",
             ["outcome"],
         )
+        for outcome in ("agreed", "differed", "exempt"):
+            self.digests.labels(outcome)  # a series that begins with 1 has not risen, for a query
         self.malformed = count(
             "headrace_malformed_messages", "Messages that could not be read, by channel", ["channel"]
         )
@@ -76,51 +116,88 @@ class RouterMetrics:
             "Requests to other routers for the reservations of a model, by outcome; alone: there was no other router",
             ["outcome"],
         )
-        self.policy_faults = count(
+        self._policy_faults = count(
             "headrace_policy_troubles",
             "Faults of the policy, by kind: failed (kv chose, or no reason), slow (over its budget), off (for good)",
-            ["kind"],
+            ["kind", MODEL],
         )
-        self.frozen_workers = show(
+        self._standing_still = show(
             "headrace_workers_standing_still",
             "Workers passed over because they have work but make no step, or send no report",
+            [MODEL],
         )
-        self.index_blocks = show("headrace_index_blocks", "Distinct blocks in the index")
-        self.index_pairs = show("headrace_index_pairs", "(block, candidate) pairs in the index", ["tier"])
-        self.index_bytes = show("headrace_index_bytes", "Estimated size of the index")
-        self.index_dropped = show(
-            "headrace_index_dropped_blocks", "Blocks dropped at the index's limit since the start"
+        self._index_blocks = show("headrace_index_blocks", "Distinct blocks in the index", [MODEL])
+        self._index_pairs = show("headrace_index_pairs", "(block, candidate) pairs in the index", ["tier", MODEL])
+        self._index_bytes = show("headrace_index_bytes", "Estimated size of the index", [MODEL])
+        self._index_dropped = show(
+            "headrace_index_dropped_blocks", "Blocks dropped at the index's limit since the start", [MODEL]
         )
-        self.reservations = show("headrace_reservations", "Attempts that are reserved and have not ended")
-        self.forgotten = show(
+        self._reservations = show("headrace_reservations", "Attempts that are reserved and have not ended", [MODEL])
+        self._forgotten = show(
             "headrace_reservations_forgotten",
             "Reservations released since the start because the worker did not know them, or at the limit",
+            [MODEL],
         )
-
-        # Looked up once: labels() costs as much as three increments, and these run for every request or batch.
+        self._of_model: tuple[MetricWrapperBase, ...] = (
+            *(self._selects, self._select_seconds, self._hit_rate, self._hit_rate_error, self._cached_tokens),
+            *(self._prompt_tokens, self._candidates, self._policy_faults, self._standing_still, self._index_blocks),
+            *(self._index_pairs, self._index_bytes, self._index_dropped, self._reservations, self._forgotten),
+        )
+        self._models: dict[str, _ModelSeries] = {}
+        # Looked up once, since these run for every batch.
         self.applied_events, self.ignored_events = (self.events.labels(kind) for kind in ("applied", "ignored"))
-        self._selected = self.selects.labels("selected")
-        self._cached = [
-            (self.cached_tokens.labels(kind), self.hit_rate.labels(kind)) for kind in ("predicted", "actual")
-        ]
 
-    def count_select(self, reply: SelectReply, seconds: float) -> None:
-        """Count a Select that was answered."""
-        (self.selects.labels(reply.code) if isinstance(reply, SelectRefused) else self._selected).inc()
-        self.select_seconds.observe(seconds)
+    def _series(self, model: str) -> _ModelSeries:
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = _ModelSeries(
+                self._selects.labels("selected", model),
+                self._select_seconds.labels(model),
+                self._prompt_tokens.labels(model),
+                self._hit_rate_error.labels(model),
+                tuple(
+                    (self._cached_tokens.labels(kind, model), self._hit_rate.labels(kind, model))
+                    for kind in ("predicted", "actual")
+                ),
+            )
+        return found
 
-    def count_first_token(self, prompt_tokens: int, predicted_tokens: int, actual_tokens: int) -> None:
+    def count_select(self, model: str, reply: SelectReply, seconds: float) -> None:
+        """Count a Select for a model that was answered; `model` is empty for one that the router does not know."""
+        series = self._series(model)
+        (self._selects.labels(reply.code, model) if isinstance(reply, SelectRefused) else series.selected).inc()
+        series.select_seconds.observe(seconds)
+
+    def count_first_token(self, model: str, prompt_tokens: int, predicted_tokens: int, actual_tokens: int) -> None:
         """Record the first token of a request that this router routed."""
-        self.prompt_tokens.inc(prompt_tokens)
-        self.hit_rate_error.observe(abs(predicted_tokens - actual_tokens) / prompt_tokens)
-        for (cached, hit_rate), tokens in zip(self._cached, (predicted_tokens, actual_tokens), strict=True):
+        series = self._series(model)
+        series.prompt_tokens.inc(prompt_tokens)
+        series.hit_rate_error.observe(abs(predicted_tokens - actual_tokens) / prompt_tokens)
+        for (cached, hit_rate), tokens in zip(series.cached, (predicted_tokens, actual_tokens), strict=True):
             cached.inc(tokens)
             hit_rate.observe(tokens / prompt_tokens)
 
-    def show_load(self, statistics: list[LoadStatistics]) -> None:
-        """Show the reservations of all models."""
-        self.reservations.set(sum(each.reservations for each in statistics))
-        self.forgotten.set(sum(each.forgotten for each in statistics))
+    def count_policy_fault(self, model: str, kind: str) -> None:
+        self._policy_faults.labels(kind, model).inc()
+
+    def show_models(self, shown: Mapping[str, ModelGauges]) -> None:
+        """Show the state of all models, and end the series of those that are gone."""
+        for model, gauges in shown.items():
+            self._series(model)
+            self._candidates.labels(model).set(gauges.candidates)
+            self._standing_still.labels(model).set(gauges.standing_still)
+            self._reservations.labels(model).set(gauges.reservations)
+            self._forgotten.labels(model).set(gauges.forgotten)
+            self._index_blocks.labels(model).set(gauges.index.blocks)
+            self._index_bytes.labels(model).set(gauges.index.bytes)
+            self._index_dropped.labels(model).set(gauges.index.dropped_blocks)
+            for tier in ("device", "host", "disk"):
+                self._index_pairs.labels(tier, model).set(gauges.index.pairs[tier])
+        gone = [model for model in self._models if model and model not in shown]
+        for model in gone:
+            del self._models[model]
+            for metric in self._of_model:
+                metric.remove_by_labels({MODEL: model})
 
     def show_sources(self, sources: list[SourceState]) -> None:
         """Show the states of all event sources; a source that is live and partial counts as partial."""
@@ -129,11 +206,3 @@ class RouterMetrics:
             self.sources.labels(state).set(states.count(state))
         self.silent_sources.set(sum(each.silent for each in sources))
         self.torn.set(sum(each.torn for each in sources))
-
-    def show_index(self, statistics: list[IndexStatistics]) -> None:
-        """Show the sizes of all models' indexes."""
-        self.index_blocks.set(sum(each.blocks for each in statistics))
-        self.index_bytes.set(sum(each.bytes for each in statistics))
-        self.index_dropped.set(sum(each.dropped_blocks for each in statistics))
-        for tier in ("device", "host", "disk"):
-            self.index_pairs.labels(tier).set(sum(each.pairs[tier] for each in statistics))

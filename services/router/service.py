@@ -26,7 +26,7 @@ from itertools import count
 from services.router import replica_sync
 from services.router.config import RouterConfig
 from services.router.index.shared_stores import store_id
-from services.router.metrics import RouterMetrics
+from services.router.metrics import ModelGauges, RouterMetrics
 from services.router.queries import Queries
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy_guard import PolicyFault
@@ -217,10 +217,10 @@ class Router:
             select = SELECT.decode(message.payload, message.headers)
         except ProtocolError as wrong:
             self._malformed("select", wrong)
-            await self._answer(message, SelectRefused("", 0, "bad_request", str(wrong)), arrived)
+            await self._answer(message, "", SelectRefused("", 0, "bad_request", str(wrong)), arrived)
             return
         reply, reserved = self._choose(select)
-        answered = await self._answer(message, reply, arrived)
+        answered = await self._answer(message, select.model if select.model in self.models else "", reply, arrived)
         if reserved is None:
             return
         if not answered:
@@ -244,20 +244,20 @@ class Router:
 
     def _report_fault(self, model: str, fault: PolicyFault) -> None:
         """Count and log a failed or slow choice of the policy."""
-        self._metrics.policy_faults.labels(fault.kind).inc()
+        self._metrics.count_policy_fault(model, fault.kind)
         if fault.kind == "off":
             _log.error("policy %s of model %s: %s", self._config.policy, model, fault.problem)
         else:
             self._limited_log.warn(f"policy {self._config.policy}", f"{fault.kind}: {fault.problem}")
 
-    async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
+    async def _answer(self, message: Message, model: str, reply: SelectReply, arrived: float) -> bool:
         headers = message.reply_headers()
         try:
             await self._runtime.bus.publish(message.reply, SELECT_REPLY.encode(reply, headers), headers=headers)
         except (BusDown, ProtocolError) as wrong:  # too large, or an invalid reply subject
             self._limited_log.warn("select", wrong)
             return False
-        self._metrics.count_select(reply, time.perf_counter() - arrived)
+        self._metrics.count_select(model, reply, time.perf_counter() - arrived)
         return True
 
     async def _answer_reservations(self, message: Message) -> None:
@@ -292,7 +292,7 @@ class Router:
                 continue
             if prediction is not None:
                 self._metrics.count_first_token(
-                    prediction.prompt_tokens, prediction.predicted_tokens, prediction.actual_tokens
+                    batch.model, prediction.prompt_tokens, prediction.predicted_tokens, prediction.actual_tokens
                 )
                 feed = self.feeds.get(prediction.instance)
                 if feed is not None and prediction.new_blocks > 0:
@@ -348,10 +348,7 @@ class Router:
                 self._runtime.health.unready("NATS cannot be reached")
 
     def _update_gauges(self) -> None:
-        models: list[ModelRouter] = list(self.models.values())
-        self._metrics.show_index([model.index.statistics() for model in models])
-        self._metrics.frozen_workers.set(sum(len(model.eligibility.frozen) for model in models))
-        self._metrics.show_load([model.load.statistics() for model in models])
+        self._metrics.show_models({name: _gauges_of(model) for name, model in self.models.items()})
         self._metrics.show_sources([feed.status() for feed in self.feeds.values()])
         dropped = sum(each.statistics().dropped for each in self._all_subscriptions())
         if dropped > self._dropped:
@@ -369,3 +366,14 @@ class Router:
             "state": subjects.router_state(namespace, instance),
         }
         return self._runtime.address(epoch, operations)
+
+
+def _gauges_of(model: ModelRouter) -> ModelGauges:
+    load = model.load.statistics()
+    return ModelGauges(
+        candidates=sum(card.ranks for card in model.cards.values()),
+        standing_still=len(model.eligibility.frozen),
+        reservations=load.reservations,
+        forgotten=load.forgotten,
+        index=model.index.statistics(),
+    )

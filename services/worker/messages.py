@@ -217,6 +217,17 @@ class Exchanged(Struct, frozen=True):
     """Blocks that the kvbm was asked to discard, since they may be wrong."""
 
 
+class Begun(Struct, frozen=True, array_like=True):
+    """An attempt has its first token."""
+
+    number: int
+    """Its `Submit.number`."""
+    queued_s: float
+    """Seconds from its arrival to the first step that computed it. They include the wait for blocks of the kvbm."""
+    prefill_s: float
+    """Seconds from there to the end of the step that drew the token."""
+
+
 class Stepped(Struct, frozen=True, tag="stepped"):
     """The results of one step, or of some short ones together. `progress` counts steps, also those that only cancelled
     or expired.
@@ -251,6 +262,7 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     exchanged: Exchanged | None = None
     """Totals; None: nothing was exchanged since they were reported last."""
     rank: int = 0
+    begun: list[Begun] = []
 
     @property
     def parts(self) -> dict[str, list[Part]]:
@@ -285,6 +297,18 @@ class Probed(Struct, frozen=True, tag="probed"):
     took_s: float
     failed: str = ""
     rank: int = 0
+
+
+class MemoryUse(Struct, frozen=True, tag="memory_use"):
+    """What takes the device's memory, in bytes. The engine says it at its start, and while it computes."""
+
+    used: int
+    """Allocated: weights, KV, what steps need."""
+    kept: int
+    """Free, and kept for the next allocations."""
+    others: int
+    """Of other processes, and of CUDA itself."""
+    free: int
 
 
 class OwnMetrics(Struct, frozen=True, tag="own_metrics"):
@@ -326,4 +350,6 @@ class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
     """Why there is no link."""
 
 
-EngineReport = Loading | Ready | Stepped | Snapshot | Operated | Probed | OwnMetrics | Failed | KvbmAsk | KvbmLink
+EngineReport = (
+    Loading | Ready | Stepped | Snapshot | Operated | Probed | OwnMetrics | MemoryUse | Failed | KvbmAsk | KvbmLink
+)

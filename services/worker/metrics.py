@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.messages import EngineLoad, Stepped
 from shared.messages import NOT_BEGUN, GenerateReply, Part, Refused
-from shared.metrics import STEP_SECONDS, counter, gauge, histogram
+from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram
 
 
 @dataclass(slots=True)
@@ -34,6 +34,32 @@ class WorkerMetrics:
         self._requests = counter(registry, "headrace_requests", "Attempts by outcome", ["outcome"])
         self._waiting = gauge(registry, "headrace_queued_requests", "Attempts waiting")
         self._running = gauge(registry, "headrace_inflight_requests", "Attempts running")
+        self._oldest = gauge(
+            registry,
+            "headrace_oldest_queued_request_seconds",
+            "Age of the attempt that has waited longest for its first token; 0: none waits",
+        )
+        self._queue_s = histogram(
+            registry,
+            "headrace_queue_seconds",
+            "Time of an attempt from its arrival to the first step that computes it",
+            REQUEST_SECONDS,
+        )
+        self._prefill_s = histogram(
+            registry,
+            "headrace_prefill_seconds",
+            "Time of an attempt from the first step that computes it to its first token",
+            REQUEST_SECONDS,
+        )
+        self._prefill_tokens = histogram(
+            registry, "headrace_prefill_step_tokens", "Tokens of a step that computes prompts", TOKENS
+        )
+        self._load_s = gauge(
+            registry, "headrace_model_load_seconds", "Time that the engine took to start, its model included"
+        )
+        self._restarts = counter(
+            registry, "headrace_engine_restarts", "Engines lost, after each of which one is started"
+        )
         self._steps = counter(registry, "headrace_engine_steps", "Engine steps")
         self._step_s = histogram(registry, "headrace_step_seconds", "Seconds of a step's arithmetic", STEP_SECONDS)
         self._computed = counter(registry, "headrace_computed_tokens", "Tokens computed")
@@ -92,7 +118,12 @@ class WorkerMetrics:
         since.steps += step.steps
         since.output_tokens += len(step.one_token_attempts)
         since.event_batches += bool(step.event_batch)
+        for begun in step.begun:
+            self._queue_s.observe(begun.queued_s)
+            self._prefill_s.observe(begun.prefill_s)
         if step.tokens:
+            if step.tokens > len(step.one_token_attempts) + len(step.boundary_parts):
+                self._prefill_tokens.observe(step.tokens)
             since.computed_tokens += step.tokens
             for _ in range(step.steps):
                 self._step_s.observe(step.elapsed_s / step.steps)
@@ -101,8 +132,10 @@ class WorkerMetrics:
     def count_frame(self) -> None:
         self._since.frames += 1
 
-    def publish(self) -> None:
-        """Add what was counted since the last call to the metrics."""
+    def publish(self, oldest_s: float = 0.0) -> None:
+        """Add what was counted since the last call to the metrics. `oldest_s` is the age of the attempt that has waited
+        longest."""
+        self._oldest.set(oldest_s)
         since, self._since = self._since, _Steps()
         self._steps.inc(since.steps)
         self._output.inc(since.output_tokens)
@@ -116,11 +149,14 @@ class WorkerMetrics:
             self._not_finite.labels("failed").inc(load.not_finite - shown.not_finite)
             self._show(since.load, since.capacity_blocks)
 
-    def engine_started(self) -> None:
+    def engine_started(self, took_s: float) -> None:
+        """Count an engine that was ready `took_s` after it was started."""
         self._engine_starts.inc()
+        self._load_s.set(took_s)
         self._shown = EngineLoad()
 
     def engine_lost(self) -> None:
+        self._restarts.inc()
         self.publish()
         self._show(EngineLoad(), 0)
 

@@ -74,11 +74,6 @@ def _carried(template: bytes) -> str:
     return text if fits and text.encode() == template else ""
 
 
-def name_of(model: Path) -> str:
-    """Return a file's name without its suffix, or a directory's whole name, since that may have dots in it."""
-    return model.stem if model.is_file() else model.resolve().name
-
-
 def _tokenizer(directory: Path) -> tuple[Path, str]:
     """Return the directory's absolute path, and the SHA-256 (hex) of its tokenizer.json. Raise ModelError."""
     file = directory.resolve() / "tokenizer.json"

@@ -1,6 +1,7 @@
 """What the engine says of itself, at /metrics and /health.
 
 Stepped of each rank ─▶ gauges of each rank
+MemoryUse            ─▶ gauges of the GPU's memory
 Probed               ─▶ a counter, a gauge, and the last probe of each rank at /health
 OwnMetrics           ─▶ vLLM's own series, as vLLM last sent them, with our labels
 """
@@ -16,7 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from services.worker.messages import EngineLoad, OwnMetrics, Probed
+from services.worker.messages import EngineLoad, MemoryUse, OwnMetrics, Probed
 from shared.metrics import counter, gauge
 
 _log = logging.getLogger(__name__)
@@ -46,13 +47,32 @@ class EngineObservations:
             "Share of prompt tokens that a rank of vLLM found in its prefix cache, since the engine started",
             ["rank"],
         )
-        self._of_rank = (self._probe_s, self._blocks, self._running, self._waiting, self._step_s, self._hit_rate)
+        self._memory = gauge(
+            registry,
+            "headrace_gpu_memory_bytes",
+            "Memory of the native engine's GPU: used (weights, KV, steps), kept (free, for the next allocations), "
+            "others (other processes, CUDA itself), free",
+            ["state"],
+        )
+        self._of_engine = (
+            self._memory,
+            self._probe_s,
+            self._blocks,
+            self._running,
+            self._waiting,
+            self._step_s,
+            self._hit_rate,
+        )
         self._own = OwnSeries(registry)
         self._last_probes: dict[int, tuple[float, Probed]] = {}
         """Rank → when its last probe ended, and what came of it."""
 
-    def record(self, report: Probed | OwnMetrics) -> None:
+    def record(self, report: Probed | MemoryUse | OwnMetrics) -> None:
         """Take up a report of the engine."""
+        if isinstance(report, MemoryUse):
+            for state in ("used", "kept", "others", "free"):
+                self._memory.labels(state).set(getattr(report, state))
+            return
         if isinstance(report, OwnMetrics):
             self._own.text = report.text
             return
@@ -77,7 +97,7 @@ class EngineObservations:
         """Forget the engine: its series end."""
         self._own.text = ""
         self._last_probes.clear()
-        for each in self._of_rank:
+        for each in self._of_engine:
             each.clear()
 
     @property

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from services.worker.messages import EngineOperation, Ready
+from services.worker.messages import EngineOperation, MemoryUse, Ready
 from services.worker.mover import Mover
 from shared.messages import Sampling, TokenLogprob
 
@@ -93,6 +93,10 @@ class Runner(Protocol):
         """Do an operation that `facts.operations` names, between steps. Return why it was not done, empty where it
         was. At `clear` there is nothing to do. A runner that sleeps computes nothing until `wake`, and its KV is lost;
         its mover is detached then, and stays the same."""
+        ...
+
+    def memory_use(self) -> MemoryUse | None:
+        """Return what takes the device's memory; None where it is the host's."""
         ...
 
     def mover(self, clock: Callable[[], float]) -> Mover:

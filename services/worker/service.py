@@ -21,7 +21,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from operator import attrgetter
-from pathlib import Path
 
 import msgspec
 
@@ -32,7 +31,7 @@ from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import PARTS, Loading, Ready, Stepped, Submit
 from services.worker.metrics import WorkerMetrics
-from services.worker.model_card import CardAnnouncement, card_of, name_of
+from services.worker.model_card import CardAnnouncement, card_of
 from services.worker.observations import EngineObservations
 from services.worker.operator import Operator
 from services.worker.rank_reports import RankReports
@@ -95,7 +94,7 @@ class Worker:
     def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = EngineProcess.start) -> None:
         self._runtime = runtime
         self._config = config
-        self._model_name = config.model_name or name_of(Path(config.model))
+        self._model_name = config.served_name
         self._metrics = WorkerMetrics(runtime.registry)
         self._attempts = Attempts(
             model=self._model_name,
@@ -119,7 +118,7 @@ class Worker:
         self._observations = EngineObservations(runtime.registry)
         self._notes: list[str] = []
         """What an operator should know of the settings."""
-        self._kvbm_metrics = KvbmMetrics(runtime.registry)
+        self._kvbm_metrics = KvbmMetrics(runtime.registry, configured=bool(config.kvbm.pool))
         self._kvbm = KvbmClient(
             runtime,
             config.kvbm.pool,
@@ -233,7 +232,7 @@ class Worker:
             chat_template=self._config.chat_template,
             sampling=self._config.sampling,
         )
-        self._metrics.engine_started()
+        self._metrics.engine_started(self.engine.start_s)
         self._kvbm.engine_ready()
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         tokens = facts.capacity_blocks * facts.block_size
@@ -317,7 +316,8 @@ class Worker:
             self._metrics.count_reply(refused, 0)
             await self._answer(message, GENERATE_REPLY.encode(refused, message.headers))
             return
-        reply, number = self._attempts.admit(generate, None if self._announcement.card is None else self.engine.facts)
+        facts = None if self._announcement.card is None else self.engine.facts
+        reply, number = self._attempts.admit(generate, facts, asyncio.get_running_loop().time())
         if number and not self.engine.submit(_MAKE_SUBMIT(*_SUBMITTED(generate), number)):
             self._attempts.forget((generate.request, generate.attempt))
             reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read its commands")
@@ -394,7 +394,7 @@ class Worker:
                 pass  # the next report repeats everything
             except PayloadTooLarge as wrong:
                 _log.error("no load report: %s; lower max_waiting, or raise the payload limit of NATS", wrong)
-            self._metrics.publish()
+            self._metrics.publish(self._attempts.oldest_unbegun_s(asyncio.get_running_loop().time()))
             self._kvbm_metrics.publish()
             if self.engine.facts is not None:
                 self._observations.show_ranks(self._ranks.loads, self.engine.facts.capacity_blocks)

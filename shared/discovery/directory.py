@@ -74,6 +74,11 @@ class Directory:
             changed(change)
         self._subscribers.append(changed)
 
+    @property
+    def is_synced(self) -> bool:
+        """Whether the first listing is complete."""
+        return self._synced.is_set()
+
     async def synced(self) -> None:
         """Wait until the first listing is complete."""
         await self._synced.wait()

@@ -26,7 +26,7 @@ from shared.discovery.etcd_watch import EtcdWatch
 from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import ConfigError
-from shared.metrics import counter
+from shared.metrics import counter, scraped_counter
 from shared.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
@@ -50,8 +50,9 @@ class EtcdDiscovery:
     ) -> None:
         if ttl_s < LEAST_TTL_S:
             raise ConfigError(f"discovery.lease_ttl_s: {ttl_s} is too short; etcd needs at least {LEAST_TTL_S}")
+        registry = CollectorRegistry() if registry is None else registry
         failures = counter(
-            CollectorRegistry() if registry is None else registry,
+            registry,
             "headrace_discovery_failures",
             "Calls that etcd did not answer. The last known view stays in use.",
         )
@@ -63,6 +64,12 @@ class EtcdDiscovery:
         self._renewals = self._connect()
         self._watches: dict[asyncio.Task[None], KeyFeed] = {}
         self._registrations: WeakSet[EtcdRegistration] = WeakSet()
+        scraped_counter(
+            registry,
+            "headrace_leases_lost",
+            "Leases that ended before they were renewed. Others took this process for dead until it had a new one.",
+            lambda: sum(each.epoch - 1 for each in self._registrations),
+        )
 
     async def register(self, entries: Entries) -> EtcdRegistration:
         registration = EtcdRegistration(self._calls, self._renewals, entries, self._ttl_s)

@@ -48,6 +48,7 @@ from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, EventSource, Inst
 from shared.metrics import process_registry, scraped_counter
 from shared.runtime import logs, observe
 from shared.runtime.observe import ProcessHealth
+from shared.runtime.scrape_targets import scrape_targets
 from shared.runtime.usage import usage
 from shared.version import VERSION
 
@@ -243,7 +244,7 @@ async def _serve(
     separate_clients: bool,
 ) -> None:
     """Open the parts of a Runtime, serve, and close them in reverse order."""
-    registry = process_registry(config.namespace, service, instance)
+    registry = process_registry(config.namespace, service, instance, config.metric_labels)
     async with AsyncExitStack() as opened:
         url = await opened.enter_async_context(observe.serving(config.observe, health, registry))
         waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"
@@ -263,6 +264,7 @@ async def _serve(
         events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), config.observe.events))
         _count_unreadable(registry, bus, events)
         directory = Directory(discovery, bus, config.namespace, registry=registry)
+        health.targets = lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
         health.unready("starting")
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -1,8 +1,9 @@
-"""Serves /live, /health and /metrics of one process.
+"""Serves /live, /health, /metrics and /sd of one process.
 
 /live      200 while the event loop runs, under any load
 /health    200 when the service is ready, else 503; {"ready": …, "reasons": […]}
 /metrics   Prometheus text
+/sd        where Prometheus finds the metrics of all processes; 503 until this process knows
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class ProcessHealth:
         self._judge: Callable[[], Sequence[str]] | None = None
         self.also: Callable[[], dict[str, list[str]]] = dict
         """Returns further fields of /health."""
+        self.targets: Callable[[], bytes | None] = lambda: None
+        """Returns the content of /sd; None while the process has not read the address book."""
         self._draining: Callable[[], str] | None = None
         self.progress = 0
         """The number of steps of the engine, if there is one, for Pong."""
@@ -63,7 +66,7 @@ class ProcessHealth:
 
 
 def add_routes(app: web.Application, health: ProcessHealth, registry: CollectorRegistry | None) -> None:
-    """Add the three paths to a service's own application.
+    """Add the paths to a service's own application.
 
     Without a registry, show only what any client may know: whether the process lives and is ready.
     """
@@ -81,10 +84,18 @@ def add_routes(app: web.Application, health: ProcessHealth, registry: CollectorR
     app.router.add_get("/health", answer_health)
     if registry is not None:
         app.router.add_get("/metrics", partial(_metrics, registry))
+        app.router.add_get("/sd", partial(_targets, health))
 
 
 async def _metrics(registry: CollectorRegistry, _request: web.Request) -> web.Response:
     return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _targets(health: ProcessHealth, _request: web.Request) -> web.Response:
+    targets = health.targets()
+    if targets is None:  # Prometheus then keeps the targets that it has
+        raise web.HTTPServiceUnavailable(text="the address book is not read yet\n")
+    return web.Response(body=targets, content_type="application/json")
 
 
 def advertised(host: str) -> str:
@@ -94,7 +105,7 @@ def advertised(host: str) -> str:
 
 @asynccontextmanager
 async def serving(config: ObserveConfig, health: ProcessHealth, registry: CollectorRegistry) -> AsyncIterator[str]:
-    """Serve the three paths at `config`'s host and port, and yield the base URL. Raise ConfigError if that fails."""
+    """Serve these paths at `config`'s host and port, and yield the base URL. Raise ConfigError if that fails."""
     app = web.Application()
     add_routes(app, health, registry)
     # No path reads a body, but aiohttp would decompress one in the event loop.

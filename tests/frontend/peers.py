@@ -78,6 +78,7 @@ from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import ProcessHealth
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
+from tests.metric_values import summed
 
 NAMESPACE = "test"
 MODEL = "tiny/model-1.0"
@@ -425,7 +426,7 @@ class World:
         await self.until("/health", lambda _: self.metric(name) == value)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(name, labels) or 0.0
+        return summed(self.registry, name, **labels)
 
 
 @asynccontextmanager

@@ -59,6 +59,7 @@ from shared.runtime.lifecycle import Runtime
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
+from tests.metric_values import summed
 
 NAMESPACE = "test"
 MODEL = "tiny/model.v1"
@@ -286,7 +287,7 @@ class RouterFleet:
         await until(lambda: index.find(hashes).get((worker, rank), Overlap()).blocks == blocks)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.runtime.registry.get_sample_value(name, labels) or 0.0
+        return summed(self.runtime.registry, name, **labels)
 
 
 def select(tokens: list[int], request: str = "r", **fields: object) -> Select:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
 
 from shared.metrics import (
     ROUND_TRIP_SECONDS,
@@ -52,8 +54,8 @@ def test_a_counter_kept_elsewhere_is_asked_at_each_scrape() -> None:
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.001, 0.0011, 0.02, 0.25, 3.0, 10.0, 99.0]), max_size=6), max_size=4))
 def test_a_distribution_shows_what_a_histogram_shows(batches: list[list[float]]) -> None:
     registry = process_registry("default", "frontend", "0a")
-    slow = histogram(registry, "headrace_slow_seconds", "Time", STEP_SECONDS)
-    quick = distribution(registry, "headrace_quick_seconds", "Time", STEP_SECONDS)
+    slow = histogram(registry, "headrace_slow_seconds", "Time", STEP_SECONDS, ["model"]).labels("m")
+    quick = distribution(registry, "headrace_quick_seconds", "Time", STEP_SECONDS, "model").labels("m")
     for batch in batches:
         quick.observe_all(batch)
         for value in batch:
@@ -67,7 +69,7 @@ def test_a_distribution_shows_what_a_histogram_shows(batches: list[list[float]])
         else:
             assert line == other
     with pytest.raises(ValueError, match="Duplicated"):
-        distribution(registry, "headrace_slow_seconds", "Time", STEP_SECONDS)
+        distribution(registry, "headrace_slow_seconds", "Time", STEP_SECONDS, "model")
 
 
 @pytest.mark.parametrize("form", [generate_latest, openmetrics.generate_latest])
@@ -76,18 +78,40 @@ def test_no_form_of_the_page_says_when_a_counter_was_made(form: Callable[[Collec
     counter(registry, "headrace_selects", "Questions", ["outcome"]).labels("selected").inc()
     scraped_counter(registry, "headrace_lost_things", "Lost things", lambda: 3)
     histogram(registry, "headrace_select_seconds", "Time", ROUND_TRIP_SECONDS).observe(0.002)
-    distribution(registry, "headrace_quick_seconds", "Time", STEP_SECONDS).observe(0.002)
+    distribution(registry, "headrace_quick_seconds", "Time", STEP_SECONDS, "model").labels("m").observe(0.002)
     text = form(registry).decode()
     assert all(f"headrace_{name}{{" in text for name in ("selects_total", "lost_things_total", "quick_seconds_count"))
     assert "_created" not in text
 
 
-def test_a_metrics_own_label_wins() -> None:
-    registry = process_registry("default", "router", "0a")
-    gauge(registry, "headrace_peers", "Peers", ["instance"]).labels("0b").set(1)
-    assert registry.get_sample_value(
-        "headrace_peers", {"namespace": "default", "service": "router", "instance": "0b"}
-    ) == pytest.approx(1)
+@pytest.mark.parametrize("label", ["namespace", "service", "instance", "model"])
+def test_a_metric_with_a_label_that_every_series_has_is_refused(label: str) -> None:
+    registry = process_registry("default", "worker", "0a", {"model": "smollm"})
+    with pytest.raises(ValueError, match=f"the labels {label} are added to every series"):
+        gauge(registry, "headrace_peers", "Peers", [label])
+    with pytest.raises(ValueError, match=f"the labels {label} are added to every series"):
+        distribution(registry, "headrace_quick_seconds", "Time", STEP_SECONDS, label)
+    gauge(process_registry("default", "router", "0a"), "headrace_peers", "Peers", ["model"])
+
+
+class ForeignSeries(Collector):
+    """What another program says, with labels of its own."""
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily("vllm:requests", "Requests", labels=["model", "engine"])
+        family.add_metric(["theirs", "0"], 3)
+        yield family
+
+
+def test_a_label_of_foreign_series_does_not_hide_ours() -> None:
+    registry = process_registry("default", "worker", "0a", {"model": "smollm"})
+    registry.register(ForeignSeries())
+    ours = {"namespace": "default", "service": "worker", "instance": "0a", "model": "smollm"}
+    labels = {**ours, "engine": "0", "exported_model": "theirs"}
+    assert registry.get_sample_value("vllm:requests", labels) == pytest.approx(3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from services.worker.messages import EngineOperation, Ready
+from services.worker.messages import EngineOperation, MemoryUse, Ready
 from services.worker.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
@@ -63,6 +63,9 @@ class FakeRunner:
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         return f"{operation}: this engine cannot do it"
+
+    def memory_use(self) -> MemoryUse | None:
+        return None
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Copies that carry fingerprints."""

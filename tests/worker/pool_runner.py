@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.worker.messages import EngineOperation, Ready
+from services.worker.messages import EngineOperation, MemoryUse, Ready
 from services.worker.mover import Copied, Copy, Slots
 from services.worker.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
@@ -58,6 +58,9 @@ class PoolRunner:
         if operation == "sleep":
             self.memory[:] = 0xEE
         return ""
+
+    def memory_use(self) -> MemoryUse | None:
+        return None
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         copier = HostCopier.over(self.memory.reshape(-1).data, LAYOUT.block_bytes)

@@ -180,6 +180,13 @@ class ModelRegistry:
         wrong = f"the model {name!r} does not exist; there is {', '.join(self._near(name))}"
         raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
 
+    def base_of(self, name: str | None) -> str:
+        """Return the name of the base model that a request means; empty: none that is known."""
+        if name is None or name in self._entries:
+            return name or (next(iter(self._entries)) if len(self._entries) == 1 else "")
+        lora = self._loras.find(name)
+        return "" if lora is None else lora[0]
+
     def _model_of(self, name: str, entry: _Entry) -> Model:
         """Return the model of an entry. Raise Unavailable while it cannot be served."""
         if not entry.cards:

@@ -132,7 +132,7 @@ _FULL: dict[Bound, str] = {
 class Permit:
     """What one request has of each limit; `Admission.reserve` makes it. Its methods raise Overloaded at a limit."""
 
-    __slots__ = ("_admission", "account", "spent", "taken", "tokenising")
+    __slots__ = ("_admission", "account", "model", "spent", "taken", "tokenising")
 
     def __init__(self, admission: Admission, account: Account | None) -> None:
         self._admission = admission
@@ -141,7 +141,9 @@ class Permit:
         self.taken = _zero()
         self.tokenising = False
         self.spent = NO_TOKENS
-        """The tokens that its key has to pay for; the only field that others set."""
+        """The tokens that its key has to pay for. Others set this and `model`."""
+        self.model = ""
+        """The base model that it asks for, for metrics; empty: not known yet, or no known one."""
 
     @property
     def admitted(self) -> bool:

@@ -50,7 +50,8 @@ class BusCalls:
         """Ask routers which worker computes the request."""
         request = stream.request
         loop = asyncio.get_running_loop()
-        until = min(loop.time() + SELECT_LIMIT_S, request.deadline)
+        begun = loop.time()
+        until = min(begun + SELECT_LIMIT_S, request.deadline)
         payload = SELECT.encode(
             Select(
                 request=request.id,
@@ -93,6 +94,7 @@ class BusCalls:
                     if self._is_stale(answer, request):
                         stale = answer
                         continue
+                    self._metrics.hops["select"].observe(loop.time() - begun)
                     self._feed(stream, answer)
                     return
                 except Unavailable as why:
@@ -112,7 +114,7 @@ class BusCalls:
     async def dispatch(self, stream: Stream, action: DispatchAttempt) -> None:
         """Send the attempt to the chosen worker."""
         request = stream.request
-        now = asyncio.get_running_loop().time()
+        now = stream.accepted = asyncio.get_running_loop().time()
         if lacking := self._missing_feature(action.instance, request):
             self._feed(stream, Unreachable(action.attempt, lacking))
             return
@@ -141,6 +143,8 @@ class BusCalls:
                 subject, GENERATE.encode(message), timeout_s=self._limits.offer_timeout_s
             )
             event = GENERATE_REPLY.decode(reply.payload)
+            stream.accepted = asyncio.get_running_loop().time()
+            self._metrics.hops["offer"].observe(stream.accepted - now)
         except PayloadTooLarge as wrong:
             event = Unsendable(action.attempt, str(wrong))
         except (Unavailable, ProtocolError) as why:

@@ -18,7 +18,7 @@ from prometheus_client import Histogram
 
 from services.frontend.auth.accounts import Account
 from services.frontend.config import LimitsConfig
-from services.frontend.metrics import Metrics
+from services.frontend.metrics import Metrics, ModelMetrics
 from services.frontend.protocol.chat_chunks import CachedTokensByTier
 from services.frontend.requests import session as sessions
 from services.frontend.requests.admission import Admission, Permit
@@ -134,11 +134,13 @@ class RequestService:
             prompt_logprobs=0 if request.prompt_entries is None else request.prompt_tokens - 1,
         )
         loop = asyncio.get_running_loop()
-        stream = Stream(request, session, selector, started=loop.time())
+        metrics = self._metrics.of_model(request.model)
+        stream = Stream(request, session, metrics, selector, started=loop.time())
         stream.timer = loop.call_at(request.deadline, self._feed, stream, sessions.TimeExpired())
         self._running[request.id] = stream
         if not request.repeats_prompt:
-            self._metrics.input_tokens.observe(request.prompt_tokens)
+            metrics.input_tokens.observe(request.prompt_tokens)
+            metrics.prompt_count.inc(request.prompt_tokens)
         try:
             self._do(stream, session.start())
             yield stream
@@ -170,6 +172,7 @@ class RequestService:
         touches its stream once and wakes no task."""
         now = asyncio.get_running_loop().time()
         gaps_s: list[float] = []
+        metrics: ModelMetrics | None = None
         for part in parts:
             stream = self._running.get(part.request)
             if stream is None:
@@ -178,11 +181,14 @@ class RequestService:
                 self._feed(stream, sessions.PartReceived(instance, part))
             else:
                 assert stream.last_tokens is not None, "a stream that continues has had tokens"
+                metrics = stream.metrics  # all streams of a frame have the worker's model
                 gaps_s.append(now - stream.last_tokens)
                 stream.last_sign = stream.last_tokens = now
                 if stream.add_tokens((token,), None):
                     self._feed(stream, sessions.StopFound())
-        self._metrics.inter_token.observe_all(gaps_s)
+        if metrics is not None:
+            metrics.inter_token.observe_all(gaps_s)
+            metrics.output_count.inc(len(gaps_s))
 
     def _on_stray(self, instance: str, part: Part, now: float) -> None:
         """Handle a part of a request that is over."""
@@ -212,7 +218,7 @@ class RequestService:
                     tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
                 case sessions.DispatchAttempt():
                     if action.attempt > 1:
-                        self._metrics.migrations.inc()
+                        stream.metrics.migrations.inc()
                     tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
                 case sessions.WithdrawAttempt():
                     self._cancel(action.instance, Cancel(name, action.attempt))
@@ -244,9 +250,8 @@ class RequestService:
     def _publish_load(self, stream: Stream, event: LoadEvent) -> None:
         if isinstance(event, Prefilled):
             cached = CachedTokensByTier.of(event.cached_tokens, event.cached_host_tokens, event.cached_disk_tokens)
-            self._metrics.cached_tokens.labels("device").inc(cached.device)
-            self._metrics.cached_tokens.labels("host").inc(cached.host)
-            self._metrics.cached_tokens.labels("disk").inc(cached.disk)
+            for counter, tokens in zip(stream.metrics.cached, (cached.device, cached.host, cached.disk), strict=True):
+                counter.inc(tokens)
             if stream.last_tokens is None:  # else an earlier attempt brought the client its first token
                 first_token_s = asyncio.get_running_loop().time() - stream.started
                 event = msgspec.structs.replace(event, first_token_s=first_token_s)
@@ -255,9 +260,12 @@ class RequestService:
     def _emit_tokens(self, stream: Stream, action: sessions.EmitTokens) -> None:
         now = asyncio.get_running_loop().time()
         if stream.last_tokens is None:
-            self._metrics.first_token.observe(now - stream.started)
+            stream.metrics.first_token.observe(now - stream.started)
+            self._metrics.hops["first_token"].observe(now - stream.accepted)
+            stream.first_tokens = now
         else:
-            self._metrics.inter_token.observe((now - stream.last_tokens) / len(action.tokens))
+            stream.metrics.inter_token.observe((now - stream.last_tokens) / len(action.tokens))
+        stream.metrics.output_count.inc(len(action.tokens))
         stream.last_tokens = now
         if stream.add_tokens(action.tokens, action.logprobs):
             self._feed(stream, sessions.StopFound())
@@ -270,7 +278,9 @@ class RequestService:
         assert stream.timer is not None
         stream.timer.cancel()
         if not stream.request.embedding_size:
-            self._metrics.output_tokens.observe(len(stream.session.tokens))
+            stream.metrics.output_tokens.observe(len(stream.session.tokens))
+        if stream.first_tokens is not None:
+            self._metrics.hops["rest"].observe(asyncio.get_running_loop().time() - stream.first_tokens)
 
 
 class CancelLatency:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from services.frontend.metrics import ModelMetrics
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.output.prompt_entries import PromptEntries
@@ -102,16 +103,27 @@ class Stream:
     """
 
     def __init__(
-        self, request: InferenceRequest, session: Session, selector: StreamSelector | None = None, started: float = 0.0
+        self,
+        request: InferenceRequest,
+        session: Session,
+        metrics: ModelMetrics,
+        selector: StreamSelector | None = None,
+        started: float = 0.0,
     ) -> None:
-        """Create the stream of a request that starts now. `selector` is given if it waits for other streams too."""
+        """Create the stream of a request that starts now. `metrics` are those of its model; `selector` is given if it
+        waits for other streams too."""
         self.request = request
+        self.metrics = metrics
         self.session = session
         self.started = started
         self.waiting_since = started
         """When the client began to wait: for the first token, or for the next one after a lost attempt."""
         self.last_sign = started
         """When the current attempt last gave a sign of life."""
+        self.accepted = started
+        """When a worker accepted the current attempt, or was asked to."""
+        self.first_tokens: float | None = None
+        """When the first tokens came; None before."""
         self.last_tokens: float | None = None
         """When the last tokens came; None before the first."""
         self.timer: asyncio.TimerHandle | None = None

@@ -19,6 +19,7 @@ one. Requests that have come and wait here are bounded; at the bound a request g
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -31,6 +32,7 @@ from services.frontend.auth.accounts import Account
 from services.frontend.metrics import Metrics
 from services.frontend.protocol.errors import failure_of
 from services.frontend.protocol.operations import OPERATIONS, Operation
+from services.frontend.requests.admission import Permit
 from services.frontend.requests.service import RequestService
 from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoListener
 from services.frontend.server.middleware import REQUEST_ID_HEADER
@@ -65,13 +67,15 @@ _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
 _Receiver = Callable[[Message], Awaitable[None]]
 
 
-class _NatsRequest(Struct, frozen=True):
+class _NatsRequest(Struct):
     """A request as it came, with its id and account."""
 
     message: Message
     id: RequestId
     account: Account | None
     """None: no key is required, or the request has no valid one."""
+    permit: Permit | None = None
+    """What it has of the frontend's limits; None: it was refused."""
 
     def last_headers(self) -> dict[str, str]:
         """Return the headers of the answer's last message."""
@@ -190,7 +194,7 @@ class NatsApi:
             self._refusals -= 1
 
     async def _serve(self, operation: Operation, request: _NatsRequest) -> None:
-        status, message = CLIENT_GONE, request.message
+        status, message, begun_s = CLIENT_GONE, request.message, time.perf_counter()
         try:
             async with self._inboxes.watch(message.reply) as inbox:
                 status = await self._answer(operation, request, inbox)
@@ -205,7 +209,8 @@ class NatsApi:
             await self._fail(request, Unavailable("this frontend has shut down"), attempts=1)
             raise
         finally:
-            self._metrics.requests.labels(operation, str(status)).inc()
+            model = "" if request.permit is None else request.permit.model
+            self._metrics.count_request(operation, status, model, time.perf_counter() - begun_s)
 
     async def _answer(self, operation: Operation, request: _NatsRequest, inbox: ClientInbox) -> int:
         """Send the answer or a failure; return its HTTP status. Raise BusDown."""
@@ -215,6 +220,7 @@ class NatsApi:
             inbox.keepalive = b""
         try:
             with self._frontend.admit(len(message.payload), request.account) as place:
+                request.permit = place
                 if not (may_probe or _streams(message.payload)):
                     place.count_unasked()
                 context = self._exchange.context(request.id, place, message.headers)

@@ -13,6 +13,7 @@ server/middleware.py checks keys and adds the headers that all answers have.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -47,6 +48,7 @@ from services.frontend.serving.request_context import ignored_header
 from shared.errors import HeadraceError, InvalidRequest
 from shared.version import VERSION
 
+_PERMIT = web.RequestKey("permit", Permit)
 _JSON = "application/json"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SSE_HEADERS = {
@@ -95,6 +97,7 @@ class HttpApi(Struct):
 
     async def _counted(self, operation: Operation | ForeignOperation, request: web.Request) -> web.StreamResponse:
         status = 500  # aiohttp's answer to an unexpected exception
+        begun_s = time.perf_counter()
         try:
             response, status = await self._answer(operation, request)
         except (asyncio.CancelledError, ConnectionError):
@@ -102,7 +105,9 @@ class HttpApi(Struct):
             self.metrics.disconnected.inc()
             raise
         finally:
-            self.metrics.requests.labels(operation, str(status)).inc()
+            permit = request.get(_PERMIT)
+            model = "" if permit is None else permit.model
+            self.metrics.count_request(operation, status, model, time.perf_counter() - begun_s)
         return response
 
     async def _answer(
@@ -111,6 +116,7 @@ class HttpApi(Struct):
         """Return the response and the status to count, which for a failed stream is the failure's."""
         try:
             with self.frontend.reserve(account_of(request)) as place:
+                request[_PERMIT] = place
                 sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.admit()
                 context = self.exchange.context(request_id_of(request), place, request.headers)

@@ -111,6 +111,7 @@ class ServingChat(Struct, frozen=True):
         Unavailable and RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)
+        context.permit.model = self.models.base_of(request.model)
         model, limits = self.models.find(request.model)
         if not limits.generates:
             why = f"not every worker of {model.name!r} generates text; /v1/embeddings has its embeddings"
@@ -122,6 +123,7 @@ class ServingChat(Struct, frozen=True):
                 texts = await self._echoed_texts(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
+        self.metrics.hops["tokenise"].observe(asyncio.get_running_loop().time() - context.received_s)
         charged = _admit(request, prompts, context.permit)
         requests = self._requests(
             context,

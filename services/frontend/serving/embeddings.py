@@ -63,6 +63,7 @@ class ServingEmbeddings(Struct, frozen=True):
         loop = asyncio.get_running_loop()
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)
+        context.permit.model = self.models.base_of(request.model)
         model, limits = self.models.find(request.model)
         sampling, dimensions = _pooled(request, model, limits)
         inputs = embeddings.inputs_of(request)

@@ -10,6 +10,9 @@ from services.worker.engine.core import EngineCore
 from services.worker.messages import Shutdown
 from services.worker.runner import Runner
 
+MEMORY_INTERVAL_S = 1.0
+"""Seconds between two reports of the device's memory while steps are computed."""
+
 
 class EngineLoop:
     """Drives a core with a runner and a clock."""
@@ -19,12 +22,15 @@ class EngineLoop:
         self._core = core
         self._runner = runner
         self._clock = clock
+        self._memory_due_s = 0.0
+        """When the device's memory is reported next."""
         self._idle = False
         """There was nothing to do in the last round."""
 
     def run(self) -> None:
         """Run until Shutdown. Raise what the runner raises."""
         self._channel.send(self._core.opening())
+        self._report_memory()
         while self._handle_commands():
             self._step()
 
@@ -45,6 +51,7 @@ class EngineLoop:
             failed = self._runner.operate(due.operation, due.name, due.path, due.level)
             for report in self._core.operated(failed, self._clock()):
                 self._channel.send(report)
+            self._report_memory()
 
     def _limit_s(self) -> float | None:
         """Return how long to wait for commands."""
@@ -62,6 +69,15 @@ class EngineLoop:
         if works is not None:
             begun_s = self._clock()
             drawn = self._runner.step(works) if works else []
-            for report in self._core.finish(drawn, self._clock() - begun_s):
+            ended_s = self._clock()
+            for report in self._core.finish(drawn, ended_s - begun_s):
                 self._channel.send(report)
+            if ended_s >= self._memory_due_s:
+                self._report_memory()
         self._operate()
+
+    def _report_memory(self) -> None:
+        self._memory_due_s = self._clock() + MEMORY_INTERVAL_S
+        use = self._runner.memory_use()
+        if use is not None:
+            self._channel.send(use)

@@ -30,6 +30,7 @@ from services.worker.messages import (
     KvbmReply,
     KvbmUp,
     Loading,
+    MemoryUse,
     Operate,
     Operated,
     OwnMetrics,
@@ -74,7 +75,7 @@ class EngineSupervisor:
         lost: Callable[[str], None],
         busy: Callable[[], bool],
         kvbm_message: Callable[[KvbmAsk | KvbmLink], None],
-        observed: Callable[[Probed | OwnMetrics], None],
+        observed: Callable[[Probed | MemoryUse | OwnMetrics], None],
     ) -> None:
         """`busy` says whether attempts wait for the engine; `kvbm_message` gets its messages for the kvbm, `observed`
         what it says of its health and of its own metrics."""
@@ -99,6 +100,10 @@ class EngineSupervisor:
         self._operations: dict[int, asyncio.Future[Operated]] = {}
         self.facts: Ready | None = None
         self.epoch = 1
+        self._begun_s = 0.0
+        """When the engine was started, on the loop's clock."""
+        self.start_s = 0.0
+        """Seconds from there until it was ready."""
 
     @property
     def pid(self) -> int | None:
@@ -182,6 +187,7 @@ class EngineSupervisor:
 
     async def _live(self) -> Failed:
         """Run one engine until it ends; return why."""
+        self._begun_s = asyncio.get_running_loop().time()
         starting = asyncio.ensure_future(self._start(self._config, self._model_name, self._instance))
         try:
             engine = await asyncio.shield(starting)
@@ -217,6 +223,7 @@ class EngineSupervisor:
                 case Ready():
                     self.facts = report
                     self._served = True
+                    self.start_s = asyncio.get_running_loop().time() - self._begun_s
                     self._ready(report)
                 case Stepped():
                     self._stepped(report)
@@ -230,7 +237,7 @@ class EngineSupervisor:
                         operating.set_result(report)
                 case KvbmAsk() | KvbmLink():
                     self._kvbm_message(report)
-                case Probed() | OwnMetrics():
+                case Probed() | MemoryUse() | OwnMetrics():
                     self._observed(report)
                 case Failed():
                     return report

@@ -13,8 +13,13 @@ class KvbmMetrics:
     """One worker's metrics of its kvbm; labels are few and bounded. The engine's counts are published with each load
     report."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.attached = gauge(registry, "headrace_kvbm_attached", "1 while blocks are exchanged with a kvbm, else 0")
+    def __init__(self, registry: CollectorRegistry, *, configured: bool = True) -> None:
+        """Register them. Without a kvbm in the settings there is no `headrace_kvbm_attached`, since a 0 is a fault."""
+        self.attached = gauge(
+            registry if configured else CollectorRegistry(),
+            "headrace_kvbm_attached",
+            "1 while blocks are exchanged with a kvbm, else 0; only where kvbm.pool is set",
+        )
         self._asks = counter(
             registry,
             "headrace_kvbm_asks",

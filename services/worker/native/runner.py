@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from services.worker.config import LORA_BYTES, LORA_RANK, Dtype, WorkerConfig
-from services.worker.messages import EngineOperation, Loading, Ready
+from services.worker.messages import EngineOperation, Loading, MemoryUse, Ready
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
@@ -136,6 +136,9 @@ class NativeRunner:
             except ModelError as wrong:
                 return f"wake: {wrong}"
         return ""
+
+    def memory_use(self) -> MemoryUse | None:
+        return None
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Return a mover between the KV pages and a pool."""

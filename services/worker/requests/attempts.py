@@ -34,6 +34,7 @@ class _Living:
     lora: str
     unbegun_tokens: int
     """Number of its tokens, until its first part has come; then 0."""
+    admitted_s: float
     cancelled: bool = False
 
 
@@ -59,7 +60,7 @@ class Attempts:
         self.loras: tuple[str, ...] = ()
         """The LoRAs that attempts may ask for."""
 
-    def admit(self, generate: Generate, facts: Ready | None) -> tuple[GenerateReply, int]:
+    def admit(self, generate: Generate, facts: Ready | None, now_s: float = 0.0) -> tuple[GenerateReply, int]:
         """Return the answer and, where the attempt is new and must be computed, its number; else 0. `facts` is None
         without an engine."""
         name = (generate.request, generate.attempt)
@@ -73,7 +74,7 @@ class Attempts:
             return refused, 0
         count = len(generate.tokens) // 4
         self._admitted += 1
-        self._living[name] = _Living(self._admitted, generate.frontend, generate.lora, count)
+        self._living[name] = _Living(self._admitted, generate.frontend, generate.lora, count, now_s)
         self._produced[self._admitted] = count - generate.prompt_tokens
         self._waiting_tokens += count
         return Accepted(*name), self._admitted
@@ -116,6 +117,11 @@ class Attempts:
             parts.setdefault(living.frontend, []).append(self._failed_part(name, living, reason))
             self._end(name)
         return parts
+
+    def oldest_unbegun_s(self, now_s: float) -> float:
+        """Return the age of the attempt that has waited longest for its first part; 0 where none waits."""
+        waiting = (living.admitted_s for living in self._living.values() if living.unbegun_tokens)
+        return max(0.0, now_s - next(waiting, now_s))
 
     def running_with(self, lora: str = "") -> list[Name]:
         """Return the living attempts with a LoRA; without a name all of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from services.worker.messages import KV_EVENTS, PARTS, EngineLoad, Exchanged, Stepped
+from services.worker.messages import KV_EVENTS, PARTS, Begun, EngineLoad, Exchanged, Stepped
 from shared.blocks import PoolEvent
 from shared.messages import KvEvent, Part
 
@@ -20,6 +20,8 @@ class Outcome:
     """The parts among them that are the first or the last of their attempt."""
     one_token_attempts: list[int] = field(default_factory=list)
     """`Submit.number` of the attempt of each other part, which brings the attempt one token further."""
+    begun: list[Begun] = field(default_factory=list)
+    """The attempts that had their first token."""
     events: list[PoolEvent] = field(default_factory=list)
     """Blocks that were stored and evicted, in order."""
 
@@ -28,7 +30,7 @@ class Outcome:
         embedding; everything else is in the first."""
         if sum([len(part.embedding) for part in self.boundary_parts]) <= most_bytes:
             return [self]
-        first = Outcome(one_token_attempts=self.one_token_attempts, events=self.events)
+        first = Outcome(one_token_attempts=self.one_token_attempts, begun=self.begun, events=self.events)
         outcomes, left = [first], most_bytes
         for frontend, parts in self.parts.items():
             for part in parts:
@@ -73,6 +75,7 @@ class Outcome:
             elapsed_s=elapsed_s,
             exchanged=exchanged,
             rank=rank,
+            begun=self.begun,
         )
 
     def extend(self, later: Outcome) -> None:
@@ -81,4 +84,5 @@ class Outcome:
             self.parts[frontend].extend(parts)
         self.boundary_parts.extend(later.boundary_parts)
         self.one_token_attempts.extend(later.one_token_attempts)
+        self.begun.extend(later.begun)
         self.events.extend(later.events)

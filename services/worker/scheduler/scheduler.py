@@ -46,7 +46,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import EngineLoad, Submit
+from services.worker.messages import Begun, EngineLoad, Submit
 from services.worker.runner import Drawn, Work
 from services.worker.scheduler.device_probe import DeviceProbe
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
@@ -93,6 +93,7 @@ class Scheduler:
         self._earliest_end_s = _NEVER
         """Not later than any `ends_by_s`."""
         self._step: list[Sequence] | None = None
+        self._step_began_s = 0.0
         self._stalled_at: int | None = None
         """The KV cache manager's `changes` when a step could compute nothing; None: the last step did, or a command
         came since. While that number stays, all sequences wait for the kvbm, or for blocks that copies hold."""
@@ -144,7 +145,7 @@ class Scheduler:
         self._expire(now_s)
         self._onboarding.give_up(now_s)
         self._consider_onboarding(now_s)
-        self._step = []
+        self._step, self._step_began_s = [], now_s
         self._schedule_decodes()
         if self._probe.due and not self.closed:
             self._schedule_probe()
@@ -162,7 +163,7 @@ class Scheduler:
         assert step is not None
         assert len(drawn) == len(step) + (self._probe.work is not None)
         self._measure(sum([sequence.work.end - sequence.work.start for sequence in step]), len(step), elapsed_s)
-        size, probe = self._limits.block_size, self._probe
+        size, probe, ended_s = self._limits.block_size, self._probe, self._step_began_s + elapsed_s
         for sequence, draw in zip(step, drawn, strict=False):  # a probe is beyond them
             work = sequence.work
             assert (draw is not None) == (work.end == len(sequence.tokens))
@@ -179,7 +180,7 @@ class Scheduler:
                 elif draw.embedding:
                     self._end(sequence, "stop", embedding=draw.embedding)
                 else:
-                    self._append_token(sequence, draw)
+                    self._append_token(sequence, draw, ended_s)
         if probe.work is not None:
             self.kv_cache.free_block(probe.slots[0])
             probe.end(drawn[-1])
@@ -311,6 +312,8 @@ class Scheduler:
             return False
         self._dequeue(sequence)
         sequence.begin_by_s = _NEVER
+        if sequence.admitted_s is None:
+            sequence.admitted_s = self._step_began_s
         self.kv_cache.admit(sequence)
         insort(self._running, sequence, key=_rank)
         insort(self._prefilling, sequence, key=_rank)
@@ -359,7 +362,7 @@ class Scheduler:
         self._probe.count_failed()
         self._end(sequence, "error", error)
 
-    def _append_token(self, sequence: Sequence, drawn: Drawn) -> None:
+    def _append_token(self, sequence: Sequence, drawn: Drawn, now_s: float) -> None:
         tokens, token = sequence.tokens, drawn.token
         first = len(tokens) - sequence.prompt_tokens
         tokens.append(token)
@@ -385,7 +388,13 @@ class Scheduler:
             self._outcome.one_token_attempts.append(sequence.number)
             return
         self._outcome.boundary_parts.append(part)
-        sequence.begun = True
+        if not sequence.begun:
+            sequence.begun = True
+            admitted_s = sequence.admitted_s
+            assert admitted_s is not None
+            self._outcome.begun.append(
+                Begun(sequence.number, admitted_s - sequence.arrived_s, max(0.0, now_s - admitted_s))
+            )
         if finish is not None:
             self._drop(sequence)
 

@@ -46,6 +46,7 @@ class Sequence:
     submit: Submit
     arrival: int
     """Number of the attempt in order of arrival."""
+    arrived_s: float
     deadline_s: float
     begin_by_s: float
     """When its wait for admission ends; infinite where only its deadline ends the wait, or where it was admitted."""
@@ -54,6 +55,8 @@ class Sequence:
     keys: list[ContentKey]
     """Content keys of the full blocks of the submitted tokens, and of the blocks stored since."""
     blocks: list[int]
+    admitted_s: float | None = None
+    """When it was given blocks for the first time."""
     stored: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the cache by the time the first token was drawn."""
@@ -92,6 +95,7 @@ class Sequence:
             most_tokens=min(submit.prompt_tokens + sampling.max_tokens, limits.context_length),
             submit=submit,
             arrival=arrival,
+            arrived_s=now_s,
             deadline_s=now_s + submit.time_left_s,
             begin_by_s=inf if submit.wait_left_s is None else now_s + submit.wait_left_s,
             block_size=block_size,

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from services.worker.config import SimulatedConfig
-from services.worker.messages import EngineOperation, Ready
+from services.worker.messages import EngineOperation, MemoryUse, Ready
 from services.worker.mover import Mover
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.masks import Masks, MaskThread
@@ -41,6 +41,9 @@ class SimulatedRunner:
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
         return ""
+
+    def memory_use(self) -> MemoryUse | None:
+        return None
 
     def mover(self, clock: Callable[[], float]) -> SimulatedMover:
         return self._model.timing.mover(self.facts.block_size, clock)
@@ -73,6 +76,9 @@ class EchoRunner:
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:  # noqa: ARG002 - a Runner's
         return ""
+
+    def memory_use(self) -> MemoryUse | None:
+        return None
 
     def mover(self, clock: Callable[[], float]) -> Mover:  # noqa: ARG002 - a Runner's
         """Raise ConfigError: there is no KV."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from services.worker.messages import Submit
+from services.worker.messages import Begun, Submit
 from services.worker.scheduler.outcome import Outcome
 from shared.hashing import pack_tokens
 from shared.messages import NOT_BEGUN, FinishReason, Part, PromptLogprobs, TokenLogprob
@@ -83,9 +83,10 @@ class AttemptTable:
         cached_tokens: int = 0,
         logprobs: tuple[TokenLogprob, ...] | None = None,
         embedding: bytes = b"",
+        waited_s: tuple[float, float] | None = None,
     ) -> None:
-        """Record one output of vLLM; `finish` is its word for the end. Outputs of attempts that have ended are
-        dropped."""
+        """Record one output of vLLM; `finish` is its word for the end. `waited_s` are the seconds that it waited and
+        that its prompt took, where they are known. Outputs of attempts that have ended are dropped."""
         attempt = self._attempts.get(key)
         if attempt is None:
             return
@@ -93,6 +94,8 @@ class AttemptTable:
         if first:
             attempt.cached_tokens = cached_tokens
             self._begin(attempt)
+            if waited_s is not None and tokens:
+                self._outcome.begun.append(Begun(attempt.submit.number, *waited_s))
         if finish is None:
             self._record_part(attempt, tokens, logprobs=logprobs, boundary=first)
         else:

@@ -327,6 +327,7 @@ class VllmEngine:
                 finish=one.finish_reason,
                 cached_tokens=output.num_cached_tokens or 0,
                 logprobs=None if logprobs < 0 else logprob_entries(one.token_ids, one.logprobs, logprobs),
+                waited_s=_waited_s(output.metrics),
             )
         elif output.finished:
             rank.attempts.record_output(key, (), finish="stop", embedding=pack_embedding(output.outputs.data.tolist()))
@@ -398,3 +399,10 @@ def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:
     model = config.model_config
     of_model = getattr(model.hf_text_config, "eos_token_id", None)
     return join_ids(of_model, model.try_get_generation_config().get("eos_token_id"))
+
+
+def _waited_s(metrics: Any) -> tuple[float, float] | None:
+    """Return the seconds that a request waited, and from there to its first token, once it has one."""
+    if metrics is None or not metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts:
+        return None
+    return metrics.scheduled_ts - metrics.queued_ts, metrics.first_token_ts - metrics.scheduled_ts

@@ -17,9 +17,9 @@ INF = float("inf")
 def test_what_the_services_count_is_found_in_their_metrics() -> None:
     registry = CollectorRegistry()
     frontend = Metrics(registry)
-    frontend.requests.labels("chat", "200").inc(3)
-    frontend.requests.labels("chat", "503").inc()
-    frontend.first_token.observe(0.03)
+    for status in (200, 200, 200, 503):
+        frontend.count_request("chat", status, "m", 0.5)
+    frontend.of_model("m").first_token.observe(0.03)
     found = sample("frontend", generate_latest(registry).decode(), 5.0)
     assert found.totals == {"requests": 4}
     assert (found.first_tokens[0.025], found.first_tokens[0.05], found.first_tokens[INF]) == (0, 1, 1)

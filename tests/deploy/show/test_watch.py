@@ -77,8 +77,8 @@ async def test_requests_are_seen_and_a_process_that_goes_away(state: Path) -> No
         lease.write(entries)
         watching = await create_subprocess_exec(*command(state), cwd=ROOT, stdout=PIPE)
         await shown(watching, "every 0.2 s", "REQUESTS/S", "frontend  f1", "router    r1")
-        metrics.requests.labels("chat", "200").inc(10)
-        metrics.first_token.observe(0.03)
+        metrics.count_request("chat", 200, "m", 0.5)
+        metrics.of_model("m").first_token.observe(0.03)
         await shown(watching, " ms ")
 
         await router_runs.aclose()

@@ -6,7 +6,9 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from services.frontend.metrics import Metrics
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
@@ -17,6 +19,7 @@ from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import Unavailable
 from shared.messages import Sampling
 
+METRICS = Metrics(CollectorRegistry()).of_model("m")
 TOKENS = TokenBytes([b"a", b"b", b"c"], [b"a", b"b", b"c"], False)
 
 
@@ -25,7 +28,7 @@ def request(output: Output | ParsedOutput, max_tokens: int) -> InferenceRequest:
 
 
 def opened(*stops: str, max_tokens: int = 10) -> Stream:
-    return Stream(request(Output(TOKENS, stops), max_tokens), Session("r", max_tokens))
+    return Stream(request(Output(TOKENS, stops), max_tokens), Session("r", max_tokens), METRICS)
 
 
 def text_of(delta: Delta) -> bytes:
@@ -152,7 +155,7 @@ async def test_a_turn_with_calls_ends_for_them_and_what_piled_up_is_joined(
     table = [bytes([byte]) for byte in range(256)]
     found = ParseResult(frozenset({"f"}), lambda: "id")
     output = ParsedOutput(Output(TokenBytes(table, table, False), ()), AnswerParser(ParsePlan("mistral"), found))
-    stream = Stream(request(output, 99), Session("r", 99))
+    stream = Stream(request(output, 99), Session("r", 99), METRICS)
     for token in b"[TOOL_CALLS]f{}":
         stream.add_tokens([token], None)
     stream.end(Finish(reason))
@@ -162,7 +165,7 @@ async def test_a_turn_with_calls_ends_for_them_and_what_piled_up_is_joined(
 
 async def test_token_ids_come_without_text_and_with_the_token_that_ended_the_output() -> None:
     output = Output(TOKENS, ["ab!"], with_ids=True)
-    stream = Stream(request(output, 10), Session("r", 10))
+    stream = Stream(request(output, 10), Session("r", 10), METRICS)
     stream.add_tokens([0], None)
     assert stream.pop_delta() == Delta("", token_ids=(0,))
     stream.add_tokens([1], None)

@@ -638,6 +638,6 @@ async def test_the_metrics_are_there(directory: Path) -> None:
         await client.chat.completions.create(model=MODEL, messages=HELLO)
         async with http.get("/metrics") as response:
             text = await response.text()
-        assert 'headrace_requests_total{operation="chat",status="200"} 1.0' in text
+        assert 'headrace_requests_total{model="tiny/model-1.0",operation="chat",status="200"} 1.0' in text
         for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "output_sequence_tokens"):
             assert f"headrace_{name}_count" in text

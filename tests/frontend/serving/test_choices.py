@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from services.frontend.config import LimitsConfig
+from services.frontend.metrics import Metrics
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Output
 from services.frontend.requests.session import Fail, Finish, PartReceived, Session
@@ -41,6 +43,7 @@ from shared.messages import (
 from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
+METRICS = Metrics(CollectorRegistry()).of_model("m")
 TOKENS = TokenBytes([b"a", b"b", b"\xc3", b"\xa9"], [b"a", b"b", b"\xc3", b"\xa9"], False)
 """The last two are one character together: the first of them brings no text."""
 LIMIT = 30
@@ -65,7 +68,7 @@ class Asked:
         session = Session(request.id, LIMIT)
         session.start()
         session.on(Selected(request.id, 1, "w", 0, "r", Overlap(), ""))
-        stream = self.streams[request.id] = Stream(request, session, selector)
+        stream = self.streams[request.id] = Stream(request, session, METRICS, selector)
         try:
             yield stream
         finally:

@@ -48,6 +48,11 @@ async def test_a_service_may_serve_the_paths_itself() -> None:
             assert (answer.status, await answer.json()) == (200, {"ready": True, "reasons": []})
         async with session.get(server.make_url("/metrics")) as answer:
             assert "headrace_answers 42.0" in await answer.text()
+        async with session.get(server.make_url("/sd")) as answer:
+            assert answer.status == 503, "an empty list would have Prometheus drop all targets"
+        health.targets = lambda: b"[]"
+        async with session.get(server.make_url("/sd")) as answer:
+            assert (answer.status, answer.content_type, await answer.read()) == (200, "application/json", b"[]")
 
 
 async def test_a_body_that_no_path_reads_is_not_decompressed_either() -> None:

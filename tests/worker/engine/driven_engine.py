@@ -13,6 +13,7 @@ from services.worker.messages import (
     EngineLoad,
     EngineOperation,
     Failed,
+    MemoryUse,
     Operate,
     Operated,
     OwnMetrics,
@@ -146,7 +147,7 @@ class DrivenEngine:
                     self._operated[report.ticket] = report
                 case Failed(reason):
                     self.failed = reason
-                case Probed() | OwnMetrics():
+                case Probed() | MemoryUse() | OwnMetrics():
                     pass
                 case _:
                     self._changed.set()

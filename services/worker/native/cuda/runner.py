@@ -20,7 +20,7 @@ import numpy as np
 
 from services.worker.config import LORA_BYTES, LORA_RANK, CudaConfig
 from services.worker.limits import MAX_STEP_TOKENS
-from services.worker.messages import EngineOperation, Ready
+from services.worker.messages import EngineOperation, MemoryUse, Ready
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers, kernel_address, pinned_array
@@ -279,6 +279,14 @@ class CudaRunner:
         directory = Path(self._facts.path)
         check_digest(directory, self._config, self._digest)
         return load_cuda_weights(directory, self._config, self._settings.dtype)
+
+    def memory_use(self) -> MemoryUse:
+        with device_errors_as_model_error(), cp.cuda.Device(self._memory.device):
+            free, total = cp.cuda.runtime.memGetInfo()
+            pool = self._memory.statistics()
+        kept = max(0, pool.reserved_bytes - pool.used_bytes)
+        others = max(0, total - free - pool.reserved_bytes)
+        return MemoryUse(used=pool.used_bytes, kept=kept, others=others, free=free)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Return a mover between the KV pages and a pool, on streams of its own.
