@@ -17,7 +17,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -81,11 +81,6 @@ class ServiceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     observe: ObserveConfig = ObserveConfig()
-
-    @property
-    def metric_labels(self) -> dict[str, str]:
-        """The labels of every series of the process besides namespace, service and instance."""
-        return {}
 
 
 C = TypeVar("C", bound=Struct)
@@ -267,11 +262,16 @@ def _entry(flag: str, known: Mapping[str, tuple[tuple[str, ...], FieldInfo]]) ->
 
 
 def _value(field: FieldInfo, text: str) -> Any:
-    """Convert a setting's text to a TOML value. Tuples, and NAME=VALUE pairs of a table of names, are
-    comma-separated."""
-    kind = get_origin(field.type)
+    """Convert a setting's text to a TOML value. Tuples are comma-separated, or written as in TOML: `[1, 2]`. NAME=VALUE
+    pairs of a table of names are comma-separated."""
+    kind = get_origin(get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type)
     if kind not in (tuple, list, dict):
         return text
+    if kind is not dict and text.strip().startswith("["):
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError as wrong:
+            raise ConfigError(f"{field.name}: {text[:128]!r} is not a list such as [1, 2]: {wrong}") from None
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if kind is not dict:
         return parts

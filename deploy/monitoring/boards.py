@@ -240,7 +240,8 @@ ROUTING = Board(
                     "percentunit",
                     [
                         Query(
-                            f"{_rate('headrace_cached_tokens_total', FRONTEND, 'model, tier')} / on (model) group_left "
+                            f"{_rate('headrace_cached_tokens_total', FRONTEND, 'model, tier')}"
+                            " / on (model) group_left () "
                             f"({_rate('headrace_prompt_tokens_total', FRONTEND, 'model')} > 0)",
                             "{{model}} {{tier}}",
                         )

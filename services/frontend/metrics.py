@@ -51,7 +51,7 @@ class ModelMetrics(Struct, frozen=True):
     output_count: Counter
     migrations: Counter
     cached: tuple[Counter, Counter, Counter]
-    """Of the tiers device, host and disk."""
+    """The counters of device, host and disk."""
 
 
 class Metrics:

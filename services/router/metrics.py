@@ -39,7 +39,7 @@ class _ModelSeries(Struct, frozen=True):
     prompt_tokens: Counter
     hit_rate_error: Histogram
     cached: tuple[tuple[Counter, Histogram], ...]
-    """Of what was predicted, and of what was found."""
+    """What was predicted, and what was found."""
 
 
 class RouterMetrics:
@@ -102,8 +102,9 @@ class RouterMetrics:
             "exempt (blocks were left out)",
             ["outcome"],
         )
-        for outcome in ("agreed", "differed", "exempt"):
-            self.digests.labels(outcome)  # a series that begins with 1 has not risen, for a query
+        rare = ((self.replays, "done"), (self.replays, "failed"), (self.snapshots, "taken"), (self.snapshots, "failed"))
+        for metric, outcome in (*rare, *((self.digests, each) for each in ("agreed", "differed", "exempt"))):
+            metric.labels(outcome)  # for a query, a series that begins with 1 has not risen
         self.malformed = count(
             "headrace_malformed_messages", "Messages that could not be read, by channel", ["channel"]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.worker.config import WorkerConfig
+from services.worker.model_card import served_name
 from services.worker.model_check import check_files
 from services.worker.service import serve
 from shared.runtime.lifecycle import run
@@ -13,7 +14,12 @@ CLOSING_S = 15.0
 
 def main() -> None:
     """Run until a signal, then end the process with an exit status."""
-    run("worker", WorkerConfig, serve, drain_limit_s, check=check_files)
+    run("worker", WorkerConfig, serve, drain_limit_s, check=check_files, labels=served_labels)
+
+
+def served_labels(config: WorkerConfig) -> dict[str, str]:
+    """Return the labels of all series of the worker."""
+    return {"model": served_name(config)}
 
 
 def drain_limit_s(config: WorkerConfig) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -289,17 +288,6 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
         if self.device == "cpu" and self.kv_dtype == "float16":
             raise ValueError("kv_dtype is float16; on a CPU there are float32 and bfloat16")
-
-    @property
-    def served_name(self) -> str:
-        """Name of the model for clients. Without `model_name`, a file's name without its suffix, or a directory's whole
-        name, since that may have dots in it."""
-        model = Path(self.model)
-        return self.model_name or (model.stem if model.is_file() else model.resolve().name)
-
-    @property
-    def metric_labels(self) -> dict[str, str]:
-        return {"model": self.served_name}
 
     @property
     def kept_dtype(self) -> Dtype:

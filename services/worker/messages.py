@@ -221,7 +221,7 @@ class Begun(Struct, frozen=True, array_like=True):
     """An attempt has its first token."""
 
     number: int
-    """Its `Submit.number`."""
+    """The attempt's `Submit.number`."""
     queued_s: float
     """Seconds from its arrival to the first step that computed it. They include the wait for blocks of the kvbm."""
     prefill_s: float
@@ -307,7 +307,7 @@ class MemoryUse(Struct, frozen=True, tag="memory_use"):
     kept: int
     """Free, and kept for the next allocations."""
     others: int
-    """Of other processes, and of CUDA itself."""
+    """What other processes and CUDA itself have."""
     free: int
 
 

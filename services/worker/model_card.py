@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.worker.config import SamplingConfig
+from services.worker.config import SamplingConfig, WorkerConfig
 from services.worker.messages import Ready
 from services.worker.model_facts import read_pooling, read_sampling
 from shared import hashing, subjects
@@ -72,6 +72,13 @@ def _carried(template: bytes) -> str:
     text = template.decode(errors="ignore")
     fits = len(msgspec.json.encode(text)) <= TEMPLATE_LIMIT_BYTES
     return text if fits and text.encode() == template else ""
+
+
+def served_name(config: WorkerConfig) -> str:
+    """Return the model's name for clients. Without `model_name`, a file's name without its suffix, or a directory's
+    whole name, since that may have dots in it."""
+    model = Path(config.model)
+    return config.model_name or (model.stem if model.is_file() else model.resolve().name)
 
 
 def _tokenizer(directory: Path) -> tuple[Path, str]:

@@ -31,7 +31,7 @@ from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import PARTS, Loading, Ready, Stepped, Submit
 from services.worker.metrics import WorkerMetrics
-from services.worker.model_card import CardAnnouncement, card_of
+from services.worker.model_card import CardAnnouncement, card_of, served_name
 from services.worker.observations import EngineObservations
 from services.worker.operator import Operator
 from services.worker.rank_reports import RankReports
@@ -94,7 +94,7 @@ class Worker:
     def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = EngineProcess.start) -> None:
         self._runtime = runtime
         self._config = config
-        self._model_name = config.served_name
+        self._model_name = served_name(config)
         self._metrics = WorkerMetrics(runtime.registry)
         self._attempts = Attempts(
             model=self._model_name,

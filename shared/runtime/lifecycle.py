@@ -146,13 +146,15 @@ def run(
     *,
     client_bus: bool = False,
     check: Callable[[C], None] = lambda _: None,
+    labels: Callable[[C], dict[str, str]] = lambda _: {},
     flags: Sequence[str] | None = None,
 ) -> NoReturn:
     """Run a service's whole process, and end it with a status.
 
     `drain_limit_s` is the time in seconds from the first signal to the forced end, longer than the service's own drain.
     With `client_bus` the process has a separate connection for messages of NATS clients. `check` reads the files that
-    the settings name, and raises ConfigError or ModelError. `flags` are those of the command line if not given.
+    the settings name, and raises ConfigError or ModelError. `labels` are those of every metric in addition to
+    namespace, service and instance. `flags` are those of the command line if not given.
     """
     instance = secrets.token_hex(8)
     flags = sys.argv[1:] if flags is None else flags
@@ -170,7 +172,8 @@ def run(
             sys.exit(0)
         logs.start(service, instance, config.observe.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            serving = partial(_serve, service, instance, config, serve, separate_clients=client_bus)
+            registry = process_registry(config.namespace, service, instance, labels(config))
+            serving = partial(_serve, service, instance, config, registry, serve, separate_clients=client_bus)
             status = runner.run(_live(serving, drain_limit_s(config)))
     except (ConfigError, ModelError) as wrong:
         print(f"headrace-{service}: {wrong}", file=sys.stderr)
@@ -237,6 +240,7 @@ async def _serve(
     service: ServiceName,
     instance: str,
     config: C,
+    registry: CollectorRegistry,
     serve: Callable[[Runtime, C], Awaitable[None]],
     health: ProcessHealth,
     stopping: asyncio.Event,
@@ -244,7 +248,6 @@ async def _serve(
     separate_clients: bool,
 ) -> None:
     """Open the parts of a Runtime, serve, and close them in reverse order."""
-    registry = process_registry(config.namespace, service, instance, config.metric_labels)
     async with AsyncExitStack() as opened:
         url = await opened.enter_async_context(observe.serving(config.observe, health, registry))
         waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"

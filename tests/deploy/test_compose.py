@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
 from services.worker.vllm.version import check
 from shared.config import load
+from tests.deploy.monitoring.prometheus import ALERTS, PROMTOOL
 
 HERE = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 OURS = {"frontend": FrontendConfig, "router": RouterConfig, "kvbm": KvbmConfig, "worker": WorkerConfig}
@@ -32,7 +34,7 @@ _Loader.add_constructor(  # Compose's tag that takes away what the base file say
 _Loader.add_constructor(  # Compose's tag for a value that is not merged with the base file's
     "!override", lambda loader, node: loader.construct_sequence(node, deep=True)
 )
-SERVERS = ("nats", "etcd", "balancer", "prometheus")
+SERVERS = ("nats", "etcd", "balancer", "prometheus", "grafana", "nats-metrics")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -167,15 +169,45 @@ def test_blocks_on_disk_lie_on_a_volume_that_outlives_the_container() -> None:
     assert VOLUMES["blocks"] == {}
 
 
-def test_prometheus_asks_every_replica_of_our_services_and_the_balancer() -> None:
+def test_prometheus_finds_all_processes_by_the_address_book_and_the_servers_by_name() -> None:
     jobs = {job["job_name"]: job for job in read("prometheus.yml")["scrape_configs"]}
-    assert jobs.keys() == {*OURS, "balancer"}
-    for name in OURS:
-        if BASE[name].get("deploy", {}).get("replicas", 1) > 1:
-            [found] = jobs[name]["dns_sd_configs"]
-            assert (found["names"], found["type"]) == ([name], "A")
-        else:
-            assert jobs[name]["static_configs"] == [{"targets": [f"{name}:9100"]}]
+    assert jobs.keys() == {"headrace", "balancer", "nats", "etcd"}
+    frontend = load(FrontendConfig, file=HERE / "frontend.toml", environ={})
+    [found] = jobs["headrace"]["http_sd_configs"]
+    assert found["url"] == f"http://frontend:{frontend.observe.port}/sd"
+    assert jobs["headrace"]["honor_labels"] is True
+    assert jobs["nats"]["static_configs"] == [{"targets": ["nats-metrics:9100"]}]
+    assert BASE["nats-metrics"]["command"] == ["http://nats:8222", "0.0.0.0:9100"]
+
+    of_host = {job["job_name"]: job for job in read("prometheus.host.yml")["scrape_configs"]}
+    assert of_host.keys() == jobs.keys() - {"balancer"}
+    port = HOST["kvbm"]["environment"]["HEADRACE_OBSERVE_PORT"]
+    assert of_host["headrace"]["http_sd_configs"][0]["url"] == f"http://127.0.0.1:{port}/sd"
+    assert of_host["nats"]["static_configs"] == [{"targets": [HOST["nats-metrics"]["command"][1]]}]
+
+
+@pytest.mark.parametrize("service", [BASE, HOST], ids=["bridge", "host"])
+def test_prometheus_has_the_alerts_and_grafana_the_boards(service: dict[str, Any]) -> None:
+    assert mounted(service["prometheus"])["/etc/prometheus/alerts.yml"] == "../monitoring/alerts.yml"
+    boards = mounted(BASE["grafana"])["/var/lib/headrace/boards"]
+    [provider] = read("grafana/dashboards/headrace.yaml")["providers"]
+    assert provider["options"]["path"] == "/var/lib/headrace/boards"
+    assert len(list((HERE / boards).glob("*.json"))) == 5
+    [source] = read("grafana/datasources/prometheus.yaml")["datasources"]
+    assert source["url"] == "$HEADRACE_PROMETHEUS"
+    assert service["grafana"]["environment"]["HEADRACE_PROMETHEUS"].endswith(":9090")
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+@pytest.mark.parametrize("name", ["prometheus.yml", "prometheus.host.yml"])
+def test_prometheus_takes_its_settings(name: str, tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    (tmp_path / "prometheus.yml").write_text((HERE / name).read_text())
+    (tmp_path / "alerts.yml").write_text(ALERTS.read_text())
+    told = subprocess.run(
+        [PROMTOOL, "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
 
 
 def test_the_balancer_alone_offers_the_api_and_reaches_the_frontends_where_they_listen() -> None:
@@ -257,8 +289,9 @@ def test_the_frontends_of_the_overlay_share_the_apis_port() -> None:
 
 
 def test_the_overlay_lets_only_fixed_servers_have_fixed_ports() -> None:
-    for name in OURS:
-        assert HOST[name]["environment"]["HEADRACE_OBSERVE_PORT"] == "0"
+    ports = {name: HOST[name]["environment"]["HEADRACE_OBSERVE_PORT"] for name in OURS}
+    assert ports.pop("kvbm") == "9100", "where Prometheus asks for all others"
+    assert set(ports.values()) == {"0"}
 
 
 def on_a_gpu(name: str) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.config import DiscoveryConfig, NatsConfig, load
 from shared.errors import ConfigError
@@ -211,3 +211,27 @@ def test_a_table_of_any_values_is_a_table(tmp_path: Path) -> None:
     file.write_text("given = 3\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="given is a table"):
         load(WithAnything, file=file, environ={}, flags=["--given.a=1"])
+
+
+class ListedConfig(Struct, frozen=True):
+    names: tuple[str, ...] = ()
+    numbers: Annotated[tuple[int, ...], Meta(min_length=1)] = (1,)
+
+
+@pytest.mark.parametrize("text", ["7,8", "7, 8", "[7, 8]", " [7,8]"])
+def test_a_list_is_written_with_commas_or_as_in_toml(text: str) -> None:
+    assert load(ListedConfig, environ={}, flags=[f"--numbers={text}"]).numbers == (7, 8)
+
+
+def test_texts_of_a_list_may_be_in_quotes_and_then_hold_commas() -> None:
+    assert load(ListedConfig, environ={}, flags=["--names", '["a,b", "c"]']).names == ("a,b", "c")
+    assert load(ListedConfig, environ={}, flags=["--names", "a,b"]).names == ("a", "b")
+    assert load(ListedConfig, environ={}, flags=["--names", "[]"]).names == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"), [("[7, 8", r"numbers: '\[7, 8' is not a list"), ("[]", "numbers"), ("x", "numbers")]
+)
+def test_a_list_that_is_wrong_names_the_setting(text: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        load(ListedConfig, environ={}, flags=[f"--numbers={text}"])

@@ -215,7 +215,11 @@ def _pooled(request: embeddings.EmbeddingRequest, model: Model, limits: ModelLim
     InvalidRequest."""
     size = limits.embedding_size
     if not size:
-        raise field_error("model", f"not every worker of {model.name!r} makes embeddings", "unsupported_value")
+        raise field_error(
+            "model",
+            f"not every worker of {model.name!r} makes embeddings (vLLM does with worker.vllm.runner=pooling)",
+            "unsupported_value",
+        )
     pooling: Pooling = request.pooling or limits.pooling
     if not pooling:
         why = f"{model.name!r} has a kind of pooling that is not supported; ask for mean or last"
