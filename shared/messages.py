@@ -15,6 +15,7 @@ These are the channels. The codec of each one is at the end of the file:
     people → worker      OperateWorker → WorkerOperated          request and reply
     worker → frontend    StepFrame of Parts                      published, at most one a step
     frontend → frontend  Recall | Forget → Recalled …            request, streamed replies
+                         nothing → RecentRequests                request and reply
     worker → everyone    LoadReport                              published every 250 ms
     router → worker      SnapshotRequest → SnapshotChunk …       request, streamed replies; kvbm has them too
     worker → routers     EventBatch of vLLM's KV events          ZMQ; kvbm has them too
@@ -771,6 +772,54 @@ class LoadReport(Struct, frozen=True):
     """The (request, attempt) of every waiting or running sequence."""
     ranks: list[RankLoad] = []
     """The load of each rank, if there are several."""
+    output_tokens: int = 0
+    """The number of tokens drawn since the worker started; an older worker reports 0."""
+
+
+# --- frontend → frontend: the latest requests of each, for the page at /ui
+
+
+class RequestWay(Struct, frozen=True):
+    """How one request went through the services, as its frontend knows it: times and counts, and nothing of its text.
+
+    Each time is in seconds after the request's body was complete; None: not yet, or never."""
+
+    name: str
+    """The first digits of the frontend's own part of the request's id: too few to read a stored response with."""
+    model: str
+    age_s: float
+    """The time since the body was complete, in seconds."""
+    prompt_tokens: int
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    """The number of prompt tokens that were found in a cache; the first part of an attempt reports it."""
+    cached_host_tokens: int = 0
+    cached_disk_tokens: int = 0
+    attempt: int = 0
+    """The number of the current attempt, or of the last one; 0: none yet."""
+    instances: tuple[str, ...] = ()
+    """The workers that were chosen, in this order; the latest few."""
+    tokenised_s: float = 0.0
+    selected_s: float | None = None
+    """When a router had chosen a worker for the first attempt."""
+    accepted_s: float | None = None
+    """When a worker had accepted the request for the first time."""
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    outcome: str = ""
+    """What ended it: stop, length, tool_calls, cancelled, or the kind of the error; empty: it runs."""
+
+
+class RecentRequests(Struct, frozen=True):
+    """The latest requests of one frontend, oldest first, and how many it has."""
+
+    frontend: str
+    arriving: int
+    """The number of requests whose prompt is not tokenised yet."""
+    running: int
+    begun: int
+    """The number of requests, since the frontend started, whose prompt was tokenised."""
+    requests: list[RequestWay]
 
 
 # --- frontend → frontend: a response that another frontend stores
@@ -940,6 +989,7 @@ PONG: Codec[Pong] = Codec(Pong, "pong")
 STEP_FRAME: Codec[StepFrame] = Codec(StepFrame, "step frame")
 LOAD_REPORT: Codec[LoadReport] = Codec(LoadReport, "load report")
 RESPONSE_STORE_REQUEST: Codec[ResponseStoreRequest] = Codec(ResponseStoreRequest, "question for a response")
+RECENT_REQUESTS: Codec[RecentRequests] = Codec(RecentRequests, "recent requests")
 RECALLED: Codec[Recalled] = Codec(Recalled, "piece of a response")
 SNAPSHOT_REQUEST: Codec[SnapshotRequest] = Codec(SnapshotRequest, "snapshot request")
 SNAPSHOT_CHUNK: Codec[SnapshotChunk] = Codec(SnapshotChunk, "snapshot chunk")

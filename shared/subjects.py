@@ -61,6 +61,11 @@ def response_store(namespace: str, frontend: str) -> str:
     return f"{ROOT}.{namespace}.frontend.{frontend}.kept"
 
 
+def recent_requests(namespace: str, frontend: str) -> str:
+    """The subject on which other frontends ask one frontend for its latest requests."""
+    return f"{ROOT}.{namespace}.frontend.{frontend}.recent"
+
+
 # --- router
 
 

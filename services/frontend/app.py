@@ -14,7 +14,7 @@ import logging
 import resource
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -35,6 +35,7 @@ from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.dispatch import Dispatcher
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.structured.compiler import GrammarCompiler
+from services.frontend.ui.routes import PageApi
 from shared import subjects
 from shared.discovery.contract import Registration
 from shared.runtime.lifecycle import Runtime, settle_memory
@@ -66,19 +67,33 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         directory = ResponseDirectory(runtime, config.responses, metrics)
         dispatcher = Dispatcher(ServingChat(service, models, pool, metrics, grammars, config), directory)
         port = Port(with_files(config.http), metrics)
-        http = HttpApi(dispatcher, service, metrics, config.http, port, Middleware(access, config.http))
+        place = config.ui.place(keys=access.requires_key)
+        page = None if place == "off" else PageApi(runtime, service, config.ui, keys=access.requires_key)
+        middleware = Middleware(access, config.http, () if page is None else page.keyless_paths)
+        http = HttpApi(dispatcher, service, metrics, config.http, port, middleware)
         nats = NatsApi(runtime, dispatcher, service, metrics, access, config.nats.inbox)
         app = http.app(document(keys=access.requires_key, closed=config.unknown_fields == "refuse"))
         # Without a key, clients learn only whether all is well; reasons and metrics are on the port of [observe].
         add_routes(app, runtime.health, None if access.requires_key else runtime.registry)
+        apps = {port: app}
+        if page is not None:
+            page_app = app
+            if place == "port":
+                own = Port(page_port(config), metrics, "ui")
+                apps[own] = page_app = http.chat_app(own)
+            page.add_routes(page_app)
+            await page.start()
         await access.start(runtime.tasks)
-        await port.start(runtime.tasks)
+        for each in apps:
+            await each.start(runtime.tasks)
         await service.start()
         await directory.start()
         Readiness(runtime, models).start()
         await _wait_informed(runtime, models)
-        async with aclosing(grammars), port.open(app) as url:
-            http.url = url
+        async with aclosing(grammars), AsyncExitStack() as opened:
+            urls = [await opened.enter_async_context(each.open(served)) for each, served in apps.items()]
+            http.url = url = urls[0]
+            http.page_url = urls[-1] if page is not None else ""
             await nats.start()
             # Not awaited, because a frontend serves also while etcd is away.
             registering = runtime.tasks.create_task(_register(runtime, url), name="register")
@@ -87,10 +102,12 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
             finally:
                 await nats.stop()  # before requests are refused, so that they go to another frontend
                 runtime.health.drain(partial(_left, service, config.limits.drain_s))
-                await port.announce_closing()
+                if page is not None:
+                    page.close()
+                await asyncio.gather(*(each.announce_closing() for each in apps))
                 try:
                     async with asyncio.timeout(config.limits.drain_s):
-                        await port.drain()
+                        await asyncio.gather(*(each.drain() for each in apps))
                         service.admission.closed = True
                         await service.wait_idle()
                 except TimeoutError:
@@ -104,6 +121,11 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                     await registering.result().close()
                 else:
                     registering.cancel()
+
+
+def page_port(config: FrontendConfig) -> HttpConfig:
+    """Return the settings of the page's own port: those of the API's, but for its address."""
+    return msgspec.structs.replace(config.http, host=config.ui.host, port=config.ui.port, reuse_port=False)
 
 
 def _left(service: RequestService, limit_s: float) -> str:

@@ -60,6 +60,29 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"cors_origins: {wrong}")
 
 
+class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The page at /ui, which shows the fleet."""
+
+    serve: Literal["auto", "off", "api", "port"] = "auto"
+    """Where the page is: at the API's port (api), at a port of its own (port), or nowhere (off). auto: at the API's
+    port, unless the API needs keys."""
+    host: str = "127.0.0.1"
+    """Address of the page's own port."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8080
+    """Number of the page's own port; 0 picks a free port, which the log shows."""
+    pages: Positive = 16
+    """Largest number of pages that are open at the same time; one more gets 503."""
+    hosts: tuple[str, ...] = ()
+    """Host names by which browsers may reach the page, in addition to addresses and localhost. Where the API needs
+    keys, any name is accepted, if a page's own."""
+
+    def place(self, *, keys: bool) -> Literal["off", "api", "port"]:
+        """Return where the page is; `keys`: whether the API needs them."""
+        if self.serve == "auto":
+            return "off" if keys else "api"
+        return self.serve
+
+
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How much one frontend accepts. Beyond the first four limits clients get 429 with Retry-After, before more is
     done. A request that is alone is never too large for them."""
@@ -150,6 +173,7 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     access: AccessConfig = AccessConfig()
     limits: LimitsConfig = LimitsConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    ui: UiConfig = UiConfig()
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """What to do with fields of a request that have no effect: ignore them, count them, and name them in the header
     X-Headrace-Ignored; or refuse them with 400."""

@@ -93,6 +93,7 @@ class WorkerMetrics:
         """The engine's counts as they were published last."""
         self._lost = 0
         self._since = _Steps()
+        self._output_tokens = 0
 
     def count_reply(self, reply: GenerateReply, prompt_tokens: int) -> None:
         """Count a Generate that was accepted or refused."""
@@ -101,8 +102,14 @@ class WorkerMetrics:
         else:
             self._prompt.inc(prompt_tokens)
 
+    @property
+    def output_tokens(self) -> int:
+        """The number of tokens drawn so far."""
+        return self._output_tokens + self._since.output_tokens
+
     def count_part(self, part: Part) -> None:
         """Count the first or the last part of an attempt."""
+        self._output_tokens += len(part.tokens) // 4
         self._output.inc(len(part.tokens) // 4)
         if part.finish is not None:
             self._requests.labels("not_begun" if part.error.startswith(NOT_BEGUN) else part.finish).inc()
@@ -139,6 +146,7 @@ class WorkerMetrics:
         since, self._since = self._since, _Steps()
         self._steps.inc(since.steps)
         self._output.inc(since.output_tokens)
+        self._output_tokens += since.output_tokens
         self._computed.inc(since.computed_tokens)
         self._events.inc(since.event_batches)
         self._frames.inc(since.frames)

@@ -420,6 +420,7 @@ class Worker:
             frames=self._sender.log.last_sequences,
             attempts=self._attempts.names,
             ranks=self._ranks.rank_loads,
+            output_tokens=self._metrics.output_tokens,
         )
 
     @property

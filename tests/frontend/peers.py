@@ -362,6 +362,8 @@ class World:
         self.serving: Bus = self.bus if connected is None else connected("f1")
         self.doors: Bus | None = None if connected is None else connected("f1-clients")
         self.url = ""
+        self.page_url = ""
+        """Of the page at /ui."""
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -489,7 +491,7 @@ async def world(
         async with asyncio.timeout(DEADLINE_S):
             await runtime.directory.synced()
         async with frontend(runtime, config) as door:
-            w.url = door.url
+            w.url, w.page_url = door.url, door.page_url
             if announced and ready:
                 await w.ready()
             yield w

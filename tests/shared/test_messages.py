@@ -113,6 +113,10 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
     (messages.RESPONSE_STORE_REQUEST, messages.Recall("resp_f.r", "alice", "conversation")),
     (messages.RESPONSE_STORE_REQUEST, messages.Forget("resp_f.r", "")),
     (messages.RECALLED, messages.Recalled(True, b"[]")),
+    (
+        messages.RECENT_REQUESTS,
+        messages.RecentRequests("0a", 1, 2, 3, [messages.RequestWay("0123456789ab", "m", 1.5, 40, instances=("0b",))]),
+    ),
     (messages.SNAPSHOT_REQUEST, messages.SnapshotRequest()),
     (messages.SNAPSHOT_CHUNK, messages.SnapshotChunk(1, 8, [messages.SnapshotBlock(5, None, b"\1\0\0\0")], True)),
     (

@@ -39,6 +39,7 @@ def test_a_models_subjects_and_key_have_a_fixed_number_of_parts(name: str) -> No
 def test_subjects_and_keys_read_as_documented() -> None:
     assert subjects.client("default", "chat") == "headrace.default.frontend.chat"
     assert subjects.stream("default", "0a") == "headrace.default.frontend.0a.stream"
+    assert subjects.recent_requests("default", "0a") == "headrace.default.frontend.0a.recent"
     assert subjects.select("default", "org/model-1.5") == "headrace.default.router.org%2Fmodel-1%2E5.select"
     assert subjects.explain("default", "m") == "headrace.default.router.m.explain"
     assert subjects.worker("default", "0a", "generate") == "headrace.default.worker.0a.generate"

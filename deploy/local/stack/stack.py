@@ -126,6 +126,12 @@ class Stack(Struct, frozen=True):
     """Address of etcd; empty if discovery uses files."""
     access: AccessFiles = AccessFiles()
 
+    @property
+    def page(self) -> str:
+        """The address of the frontends' page; empty if keys or settings of the page may have moved it."""
+        moved = any(flag.startswith("--ui-") for launch in self.launches for flag in launch.arguments)
+        return "" if self.access.keys or moved else f"{self.url}/ui"
+
 
 def default_replicas(cores: int) -> int:
     """Return the default number of frontends and of routers. With two, one may fail; on two cores or fewer, a second

@@ -275,12 +275,13 @@ class Shell:
         by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
         certificate = shlex.quote(access.tls_cert)
         trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
+        page = f"\npage:    {self._stack.page}" if self._stack.page else ""
         print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
         print(
             f"""
 ask:     {trust}./headrace chat{state}{by_file} --temperature 0 "What is the capital of France?"
    or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
-status:  ./headrace status{state}
+status:  ./headrace status{state}{page}
 logs:    {self._state_dir.logs}
 stop:    Ctrl-C
 """,

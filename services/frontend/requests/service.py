@@ -27,11 +27,12 @@ from services.frontend.requests.retry import RetryBudget
 from services.frontend.requests.session import Event, Session
 from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 from services.frontend.requests.watchdog import Watchdog
+from services.frontend.requests.way import WayLog
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
 from shared.errors import RateLimited, Unavailable
-from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled
+from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled, RecentRequests
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
@@ -58,6 +59,8 @@ class RequestService:
         self._calls = BusCalls(runtime, limits, metrics, self._feed)
         self._watchdog = Watchdog(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
+        self.ways: WayLog | None = None
+        """Where the ways of requests are kept for the page; None: there is no page."""
         self._limited_log = RateLimitedLog()
         self._failing_all = False
         self._idle = asyncio.Event()
@@ -105,6 +108,13 @@ class RequestService:
             permit.admit()
             yield permit
 
+    def recent(self) -> RecentRequests:
+        """Return the latest requests, for the page; there must be one."""
+        assert self.ways is not None, "without a page, ways are not kept"
+        arriving = sum(permit.tokenising or not permit.admitted for permit in self.admission.permits)
+        now = asyncio.get_running_loop().time()
+        return self.ways.report(self._runtime.instance, arriving, len(self._running), now)
+
     async def wait_idle(self) -> None:
         """Wait until no request is running and the outbox is empty, or NATS is away."""
         await self._idle.wait()
@@ -138,6 +148,9 @@ class RequestService:
         stream = Stream(request, session, metrics, selector, started=loop.time())
         stream.timer = loop.call_at(request.deadline, self._feed, stream, sessions.TimeExpired())
         self._running[request.id] = stream
+        if self.ways is not None and not request.is_follower:
+            begun = (request.id, request.model, request.prompt_tokens, session)
+            stream.way = self.ways.begin(*begun, request.received_s, stream.started)
         if not request.repeats_prompt:
             metrics.input_tokens.observe(request.prompt_tokens)
             metrics.prompt_count.inc(request.prompt_tokens)
@@ -154,6 +167,8 @@ class RequestService:
     def _feed(self, stream: Stream, event: Event) -> None:
         stream.last_sign = asyncio.get_running_loop().time()
         self._do(stream, stream.session.on(event))
+        if stream.way is not None:
+            stream.way.note(stream.last_sign)
 
     async def _on_frame(self, message: Message) -> None:
         frame = STEP_FRAME.decode(message.payload)
@@ -275,6 +290,8 @@ class RequestService:
         if self._running.get(stream.request.id) is not stream:
             return
         del self._running[stream.request.id]
+        if stream.way is not None:
+            stream.way.end(stream.outcome, asyncio.get_running_loop().time())
         assert stream.timer is not None
         stream.timer.cancel()
         if not stream.request.embedding_size:

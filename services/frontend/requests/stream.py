@@ -24,6 +24,7 @@ from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol.chat_chunks import Usage, usage_of
 from services.frontend.requests.session import Fail, Finish, Session
+from services.frontend.requests.way import Way
 from services.frontend.tool_parsers.parse_result import join_pieces
 from shared.errors import HeadraceError
 from shared.messages import PromptLogprobs, Sampling, TokenLogprob
@@ -65,6 +66,8 @@ class InferenceRequest(Struct, frozen=True):
     """The id of the LoRA, which all attempts have; empty: none."""
     prompt_entries: PromptEntries | None = None
     """Makes entries of the prompt's log-probabilities, if they are asked for."""
+    received_s: float = 0.0
+    """When the request's body was complete, on the loop's clock; 0: unknown."""
     prompt_only: bool = False
     """Whether the answer is nothing but the prompt: the one token that is computed is dropped."""
 
@@ -128,6 +131,8 @@ class Stream:
         """When the last tokens came; None before the first."""
         self.timer: asyncio.TimerHandle | None = None
         """Fires at the deadline."""
+        self.way: Way | None = None
+        """The request's way, if it is kept for the page."""
         self.finish = ""
         """Why the output ended: `stop`, `length` or `tool_calls`; empty before the end and after an error."""
         self.ended = False
@@ -211,6 +216,13 @@ class Stream:
             return None
         waiting, self._waiting = self._waiting, []
         return waiting[0] if len(waiting) == 1 else join_deltas(waiting)
+
+    @property
+    def outcome(self) -> str:
+        """What ended the request: the reason, the name of the error's class, or cancelled."""
+        if self.error is not None:
+            return type(self.error).__name__
+        return self.finish if self.ended else "cancelled"
 
     @property
     def prompt_computed(self) -> bool:

@@ -4,7 +4,7 @@ no HTTP version in the first line               ──▶  400
 a malformed anthropic-version, on its paths     ──▶  400
 a body with a Content-Encoding                  ──▶  415, the body is not read
 OPTIONS with Origin, if origins are set         ──▶  204 or 403, no key needed
-a path not in KEYLESS_PATHS, if keys are set    ──▶  400 for two keys, 401 before the body is read, or the account of
+a path that is not keyless, if keys are set     ──▶  400 for two keys, 401 before the body is read, or the account of
                                                      the request
 every answer                                    ──▶  X-Request-Id, the key's rate limits, `no-store` and `nosniff`;
                                                      no Server header
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 
 from aiohttp import HttpVersion10, web
 from aiohttp.typedefs import Handler
@@ -46,8 +47,10 @@ _OPTIONS = 204
 class Middleware:
     """The middleware of one HTTP server. It must be the innermost, just before the handlers."""
 
-    def __init__(self, access: Authenticator, config: HttpConfig) -> None:
+    def __init__(self, access: Authenticator, config: HttpConfig, keyless: Iterable[str] = ()) -> None:
+        """`keyless` are paths that need no key, in addition to KEYLESS_PATHS."""
         self._access = access
+        self._keyless = KEYLESS_PATHS.union(keyless)
         self._cors = Cors(config.cors_origins)
 
     @web.middleware
@@ -60,7 +63,7 @@ class Middleware:
             if isinstance(allowed, Failure):
                 return error_response(allowed)
             return web.Response(status=_OPTIONS, headers=allowed)
-        if self._access.requires_key and request.path not in KEYLESS_PATHS:
+        if self._access.requires_key and request.path not in self._keyless:
             try:
                 account = self._access.authenticate(_authorization(request))
             except InvalidRequest as wrong:

@@ -21,7 +21,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -68,9 +68,11 @@ _no_log.disabled = True
 class Port:
     """The listening side of one process. `track_request` must be the application's outermost middleware."""
 
-    def __init__(self, config: HttpConfig, metrics: Metrics) -> None:
+    def __init__(self, config: HttpConfig, metrics: Metrics, table: Literal["http", "ui"] = "http") -> None:
+        """`table` is that of the settings that name the port. The gauge of connections is that of `http`."""
         self._config = config
         self._metrics = metrics
+        self._table = table
         self._now = asyncio.get_running_loop().time
         self.connections: Connections[AnyConnection] = Connections(
             limit=config.connections, idle_s=config.idle_s, header_s=config.header_s
@@ -120,8 +122,12 @@ class Port:
             self._metrics.closed_connections.labels("full").inc()
             return False
         self.connections.add(connection, now)
-        self._metrics.connections.set(len(self.connections))
+        self._show_count()
         return True
+
+    def _show_count(self) -> None:
+        if self._table == "http":
+            self._metrics.connections.set(len(self.connections))
 
     def bytes_received(self, connection: AnyConnection) -> None:
         """Record that bytes came on a connection."""
@@ -130,7 +136,7 @@ class Port:
     def connection_closed(self, connection: AnyConnection) -> None:
         """Forget a connection that is closed."""
         self.connections.remove(connection)
-        self._metrics.connections.set(len(self.connections))
+        self._show_count()
         if not len(self.connections):
             self._empty.set()
 
@@ -165,11 +171,13 @@ class Port:
                 if self._tls:
                     self._acceptor = Acceptor(self._server, BACKLOG, self._begin_handshake)
             except OSError as wrong:
-                raise ConfigError(f"http: cannot listen on {config.host}:{config.port}: {wrong.strerror}") from None
+                raise ConfigError(
+                    f"{self._table}: cannot listen on {config.host}:{config.port}: {wrong.strerror}"
+                ) from None
             host, port = advertised(config.host), self._server.sockets[0].getsockname()[1]
             scheme = "https" if self._tls else "http"
             url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-            _log.info("listening on %s", url)
+            _log.info("listening on %s" if self._table == "http" else "the page is at %s/ui", url)
             yield url
         finally:
             self._sweeping.cancel()

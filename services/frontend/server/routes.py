@@ -75,13 +75,12 @@ class HttpApi(Struct):
     middleware: Middleware
     url: str = ""
     """The base URL where the application listens, set once it does."""
+    page_url: str = ""
+    """The base URL of the page at /ui, set once it is there; empty: there is none."""
 
     def app(self, document_json: bytes) -> web.Application:
         """Make the application with all routes. `document_json` is the OpenAPI document that it serves."""
-        middlewares = [self.port.track_request, _error_bodies, self.middleware.handle]
-        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
-        app.on_response_prepare.append(self.port.add_connection_header)
-        app.on_response_prepare.append(self.middleware.add_headers)
+        app = self._bare_app(self.port)
         for operation, path in (*PATHS.items(), *FOREIGN_PATHS.items()):
             app.router.add_post(path, partial(self._counted, operation), expect_handler=_continue_later)
         for operation, method in STORED_METHODS.items():
@@ -93,6 +92,19 @@ class HttpApi(Struct):
         app.router.add_get("/version", partial(_respond, msgspec.json.encode(Version(VERSION))))
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
+        return app
+
+    def chat_app(self, port: Port) -> web.Application:
+        """Make an application for another port, whose only route is that of chats."""
+        app = self._bare_app(port)
+        app.router.add_post(PATHS["chat"], partial(self._counted, "chat"), expect_handler=_continue_later)
+        return app
+
+    def _bare_app(self, port: Port) -> web.Application:
+        middlewares = [port.track_request, _error_bodies, self.middleware.handle]
+        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
+        app.on_response_prepare.append(port.add_connection_header)
+        app.on_response_prepare.append(self.middleware.add_headers)
         return app
 
     async def _counted(self, operation: Operation | ForeignOperation, request: web.Request) -> web.StreamResponse:

@@ -299,6 +299,7 @@ class ServingChat(Struct, frozen=True):
                 # The choices of a prompt share its blocks, so they prefer one worker.
                 affinity_key=affinity_key or (f"{name}/{at}" if count > 1 else ""),
                 deadline=deadline,
+                received_s=context.received_s,
                 output=self._output(request, model, plan, characters),
                 prompt_entries=_prompt_entries(sampling, model, prompt, characters),
                 prompt_only=request.max_tokens == 0,

@@ -94,6 +94,14 @@ def test_the_default_models_template_and_sampling_reach_its_workers_and_one_that
     assert (plain.chat_template, plain.sampling) == ("", SamplingConfig())
 
 
+def test_the_address_of_the_page_is_known_unless_keys_or_settings_may_have_moved_it() -> None:
+    assert planned(OPTIONS).page == "http://127.0.0.1:8123/ui"
+    moved = {"frontend": [("--ui-serve", "off")]}
+    keyed = AccessFiles(keys="/keys.toml")
+    for changes in ({"overrides": moved}, {"access": keyed}):
+        assert planned(msgspec.structs.replace(OPTIONS, **changes)).page == ""
+
+
 def test_keys_and_certificates_are_all_frontends_and_the_url_says_so(tmp_path: Path) -> None:
     access = AccessFiles(keys="/keys.toml", tls_cert="/tls.pem", tls_key="/tls.key")
     stack = planned(msgspec.structs.replace(OPTIONS, frontends=2, access=access))

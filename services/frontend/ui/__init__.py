@@ -1,0 +1,1 @@
+"""The page at /ui: a view of the fleet that is made once a second, while a page is open."""

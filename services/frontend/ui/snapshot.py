@@ -1,0 +1,415 @@
+"""One view of the fleet for the page: what is known of its processes, as few numbers as the page shows. Pure.
+
+    address book, model cards ─┐
+    load reports, rates        ├─▶ snapshot ─▶ Snapshot, as JSON one event of the page's stream
+    routers, block stores      │
+    latest requests            ┘
+
+Every list is bounded, and the snapshot says how many entries it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from shared.kvbm_messages import KvbmState, LayoutState, TierState
+from shared.messages import Instance, LoadReport, ModelCard, RecentRequests, RequestWay, RouterState
+
+WORKERS_SHOWN = 64
+OTHERS_SHOWN = 16
+"""Frontends, routers and block stores in one snapshot, of each kind."""
+LAYOUTS_SHOWN = 8
+"""Layouts of one block store."""
+MODELS_SHOWN = 32
+REQUESTS_SHOWN = 40
+"""Requests in one snapshot: the latest of all frontends."""
+NOTES_SHOWN = 8
+TEXT_SHOWN = 160
+"""Characters of a text from other processes; longer ones are cut."""
+NAME_LIMIT = 512
+"""Characters of a model's name; a model with a longer one is left out, because a cut name could not be asked for."""
+SILENT_S = 1.5
+"""Seconds without a load report after which a worker is shown as silent; workers report every 250 ms."""
+
+
+class SeenLoad(Struct, frozen=True):
+    """The last load report of a worker."""
+
+    report: LoadReport
+    age_s: float
+    tokens_per_s: float | None
+    """Tokens drawn per second since the view before; None: there was no report then."""
+
+
+class Facts(Struct, frozen=True):
+    """All that one snapshot is made from."""
+
+    namespace: str
+    frontend: str
+    """The frontend that makes it."""
+    version: str
+    wall_s: float
+    """Seconds since 1970."""
+    connected: bool
+    """Whether NATS is reached: if not, loads are old and nothing was asked."""
+    instances: Mapping[str, Instance]
+    cards: Mapping[tuple[str, str], ModelCard]
+    refused: Mapping[tuple[str, str], str]
+    loads: Mapping[str, SeenLoad] = {}
+    routers: Sequence[RouterState] = ()
+    stores: Sequence[KvbmState] = ()
+    recent: Sequence[RecentRequests] = ()
+
+
+class Process(Struct, frozen=True):
+    """What all processes have."""
+
+    id: str
+    machine: str
+    version: str
+    age_s: float
+
+
+class WorkerView(Struct, frozen=True):
+    """One worker and its load; the counts are 0 while there is no report."""
+
+    process: Process
+    state: str
+    """ready, silent (no report for a while, or none yet), or what an operator asked for: draining, drained, asleep."""
+    device: str
+    model: str
+    """The model that it serves; empty: none yet."""
+    kvbm: str
+    reported_s: float | None
+    """Age of the last report in seconds; None: none has come."""
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    held: int = 0
+    cached: int = 0
+    blocks: int = 0
+    tokens_per_s: float | None = None
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+
+class FrontendView(Struct, frozen=True):
+    """One frontend; the counts are None if it did not answer."""
+
+    process: Process
+    arriving: int | None = None
+    running: int | None = None
+    begun: int | None = None
+
+
+class RouterView(Struct, frozen=True):
+    """One router; the rest is empty if it did not answer."""
+
+    process: Process
+    answered: bool = False
+    policy: str = ""
+    trouble: str = ""
+    reserved: int = 0
+    index_blocks: int = 0
+    index_bytes: int = 0
+    sources: dict[str, int] = {}
+    """How many event sources are in each state."""
+
+
+class TierView(Struct, frozen=True):
+    """One tier of one layout of a block store."""
+
+    name: str
+    state: str
+    reason: str
+    blocks: int
+    capacity: int
+    hit_rate: float | None
+
+
+class LayoutView(Struct, frozen=True):
+    """One layout of a block store."""
+
+    model: str
+    dtype: str
+    block_bytes: int
+    engines: int
+    tickets: int
+    tiers: list[TierView]
+
+
+class StoreView(Struct, frozen=True):
+    """One block store."""
+
+    process: Process
+    answered: bool = False
+    pool_bytes: int = 0
+    reserved: float = 0.0
+    window_s: float = 0.0
+    layouts: list[LayoutView] = []
+    layouts_left_out: int = 0
+
+
+class ModelView(Struct, frozen=True):
+    """One model that routers choose workers for."""
+
+    name: str
+    workers: int
+    context: int
+    block_size: int
+    generates: bool
+
+
+class RequestView(Struct, frozen=True):
+    """One request: shared.messages.RequestWay with its frontend and the time when its body was complete."""
+
+    id: str
+    frontend: str
+    model: str
+    began_ms: int
+    """Milliseconds since 1970, on this frontend's clock."""
+    prompt: int
+    output: int
+    cached: tuple[int, int, int]
+    """Cached prompt tokens: on the device, in host memory, on disk."""
+    attempt: int
+    instances: tuple[str, ...]
+    times: tuple[float, float | None, float | None, float | None, float | None]
+    """Seconds from the complete body: tokenised, selected, accepted, first token, ended."""
+    outcome: str
+
+
+class LeftOut(Struct, frozen=True):
+    """How many entries are not shown because of a bound."""
+
+    workers: int
+    frontends: int
+    routers: int
+    stores: int
+    models: int
+    requests: int
+    notes: int
+
+
+class Totals(Struct, frozen=True):
+    """Sums over all processes, also those that are left out."""
+
+    workers: int
+    running: int
+    waiting: int
+    tokens_per_s: float
+    held: int
+    cached: int
+    blocks: int
+    begun: int
+    """Requests of all frontends since they started."""
+
+
+class Snapshot(Struct, frozen=True):
+    """One event of the page's stream."""
+
+    at_ms: int
+    namespace: str
+    frontend: str
+    version: str
+    connected: bool
+    totals: Totals
+    frontends: list[FrontendView]
+    routers: list[RouterView]
+    workers: list[WorkerView]
+    stores: list[StoreView]
+    models: list[ModelView]
+    requests: list[RequestView]
+    """The latest requests, oldest first."""
+    notes: list[str]
+    left_out: LeftOut
+
+
+def snapshot(facts: Facts) -> Snapshot:
+    """Return the view of the fleet."""
+    of_service: dict[str, list[Instance]] = {"frontend": [], "router": [], "worker": [], "kvbm": []}
+    for each in facts.instances.values():
+        of_service.setdefault(each.service, []).append(each)
+    for found in of_service.values():
+        found.sort(key=lambda each: (each.started, each.instance))
+    cards: dict[str, ModelCard] = {card.instance: card for card in facts.cards.values()}
+    routers = {state.router: state for state in facts.routers}
+    stores = {state.instance: state for state in facts.stores}
+    recent = {state.frontend: state for state in facts.recent}
+    shown = {kind: found[: WORKERS_SHOWN if kind == "worker" else OTHERS_SHOWN] for kind, found in of_service.items()}
+    models, all_models = _models(facts.cards.values())
+    requests = sorted(
+        (_request(state.frontend, way, facts.wall_s) for state in facts.recent for way in state.requests),
+        key=lambda each: (each.began_ms, each.id),
+    )
+    notes = [f"{model} at {instance} is refused: {why}" for (model, instance), why in sorted(facts.refused.items())]
+    left_out = {kind: len(of_service[kind]) - len(shown[kind]) for kind in shown}
+    return Snapshot(
+        at_ms=round(1000 * facts.wall_s),
+        namespace=facts.namespace,
+        frontend=facts.frontend,
+        version=facts.version,
+        connected=facts.connected,
+        totals=_totals(of_service["worker"], facts.loads, facts.recent),
+        frontends=[_frontend(_process(each, facts), recent.get(each.instance)) for each in shown["frontend"]],
+        routers=[_router(_process(each, facts), routers.get(each.instance)) for each in shown["router"]],
+        workers=[_worker(each, facts, cards.get(each.instance)) for each in shown["worker"]],
+        stores=[_store(_process(each, facts), stores.get(each.instance)) for each in shown["kvbm"]],
+        models=models[:MODELS_SHOWN],
+        requests=requests[-REQUESTS_SHOWN:],
+        notes=[_cut(note) for note in notes[:NOTES_SHOWN]],
+        left_out=LeftOut(
+            workers=left_out["worker"],
+            frontends=left_out["frontend"],
+            routers=left_out["router"],
+            stores=left_out["kvbm"],
+            models=all_models - len(models[:MODELS_SHOWN]),
+            requests=max(0, len(requests) - REQUESTS_SHOWN),
+            notes=max(0, len(notes) - NOTES_SHOWN),
+        ),
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT_SHOWN else text[: TEXT_SHOWN - 1] + "…"
+
+
+def _process(entry: Instance, facts: Facts) -> Process:
+    age_s = max(0.0, round(facts.wall_s - entry.started, 1))
+    return Process(entry.instance, _cut(entry.machine), _cut(entry.version), age_s)
+
+
+def _models(cards: Iterable[ModelCard]) -> tuple[list[ModelView], int]:
+    """Return the models that can be asked for, by name, and how many models there are."""
+    by_name: dict[str, list[ModelCard]] = {}
+    for card in cards:
+        if card.routed:
+            for name in (card.model, *(lora.partition("@")[0] for lora in card.lora)):
+                by_name.setdefault(name, []).append(card)
+    views = [
+        ModelView(
+            name,
+            len(served),
+            min(card.context_length for card in served),
+            served[0].block_size,
+            all(card.generates for card in served),
+        )
+        for name, served in sorted(by_name.items())
+        if len(name) <= NAME_LIMIT
+    ]
+    return views, len(by_name)
+
+
+def _totals(workers: Sequence[Instance], loads: Mapping[str, SeenLoad], recent: Sequence[RecentRequests]) -> Totals:
+    seen = [loads[each.instance] for each in workers if each.instance in loads]
+    heard = [each.report for each in seen if each.age_s < SILENT_S]
+    return Totals(
+        workers=len(workers),
+        running=sum(report.running for report in heard),
+        waiting=sum(report.waiting for report in heard),
+        tokens_per_s=round(sum(each.tokens_per_s or 0.0 for each in seen if each.age_s < SILENT_S), 1),
+        held=sum(report.held_blocks for report in heard),
+        cached=sum(report.cached_blocks for report in heard),
+        blocks=sum(report.total_blocks for report in heard),
+        begun=sum(state.begun for state in recent),
+    )
+
+
+def _worker(entry: Instance, facts: Facts, card: ModelCard | None) -> WorkerView:
+    load = facts.loads.get(entry.instance)
+    silent = load is None or load.age_s >= SILENT_S
+    device, model, kvbm = ("", "", "") if card is None else (card.device, card.model, card.kvbm)
+    state = "silent" if silent else _cut(entry.state) or ("ready" if card is not None else "starting")
+    process = _process(entry, facts)
+    if load is None:
+        return WorkerView(process, state, _cut(device), _cut(model), kvbm, None)
+    report = load.report
+    return WorkerView(
+        process,
+        state,
+        _cut(device),
+        _cut(model),
+        kvbm,
+        round(load.age_s, 2),
+        running=report.running,
+        waiting=report.waiting,
+        waiting_tokens=report.waiting_tokens,
+        held=report.held_blocks,
+        cached=report.cached_blocks,
+        blocks=report.total_blocks,
+        tokens_per_s=None if load.tokens_per_s is None or silent else round(load.tokens_per_s, 1),
+        step_s=round(report.step_s, 6),
+        prefill_tokens_per_s=round(report.prefill_tokens_per_s),
+    )
+
+
+def _frontend(process: Process, state: RecentRequests | None) -> FrontendView:
+    if state is None:
+        return FrontendView(process)
+    return FrontendView(process, state.arriving, state.running, state.begun)
+
+
+def _router(process: Process, state: RouterState | None) -> RouterView:
+    if state is None:
+        return RouterView(process)
+    return RouterView(
+        process,
+        answered=True,
+        policy=_cut(state.policy),
+        trouble=_cut(state.policy_trouble),
+        reserved=sum(model.reservations for model in state.models),
+        index_blocks=sum(model.index_blocks for model in state.models),
+        index_bytes=sum(model.index_bytes for model in state.models),
+        sources={"off": 0} if state.events == "off" else dict(Counter(_cut(each.state) for each in state.sources)),
+    )
+
+
+def _store(process: Process, state: KvbmState | None) -> StoreView:
+    if state is None:
+        return StoreView(process)
+    return StoreView(
+        process,
+        answered=True,
+        pool_bytes=state.pool_bytes,
+        reserved=round(state.reserved, 3),
+        window_s=state.window_s,
+        layouts=[_layout(each) for each in state.layouts[:LAYOUTS_SHOWN]],
+        layouts_left_out=max(0, len(state.layouts) - LAYOUTS_SHOWN),
+    )
+
+
+def _layout(state: LayoutState) -> LayoutView:
+    tiers = [("host", state.host), ("disk", state.disk)]
+    return LayoutView(
+        _cut(state.model),
+        _cut(state.kv.dtype),
+        state.kv.block_bytes,
+        state.owners,
+        sum(state.tickets.values()),
+        [_tier(name, tier) for name, tier in tiers if tier is not None],
+    )
+
+
+def _tier(name: str, state: TierState) -> TierView:
+    hit_rate = None if state.hit_rate is None else round(state.hit_rate, 3)
+    return TierView(name, _cut(state.state), _cut(state.reason), state.blocks, state.capacity_blocks, hit_rate)
+
+
+def _request(frontend: str, way: RequestWay, wall_s: float) -> RequestView:
+    below = way.cached_host_tokens + way.cached_disk_tokens
+    return RequestView(
+        id=_cut(way.name),
+        frontend=frontend,
+        model=_cut(way.model),
+        began_ms=round(1000 * (wall_s - way.age_s)),
+        prompt=way.prompt_tokens,
+        output=way.output_tokens,
+        cached=(max(0, way.cached_tokens - below), way.cached_host_tokens, way.cached_disk_tokens),
+        attempt=way.attempt,
+        instances=way.instances,
+        times=(way.tokenised_s, way.selected_s, way.accepted_s, way.first_token_s, way.ended_s),
+        outcome=_cut(way.outcome),
+    )
