@@ -140,7 +140,7 @@ class Tab:
 
     async def type_text(self, selector: str, text: str) -> None:
         """Type a text where a person would."""
-        await self.value(f"document.querySelector({selector!r}).focus()")
+        await self.value(f"document.querySelector({selector!r}).focus({{preventScroll: true}})")
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str) -> None:

@@ -136,7 +136,7 @@ def real_worker(up: Up) -> Iterator[None]:
 def shrink(picture: Path) -> None:
     """Write a picture again with COLOURS colours: a page of flat colours looks the same."""
     with Image.open(picture) as shot:
-        few = shot.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few = shot.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE)
         few.save(picture, optimize=True)
     size = picture.stat().st_size
     print(f"{picture}: {size} bytes")

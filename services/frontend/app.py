@@ -48,6 +48,8 @@ INFORMED_LIMIT_S = 5.0
 """Seconds that a starting frontend waits for etcd, and for the tokenizers of the models that are served."""
 OWN_FILES = 256
 """The number of files that a frontend opens in addition to its clients' connections, with some to spare."""
+PAGE_CONNECTIONS = 128
+"""The largest number of connections at the page's own port: open pages, and what they ask."""
 
 ABANDONED_S = 1.0
 """Seconds that clients may take to read that their request has failed."""
@@ -124,8 +126,9 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
 
 
 def page_port(config: FrontendConfig) -> HttpConfig:
-    """Return the settings of the page's own port: those of the API's, but for its address."""
-    return msgspec.structs.replace(config.http, host=config.ui.host, port=config.ui.port, reuse_port=False)
+    """Return the settings of the page's own port: those of the API's, but for address and number of connections."""
+    own = {"host": config.ui.host, "port": config.ui.port, "reuse_port": False}
+    return msgspec.structs.replace(config.http, **own, connections=PAGE_CONNECTIONS)
 
 
 def _left(service: RequestService, limit_s: float) -> str:

@@ -20,7 +20,7 @@ export async function ask(path, options = {}) {
   const headers = new Headers(options.headers);
   const key = sessionStorage.getItem(KEY);
   if (key) headers.set("Authorization", `Bearer ${key}`);
-  const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit", referrerPolicy: "no-referrer" });
+  const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "same-origin", referrerPolicy: "no-referrer" });
   if (response.ok) return response;
   let message = `HTTP ${response.status}`;
   try {
