@@ -269,6 +269,17 @@ async def test_cancel_ends_an_attempt_and_frees_its_blocks(config: WorkerConfig)
         assert shell.peer.reports[-1].held_blocks == 0
 
 
+async def test_load_reports_count_every_token_once(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        for name in ("r", "s"):
+            await shell.peer.generate(request(name, PROMPT))
+            await shell.peer.ended(name)
+        drawn = sum(len(part.tokens) // 4 for name in ("r", "s") for part in shell.peer.parts(name))
+        assert drawn > 2
+        await shell.peer.until(lambda: shell.peer.reports[-1].output_tokens == drawn)
+
+
 async def test_bad_requests_are_refused_by_name(config: WorkerConfig) -> None:
     bad = {
         "tokens: id 320": request("r", [320]),

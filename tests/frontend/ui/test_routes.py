@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.frontend.ui.routes import QUESTIONS_LIMIT, REQUEST_LIMIT_CHARACTER
 from shared import subjects
 from shared.api_keys import key_digest
 from shared.bus.contract import Message
+from shared.errors import ConfigError
 from shared.messages import (
     EXPLANATIONS,
     JSON_HEADER,
@@ -291,6 +293,16 @@ async def test_a_port_of_its_own_has_the_page_and_the_chat_and_no_more(directory
                 assert (await answer.json())["choices"][0]["message"]["content"] == "fine"
             async with http.get("/v1/models") as answer:
                 assert answer.status == 404
+
+
+async def test_a_port_of_its_own_that_is_taken_is_an_error_that_names_the_table(directory: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = FrontendConfig(ui=UiConfig(serve="port", port=taken.getsockname()[1]))
+        with pytest.raises(ConfigError, match=r"ui: cannot listen on 127\.0\.0\.1:"):
+            async with world(directory, settings=settings):
+                pass
 
 
 def test_settings_say_where_the_page_is() -> None:
