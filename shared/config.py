@@ -71,7 +71,9 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     url_file: str = ""
     """The file to which the base URL is written, for a health check that must find the port; empty: none."""
     log_level: str = "info"
-    """The least level that is logged: debug, info, warning or error."""
+    """The least level that is logged: debug, info, warning or error. `headrace log` changes it at run time."""
+    log_format: Literal["text", "json"] = "text"
+    """The form of a line: text, `name=value` pairs; json, one object."""
 
 
 class ServiceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -578,6 +578,23 @@ class Ping(Struct, frozen=True, tag="ping"):
     """A key of discovery: the question is whether the process still publishes it. Empty: there is no such question."""
 
 
+class ChangeLogLevel(Struct, frozen=True, tag="change_log_level"):
+    """Ask a process, on its `control` subject, to log from another level on."""
+
+    level: str
+    """debug, info, warning or error."""
+    for_s: float = 0.0
+    """The seconds after which the level is again what it was; 0: it stays."""
+
+
+class LogLevelChanged(Struct, frozen=True, tag="log_level_changed"):
+    """The answer to ChangeLogLevel."""
+
+    instance: str
+    failed: str = ""
+    """Why the level was not changed; empty: it was."""
+
+
 class Pong(Struct, frozen=True, tag="pong"):
     """The process lives."""
 
@@ -985,6 +1002,8 @@ RESENT: Codec[Resent] = Codec(Resent, "resent")
 OPERATE_WORKER: Codec[OperateWorker] = Codec(OperateWorker, "operation")
 WORKER_OPERATED: Codec[WorkerOperated] = Codec(WorkerOperated, "answer to an operation")
 PING: Codec[Ping] = Codec(Ping, "ping")
+CONTROL: Codec[Ping | ChangeLogLevel] = Codec(Ping | ChangeLogLevel, "control")
+LOG_LEVEL_CHANGED: Codec[LogLevelChanged] = Codec(LogLevelChanged, "log level")
 PONG: Codec[Pong] = Codec(Pong, "pong")
 STEP_FRAME: Codec[StepFrame] = Codec(StepFrame, "step frame")
 LOAD_REPORT: Codec[LoadReport] = Codec(LoadReport, "load report")

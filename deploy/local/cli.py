@@ -32,6 +32,7 @@ from deploy.local.usage import (
     KeysFileFlags,
     ListKeysFlags,
     LoadLoraFlags,
+    LogFlags,
     LoraFlags,
     NewKeyFlags,
     PullFlags,
@@ -80,6 +81,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
                 with _fleet(flags) as config:
                     return explain.show(config, flags.request, as_json=flags.json)
+            case LogFlags() as flags:
+                from deploy.local.log_level import change_level
+
+                with _fleet(flags) as config:
+                    return change_level(
+                        config, flags.level, [flags.instance] if flags.instance else [], for_s=flags.for_s
+                    )
             case WorkerFlags() | LoraFlags() as flags:
                 return _operate(flags)
             case ChatFlags() as flags:

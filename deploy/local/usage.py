@@ -202,6 +202,17 @@ class ExplainFlags(FleetFlags, frozen=True, kw_only=True):
     """The `id` of the answer, or its X-Request-Id (the latest requests, one line each)."""
 
 
+class LogFlags(AddressFlags, frozen=True, kw_only=True):
+    """Change the log level of processes that run (docs/logs.md)."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], WORD]
+    """The least level that is logged from now on."""
+    instance: Word | None = None
+    """The id of a process, or how it begins (all processes of the fleet)."""
+    for_s: float = 0.0
+    """The seconds after which the level is again what it was (0: it stays)."""
+
+
 class ClientFlags(StateFlags, frozen=True, kw_only=True):
     """The flags of a client of the API."""
 
@@ -325,6 +336,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "pull": PullFlags,
     "status": StatusFlags,
     "explain": ExplainFlags,
+    "log": LogFlags,
     "chat": ChatFlags,
     "bench": BenchFlags,
     "sleep": SleepFlags,

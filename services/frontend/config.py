@@ -165,15 +165,19 @@ class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
-    """The settings of one frontend process."""
+    """The settings of one frontend process.
 
-    """A port of its own for /live, /health and /metrics. It answers however many connections clients hold, and for one
-    process even if several share the HTTP port."""
+    The port of `observe` answers however many connections clients hold, and for one process even if several share the
+    HTTP port.
+    """
+
     http: HttpConfig = HttpConfig()
     access: AccessConfig = AccessConfig()
     limits: LimitsConfig = LimitsConfig()
     responses: ResponsesConfig = ResponsesConfig()
     ui: UiConfig = UiConfig()
+    access_log: bool = False
+    """Whether each request has a line in the log. Those that fail in the service, with 500 or more, always have one."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """What to do with fields of a request that have no effect: ignore them, count them, and name them in the header
     X-Headrace-Ignored; or refuse them with 400."""

@@ -44,7 +44,19 @@ from shared.discovery.backends import open_discovery
 from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
-from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, EventSource, Instance, Pong, ServiceName
+from shared.messages import (
+    CONTROL,
+    INSTANCE,
+    JSON_HEADER,
+    LOG_LEVEL_CHANGED,
+    PONG,
+    ChangeLogLevel,
+    EventSource,
+    Instance,
+    LogLevelChanged,
+    Pong,
+    ServiceName,
+)
 from shared.metrics import process_registry, scraped_counter
 from shared.runtime import logs, observe
 from shared.runtime.observe import ProcessHealth
@@ -170,9 +182,10 @@ def run(
             check(config)
         if checks:
             sys.exit(0)
-        logs.start(service, instance, config.observe.log_level)
+        added = labels(config)
+        logs.start(service, instance, config.observe.log_level, config.observe.log_format, model=added.get("model", ""))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            registry = process_registry(config.namespace, service, instance, labels(config))
+            registry = process_registry(config.namespace, service, instance, added)
             serving = partial(_serve, service, instance, config, registry, serve, separate_clients=client_bus)
             status = runner.run(_live(serving, drain_limit_s(config)))
     except (ConfigError, ModelError) as wrong:
@@ -319,10 +332,21 @@ def settle_memory() -> None:
 
 
 async def answer_pings(runtime: Runtime) -> None:
-    """Answer each Ping on this process's `control` subject with a Pong, which has the epoch known to discovery."""
+    """Answer each message on this process's `control` subject: Ping with a Pong, which has the epoch known to
+    discovery, and ChangeLogLevel with what became of it."""
+    level = logs.LogLevel()
 
     async def pong(message: Message) -> None:
-        ping = PING.decode(message.payload, message.headers)
+        ping = CONTROL.decode(message.payload, message.headers)
+        if isinstance(ping, ChangeLogLevel):
+            failed = level.change(ping.level, ping.for_s)
+            if not failed:
+                _log.warning("logs from level %s on%s", ping.level, f" for {ping.for_s:g} s" if ping.for_s else "")
+            changed = LogLevelChanged(runtime.instance, failed)
+            if message.reply:
+                payload = LOG_LEVEL_CHANGED.encode(changed, message.headers)
+                await runtime.bus.publish(message.reply, payload, headers=message.headers)
+            return
         known = runtime.directory.instances.get(runtime.instance)
         publishes = runtime.discovery.publishes(ping.key) if ping.key else None
         answer = Pong(runtime.instance, 0 if known is None else known.epoch, runtime.health.progress, publishes)

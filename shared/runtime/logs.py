@@ -1,53 +1,114 @@
-"""Structured logs: one line of `key=value` for each record on stderr, with the name of the process.
+"""Structured logs: one line for each record on stderr, with the name of the process.
 
-    time=2026-01-31T12:00:00.123Z level=info service=worker instance=0123456789abcdef logger=… message="…" request=…
+    text   time=2026-01-31T12:00:00.123Z level=info service=worker instance=0123456789abcdef logger=… message="…" …
+    json   {"time": …, "level": …, "service": …, "instance": …, "model": …, "logger": …, "message": …, "request": …}
 
-A record's `extra={"request": id}` adds the request's id after the message. A traceback follows in the same line, with
-its line breaks escaped, so that each line is one record.
+A record's `extra` adds `request` and `trace`, their ids, and `fields`, a dict of more names and values. Line breaks are
+escaped, a traceback's too, so that each line is one record; long texts are cut.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
 
 from shared.errors import ConfigError
 from shared.messages import ServiceName
 
 LEVELS = ("debug", "info", "warning", "error")
+TEXT_LIMIT_CHARACTERS = 16_384
+"""Longest text in a record; the rest is left out."""
+_PLAIN = frozenset({"time", "level", "service", "instance", "logger"})
+"""What is never in quotes, since it has no blank."""
+LogFormat = Literal["text", "json"]
 
 
 class LogLine(logging.Formatter):
     """Formats a record as one line."""
 
-    def __init__(self, service: ServiceName, instance: str) -> None:
+    def __init__(self, service: ServiceName, instance: str, *, model: str = "") -> None:
+        """`model` is that of a worker; empty: the process has none of its own."""
         super().__init__()
-        self._process = f"service={service} instance={instance}"
+        self._process = {"service": service, "instance": instance} | ({"model": model} if model else {})
 
     def format(self, record: logging.LogRecord) -> str:
+        parts = [f"{name}={value if name in _PLAIN else _quoted(value)}" for name, value in self._parts(record)]
+        parts += [f"{name}={_quoted(value)}" for name, value in getattr(record, "fields", {}).items()]
+        return " ".join(parts)
+
+    def _parts(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = (
-            f"time={moment}.{int(record.msecs):03d}Z level={record.levelname.lower()} {self._process}"
-            f" logger={record.name} message={_quoted(record.getMessage())}"
-        )
-        request = getattr(record, "request", "")
-        if request:
-            line += f" request={_quoted(str(request))}"
+        yield "time", f"{moment}.{int(record.msecs):03d}Z"
+        yield "level", record.levelname.lower()
+        yield from self._process.items()
+        yield "logger", record.name
+        yield "message", _cut(record.getMessage())
+        for name in ("request", "trace"):
+            if given := getattr(record, name, ""):
+                yield name, _cut(str(given))
         if record.exc_info:
-            line += f" traceback={_quoted(self.formatException(record.exc_info))}"
-        return line
+            yield "traceback", _cut(self.formatException(record.exc_info))
 
 
-def start(service: ServiceName, instance: str, level: str) -> None:
+class JsonLine(LogLine):
+    """Formats a record as one JSON object in one line. What `fields` adds is an object of its own, so that no name of
+    it can hide another."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        parts = dict(self._parts(record)) | ({"fields": fields} if fields else {})
+        return msgspec.json.encode(parts, enc_hook=str).decode()
+
+
+def start(service: ServiceName, instance: str, level: str, form: LogFormat = "text", *, model: str = "") -> None:
     """Start the logs of this process. Raise ConfigError for an unknown level."""
     if level not in LEVELS:
         raise ConfigError(f"log_level: {level!r} is not one of {', '.join(LEVELS)}")
     output = logging.StreamHandler(sys.stderr)
-    output.setFormatter(LogLine(service, instance))
+    output.setFormatter((JsonLine if form == "json" else LogLine)(service, instance, model=model))
     logging.basicConfig(level=level.upper(), handlers=[output], force=True)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+class LogLevel:
+    """The level of this process's logs, which may change for a time."""
+
+    def __init__(self) -> None:
+        self._before = logging.getLogger().level
+        self._until: asyncio.TimerHandle | None = None
+
+    def change(self, level: str, for_s: float = 0.0) -> str:
+        """Log from this level on, for `for_s` seconds, or for good if they are 0. Return why it was not done; empty: it
+        was."""
+        if level not in LEVELS:
+            return f"level: {level[:64]!r} is not one of {', '.join(LEVELS)}"
+        if not 0 <= for_s <= 86_400:
+            return "for_s: 0 to 86400 seconds"
+        root = logging.getLogger()
+        if self._until is None:
+            self._before = root.level
+        else:
+            self._until.cancel()
+            self._until = None
+        root.setLevel(level.upper())
+        if for_s:
+            self._until = asyncio.get_running_loop().call_later(for_s, self._end)
+        return ""
+
+    def _end(self) -> None:
+        self._until = None
+        logging.getLogger().setLevel(self._before)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT_LIMIT_CHARACTERS else f"{text[:TEXT_LIMIT_CHARACTERS]}…"
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

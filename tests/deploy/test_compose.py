@@ -21,7 +21,7 @@ from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
 from services.worker.vllm.version import check
 from shared.config import load
-from tests.deploy.monitoring.prometheus import ALERTS, PROMTOOL
+from tests.monitoring.prometheus import ALERTS, PROMTOOL
 
 HERE = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 OURS = {"frontend": FrontendConfig, "router": RouterConfig, "kvbm": KvbmConfig, "worker": WorkerConfig}

@@ -88,6 +88,8 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
     (messages.RESEND_REQUEST, messages.ResendRequest("f", 7)),
     (messages.RESENT, messages.Resent(1, 7, 9, [messages.StreamState("r", 1, 12)])),
     (messages.PING, messages.Ping()),
+    (messages.CONTROL, messages.ChangeLogLevel("debug", 2.5)),
+    (messages.LOG_LEVEL_CHANGED, messages.LogLevelChanged("0a", "no")),
     (messages.PONG, messages.Pong("0a", 2, 3)),
     (messages.OPERATE_WORKER, messages.OperateWorker("load_lora", "sql", path="/loras/sql")),
     (messages.WORKER_OPERATED, messages.WorkerOperated("0a", failed="no", state="asleep", lora=("sql@0123",))),

@@ -27,6 +27,7 @@ from typing import Literal, get_args
 
 from services.frontend.auth.accounts import NO_TOKENS, Account
 from services.frontend.config import LimitsConfig
+from services.frontend.requests.served import Served
 from shared.errors import Overloaded, Unavailable
 
 Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens", "unasked"]
@@ -132,7 +133,7 @@ _FULL: dict[Bound, str] = {
 class Permit:
     """What one request has of each limit; `Admission.reserve` makes it. Its methods raise Overloaded at a limit."""
 
-    __slots__ = ("_admission", "account", "model", "spent", "taken", "tokenising")
+    __slots__ = ("_admission", "account", "model", "served", "spent", "taken", "tokenising")
 
     def __init__(self, admission: Admission, account: Account | None) -> None:
         self._admission = admission
@@ -142,6 +143,8 @@ class Permit:
         self.tokenising = False
         self.spent = NO_TOKENS
         """The tokens that its key has to pay for. Others set this and `model`."""
+        self.served = Served()
+        """What it got, for the log."""
         self.model = ""
         """The base model that it asks for, for metrics; empty: not known yet, or no known one."""
 

@@ -232,6 +232,7 @@ class RequestService:
                 case sessions.RetryLater():
                     tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
                 case sessions.DispatchAttempt():
+                    stream.worker = action.instance
                     if action.attempt > 1:
                         stream.metrics.migrations.inc()
                     tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
@@ -278,6 +279,8 @@ class RequestService:
             stream.metrics.first_token.observe(now - stream.started)
             self._metrics.hops["first_token"].observe(now - stream.accepted)
             stream.first_tokens = now
+            if stream.request.served is not None:
+                stream.request.served.begun(now - (stream.request.received_s or stream.started))
         else:
             stream.metrics.inter_token.observe((now - stream.last_tokens) / len(action.tokens))
         stream.metrics.output_count.inc(len(action.tokens))
@@ -296,6 +299,15 @@ class RequestService:
         stream.timer.cancel()
         if not stream.request.embedding_size:
             stream.metrics.output_tokens.observe(len(stream.session.tokens))
+        if stream.request.served is not None:
+            session, request = stream.session, stream.request
+            stream.request.served.add(
+                prompt_tokens=0 if request.repeats_prompt else request.prompt_tokens,
+                output_tokens=0 if request.embedding_size else len(session.tokens),
+                cached_tokens=0 if request.repeats_prompt else session.cached_tokens,
+                instance=stream.worker,
+                attempts=session.attempt,
+            )
         if stream.first_tokens is not None:
             self._metrics.hops["rest"].observe(asyncio.get_running_loop().time() - stream.first_tokens)
 

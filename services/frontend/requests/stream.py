@@ -23,6 +23,7 @@ from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol.chat_chunks import Usage, usage_of
+from services.frontend.requests.served import Served
 from services.frontend.requests.session import Fail, Finish, Session
 from services.frontend.requests.way import Way
 from services.frontend.tool_parsers.parse_result import join_pieces
@@ -68,6 +69,8 @@ class InferenceRequest(Struct, frozen=True):
     """Makes entries of the prompt's log-probabilities, if they are asked for."""
     received_s: float = 0.0
     """When the request's body was complete, on the loop's clock; 0: unknown."""
+    served: Served | None = None
+    """Where the log's sums of the whole request are; None: there is no log of it."""
     prompt_only: bool = False
     """Whether the answer is nothing but the prompt: the one token that is computed is dropped."""
 
@@ -123,6 +126,8 @@ class Stream:
         """When the client began to wait: for the first token, or for the next one after a lost attempt."""
         self.last_sign = started
         """When the current attempt last gave a sign of life."""
+        self.worker = ""
+        """The worker of the latest attempt; empty: there was none."""
         self.accepted = started
         """When a worker accepted the current attempt, or was asked to."""
         self.first_tokens: float | None = None

@@ -34,6 +34,7 @@ from services.frontend.protocol.errors import failure_of
 from services.frontend.protocol.operations import OPERATIONS, Operation
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.service import RequestService
+from services.frontend.server.access_log import log_request
 from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoListener
 from services.frontend.server.middleware import REQUEST_ID_HEADER
 from services.frontend.server.routes import CLIENT_GONE
@@ -210,7 +211,10 @@ class NatsApi:
             raise
         finally:
             model = "" if request.permit is None else request.permit.model
-            self._metrics.count_request(operation, status, model, time.perf_counter() - begun_s)
+            took_s = time.perf_counter() - begun_s
+            self._metrics.count_request(operation, status, model, took_s)
+            name, every = request.id.unique, self._exchange.access_log
+            log_request(name, operation, status, took_s, request.permit, every=every)
 
     async def _answer(self, operation: Operation, request: _NatsRequest, inbox: ClientInbox) -> int:
         """Send the answer or a failure; return its HTTP status. Raise BusDown."""

@@ -38,6 +38,7 @@ from services.frontend.protocol.operations import (
 )
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.service import RequestService
+from services.frontend.server.access_log import log_request
 from services.frontend.server.middleware import Middleware, account_of, error_response, request_id_of
 from services.frontend.server.port import Port
 from services.frontend.server.sse import ResponseBody
@@ -119,7 +120,10 @@ class HttpApi(Struct):
         finally:
             permit = request.get(_PERMIT)
             model = "" if permit is None else permit.model
-            self.metrics.count_request(operation, status, model, time.perf_counter() - begun_s)
+            took_s = time.perf_counter() - begun_s
+            self.metrics.count_request(operation, status, model, took_s)
+            name = request_id_of(request).unique
+            log_request(name, operation, status, took_s, permit, every=self.exchange.access_log)
         return response
 
     async def _answer(

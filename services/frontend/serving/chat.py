@@ -300,6 +300,7 @@ class ServingChat(Struct, frozen=True):
                 affinity_key=affinity_key or (f"{name}/{at}" if count > 1 else ""),
                 deadline=deadline,
                 received_s=context.received_s,
+                served=context.permit.served,
                 output=self._output(request, model, plan, characters),
                 prompt_entries=_prompt_entries(sampling, model, prompt, characters),
                 prompt_only=request.max_tokens == 0,

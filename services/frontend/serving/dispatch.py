@@ -47,6 +47,8 @@ class Dispatcher:
 
     def __init__(self, chat: ServingChat, directory: ResponseDirectory) -> None:
         self._config = chat.config
+        self.access_log = chat.config.access_log
+        """Whether requests that do not fail in the service have a line in the log, too."""
         self._ignored = chat.metrics.ignored_fields
         self._counted_names: set[str] = set()
         self._models = chat.models

@@ -31,6 +31,7 @@ from services.frontend.protocol import embeddings
 from services.frontend.protocol.errors import field_error
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.priority import served_priority
+from services.frontend.requests.served import Served
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.request_context import RequestContext
@@ -83,7 +84,16 @@ class ServingEmbeddings(Struct, frozen=True):
         if permit.account is not None:
             permit.account.charge_tokens(tokens, loop.time())
         vectors = _Vectors(
-            self.service, model, sampling, limits.embedding_size, salt, unique, deadline.at, priority, prompts
+            self.service,
+            model,
+            sampling,
+            limits.embedding_size,
+            salt,
+            unique,
+            deadline.at,
+            priority,
+            prompts,
+            permit.served,
         )
         try:
             found = await vectors.compute(at_once)
@@ -138,6 +148,7 @@ class _Vectors(Struct):
     """The time at which the request fails, on the loop's clock."""
     priority: int
     prompts: list[bytes]
+    served: Served
     found: dict[int, bytes] = {}
     begun_tokens: int = 0
     """The tokens of the inputs that were sent to workers."""
@@ -184,6 +195,7 @@ class _Vectors(Struct):
             output=Output(self.model.token_bytes, ()),
             embedding_size=self.size,
             priority=self.priority,
+            served=self.served,
             is_follower=index > 0,  # not refused for waiting for the inputs before it
         )
 

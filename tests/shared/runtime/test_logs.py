@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import sys
 
@@ -36,6 +38,54 @@ def test_a_traceback_stays_in_its_line() -> None:
         line = logs.LogLine("router", "0a").format(record("failed", exc_info=sys.exc_info()))
     assert "\n" not in line
     assert "ValueError: a bug" in line
+
+
+def test_a_record_may_be_one_json_object_with_the_same_in_it() -> None:
+    fields = {"status": 503, "key": 'a"b', "level": "forged"}
+    told = record("one\ntwo", request="r-1", trace="t-1", fields=fields)
+    line = logs.JsonLine("worker", "0a", model="smollm").format(told)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found.pop("time").startswith("20")
+    assert found == {
+        "level": "warning",
+        "service": "worker",
+        "instance": "0a",
+        "model": "smollm",
+        "logger": "some.module",
+        "message": "one\ntwo",
+        "request": "r-1",
+        "trace": "t-1",
+        "fields": fields,
+    }
+    text = logs.LogLine("worker", "0a", model="smollm").format(told)
+    assert text.endswith('message="one\\ntwo" request="r-1" trace="t-1" status=503 key="a\\"b" level="forged"')
+
+
+def test_long_texts_are_cut() -> None:
+    for form in (logs.LogLine, logs.JsonLine):
+        assert len(form("router", "0a").format(record("x" * 1_000_000))) < 2 * logs.TEXT_LIMIT_CHARACTERS
+
+
+async def test_the_level_changes_and_falls_back() -> None:
+    root = logging.getLogger()
+    before, level = root.level, logs.LogLevel()
+    try:
+        root.setLevel(logging.WARNING)
+        assert level.change("debug", 0.05) == ""
+        assert level.change("info", 0.05) == "", "the later one counts, and falls back to what was before both"
+        assert root.level == logging.INFO
+        for _ in range(6000):
+            if root.level != logging.WARNING:
+                await asyncio.sleep(0.01)
+        assert root.level == logging.WARNING
+        assert level.change("error") == ""
+        assert root.level == logging.ERROR
+        assert "'loud' is not one of debug, info" in level.change("loud")
+        assert level.change("info", -1) == "for_s: 0 to 86400 seconds"
+        assert root.level == logging.ERROR
+    finally:
+        root.setLevel(before)
 
 
 def test_an_unknown_level_is_a_config_error() -> None:

@@ -14,8 +14,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.monitoring.boards import BOARDS, DIRECTORY
 from deploy.monitoring.grafana import Board, render
-from tests.deploy.monitoring.prometheus import ALERTS, PROMTOOL, shown
 from tests.metric_names import every_metric
+from tests.monitoring.prometheus import ALERTS, PROMTOOL, shown
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)

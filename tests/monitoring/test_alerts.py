@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.monitoring.prometheus import ALERTS, PROMTOOL, ROOT, quickened
+from tests.integration.stack import ROOT
+from tests.monitoring.prometheus import ALERTS, PROMTOOL, quickened
 
 pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 RULES: list[dict[str, Any]] = [
