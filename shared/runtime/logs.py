@@ -2,8 +2,8 @@
 
     time=2026-01-31T12:00:00.123Z level=info service=worker instance=0123456789abcdef logger=… message="…" request=…
 
-A record's `extra={"request": id}` adds the request's id after the message. A traceback follows in the same line, with
-its line breaks escaped, so that each line is one record.
+A record's `extra={"request": id, "trace": id}` adds the request's id, and that of its trace, after the message. A
+traceback follows in the same line, with its line breaks escaped, so that each line is one record.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LogLine(logging.Formatter):
             f"time={moment}.{int(record.msecs):03d}Z level={record.levelname.lower()} {self._process}"
             f" logger={record.name} message={_quoted(record.getMessage())}"
         )
-        request = getattr(record, "request", "")
-        if request:
-            line += f" request={_quoted(str(request))}"
+        for name in ("request", "trace"):
+            if given := getattr(record, name, ""):
+                line += f" {name}={_quoted(str(given))}"
         if record.exc_info:
             line += f" traceback={_quoted(self.formatException(record.exc_info))}"
         return line
