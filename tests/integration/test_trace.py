@@ -163,21 +163,26 @@ def test_a_request_over_nats_brings_its_trace_and_gets_it_back(
 ) -> None:
     trace = "2bf92f3577b34da6a3ce929d0e0e4736"
 
-    async def ask_nats() -> dict[str, str]:
+    async def ask_nats(traceparent: str) -> dict[str, str]:
         client = await nats.connect(nats_url)
         try:
             body = json.dumps({"model": "tiny", "prompt": "The mill", "max_tokens": 3}).encode()
-            headers = {"traceparent": f"00-{trace}-{CLIENTS_SPAN}-01"}
+            headers = {"traceparent": traceparent}
             subject = f"headrace.{NAMESPACE}.frontend.completions"
             reply = await client.request(subject, body, timeout=LIMIT_S, headers=headers)
             return dict(reply.headers or {})
         finally:
             await client.close()
 
-    headers = asyncio.run(ask_nats())
+    headers = asyncio.run(ask_nats(f"00-{trace}-{CLIENTS_SPAN}-01"))
     (request,) = whole(spans, trace, "text_completion tiny")["text_completion tiny"]
     assert headers["traceparent"] == f"00-{trace}-{request.span}-01"
     assert request.parent == CLIENTS_SPAN
+    before = services.services["frontend"].metric("headrace_malformed_traceparents_total")
+    headers = asyncio.run(ask_nats("0" * 10_000))
+    assert "X-Request-Id" in headers
+    assert "traceparent" not in headers
+    assert services.services["frontend"].metric("headrace_malformed_traceparents_total") == before + 1
 
 
 @pytest.mark.parametrize(
