@@ -183,3 +183,11 @@ async def test_an_error_of_the_fleet_marks_request_and_attempt(directory: Path) 
         assert request.attributes["http.response.status_code"] == status
         assert all(attempt.error for attempt in named(w, "attempt"))
         check_tree(w, request)
+
+
+async def test_a_header_larger_than_any_head_may_be_is_refused_before_it_is_read(directory: Path) -> None:
+    async with world(directory, trace=ALL) as w, aiohttp.ClientSession(w.url) as http:
+        body = {"model": MODEL, "messages": HELLO}
+        async with http.post("/v1/chat/completions", json=body, headers={"traceparent": "0" * 10_000}) as answer:
+            assert answer.status == 400
+        assert not w.spans
