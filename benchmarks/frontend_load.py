@@ -199,10 +199,11 @@ async def connect_clients(frontend: FrontendProcess, count: int, prompt_tokens: 
 
 
 @asynccontextmanager
-async def stack(key: str = "") -> AsyncIterator[tuple[FrontendProcess, Peers]]:
+async def stack(key: str = "", trace_share: float | None = None) -> AsyncIterator[tuple[FrontendProcess, Peers]]:
     """Start everything and yield once the frontend is ready. It has a core of its own if the machine has two.
 
-    With `key` the frontend requires that API key, with limits that the measurement does not reach.
+    With `key` the frontend requires that API key, with limits that the measurement does not reach. With `trace_share`
+    it traces that share of requests; a collector in this process takes the spans.
     """
     with tempfile.TemporaryDirectory() as folder:
         discovered = Path(folder) / "discovery"
@@ -221,13 +222,30 @@ async def stack(key: str = "") -> AsyncIterator[tuple[FrontendProcess, Peers]]:
                 limits = f"requests_per_minute = {MANY}, tokens_per_minute = {MANY}, concurrency = {MANY}"
                 keys.write_text(f'bench = {{ sha256 = "{digest}", {limits} }}\n', encoding="utf-8")
             asks = ["--access-keys-file", str(keys)] if key else []
-            async with _process(server.url, discovered, asks) as (pid, port):
-                frontend = FrontendProcess(pid, port, key)
-                yield frontend, peers
+            async with await asyncio.start_server(_take_spans, "127.0.0.1", free_port()) as collector:
+                if trace_share is not None:
+                    port = collector.sockets[0].getsockname()[1]
+                    asks += ["--trace-endpoint", f"http://127.0.0.1:{port}/v1/traces"]
+                    asks += ["--trace-sample", str(trace_share)]
+                async with _process(server.url, discovered, asks) as (pid, port):
+                    frontend = FrontendProcess(pid, port, key)
+                    yield frontend, peers
             await discovery.close()
             await bus.drain()
         finally:
             server.stop()
+
+
+async def _take_spans(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer each request of one exporter with 200."""
+    try:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ of both is exact.
 
 benchmarks/serving.py measures the whole system and compares it with Dynamo; this one shows the frontend's parts.
 
-    python -m benchmarks.frontend_path [--quick] [--key] [--json]
+    python -m benchmarks.frontend_path [--quick] [--key] [--trace SHARE] [--json]
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ CALM_S = 0.5
 Row = dict[str, Any]
 
 
-async def _measure(streams: int, step_s: float, seconds: float, key: str) -> Row:
+async def _measure(streams: int, step_s: float, seconds: float, key: str, trace_share: float | None) -> Row:
     """Measure on a new stack, so that nothing is left of the previous measurement."""
-    async with stack(key) as (frontend, peers):
+    async with stack(key, trace_share) as (frontend, peers):
         idle_bytes = rss_bytes(frontend.pid)
         clients = await connect_clients(frontend, streams, PROMPT_TOKENS)
         await peers.streaming(streams)
@@ -247,12 +247,12 @@ def _named(paced: Row) -> Row:
     }
 
 
-async def _rows(quick: bool, key: str) -> list[Row]:
+async def _rows(quick: bool, key: str, trace: float | None) -> list[Row]:
     seconds = 3.0 if quick else 10.0
     rows: list[Row] = [{"streams": 1, "µs a token, taken apart": _taken_apart()}]
-    rows += [await _measure(streams, STEP_S, seconds, key) for streams in ((512,) if quick else STREAMS)]
+    rows += [await _measure(streams, STEP_S, seconds, key, trace) for streams in ((512,) if quick else STREAMS)]
     rows.append({"streams": STREAMS[-1], "µs a token": _named(rows[-1])})
-    rows.append(await _measure(MANY, MANY_STEP_S, seconds, key))
+    rows.append(await _measure(MANY, MANY_STEP_S, seconds, key, trace))
     return rows
 
 
@@ -275,11 +275,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="512 and 4,000 streams alone, three seconds each")
     parser.add_argument("--key", action="store_true", help="the frontend asks for an API key, with limits")
+    parser.add_argument("--trace", type=float, metavar="SHARE", help="the frontend traces this share of requests")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    rows = uvloop.run(_rows(flags.quick, "hr-benchmark" if flags.key else ""))
+    rows = uvloop.run(_rows(flags.quick, "hr-benchmark" if flags.key else "", flags.trace))
     if flags.json:
         command = [flag for flag, given in (("--quick", flags.quick), ("--key", flags.key)) if given]
+        command += [] if flags.trace is None else ["--trace", f"{flags.trace:g}"]
         print(msgspec.json.encode(report("frontend_path", [*command, "--json"], _goals(rows), rows)).decode())
         return 0
     for row in rows:

@@ -18,9 +18,10 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import FieldInfo, fields
 
 from shared.errors import ConfigError
@@ -76,6 +77,36 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The form of a line: text, `name=value` pairs; json, one object."""
 
 
+class TraceConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Traces of requests by OpenTelemetry; this needs the packages of the extra `otel`. `sample`,
+    `clients` and `clients_per_s` have an effect at frontends alone, which decide what is traced."""
+
+    endpoint: str = ""
+    """The URL to which spans are sent as OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: tracing is
+    off."""
+    token: str = ""
+    """The bearer token for the endpoint; empty: none."""
+    queue: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
+    """The maximum number of spans that wait to be sent; further ones are dropped."""
+    timeout_s: Annotated[float, Meta(gt=0, le=60)] = 10.0
+    """The time in seconds that the endpoint has to take a batch of spans; then the batch is lost."""
+    sample: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    """The share of requests that are traced, 0 to 1."""
+    clients: Literal["follow", "ignore"] = "follow"
+    """Whether a client's header `traceparent` decides if its request is traced: follow, or ignore its decision."""
+    clients_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 10.0
+    """The maximum number of requests a second that are traced because their clients ask for it; `sample` decides about
+    those beyond."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which becomes a ConfigError, for an endpoint that is no URL."""
+        if not self.endpoint:
+            return
+        address = urlsplit(self.endpoint)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise ValueError(f"endpoint: {self.endpoint} is not a URL such as http://127.0.0.1:4318/v1/traces")
+
+
 class ServiceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The settings that every service has."""
 
@@ -83,6 +114,7 @@ class ServiceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     observe: ObserveConfig = ObserveConfig()
+    trace: TraceConfig = TraceConfig()
 
 
 C = TypeVar("C", bound=Struct)

@@ -23,7 +23,8 @@ These are the channels. The codec of each one is at the end of the file:
 
 Payloads are msgpack, or JSON if the message's `Content-Type` header says `application/json`. Token ids are packed
 little-endian u32, hashes are packed little-endian u64 (`shared.hashing`). A time limit is sent as the seconds left.
-A field is only ever added, and with a default, so that protocol N can read N-1 and N+1.
+A field is only ever added, and with a default, so that protocol N can read N-1 and N+1. Select, Generate and kvbm's
+Fetch of a traced request carry its place in the trace in the header `traceparent` (`shared.tracing.traceparent`).
 """
 
 from __future__ import annotations
@@ -379,6 +380,8 @@ class Explanation(Struct, frozen=True):
     """The time from the choice to the reported end, in seconds; None: it has not ended."""
     lora: str = ""
     """The id of the LoRA that was asked for; empty: none."""
+    trace: str = ""
+    """The id of the request's trace; empty: it is not traced, or an older router wrote this."""
 
 
 class Explanations(Struct, frozen=True):

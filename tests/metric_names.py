@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -14,9 +16,13 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
 from services.worker.observations import EngineObservations
 from shared.bus.outbox import Outbox
+from shared.config import TraceConfig
 from shared.discovery.directory import Directory
 from shared.discovery.etcd import EtcdDiscovery
 from shared.metrics import scraped_counter
+from shared.tracing.exporter import SpanQueue
+from shared.tracing.spans import SpanRecord
+from shared.tracing.tracer import Tracer
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 SERVICES = ("frontend", "router", "worker", "kvbm")
@@ -29,6 +35,16 @@ class KnownMetric(NamedTuple):
     labels: tuple[str, ...]
     help: str
     services: tuple[str, ...]
+
+
+class NoCollector:
+    """An exporter that is never asked."""
+
+    def send(self, spans: Sequence[SpanRecord], resource: dict[str, str]) -> str:
+        raise AssertionError(spans)
+
+    def abort(self) -> None:
+        pass
 
 
 async def every_metric() -> dict[str, list[KnownMetric]]:
@@ -52,6 +68,8 @@ async def _register(service: str, registry: CollectorRegistry) -> None:
     Directory(discovery, bus, "test", registry=registry)
     await discovery.close()
     scraped_counter(registry, "headrace_unreadable_messages", "", lambda: 0)  # of shared/runtime/lifecycle.py
+    Tracer(TraceConfig(), registry, lambda _span: None, draw=Random(1))
+    SpanQueue(TraceConfig(), registry, NoCollector(), {})
     if service == "frontend":
         Metrics(registry).register_accounts(Accounts())
         Outbox(bus, "test", registry, batch_s=0.01)

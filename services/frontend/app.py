@@ -72,7 +72,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         place = config.ui.place(keys=access.requires_key)
         page = None if place == "off" else PageApi(runtime, service, config.ui, keys=access.requires_key)
         middleware = Middleware(access, config.http, () if page is None else page.keyless_paths)
-        http = HttpApi(dispatcher, service, metrics, config.http, port, middleware)
+        http = HttpApi(dispatcher, service, metrics, config.http, port, middleware, runtime.tracer)
         nats = NatsApi(runtime, dispatcher, service, metrics, access, config.nats.inbox)
         app = http.app(document(keys=access.requires_key, closed=config.unknown_fields == "refuse"))
         # Without a key, clients learn only whether all is well; reasons and metrics are on the port of [observe].

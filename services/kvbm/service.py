@@ -25,6 +25,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from services.kvbm.config import KvbmConfig
+from services.kvbm.fetch_span import FetchSpan, fetch_span
 from services.kvbm.hit_window import LookupCounts
 from services.kvbm.layout import describe
 from services.kvbm.layout.layout import LayoutStore
@@ -231,16 +232,23 @@ class KvbmService:
         """Return the one reply if all blocks are in memory; else queue it as the first of several."""
         ask = wire.FETCH.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
-        send_later = partial(self._queue_reply, message)
+        span = fetch_span(self._runtime.tracer, message, ask)
+        send_later = partial(self._queue_reply, message, span)
         first, complete = layout.fetch(ask, send_later)
         if complete:
+            if span is not None:
+                span.replied(first, True)
             return layout, wire.FETCH_REPLY.encode(first, message.headers)
         send_later(first, False)
         return layout, None
 
-    def _queue_reply(self, message: Message, reply: wire.Fetched | wire.KvbmRefused, last: bool) -> None:
+    def _queue_reply(
+        self, message: Message, span: FetchSpan | None, reply: wire.Fetched | wire.KvbmRefused, last: bool
+    ) -> None:
         if isinstance(reply, wire.KvbmRefused):
             self._metrics.refusals.labels(reply.code).inc()
+        if span is not None:
+            span.replied(reply, last)
         self._replies.queue(message, wire.FETCH_REPLY.encode(reply, message.headers), last=last)
 
     async def _answer_stat(self, message: Message) -> None:

@@ -53,6 +53,7 @@ def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
         first_token_s=_rounded(decision.first_token_s),
         ended_s=_rounded(decision.ended_s),
         lora=decision.request.lora,
+        trace=decision.trace,
     )
 
 

@@ -24,6 +24,7 @@ from functools import partial
 from itertools import count
 
 from services.router import replica_sync
+from services.router.choice_span import choice_span
 from services.router.config import RouterConfig
 from services.router.index.shared_stores import store_id
 from services.router.metrics import ModelGauges, RouterMetrics
@@ -45,11 +46,13 @@ from shared.messages import (
     SELECT_REPLY,
     Reserved,
     Select,
+    Selected,
     SelectRefused,
     SelectReply,
 )
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
+from shared.tracing.traceparent import TraceParent, carried
 
 QUEUE = "router"
 BATCH_S = 0.001
@@ -210,6 +213,7 @@ class Router:
 
     async def _select(self, message: Message) -> None:
         arrived = time.perf_counter()
+        parent = carried(message.headers) if message.headers else None
         if not message.reply:
             self._malformed("select", ProtocolError(f"{message.subject}: no reply subject"))
             return
@@ -220,6 +224,8 @@ class Router:
             await self._answer(message, "", SelectRefused("", 0, "bad_request", str(wrong)), arrived)
             return
         reply, reserved = self._choose(select)
+        if parent is not None:
+            self._trace(select, reply, parent, arrived)
         answered = await self._answer(message, select.model if select.model in self.models else "", reply, arrived)
         if reserved is None:
             return
@@ -241,6 +247,20 @@ class Router:
         if selection.fault is not None:
             self._report_fault(select.model, selection.fault)
         return selection.reply, selection.reserved
+
+    def _trace(self, select: Select, reply: SelectReply, parent: TraceParent, arrived: float) -> None:
+        """Make the span of a choice, and note its trace for `headrace explain`."""
+        model = self.models.get(select.model)
+        block_size = 0
+        if model is not None and isinstance(reply, Selected):
+            model.decisions.record_trace((select.request, select.attempt), parent.trace)
+            card = model.cards.get(reply.instance)
+            block_size = 0 if card is None else card.block_size
+        tracer = self._runtime.tracer
+        if tracer is not None:
+            end_ns = tracer.now_ns()
+            start_ns = end_ns - round(1e9 * (time.perf_counter() - arrived))
+            tracer.record([choice_span(tracer.ids, parent, select, reply, block_size, start_ns, end_ns)])
 
     def _report_fault(self, model: str, fault: PolicyFault) -> None:
         """Count and log a failed or slow choice of the policy."""

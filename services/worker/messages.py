@@ -226,6 +226,8 @@ class Begun(Struct, frozen=True, array_like=True):
     """Seconds from its arrival to the first step that computed it. They include the wait for blocks of the kvbm."""
     prefill_s: float
     """Seconds from there to the end of the step that drew the token."""
+    onboard_s: float = 0.0
+    """How many of `queued_s` it waited at the end for blocks of the kvbm; 0: it asked for none."""
 
 
 class Stepped(Struct, frozen=True, tag="stepped"):
@@ -337,6 +339,8 @@ class KvbmAsk(Struct, frozen=True, tag="kvbm_ask"):
     """The request as `shared.kvbm_messages` encodes it."""
     timeout_s: float
     """Seconds that each answer may take."""
+    attempt: int = 0
+    """`Submit.number` of the attempt that waits for a fetch; 0: there is none."""
 
 
 class KvbmLink(Struct, frozen=True, tag="kvbm_link"):

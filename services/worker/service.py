@@ -38,6 +38,7 @@ from services.worker.rank_reports import RankReports
 from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
+from services.worker.requests.traced_attempts import TracedAttempts
 from shared import subjects
 from shared.bus.contract import Message
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
@@ -61,6 +62,8 @@ from shared.messages import (
     SnapshotChunk,
 )
 from shared.runtime.lifecycle import Runtime, settle_memory
+from shared.tracing.spans import SpanIds
+from shared.tracing.traceparent import carried
 
 REPORT_INTERVAL_S = 0.25
 """Seconds between load reports."""
@@ -101,6 +104,8 @@ class Worker:
             most_living=config.max_running + config.max_waiting,
             most_waiting_tokens=config.max_waiting_tokens,
         )
+        self._tracer = runtime.tracer
+        self._traced = TracedAttempts(SpanIds(runtime.draw))
         self._sender = FrameSender(runtime.bus, runtime.namespace, FrameLog(runtime.instance), self._metrics)
         self.engine = EngineSupervisor(
             config,
@@ -125,6 +130,7 @@ class Worker:
             self._kvbm_metrics,
             send=self.engine.forward_kvbm,
             link_changed=self._kvbm_link_changed,
+            place_of=self._traced.place_of,
         )
         self._publisher = runtime.events.open_publisher()
         self._announcement = CardAnnouncement(runtime, self.event_source)
@@ -268,6 +274,9 @@ class Worker:
             self._publisher.publish(step.event_sequence, batch)
         if len(self._attempts):  # else they were ended here, and the engine does not know yet
             self._attempts.count_tokens(step.one_token_attempts)
+            if self._traced:
+                for begun in step.begun:
+                    self._traced.begun(begun)
             for part in step.boundary_parts:
                 self._attempts.record_part(part)
             self._send(step.encoded_parts, step.boundary_parts)
@@ -302,6 +311,8 @@ class Worker:
         """Send each frontend its encoded parts; `boundary_parts` are the first and the last ones of attempts."""
         for part in boundary_parts:
             self._metrics.count_part(part)
+            if self._tracer is not None and self._traced:
+                self._tracer.record(self._traced.part(part, self._tracer.now_ns()))
             self._attempts_changed.set()
         for frontend, parts in frames.items():
             self._sender.append(frontend, parts)
@@ -318,9 +329,12 @@ class Worker:
             return
         facts = None if self._announcement.card is None else self.engine.facts
         reply, number = self._attempts.admit(generate, facts, asyncio.get_running_loop().time())
+        parent = None if self._tracer is None or not (number and message.headers) else carried(message.headers)
         if number and not self.engine.submit(_MAKE_SUBMIT(*_SUBMITTED(generate), number)):
             self._attempts.forget((generate.request, generate.attempt))
             reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read its commands")
+        elif self._tracer is not None and parent is not None:
+            self._traced.accepted((generate.request, generate.attempt), number, parent, self._tracer.now_ns())
         self._metrics.count_reply(reply, generate.prompt_tokens if number else 0)
         await self._answer(message, GENERATE_REPLY.encode(reply, message.headers))
 

@@ -62,6 +62,7 @@ from shared.runtime import logs, observe
 from shared.runtime.observe import ProcessHealth
 from shared.runtime.scrape_targets import scrape_targets
 from shared.runtime.usage import usage
+from shared.tracing.tracer import Tracer, open_tracer
 from shared.version import VERSION
 
 EXIT_FAILED = 1
@@ -99,6 +100,8 @@ class Runtime:
     client_bus: Bus | None = None
     """The connection for messages of NATS clients, if the process has one: a flood of them breaks this connection, and
     not that to other services."""
+    tracer: Tracer | None = None
+    """Makes the spans of traced requests; None: tracing is off."""
     http: str = ""
     """The base URL of /live, /health and /metrics of this process, for the address book; empty in tests without one."""
     started: float = field(default_factory=time.time)
@@ -261,7 +264,16 @@ async def _serve(
     separate_clients: bool,
 ) -> None:
     """Open the parts of a Runtime, serve, and close them in reverse order."""
+    draw = Random()  # noqa: S311 - for ties and for ids of traces, never for secrets
+    resource = {
+        "service.name": f"headrace-{service}",
+        "service.namespace": config.namespace,
+        "service.instance.id": instance,
+        "service.version": VERSION,
+        "host.name": socket.gethostname(),
+    }
     async with AsyncExitStack() as opened:
+        tracer = await opened.enter_async_context(open_tracer(config.trace, registry, resource, draw))
         url = await opened.enter_async_context(observe.serving(config.observe, health, registry))
         waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"
         health.unready(waiting)
@@ -302,7 +314,9 @@ async def _serve(
                     stopping=stopping,
                     health=health,
                     client_bus=client_bus,
+                    tracer=tracer,
                     http=url,
+                    draw=draw,
                 )
                 await answer_pings(runtime)
                 await serve(runtime, config)

@@ -2,7 +2,7 @@
 
 /live      200 while the event loop runs, under any load
 /health    200 when the service is ready, else 503; {"ready": …, "reasons": […]}
-/metrics   Prometheus text
+/metrics   Prometheus text; OpenMetrics, which has exemplars, for a scraper that asks for it
 /sd        where Prometheus finds the metrics of all processes; 503 until this process knows
 """
 
@@ -15,14 +15,16 @@ from functools import partial
 from pathlib import Path
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CollectorRegistry, exposition
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from shared.config import ObserveConfig
 from shared.errors import ConfigError
 
 IDLE_S = 75.0
 """The time in seconds after which a connection without requests is closed."""
+_OPENMETRICS = "application/openmetrics-text"
+_NEVER = ("0", "0.0", "0.00", "0.000")
 _EVERYWHERE = ("0.0.0.0", "::", "")  # noqa: S104 - only compared, not bound
 
 
@@ -87,8 +89,21 @@ def add_routes(app: web.Application, health: ProcessHealth, registry: CollectorR
         app.router.add_get("/sd", partial(_targets, health))
 
 
-async def _metrics(registry: CollectorRegistry, _request: web.Request) -> web.Response:
-    return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+async def _metrics(registry: CollectorRegistry, request: web.Request) -> web.Response:
+    form = openmetrics if takes_openmetrics(request.headers.getall("Accept", ())) else exposition
+    body, kind = form.generate_latest(registry), form.CONTENT_TYPE_LATEST
+    return web.Response(body=body, headers={"Content-Type": kind, "Vary": "Accept"})
+
+
+def takes_openmetrics(accept: Sequence[str]) -> bool:
+    """Return whether a scraper's headers `Accept` name OpenMetrics 1.0. Prometheus does so if it takes exemplars; a
+    browser, curl and older scrapers get the classic format."""
+    for kind in ",".join(accept).lower().split(","):
+        name, *parameters = (part.strip() for part in kind.split(";"))
+        given = {key: value for key, _, value in (part.partition("=") for part in parameters)}
+        if name == _OPENMETRICS and given.get("version", "1.0.0") == "1.0.0" and given.get("q") not in _NEVER:
+            return True
+    return False
 
 
 async def _targets(health: ProcessHealth, _request: web.Request) -> web.Response:

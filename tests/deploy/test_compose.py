@@ -7,6 +7,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from services.kvbm.config import KvbmConfig
 from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
 from services.worker.vllm.version import check
-from shared.config import load
+from shared.config import ServiceConfig, load
 from tests.monitoring.prometheus import ALERTS, PROMTOOL
 
 HERE = Path(__file__).resolve().parents[2] / "deploy" / "compose"
@@ -48,6 +49,7 @@ VOLUMES: dict[str, Any] = read("compose.yaml")["volumes"]
 HOST: dict[str, Any] = read("compose.host.yaml")["services"]
 GPU: dict[str, Any] = read("compose.gpu.yaml")["services"]
 VLLM: dict[str, Any] = read("compose.vllm.yaml")["services"]
+TRACE: dict[str, Any] = read("compose.trace.yaml")["services"]
 
 
 def test_there_are_our_services_their_servers_and_one_step_that_ends() -> None:
@@ -392,3 +394,27 @@ def test_a_vllm_worker_has_a_gpu_alone_and_writes_what_it_compiles_to_a_volume()
     home = Path(worker["environment"]["HOME"])
     assert mounted(worker)[str(home.parent)] == "models"
     assert "pool" not in mounted(worker).values()
+
+
+@pytest.mark.parametrize(("name", "schema"), OURS.items())
+def test_with_traces_every_service_sends_spans_to_the_collector_that_is_there(
+    name: str, schema: type[ServiceConfig]
+) -> None:
+    settings = texts(BASE[name]["environment"] | TRACE[name]["environment"])
+    config = load(schema, file=HERE / f"{name}.toml", environ=settings)
+    assert urlsplit(config.trace.endpoint).hostname in TRACE
+    assert not load(schema, file=HERE / f"{name}.toml", environ=texts(BASE[name]["environment"])).trace.endpoint
+
+
+def test_the_image_with_traces_has_the_packages_of_their_lock() -> None:
+    lock = TRACE["frontend"]["build"]["args"]["LOCK"]
+    assert lock == "requirements-otel.lock"
+    assert "opentelemetry-sdk==" in (HERE.parents[1] / lock).read_text(encoding="utf-8")
+    assert f"!{lock}\n" in (HERE.parents[1] / ".dockerignore").read_text(encoding="utf-8")
+
+
+def test_the_collector_is_pinned_bounded_and_published_on_loopback_only() -> None:
+    jaeger = TRACE["jaeger"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", jaeger["image"].rpartition(":")[2])
+    assert jaeger["logging"] == BASE["nats"]["logging"]
+    assert all(port.startswith("127.0.0.1:") for port in jaeger["ports"])

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from math import hypot
 from pathlib import Path
+from random import Random
 from struct import pack
 from typing import Any, Generic, Literal, TypeVar
 from zlib import crc32
@@ -26,7 +27,7 @@ from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, L
 from services.frontend.tool_parsers.formats import FormatName
 from shared import subjects
 from shared.bus.contract import Bus, Message, Subscription
-from shared.config import NatsConfig
+from shared.config import NatsConfig, TraceConfig
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
 from shared.hashing import pack_tokens, self_test, unpack_tokens
@@ -76,6 +77,8 @@ from shared.messages import (
 )
 from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import ProcessHealth
+from shared.tracing.spans import SpanRecord
+from shared.tracing.tracer import Tracer
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.metric_values import summed
@@ -357,6 +360,8 @@ class World:
         self.registrations: dict[str, Registration] = {}
         self.registry = CollectorRegistry()
         self.vitals = ProcessHealth()
+        self.spans: list[SpanRecord] = []
+        """Those of the frontend that have ended."""
         self.bus = MemoryBus(broker)
         """The frontend's, where it is not connected to NATS itself."""
         self.serving: Bus = self.bus if connected is None else connected("f1")
@@ -451,12 +456,13 @@ async def world(
     nats: NatsConfig | None = None,
     connected: Callable[[str], Bus] | None = None,
     settings: FrontendConfig | None = None,
+    trace: TraceConfig | None = None,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
     `grammars`, `biases`, `min_tokens`, `prompt_logprobs`: their cards say that they can be held to one, add them, keep
     it, compute them;
     `embedding_size`, `pooling`: how they embed. `more` is in the address book from the start. `connected` makes
-    connections, which the caller closes."""
+    connections, which the caller closes. `trace`: requests are traced, and their spans are in the world."""
     w = World(MemoryBroker(), MemoryStore(), directory, connected)
     await w.router.start()
     for worker in w.workers:
@@ -486,7 +492,7 @@ async def world(
         limits=limits or LimitsConfig(drain_s=0.0, deadline_s=60.0),
     )
     async with _tasks() as tasks:
-        runtime = _runtime(w, tasks)
+        runtime = _runtime(w, tasks, trace)
         tasks.create_task(runtime.directory.run())
         async with asyncio.timeout(DEADLINE_S):
             await runtime.directory.synced()
@@ -497,7 +503,8 @@ async def world(
             yield w
 
 
-def _runtime(w: World, tasks: asyncio.TaskGroup) -> Runtime:
+def _runtime(w: World, tasks: asyncio.TaskGroup, trace: TraceConfig | None) -> Runtime:
+    tracer = None if trace is None else Tracer(trace, w.registry, w.spans.append, draw=Random(1))
     discovery = MemoryDiscovery(w.store)
     return Runtime(
         namespace=NAMESPACE,
@@ -513,6 +520,7 @@ def _runtime(w: World, tasks: asyncio.TaskGroup) -> Runtime:
         tasks=tasks,
         stopping=asyncio.Event(),
         health=w.vitals,
+        tracer=tracer,
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from services.worker.config import Offload
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Submit
+from services.worker.messages import Begun, Submit
 from services.worker.runner import Drawn, Work
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
@@ -60,6 +60,7 @@ class Engine:
         """Copies read the device: a block may outlive its parent then."""
         self.cached: set[int | bytes] = set()
         self.parts: dict[tuple[str, int], list[Part]] = defaultdict(list)
+        self.begun: list[Begun] = []
 
     def submit(
         self,
@@ -101,6 +102,7 @@ class Engine:
         return computed
 
     def take(self, outcome: Outcome) -> None:
+        self.begun += outcome.begun
         for event in to_kv_events(outcome.events, self.runner.facts.block_size):
             match event:
                 case BlockStored(block_hashes=hashes):

@@ -31,6 +31,7 @@ def _decision(one: Explanation) -> str:
         (
             f"request {one.request}, attempt {one.attempt}, {age(one.age_s)} ago",
             f"model {one.model}{lora}, chosen by router {one.router}: {one.reason}",
+            *([f"trace {one.trace}"] if one.trace else []),
             "",
             table(head, rows),
             "",

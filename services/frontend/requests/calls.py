@@ -71,6 +71,7 @@ class BusCalls:
                 time_left_s=max(0.0, request.deadline - loop.time()),
             )
         )
+        headers = None if stream.spans is None else stream.spans.select_headers
         timeout_s = self._limits.select_timeout_s
         stale: SelectRefused | None = None
         slow = True
@@ -88,7 +89,10 @@ class BusCalls:
                     self._metrics.router_retries.inc()
                 try:
                     reply = await self._runtime.bus.request(
-                        subjects.select(self._runtime.namespace, addressee), payload, timeout_s=min(timeout_s, left_s)
+                        subjects.select(self._runtime.namespace, addressee),
+                        payload,
+                        timeout_s=min(timeout_s, left_s),
+                        headers=headers,
                     )
                     answer = SELECT_REPLY.decode(reply.payload)
                     if self._is_stale(answer, request):
@@ -99,9 +103,9 @@ class BusCalls:
                     return
                 except Unavailable as why:
                     slow = slow or isinstance(why, RequestTimeout)
-                    _log.warning("request %s: router %s: %s", request.id, addressee, why)
+                    _log.warning("request %s: router %s: %s", request.id, addressee, why, extra=stream.log_fields)
                 except ProtocolError as wrong:
-                    _log.error("request %s: router %s: %s", request.id, addressee, wrong)
+                    _log.error("request %s: router %s: %s", request.id, addressee, wrong, extra=stream.log_fields)
             timeout_s *= 2 if slow else 1
         if stale is not None:
             self._feed(stream, stale)
@@ -140,7 +144,10 @@ class BusCalls:
         event: Event
         try:
             reply = await self._runtime.bus.request(
-                subject, GENERATE.encode(message), timeout_s=self._limits.offer_timeout_s
+                subject,
+                GENERATE.encode(message),
+                timeout_s=self._limits.offer_timeout_s,
+                headers=None if stream.spans is None else stream.spans.attempt_headers,
             )
             event = GENERATE_REPLY.decode(reply.payload)
             stream.accepted = asyncio.get_running_loop().time()
@@ -148,7 +155,7 @@ class BusCalls:
         except PayloadTooLarge as wrong:
             event = Unsendable(action.attempt, str(wrong))
         except (Unavailable, ProtocolError) as why:
-            _log.warning("request %s: worker %s: %s", request.id, action.instance, why)
+            _log.warning("request %s: worker %s: %s", request.id, action.instance, why, extra=stream.log_fields)
             event = Unreachable(action.attempt, str(why))
         self._feed(stream, event)
 

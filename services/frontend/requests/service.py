@@ -22,6 +22,7 @@ from services.frontend.metrics import Metrics, ModelMetrics
 from services.frontend.protocol.chat_chunks import CachedTokensByTier
 from services.frontend.requests import session as sessions
 from services.frontend.requests.admission import Admission, Permit
+from services.frontend.requests.attempt_spans import AttemptSpans
 from services.frontend.requests.calls import BusCalls
 from services.frontend.requests.retry import RetryBudget
 from services.frontend.requests.session import Event, Session
@@ -32,7 +33,17 @@ from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
 from shared.errors import RateLimited, Unavailable
-from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled, RecentRequests
+from shared.messages import (
+    CANCEL,
+    STEP_FRAME,
+    Cancel,
+    LoadEvent,
+    Part,
+    Prefilled,
+    RecentRequests,
+    Selected,
+    SelectRefused,
+)
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
@@ -166,9 +177,25 @@ class RequestService:
 
     def _feed(self, stream: Stream, event: Event) -> None:
         stream.last_sign = asyncio.get_running_loop().time()
+        if stream.spans is not None:
+            self._trace_choice(stream, stream.spans, event)
         self._do(stream, stream.session.on(event))
         if stream.way is not None:
             stream.way.note(stream.last_sign)
+
+    def _trace_choice(self, stream: Stream, spans: AttemptSpans, event: Event) -> None:
+        """Pass the answer to a Select on to the spans of a traced request."""
+        assert stream.request.trace is not None
+        if isinstance(event, Selected | SelectRefused | sessions.Unrouted) and stream.session.is_choosing(
+            event.attempt
+        ):
+            now_ns = stream.request.trace.now_ns()
+            if isinstance(event, sessions.Unrouted):
+                spans.unrouted(event.reason, now_ns)
+            else:
+                instance = event.instance if isinstance(event, Selected) else ""
+                card = self._runtime.directory.cards.get((stream.request.model, instance))
+                spans.chosen(event, 0 if card is None else card.block_size, now_ns)
 
     async def _on_frame(self, message: Message) -> None:
         frame = STEP_FRAME.decode(message.payload)
@@ -222,6 +249,8 @@ class RequestService:
     def _do(self, stream: Stream, actions: Sequence[sessions.Action]) -> None:
         tasks, name = self._runtime.tasks, stream.request.id
         for action in actions:
+            if stream.spans is not None and stream.request.trace is not None:
+                stream.spans.acted(action, stream.request.trace.now_ns())
             match action:
                 case sessions.EmitTokens():
                     self._emit_tokens(stream, action)
@@ -276,7 +305,9 @@ class RequestService:
     def _emit_tokens(self, stream: Stream, action: sessions.EmitTokens) -> None:
         now = asyncio.get_running_loop().time()
         if stream.last_tokens is None:
-            stream.metrics.first_token.observe(now - stream.started)
+            trace = stream.request.trace
+            exemplar = None if trace is None else {"trace_id": trace.id}
+            stream.metrics.first_token.observe(now - stream.started, exemplar)
             self._metrics.hops["first_token"].observe(now - stream.accepted)
             stream.first_tokens = now
             if stream.request.served is not None:
@@ -295,6 +326,8 @@ class RequestService:
         del self._running[stream.request.id]
         if stream.way is not None:
             stream.way.end(stream.outcome, asyncio.get_running_loop().time())
+        if stream.spans is not None and stream.request.trace is not None:
+            stream.spans.close(stream.request.trace.now_ns(), "" if stream.ended else "the client has left")
         assert stream.timer is not None
         stream.timer.cancel()
         if not stream.request.embedding_size:

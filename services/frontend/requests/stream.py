@@ -23,6 +23,7 @@ from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol.chat_chunks import Usage, usage_of
+from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.served import Served
 from services.frontend.requests.session import Fail, Finish, Session
 from services.frontend.requests.way import Way
@@ -71,6 +72,8 @@ class InferenceRequest(Struct, frozen=True):
     """When the request's body was complete, on the loop's clock; 0: unknown."""
     served: Served | None = None
     """Where the log's sums of the whole request are; None: there is no log of it."""
+    trace: RequestTrace | None = None
+    """The trace of the whole request; None: it is not traced."""
     prompt_only: bool = False
     """Whether the answer is nothing but the prompt: the one token that is computed is dropped."""
 
@@ -148,6 +151,8 @@ class Stream:
         self.embedding = b""
         """The embedding as `Part.embedding` has it, once the request has ended with one."""
         self.output = request.output
+        self.spans = None if request.trace is None else request.trace.attempts(request.id)
+        """Makes the spans of the attempts; None: the request is not traced."""
         self._selector = StreamSelector() if selector is None else selector
         self._waiting: list[Delta] = []
         self._encode: Callable[[Delta], Any] | None = None
@@ -228,6 +233,11 @@ class Stream:
         if self.error is not None:
             return type(self.error).__name__
         return self.finish if self.ended else "cancelled"
+
+    @property
+    def log_fields(self) -> dict[str, str] | None:
+        """The fields of a log line about this request; None: it is not traced, and the line names it itself."""
+        return None if self.request.trace is None else {"trace": self.request.trace.id}
 
     @property
     def prompt_computed(self) -> bool:

@@ -6,7 +6,8 @@ a body with a Content-Encoding                  ──▶  415, the body is not 
 OPTIONS with Origin, if origins are set         ──▶  204 or 403, no key needed
 a path that is not keyless, if keys are set     ──▶  400 for two keys, 401 before the body is read, or the account of
                                                      the request
-every answer                                    ──▶  X-Request-Id, the key's rate limits, `no-store` and `nosniff`;
+every answer                                    ──▶  X-Request-Id, traceparent if it is traced, the key's rate limits,
+                                                     `no-store` and `nosniff`;
                                                      no Server header
 """
 
@@ -24,9 +25,12 @@ from services.frontend.auth.accounts import Account
 from services.frontend.config import HttpConfig
 from services.frontend.protocol.errors import Failure, failure_of, field_error
 from services.frontend.protocol.operations import FOREIGN_PATHS
+from services.frontend.requests.request_trace import RequestTrace, begin_trace
 from services.frontend.server.cors import Cors
 from services.frontend.serving.request_context import RequestId, request_id
 from shared.errors import InvalidRequest
+from shared.tracing.traceparent import HEADER as TRACEPARENT_HEADER
+from shared.tracing.tracer import Tracer
 
 REQUEST_ID_HEADER = "X-Request-Id"
 ENCODING_HEADER = "Content-Encoding"
@@ -41,6 +45,7 @@ KEYLESS_PATHS = frozenset({"/live", "/health"})
 """Paths that need no API key, since a load balancer has none."""
 _REQUEST_ID = web.RequestKey("named", RequestId)
 _ACCOUNT = web.RequestKey("account", Account)
+_TRACE = web.RequestKey("trace", RequestTrace)
 _OPTIONS = 204
 
 
@@ -82,6 +87,8 @@ class Middleware:
         headers["Cache-Control"] = "no-store"
         headers.pop("Server", None)
         headers.update(self._cors.answer_headers(request.headers.get("Origin")))
+        if (trace := request.get(_TRACE)) is not None:
+            headers.update(trace.headers)
         if (account := account_of(request)) is not None:
             headers.update(account.rate_limit_headers(asyncio.get_running_loop().time()))
 
@@ -118,6 +125,16 @@ def request_id_of(request: web.Request) -> RequestId:
     if _REQUEST_ID not in request:
         request[_REQUEST_ID] = request_id(request.headers.get(REQUEST_ID_HEADER, ""))
     return request[_REQUEST_ID]
+
+
+def begin_trace_of(request: web.Request, tracer: Tracer | None, operation: str) -> RequestTrace | None:
+    """Return the trace of a request that has just come, whose answer names it; None if it is not traced."""
+    if tracer is None:
+        return None
+    trace = begin_trace(tracer, request.headers.getall(TRACEPARENT_HEADER, ()), operation)
+    if trace is not None:
+        request[_TRACE] = trace
+    return trace
 
 
 def error_response(wrong: Failure) -> web.Response:

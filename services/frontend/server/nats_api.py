@@ -33,6 +33,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.protocol.errors import failure_of
 from services.frontend.protocol.operations import OPERATIONS, Operation
 from services.frontend.requests.admission import Permit
+from services.frontend.requests.request_trace import RequestTrace, begin_trace
 from services.frontend.requests.service import RequestService
 from services.frontend.server.access_log import log_request
 from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoListener
@@ -46,6 +47,7 @@ from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, Pr
 from shared.messages import JSON_HEADER
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
+from shared.tracing.traceparent import of_client
 
 STATUS_HEADER = "Headrace-Status"
 PROBE_HEADER = "Headrace-Probe"
@@ -77,11 +79,14 @@ class _NatsRequest(Struct):
     """None: no key is required, or the request has no valid one."""
     permit: Permit | None = None
     """What it has of the frontend's limits; None: it was refused."""
+    trace: RequestTrace | None = None
+    """None: the request is not traced."""
 
     def last_headers(self) -> dict[str, str]:
         """Return the headers of the answer's last message."""
         limits = {} if self.account is None else self.account.rate_limit_headers(asyncio.get_running_loop().time())
-        return {**_LAST, REQUEST_ID_HEADER: self.id.shown, **limits}
+        trace = {} if self.trace is None else self.trace.headers
+        return {**_LAST, REQUEST_ID_HEADER: self.id.shown, **limits, **trace}
 
 
 class _Peek(Struct):
@@ -196,6 +201,7 @@ class NatsApi:
 
     async def _serve(self, operation: Operation, request: _NatsRequest) -> None:
         status, message, begun_s = CLIENT_GONE, request.message, time.perf_counter()
+        request.trace = begin_trace(self._runtime.tracer, of_client(message.headers), operation)
         try:
             async with self._inboxes.watch(message.reply) as inbox:
                 status = await self._answer(operation, request, inbox)
@@ -213,8 +219,11 @@ class NatsApi:
             model = "" if request.permit is None else request.permit.model
             took_s = time.perf_counter() - begun_s
             self._metrics.count_request(operation, status, model, took_s)
+            trace_id = "" if request.trace is None else request.trace.id
             name, every = request.id.unique, self._exchange.access_log
-            log_request(name, operation, status, took_s, request.permit, every=every)
+            log_request(name, operation, status, took_s, request.permit, every=every, trace=trace_id)
+            if request.trace is not None:
+                request.trace.end(status)
 
     async def _answer(self, operation: Operation, request: _NatsRequest, inbox: ClientInbox) -> int:
         """Send the answer or a failure; return its HTTP status. Raise BusDown."""
@@ -227,7 +236,7 @@ class NatsApi:
                 request.permit = place
                 if not (may_probe or _streams(message.payload)):
                     place.count_unasked()
-                context = self._exchange.context(request.id, place, message.headers)
+                context = self._exchange.context(request.id, place, message.headers, request.trace)
                 async with self._exchange.answer(operation, message.payload, context) as reply:
                     ignored = ignored_header(context.ignored)
                     if isinstance(reply, bytes):

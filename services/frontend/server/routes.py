@@ -37,9 +37,16 @@ from services.frontend.protocol.operations import (
     Operation,
 )
 from services.frontend.requests.admission import Permit
+from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.service import RequestService
 from services.frontend.server.access_log import log_request
-from services.frontend.server.middleware import Middleware, account_of, error_response, request_id_of
+from services.frontend.server.middleware import (
+    Middleware,
+    account_of,
+    begin_trace_of,
+    error_response,
+    request_id_of,
+)
 from services.frontend.server.port import Port
 from services.frontend.server.sse import ResponseBody
 from services.frontend.serving.dispatch import Dispatcher, Reply
@@ -47,6 +54,7 @@ from services.frontend.serving.foreign import foreign_error
 from services.frontend.serving.reply import Framing
 from services.frontend.serving.request_context import ignored_header
 from shared.errors import HeadraceError, InvalidRequest
+from shared.tracing.tracer import Tracer
 from shared.version import VERSION
 
 _PERMIT = web.RequestKey("permit", Permit)
@@ -74,6 +82,8 @@ class HttpApi(Struct):
     config: HttpConfig
     port: Port
     middleware: Middleware
+    tracer: Tracer | None = None
+    """None: tracing is off."""
     url: str = ""
     """The base URL where the application listens, set once it does."""
     page_url: str = ""
@@ -111,8 +121,9 @@ class HttpApi(Struct):
     async def _counted(self, operation: Operation | ForeignOperation, request: web.Request) -> web.StreamResponse:
         status = 500  # aiohttp's answer to an unexpected exception
         begun_s = time.perf_counter()
+        trace = begin_trace_of(request, self.tracer, operation)
         try:
-            response, status = await self._answer(operation, request)
+            response, status = await self._answer(operation, request, trace)
         except (asyncio.CancelledError, ConnectionError):
             status = CLIENT_GONE
             self.metrics.disconnected.inc()
@@ -122,12 +133,14 @@ class HttpApi(Struct):
             model = "" if permit is None else permit.model
             took_s = time.perf_counter() - begun_s
             self.metrics.count_request(operation, status, model, took_s)
-            name = request_id_of(request).unique
-            log_request(name, operation, status, took_s, permit, every=self.exchange.access_log)
+            name, every = request_id_of(request).unique, self.exchange.access_log
+            log_request(name, operation, status, took_s, permit, every=every, trace="" if trace is None else trace.id)
+            if trace is not None:
+                trace.end(status)
         return response
 
     async def _answer(
-        self, operation: Operation | ForeignOperation, request: web.Request
+        self, operation: Operation | ForeignOperation, request: web.Request, trace: RequestTrace | None
     ) -> tuple[web.StreamResponse, int]:
         """Return the response and the status to count, which for a failed stream is the failure's."""
         try:
@@ -135,7 +148,7 @@ class HttpApi(Struct):
                 request[_PERMIT] = place
                 sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.admit()
-                context = self.exchange.context(request_id_of(request), place, request.headers)
+                context = self.exchange.context(request_id_of(request), place, request.headers, trace)
                 answer = self.exchange.answer(operation, sent, context)
                 del sent  # the operation drops it too once it has decoded it
                 async with answer as reply:

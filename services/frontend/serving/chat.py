@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 from msgspec import Struct
@@ -45,6 +45,7 @@ from services.frontend.protocol.reasoning import DEFAULT_REASONING
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.priority import served_priority
+from services.frontend.requests.request_trace import CallSpans, RequestTrace
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.choices import Choices, open_choices
@@ -52,6 +53,7 @@ from services.frontend.serving.prompts import chat_prompt, plan_of_reasoning
 from services.frontend.serving.reply import ChatReply
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.tokenize import detokenize
+from services.frontend.serving.trace_attributes import answer_attributes, asked_attributes
 from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
 from services.frontend.tool_parsers.formats import FORMATS
@@ -112,18 +114,25 @@ class ServingChat(Struct, frozen=True):
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)
         context.permit.model = self.models.base_of(request.model)
+        trace = context.trace
+        if trace is not None:
+            trace.attributes |= asked_attributes(request)
         model, limits = self.models.find(request.model)
         if not limits.generates:
             why = f"not every worker of {model.name!r} generates text; /v1/embeddings has its embeddings"
             raise field_error("model", why, UNSUPPORTED)
         try:
             async with asyncio.timeout_at(deadline.at):
-                prompts, plan = await self._prompts(request, model, limits, context.ignored, default_tokens)
-                grammar = await self._grammar(request, model, limits, plan, context.ignored)
-                texts = await self._echoed_texts(request, model)
+                with nullcontext() if trace is None else trace.span("tokenise"):
+                    prompts, plan = await self._prompts(request, model, limits, context.ignored, default_tokens)
+                    grammar = await self._grammar(request, model, limits, plan, context.ignored)
+                    texts = await self._echoed_texts(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         self.metrics.hops["tokenise"].observe(asyncio.get_running_loop().time() - context.received_s)
+        if trace is not None:
+            trace.attributes["gen_ai.response.model"] = model.name
+            trace.attributes["gen_ai.usage.input_tokens"] = sum(prompt.count for prompt in prompts)
         charged = _admit(request, prompts, context.permit)
         requests = self._requests(
             context,
@@ -168,6 +177,8 @@ class ServingChat(Struct, frozen=True):
                 yield choices
             finally:
                 context.permit.spent = _spent(prepared, choices)
+                if context.trace is not None:
+                    context.trace.attributes |= answer_attributes(choices, context.id)
 
     async def _echoed_texts(self, request: TextRequest, model: Model) -> list[str]:
         """Return the text before the answers of each prompt, mostly empty. Raise InvalidRequest."""
@@ -301,8 +312,9 @@ class ServingChat(Struct, frozen=True):
                 deadline=deadline,
                 received_s=context.received_s,
                 served=context.permit.served,
-                output=self._output(request, model, plan, characters),
+                output=self._output(request, model, plan, characters, context.trace),
                 prompt_entries=_prompt_entries(sampling, model, prompt, characters),
+                trace=context.trace,
                 prompt_only=request.max_tokens == 0,
                 grammar_param=grammar_param,
                 is_follower=at > 0,
@@ -314,7 +326,7 @@ class ServingChat(Struct, frozen=True):
                     other,
                     id=f"{name}/{at * count + choice}",
                     sampling=replace(sampling, seed=seed),
-                    output=self._output(request, model, plan, characters),
+                    output=self._output(request, model, plan, characters, context.trace),
                     prompt_entries=_prompt_entries(sampling, model, prompt, characters),
                 )
                 for choice in range(1, count)
@@ -323,7 +335,14 @@ class ServingChat(Struct, frozen=True):
             found.append([first, *others])
         return found
 
-    def _output(self, request: TextRequest, model: Model, plan: ParsePlan, begins_at: int = 0) -> Output | ParsedOutput:
+    def _output(
+        self,
+        request: TextRequest,
+        model: Model,
+        plan: ParsePlan,
+        begins_at: int,
+        trace: RequestTrace | None,
+    ) -> Output | ParsedOutput:
         """Return what turns the tokens of one choice into text, which begins after `begins_at` characters. Plain
         content needs no parser."""
         parsed = _is_parsed(request, plan)
@@ -344,10 +363,22 @@ class ServingChat(Struct, frozen=True):
             return ParsedOutput(output, AnswerParser(plan, ParseResult()))
         count, form = self.metrics.tool_calls, FORMATS[plan.calls]
         assert isinstance(request, ChatRequest)
+        spans = None if trace is None else CallSpans(trace, plan.calls)
+
+        def draw_id() -> str:
+            if spans is not None:
+                spans.begun()
+            return f"{form.id_prefix}{random.getrandbits(4 * form.id_digits):0{form.id_digits}x}"
+
+        def count_call(outcome: str) -> None:
+            count.labels(plan.calls, outcome).inc()
+            if spans is not None:
+                spans.ended(outcome)
+
         result = ParseResult(
             frozenset(tool.function.name for tool in request.tools or ()),
-            lambda: f"{form.id_prefix}{random.getrandbits(4 * form.id_digits):0{form.id_digits}x}",
-            count=lambda outcome: count.labels(plan.calls, outcome).inc(),
+            draw_id,
+            count=count_call,
             parallel=request.parallel_tool_calls is not False,
         )
         return ParsedOutput(output, AnswerParser(plan, result))

@@ -26,6 +26,7 @@ from services.frontend.protocol.operations import ForeignOperation, Operation
 from services.frontend.requests import deadline
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.priority import lowest_allowed
+from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
@@ -59,9 +60,13 @@ class Dispatcher:
         """The operations of other providers' APIs."""
         self._tokenize = ServingTokenize(chat.models, chat.pool, chat.service.limits)
 
-    def context(self, id_: RequestId, permit: Permit, headers: Mapping[str, str]) -> RequestContext:
+    def context(
+        self, id_: RequestId, permit: Permit, headers: Mapping[str, str], trace: RequestTrace | None = None
+    ) -> RequestContext:
         """Return the context of a request whose body is complete now. Raise InvalidRequest that names a header."""
         now = asyncio.get_running_loop().time()
+        if trace is not None:
+            trace.attributes["headrace.request_id"] = id_.unique
         ignored = IgnoredFields(refuse=self._config.unknown_fields == "refuse")
         return RequestContext(
             id_,
@@ -70,6 +75,7 @@ class Dispatcher:
             deadline_header=headers.get(deadline.HEADER),
             session=session_name(headers.get(SESSION_HEADER)),
             lowest_priority=lowest_allowed(permit.account, self._config.access.min_priority),
+            trace=trace,
             ignored=ignored,
         )
 

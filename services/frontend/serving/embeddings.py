@@ -15,6 +15,7 @@ import asyncio
 from binascii import b2a_base64
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from math import hypot
 from struct import pack, unpack
 from typing import Any
@@ -31,6 +32,7 @@ from services.frontend.protocol import embeddings
 from services.frontend.protocol.errors import field_error
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.priority import served_priority
+from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.served import Served
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
@@ -65,6 +67,9 @@ class ServingEmbeddings(Struct, frozen=True):
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)
         context.permit.model = self.models.base_of(request.model)
+        trace = context.trace
+        if trace is not None:
+            trace.attributes["gen_ai.request.model"] = request.model or ""
         model, limits = self.models.find(request.model)
         sampling, dimensions = _pooled(request, model, limits)
         inputs = embeddings.inputs_of(request)
@@ -73,13 +78,16 @@ class ServingEmbeddings(Struct, frozen=True):
             raise InvalidRequest(f"{wrong}; ask for fewer, or for fewer `dimensions`", param="input")
         try:
             async with asyncio.timeout_at(deadline.at):
-                prompts = await self._prompts(inputs, model, limits)
+                with nullcontext() if trace is None else trace.span("tokenise"):
+                    prompts = await self._prompts(inputs, model, limits)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its input was tokenised") from None
         as_text, salt, unique = request.encoding_format == "base64", request.cache_salt or "", context.id.unique
         del request, inputs
         tokens, permit = sum(map(len, prompts)) // 4, context.permit
         at_once = min(len(prompts), self.service.limits.inputs_at_once, self.service.limits.requests)
+        if trace is not None:
+            trace.attributes |= {"gen_ai.response.model": model.name, "gen_ai.usage.input_tokens": tokens}
         permit.add_tokens(tokens + len(prompts) * dimensions, at_once)
         if permit.account is not None:
             permit.account.charge_tokens(tokens, loop.time())
@@ -94,6 +102,7 @@ class ServingEmbeddings(Struct, frozen=True):
             priority,
             prompts,
             permit.served,
+            trace,
         )
         try:
             found = await vectors.compute(at_once)
@@ -149,6 +158,7 @@ class _Vectors(Struct):
     priority: int
     prompts: list[bytes]
     served: Served
+    trace: RequestTrace | None
     found: dict[int, bytes] = {}
     begun_tokens: int = 0
     """The tokens of the inputs that were sent to workers."""
@@ -194,6 +204,7 @@ class _Vectors(Struct):
             deadline=self.deadline,
             output=Output(self.model.token_bytes, ()),
             embedding_size=self.size,
+            trace=self.trace,
             priority=self.priority,
             served=self.served,
             is_follower=index > 0,  # not refused for waiting for the inputs before it

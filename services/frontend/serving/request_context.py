@@ -10,6 +10,7 @@ from msgspec import Struct, field
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER, IgnoredFields
 from services.frontend.requests.admission import Permit
+from services.frontend.requests.request_trace import RequestTrace
 
 SESSION_HEADER = "X-Session-Id"
 """The header, over HTTP and over NATS, that names the conversation to which a request belongs."""
@@ -62,5 +63,7 @@ class RequestContext(Struct, frozen=True):
     """The name of its conversation, of the header; empty: the body may name it."""
     lowest_priority: int = 0
     """The lowest `priority` that its body may ask for."""
+    trace: RequestTrace | None = None
+    """The request's trace; None: it is not traced."""
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     """The fields of its body that have no effect."""

@@ -45,6 +45,8 @@ class Decision(Struct):
     it."""
     ended_s: float | None = None
     """Seconds from the choice to the reported end; None until then."""
+    trace: str = ""
+    """The id of the request's trace; empty: it is not traced."""
 
 
 class Prediction(Struct, frozen=True):
@@ -112,6 +114,12 @@ class DecisionLog:
         decision = self._entries.get(attempt)
         if decision is not None and decision.ended_s is None:
             decision.ended_s = now_s - decision.at_s
+
+    def record_trace(self, attempt: AttemptId, trace: str) -> None:
+        """Record the id of the trace that an attempt belongs to."""
+        decision = self._entries.get(attempt)
+        if decision is not None:
+            decision.trace = trace
 
     def get(self, attempt: AttemptId) -> Decision:
         """Return a decision of the log, with its rows."""

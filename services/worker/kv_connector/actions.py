@@ -20,6 +20,8 @@ class AskKvbm(Struct, frozen=True):
     operation: KvbmOperation
     payload: bytes
     """The request as `shared.kvbm_messages` encodes it."""
+    attempt: int = 0
+    """`Submit.number` of the attempt that waits for a fetch; 0: there is none."""
 
 
 class SaveBatch(Struct, frozen=True):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 
@@ -30,6 +30,8 @@ from shared.pool.format import PoolUnfit
 from shared.pool.lock import check_directory, kvbm_of
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
+from shared.tracing.spans import finished
+from shared.tracing.traceparent import TraceParent
 
 LOOK_INTERVAL_S = 1.0
 """Seconds between two looks at the lock in the pool's directory."""
@@ -54,13 +56,16 @@ class KvbmClient:
         *,
         send: Callable[[KvbmUp | KvbmDown | KvbmReply], None],
         link_changed: Callable[[], None],
+        place_of: Callable[[int], TraceParent | None] = lambda _number: None,
     ) -> None:
-        """`send` sends a message to the engine, if one runs; `link_changed` is called when `shown_link` has changed."""
+        """`send` sends a message to the engine, if one runs; `link_changed` is called when `shown_link` has changed.
+        `place_of` returns the parent of spans of the attempt with a number, None if it is not traced."""
         self._runtime = runtime
         self._pool = Path(pool) if pool else None
         self._metrics = metrics
         self._send = send
         self._link_changed = link_changed
+        self._place_of = place_of
         self._kvbm = ""
         """Instance id of the kvbm that is up; empty: none is."""
         self._trouble = ""
@@ -197,7 +202,23 @@ class KvbmClient:
             self._metrics.count_answered(ask.operation, perf_counter() - began_s)
 
     async def _fetch(self, ask: KvbmAsk, subject: str) -> None:
-        stream = self._runtime.bus.stream(subject, ask.payload, idle_timeout_s=ask.timeout_s)
+        parent = self._place_of(ask.attempt) if ask.attempt else None
+        if parent is None or self._runtime.tracer is None:
+            await self._carry_answers(ask, subject, None)
+            return
+        tracer = self._runtime.tracer
+        place, start_ns, error = tracer.ids.child(parent), tracer.now_ns(), ""
+        try:
+            await self._carry_answers(ask, subject, place.headers)
+        except BaseException as wrong:
+            error = str(wrong) or type(wrong).__name__
+            raise
+        finally:
+            ended = finished("fetch", place, parent.span, start_ns, tracer.now_ns(), kind="client", error=error)
+            tracer.record((ended,))
+
+    async def _carry_answers(self, ask: KvbmAsk, subject: str, headers: Mapping[str, str] | None) -> None:
+        stream = self._runtime.bus.stream(subject, ask.payload, idle_timeout_s=ask.timeout_s, headers=headers)
         async with stream as answers:
             async for answer in answers:
                 last = answer.headers.get(LAST_HEADER) == "true"

@@ -132,7 +132,7 @@ class Fetches:
     def _send(self, request: FetchRequest, now_s: float) -> AskKvbm:
         number, keys = next(self._numbers), request.keys[: self._most_blocks]
         self._asked[number] = self._fetches[request.number] = _OpenFetch(request, now_s)
-        return AskKvbm(number, "fetch", FETCH.encode(Fetch(self._owner, b"".join(keys))))
+        return AskKvbm(number, "fetch", FETCH.encode(Fetch(self._owner, b"".join(keys))), request.attempt)
 
     def _unqueue(self, number: int) -> None:
         for request in list(self._queue):

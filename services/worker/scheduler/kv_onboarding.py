@@ -42,6 +42,8 @@ class FetchRequest(Struct, frozen=True):
     """Names the fetch in `begin_load`, `end_load` and `end_fetch`. Each fetch ends with exactly one `end_fetch`."""
     keys: list[ContentKey]
     """Content keys in the order of the chain, from the first missing block on."""
+    attempt: int = 0
+    """`Submit.number` of the attempt that waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +178,9 @@ class Onboarding:
             fetch.after = self._fetching(first, keys[first])
             if fetch.after is None:
                 fetch.state, fetch.first, fetch.count = "fetching", first, len(keys) - first
-                requests.append(FetchRequest(fetch.sequence.arrival, keys[first:]))
+                if fetch.sequence.onboarding_s is None:
+                    fetch.sequence.onboarding_s = fetch.began_s
+                requests.append(FetchRequest(fetch.sequence.arrival, keys[first:], fetch.sequence.number))
         return requests
 
     def abandoned_fetches(self) -> list[int]:

@@ -390,13 +390,18 @@ class Scheduler:
         self._outcome.boundary_parts.append(part)
         if not sequence.begun:
             sequence.begun = True
-            admitted_s = sequence.admitted_s
-            assert admitted_s is not None
-            self._outcome.begun.append(
-                Begun(sequence.number, admitted_s - sequence.arrived_s, max(0.0, now_s - admitted_s))
-            )
+            self._report_begun(sequence, now_s)
         if finish is not None:
             self._drop(sequence)
+
+    def _report_begun(self, sequence: Sequence, now_s: float) -> None:
+        """Report how long an attempt took to its first token."""
+        admitted_s, asked_s = sequence.admitted_s, sequence.onboarding_s
+        assert admitted_s is not None, "it has drawn a token"
+        onboard_s = 0.0 if asked_s is None else max(0.0, admitted_s - asked_s)
+        self._outcome.begun.append(
+            Begun(sequence.number, admitted_s - sequence.arrived_s, max(0.0, now_s - admitted_s), onboard_s)
+        )
 
     # --- ends
 

@@ -60,6 +60,8 @@ class Sequence:
     stored: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the cache by the time the first token was drawn."""
+    onboarding_s: float | None = None
+    """When it began to wait for blocks that were then asked of the kvbm; None: it did not."""
     begun: bool = False
     """A token was drawn in this attempt, so that `cached_tokens` is final."""
     cached_host_tokens: int = 0

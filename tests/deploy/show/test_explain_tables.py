@@ -48,6 +48,11 @@ def test_a_lora_stands_next_to_its_model() -> None:
     )
 
 
+def test_a_traced_request_names_its_trace() -> None:
+    asked = msgspec.structs.replace(CHOICE, trace="4bf92f3577b34da6a3ce929d0e0e4736")
+    assert render_candidates([asked]).splitlines()[2] == "trace 4bf92f3577b34da6a3ce929d0e0e4736"
+
+
 def test_what_is_not_known_yet_is_said_in_words() -> None:
     assert render_candidates([CHOICE]).splitlines()[-3:] == [
         "cached tokens      400 predicted, not reported yet of 410",

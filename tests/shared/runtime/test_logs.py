@@ -27,6 +27,12 @@ def test_a_line_names_the_process_and_the_request() -> None:
     assert line.startswith("time=20")
 
 
+def test_a_line_about_a_traced_request_names_the_trace_last() -> None:
+    line = logs.LogLine("router", "0a").format(record("said", request="r-1", trace="4bf9"))
+    assert line.endswith('message="said" request="r-1" trace="4bf9"')
+    assert logs.LogLine("router", "0a").format(record("said", trace="4bf9")).endswith('message="said" trace="4bf9"')
+
+
 def test_line_breaks_do_not_forge_a_second_line() -> None:
     assert "\n" not in logs.LogLine("router", "0a").format(record("one\ntime=forged", request="a\nb"))
 

@@ -8,13 +8,18 @@ from urllib.parse import urlsplit
 
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from shared.config import ObserveConfig
-from shared.runtime.observe import ProcessHealth, add_routes, advertised, serving
+from shared.runtime.observe import ProcessHealth, add_routes, advertised, serving, takes_openmetrics
 from tests.servers import free_port
 
 DEADLINE_S = 10.0
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+"""What Prometheus sends."""
 
 
 def test_a_process_that_drains_is_never_ready_again() -> None:
@@ -53,6 +58,30 @@ async def test_a_service_may_serve_the_paths_itself() -> None:
         health.targets = lambda: b"[]"
         async with session.get(server.make_url("/sd")) as answer:
             assert (answer.status, answer.content_type, await answer.read()) == (200, "application/json", b"[]")
+
+
+async def test_a_scraper_that_takes_openmetrics_gets_exemplars_and_others_the_classic_format() -> None:
+    registry = CollectorRegistry()
+    Histogram("headrace_wait_seconds", "Wait", registry=registry).observe(0.1, {"trace_id": "ab"})
+    async with serving(ObserveConfig(port=free_port()), ProcessHealth(), registry) as url, ClientSession() as session:
+        async with session.get(f"{url}/metrics", headers={"Accept": PROMETHEUS}) as answer:
+            assert answer.content_type == "application/openmetrics-text"
+            text = await answer.text()
+            assert ' # {trace_id="ab"} 0.1' in text
+            assert text.endswith("# EOF\n")
+        for accept in ("*/*", "text/plain;version=0.0.4", "text/html,application/xhtml+xml", ""):
+            async with session.get(f"{url}/metrics", headers={"Accept": accept}) as answer:
+                assert answer.content_type == "text/plain"
+                assert "trace_id" not in await answer.text()
+
+
+def test_only_openmetrics_of_a_version_that_is_written_is_taken() -> None:
+    assert takes_openmetrics([PROMETHEUS])
+    assert takes_openmetrics(["text/plain", "application/openmetrics-text"])
+    assert not takes_openmetrics(["application/openmetrics-text;version=0.0.1"])
+    assert not takes_openmetrics(["application/openmetrics-text;version=1.0.0;q=0"])
+    assert not takes_openmetrics(["application/openmetrics-textual", ";;,,=;", "q"])
+    assert not takes_openmetrics([])
 
 
 async def test_a_body_that_no_path_reads_is_not_decompressed_either() -> None:

@@ -80,6 +80,20 @@ def test_of_a_continuation_only_the_prompts_tokens_count() -> None:
     assert (last.cached_tokens, last.cached_host_tokens) == (5, 5)
 
 
+def test_an_attempt_reports_how_long_it_waited_for_blocks() -> None:
+    kvbm = kvbm_with(PROMPT)
+    kvbm.engine.submit("a", PROMPT, max_tokens=2)
+    (request,) = kvbm.poll()
+    assert request.attempt == 0, "the number of the Submit"
+    kvbm.engine.now_s += 0.25
+    kvbm.run()
+    (begun,) = kvbm.engine.begun
+    assert 0.25 <= begun.onboard_s <= begun.queued_s
+    kvbm.engine.submit("b", PROMPT, max_tokens=2)
+    kvbm.run()
+    assert kvbm.engine.begun[-1].onboard_s == 0.0
+
+
 def test_others_are_computed_while_one_waits() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT)
