@@ -170,7 +170,7 @@ class OtlpExporter:
         self._said = _Said()
         logger = logging.getLogger(_SOURCE)
         logger.propagate = False
-        logger.addHandler(self._said)
+        logger.handlers = [self._said]  # to the end of the process: a thread may still be sending after `abort`
 
     def send(self, spans: Sequence[SpanRecord], resource: dict[str, str]) -> str:
         """Send spans; return why that failed, or nothing."""
@@ -184,7 +184,6 @@ class OtlpExporter:
     def abort(self) -> None:
         """Make a `send` in another thread return at its next retry."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
-        logging.getLogger(_SOURCE).removeHandler(self._said)
 
 
 def open_exporter(config: TraceConfig) -> Exporter:
