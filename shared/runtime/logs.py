@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
-
-import msgspec
 
 from shared.errors import ConfigError
 from shared.messages import ServiceName
@@ -28,6 +27,8 @@ TEXT_LIMIT_CHARACTERS = 16_384
 _PLAIN = frozenset({"time", "level", "service", "instance", "logger"})
 """What is never in quotes, since it has no blank."""
 LogFormat = Literal["text", "json"]
+_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""What JSON does not escape, but ends a line or controls a terminal for some readers, or cannot be written."""
 
 
 class LogLine(logging.Formatter):
@@ -40,7 +41,7 @@ class LogLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         parts = [f"{name}={value if name in _PLAIN else _quoted(value)}" for name, value in self._parts(record)]
-        parts += [f"{name}={_quoted(value)}" for name, value in getattr(record, "fields", {}).items()]
+        parts += [f"{name}={_quoted(value)}" for name, value in _fields(record).items()]
         return " ".join(parts)
 
     def _parts(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
@@ -62,9 +63,8 @@ class JsonLine(LogLine):
     it can hide another."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = getattr(record, "fields", {})
-        parts = dict(self._parts(record)) | ({"fields": fields} if fields else {})
-        return msgspec.json.encode(parts, enc_hook=str).decode()
+        fields = _fields(record)
+        return _quoted(dict(self._parts(record)) | ({"fields": fields} if fields else {}))
 
 
 def start(service: ServiceName, instance: str, level: str, form: LogFormat = "text", *, model: str = "") -> None:
@@ -106,9 +106,16 @@ class LogLevel:
         logging.getLogger().setLevel(self._before)
 
 
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    given: dict[str, Any] = getattr(record, "fields", {})
+    return {name: _cut(value) if isinstance(value, str) else value for name, value in given.items()}
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= TEXT_LIMIT_CHARACTERS else f"{text[:TEXT_LIMIT_CHARACTERS]}…"
 
 
 def _quoted(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """Return a value as JSON, in which what ends a line or controls a terminal is escaped."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -70,7 +70,20 @@ def test_a_record_may_be_one_json_object_with_the_same_in_it() -> None:
 
 def test_long_texts_are_cut() -> None:
     for form in (logs.LogLine, logs.JsonLine):
-        assert len(form("router", "0a").format(record("x" * 1_000_000))) < 2 * logs.TEXT_LIMIT_CHARACTERS
+        for told in (record("x" * 1_000_000), record("x", fields={"model": "x" * 1_000_000})):
+            assert len(form("router", "0a").format(told)) < 2 * logs.TEXT_LIMIT_CHARACTERS
+
+
+@pytest.mark.parametrize("form", [logs.LogLine, logs.JsonLine])
+@pytest.mark.parametrize("wild", ["\x85", "\u2028", "\x9b31m", "\x1b[31m", "\ud800", "\r", "\x7f"])
+def test_what_ends_a_line_or_controls_a_terminal_is_escaped(form: type[logs.LogLine], wild: str) -> None:
+    line = form("router", "0a").format(record(f"a{wild}b", request=wild, fields={"model": f"é{wild}"}))
+    assert len(line.splitlines()) == 1
+    assert line.isprintable()
+    assert line.encode().decode() == line
+    assert "é" in line
+    if form is logs.JsonLine:
+        assert json.loads(line)["fields"]["model"] == f"é{wild}"
 
 
 async def test_the_level_changes_and_falls_back() -> None:
