@@ -173,7 +173,7 @@ class LabelledRegistry(CollectorRegistry):
 
 def _own_labels(collector: Collector) -> set[str]:
     """Return the labels that a collector's metrics have, as far as it says."""
-    names = set(getattr(collector, "_labelnames", ()))
+    names: set[str] = set(getattr(collector, "_labelnames", ()))
     describe = getattr(collector, "describe", None)
     for metric in describe() if describe is not None else ():
         names.update(getattr(metric, "_labelnames", ()), *(sample.labels for sample in metric.samples))

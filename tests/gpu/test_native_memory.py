@@ -103,6 +103,19 @@ def test_steps_of_any_kind_allocate_nothing(tmp_path: Path, element_type: Any) -
         runner.close()
 
 
+def test_what_takes_the_gpus_memory_adds_up_to_all_of_it(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", dtype="bfloat16", context_length=4096, **SHAPE)
+    with loaded(settings(directory, tmp_path / "cache", capacity_blocks=400)) as (runner, _):
+        use, (free, total) = runner.memory_use(), cp.cuda.runtime.memGetInfo()
+        assert use.used > 0
+        assert use.used + use.kept + use.others + use.free == pytest.approx(total, rel=0.01)
+        assert use.free == pytest.approx(free, abs=64 << 20)
+        taken = cp.empty(256 << 20, dtype=cp.uint8)
+        more = runner.memory_use()
+        assert more.used - use.used == pytest.approx(256 << 20, rel=0.05)
+        del taken
+
+
 def test_a_runner_takes_the_memory_that_was_computed_beforehand(tmp_path: Path) -> None:
     memory = DeviceMemory(0, keep_bytes=1 << 30)
     directory = write_tiny_model(tmp_path, dtype="bfloat16", context_length=4096, **SHAPE)

@@ -38,7 +38,7 @@ def test_the_settings_and_their_defaults_are_those_that_there_are() -> None:
         "tickets": TicketLimits,
         "statistics": StatisticsConfig,
     }
-    common = {"namespace", "nats", "discovery", "observe"}
+    common = {"namespace", "nats", "discovery", "observe", "trace"}
     assert {field.name for field in msgspec.structs.fields(KvbmConfig)} == {*tables, *common}
     tables["kvbm"] = OfWorker
     expected = {
