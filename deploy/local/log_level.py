@@ -7,15 +7,18 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 
-from deploy.local.show.fleet import ANSWER_LIMIT_S, FleetConfig, connect_bus, discovery_entries
+from deploy.local.show.fleet import (
+    ANSWER_LIMIT_S,
+    FleetConfig,
+    by_prefix,
+    connect_bus,
+    discovery_entries,
+    readable_entries,
+)
 from shared import subjects
 from shared.bus.nats_bus import NatsBus
-from shared.discovery.catalogue import read_entry
 from shared.errors import ConfigError, ProtocolError, Unavailable
 from shared.messages import CONTROL, LOG_LEVEL_CHANGED, ChangeLogLevel, Instance
-
-_LISTED = 8
-"""Most ids in one error."""
 
 
 def change_level(config: FleetConfig, level: str, prefixes: Sequence[str], *, for_s: float) -> int:
@@ -52,21 +55,8 @@ async def _ask(bus: NatsBus, namespace: str, one: Instance, asked: ChangeLogLeve
 def choose_processes(namespace: str, values: Mapping[str, bytes], prefixes: Sequence[str]) -> list[Instance]:
     """Return the processes that are meant, at least one. `values` are discovery's keys and values. Raise
     ConfigError."""
-    there: dict[str, Instance] = {}
-    for key, value in values.items():
-        try:
-            entry = read_entry(namespace, key, value)
-        except ProtocolError:  # `status` shows it
-            continue
-        if isinstance(entry, Instance):
-            there[entry.instance] = entry
+    there = {one.instance: one for one in readable_entries(namespace, values) if isinstance(one, Instance)}
     if not there:
         raise ConfigError("no process is registered")
-    meant: dict[str, Instance] = {}
-    for prefix in prefixes:
-        found = [prefix] if prefix in there else sorted(name for name in there if name.startswith(prefix))
-        if len(found) != 1:
-            many = f"several processes begin with {prefix!r}" if found else f"no process begins with {prefix!r}"
-            raise ConfigError(f"{many}: {', '.join((found or sorted(there))[:_LISTED])}")
-        meant[found[0]] = there[found[0]]
-    return sorted((meant or there).values(), key=lambda one: (one.service, one.instance))
+    meant = {by_prefix(prefix, sorted(there), "process") for prefix in prefixes} or there.keys()
+    return sorted((there[name] for name in meant), key=lambda one: (one.service, one.instance))

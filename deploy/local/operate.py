@@ -7,10 +7,9 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 
-from deploy.local.show.fleet import FleetConfig, connect_bus, discovery_entries
+from deploy.local.show.fleet import FleetConfig, by_prefix, connect_bus, discovery_entries, readable_entries
 from shared import subjects
 from shared.bus.nats_bus import NatsBus
-from shared.discovery.catalogue import read_entry
 from shared.errors import ConfigError, ProtocolError, Unavailable
 from shared.lora import name_of_lora
 from shared.messages import OPERATE_WORKER, WORKER_OPERATED, Instance, ModelCard, OperateWorker, WorkerOperated
@@ -72,11 +71,7 @@ def choose_workers(
     """Return the workers that are meant, at least one. `values` are discovery's keys and values. Raise ConfigError."""
     workers: dict[str, Instance] = {}
     cards: list[ModelCard] = []
-    for key, value in values.items():
-        try:
-            entry = read_entry(namespace, key, value)
-        except ProtocolError:  # `status` shows it
-            continue
+    for entry in readable_entries(namespace, values):
         if isinstance(entry, ModelCard):
             cards.append(entry)
         elif isinstance(entry, Instance) and entry.service == "worker":
@@ -84,7 +79,7 @@ def choose_workers(
     if not workers:
         raise ConfigError("no worker is registered")
     if prefixes:
-        found = [_by_prefix(prefix, sorted(workers)) for prefix in prefixes]
+        found = [by_prefix(prefix, sorted(workers), "worker") for prefix in prefixes]
         return [workers[instance] for instance in dict.fromkeys(found)]
     if asked.operation == "unload_lora":
         cards = [card for card in cards if asked.name in map(name_of_lora, card.lora)]
@@ -96,13 +91,3 @@ def choose_workers(
         raise ConfigError(f"several models are served, name one with --model: {', '.join(models[:_LISTED])}")
     meant = {card.instance for card in cards if card.model == models[0]}
     return [workers[instance] for instance in sorted(meant & workers.keys())]
-
-
-def _by_prefix(prefix: str, instances: Sequence[str]) -> str:
-    if prefix in instances:
-        return prefix
-    found = [instance for instance in instances if instance.startswith(prefix)]
-    if len(found) != 1:
-        many = f"several workers begin with {prefix!r}" if found else f"no worker begins with {prefix!r}"
-        raise ConfigError(f"{many}: {', '.join((found or instances)[:_LISTED])}")
-    return found[0]

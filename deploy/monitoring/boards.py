@@ -46,6 +46,11 @@ def _share_of(part: str, whole: str) -> str:
     return f"(({part}) or 0 * ({whole})) / ({whole} > 0)"
 
 
+FAILED_SHARE = _share_of(
+    _rate("headrace_requests_total", _of("frontend", MODEL + ',status=~"5.."'), "model"),
+    _rate("headrace_requests_total", FRONTEND, "model"),
+)
+
 SERVICE = Board(
     "headrace-service",
     "Headrace: service",
@@ -66,10 +71,7 @@ SERVICE = Board(
                     "percentunit",
                     [
                         Query(
-                            _share_of(
-                                _rate("headrace_requests_total", _of("frontend", MODEL + ',status=~"5.."'), "model"),
-                                _rate("headrace_requests_total", FRONTEND, "model"),
-                            ),
+                            FAILED_SHARE,
                             "{{model}}",
                         )
                     ],
@@ -167,11 +169,7 @@ SERVICE = Board(
                     "none",
                     [
                         Query(
-                            _share_of(
-                                _rate("headrace_requests_total", _of("frontend", MODEL + ',status=~"5.."'), "model"),
-                                _rate("headrace_requests_total", FRONTEND, "model"),
-                            )
-                            + " / 0.001",
+                            FAILED_SHARE + " / 0.001",
                             "{{model}}",
                         )
                     ],

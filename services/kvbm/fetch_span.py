@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.bus.contract import Message
 from shared.hashing import KEY_BYTES
 from shared.kvbm_messages import Fetch, Fetched, KvbmRefused
-from shared.tracing.spans import AttributeValue, finished
+from shared.tracing.spans import AttributeValue
 from shared.tracing.traceparent import TraceParent, carried
 from shared.tracing.tracer import Tracer
 
@@ -34,9 +34,9 @@ class FetchSpan:
             "headrace.memory_blocks": self._memory,
             "headrace.disk_blocks": self._disk,
         }
-        place, parent, now_ns = self._tracer.ids.child(self._parent), self._parent.span, self._tracer.now_ns()
-        ended = finished(
-            "kvbm fetch", place, parent, self._start_ns, now_ns, kind="server", attributes=attributes, error=error
+        ids, now_ns = self._tracer.ids, self._tracer.now_ns()
+        ended = ids.finished_below(
+            self._parent, "kvbm fetch", self._start_ns, now_ns, kind="server", attributes=attributes, error=error
         )
         self._tracer.record((ended,))
 

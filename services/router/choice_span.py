@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.messages import Select, Selected, SelectReply
-from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord, finished
+from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord
 from shared.tracing.traceparent import TraceParent
 
 
@@ -26,5 +26,4 @@ def choice_span(
         }
     else:
         error = f"{reply.code}: {reply.reason}"
-    place = ids.child(parent)
-    return finished("choose", place, parent.span, start_ns, end_ns, kind="server", attributes=attributes, error=error)
+    return ids.finished_below(parent, "choose", start_ns, end_ns, kind="server", attributes=attributes, error=error)

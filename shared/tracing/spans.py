@@ -34,7 +34,7 @@ class SpanRecord(Struct, frozen=True):
 
 
 class SpanIds:
-    """Draws ids. They only have to differ, so that no secret random numbers are needed."""
+    """Draws ids, and places spans with them. They only have to differ, so that no secret random numbers are needed."""
 
     def __init__(self, draw: Random) -> None:
         self._draw = draw
@@ -50,6 +50,21 @@ class SpanIds:
     def child(self, parent: TraceParent) -> TraceParent:
         """Return the place of a new span below `parent`."""
         return TraceParent(parent.trace, self.span())
+
+    def finished_below(
+        self,
+        parent: TraceParent,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        *,
+        kind: SpanKind = "internal",
+        attributes: dict[str, AttributeValue] | None = None,
+        error: str = "",
+    ) -> SpanRecord:
+        """Return a finished span below `parent`, whose own place nothing else has to know."""
+        place = self.child(parent)
+        return finished(name, place, parent.span, start_ns, end_ns, kind=kind, attributes=attributes, error=error)
 
 
 def finished(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -16,12 +16,15 @@ from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import ServiceConfig, environment, load
 from shared.discovery.backends import open_discovery
-from shared.discovery.catalogue import read_entry
-from shared.errors import BusDown, ProtocolError, Unavailable
+from shared.discovery.catalogue import Entry, read_entry
+from shared.errors import BusDown, ConfigError, ProtocolError, Unavailable
 from shared.messages import Codec, Instance, ServiceName
 
 CONNECT_LIMIT_S = 3.0
 ANSWER_LIMIT_S = 1.0
+_PLURALS = {"worker": "workers", "process": "processes"}
+_LISTED = 8
+"""Most ids in one error."""
 
 T = TypeVar("T", bound=Struct)
 
@@ -88,17 +91,31 @@ async def connect_bus(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
         await bus.drain()
 
 
-def instances_of(service: ServiceName, config: FleetConfig, values: Mapping[str, bytes]) -> list[str]:
-    """Return the ids of all instances of a service. Unreadable entries are skipped; `status` shows them."""
-    found: list[str] = []
+def readable_entries(namespace: str, values: Mapping[str, bytes]) -> Iterator[Entry]:
+    """Yield what discovery's keys and values say. Unreadable entries are skipped; `status` shows them."""
     for key, value in values.items():
         try:
-            entry = read_entry(config.namespace, key, value)
+            yield read_entry(namespace, key, value)
         except ProtocolError:
             continue
-        if isinstance(entry, Instance) and entry.service == service:
-            found.append(entry.instance)
-    return sorted(found)
+
+
+def instances_of(service: ServiceName, config: FleetConfig, values: Mapping[str, bytes]) -> list[str]:
+    """Return the ids of all instances of a service."""
+    entries = readable_entries(config.namespace, values)
+    return sorted(each.instance for each in entries if isinstance(each, Instance) and each.service == service)
+
+
+def by_prefix(prefix: str, instances: Sequence[str], kind: Literal["worker", "process"]) -> str:
+    """Return the id that is `prefix`, or the only one that begins with it; `kind` names what has the ids. Raise
+    ConfigError."""
+    if prefix in instances:
+        return prefix
+    found = [instance for instance in instances if instance.startswith(prefix)]
+    if len(found) != 1:
+        many = f"several {_PLURALS[kind]} begin with {prefix!r}" if found else f"no {kind} begins with {prefix!r}"
+        raise ConfigError(f"{many}: {', '.join((found or instances)[:_LISTED])}")
+    return found[0]
 
 
 async def ask_each(

@@ -182,8 +182,11 @@ class ModelRegistry:
 
     def base_of(self, name: str | None) -> str:
         """Return the name of the base model that a request means; empty: none that is known."""
-        if name is None or name in self._entries:
-            return name or (next(iter(self._entries)) if len(self._entries) == 1 else "")
+        if name is None:
+            names = self._unnamed()
+            return names[0] if len(names) == 1 else ""
+        if name in self._entries:
+            return name
         lora = self._loras.find(name)
         return "" if lora is None else lora[0]
 
@@ -212,8 +215,12 @@ class ModelRegistry:
         )
         return near or known[:NAMES_LISTED]
 
+    def _unnamed(self) -> list[str]:
+        """Return the models that a request without a name may mean."""
+        return [name for name, entry in self._entries.items() if entry.chosen] or list(self._entries)
+
     def _only(self) -> str:
-        names = [name for name, entry in self._entries.items() if entry.chosen] or list(self._entries)
+        names = self._unnamed()
         if not names:
             raise Unavailable("no worker is there yet")
         if len(names) > 1:

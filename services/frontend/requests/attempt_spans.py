@@ -25,7 +25,7 @@ from services.frontend.requests.session import (
     SelectWorker,
 )
 from shared.messages import Prefilled, Selected, SelectRefused
-from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord, finished
+from shared.tracing.spans import AttributeValue, SpanIds, SpanKind, SpanRecord, finished
 from shared.tracing.traceparent import TraceParent
 
 
@@ -136,27 +136,18 @@ class AttemptSpans:
         if (ended := self._select) is not None:
             self._select = None
             assert self._attempt is not None, "a worker is chosen for an attempt"
-            spans = finished(
-                "select",
-                ended.place,
-                self._attempt.place.span,
-                ended.start_ns,
-                now_ns,
-                kind="client",
-                attributes=ended.attributes,
-                error=error,
-            )
-            self._record(spans)
+            self._finish("select", ended, self._attempt.place, now_ns, error, kind="client")
 
     def _end_migration(self, now_ns: int, error: str = "") -> None:
         if (ended := self._migration) is not None:
             self._migration = None
             self._finish("migration", ended, self._root, now_ns, error)
 
-    def _finish(self, name: str, ended: _Open, parent: TraceParent, now_ns: int, error: str) -> None:
-        self._record(
-            finished(name, ended.place, parent.span, ended.start_ns, now_ns, attributes=ended.attributes, error=error)
-        )
+    def _finish(
+        self, name: str, ended: _Open, parent: TraceParent, now_ns: int, error: str, *, kind: SpanKind = "internal"
+    ) -> None:
+        times, attributes = (ended.start_ns, now_ns), ended.attributes
+        self._record(finished(name, ended.place, parent.span, *times, kind=kind, attributes=attributes, error=error))
 
     def validate(self) -> None:
         """Assert the invariants."""

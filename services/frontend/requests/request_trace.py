@@ -65,10 +65,8 @@ class RequestTrace:
 
     def add(self, name: str, start_ns: int, attributes: dict[str, AttributeValue], error: str = "") -> None:
         """Add a span that ends now, below the request's own."""
-        place = self._tracer.ids.child(self._place)
-        ended = finished(
-            name, place, self._place.span, start_ns, self._tracer.now_ns(), attributes=attributes, error=error
-        )
+        ids, now_ns = self._tracer.ids, self._tracer.now_ns()
+        ended = ids.finished_below(self._place, name, start_ns, now_ns, attributes=attributes, error=error)
         self._tracer.record((ended,))
 
     @contextmanager

@@ -1,6 +1,7 @@
-"""The line of each request in the log: who asked for what, and what became of it.
+"""What is noted of a request when it has ended, at both doors: its metrics, its line in the log, its span.
 
-Requests with a status of 500 or more always have one, others where the setting `access_log` is on.
+The line says who asked for what, and what became of it. Requests with a status of 500 or more always have one, others
+where the setting `access_log` is on.
 """
 
 from __future__ import annotations
@@ -8,16 +9,35 @@ from __future__ import annotations
 import logging
 from http import HTTPStatus
 
+from services.frontend.metrics import Metrics
 from services.frontend.requests.admission import Permit
+from services.frontend.requests.request_trace import RequestTrace
 
 _log = logging.getLogger("services.frontend.access")
 
 
-def log_request(
-    request: str, operation: str, status: int, seconds: float, permit: Permit | None, *, every: bool, trace: str = ""
+def note_end(
+    metrics: Metrics,
+    request: str,
+    operation: str,
+    status: int,
+    seconds: float,
+    permit: Permit | None,
+    trace: RequestTrace | None,
+    *,
+    log_every: bool,
 ) -> None:
-    """Log a request that ended after `seconds`. `permit` is None where it was refused before it had one; `every`:
-    whether also requests are logged that did not fail in the service."""
+    """Note that a request ended after `seconds`. `permit` is None where it was refused before it had one, `trace` where
+    it is not traced; `log_every`: whether also requests have a line that did not fail in the service."""
+    metrics.count_request(operation, status, "" if permit is None else permit.model, seconds)
+    _log_end(request, operation, status, seconds, permit, "" if trace is None else trace.id, every=log_every)
+    if trace is not None:
+        trace.end(status)
+
+
+def _log_end(
+    request: str, operation: str, status: int, seconds: float, permit: Permit | None, trace: str, *, every: bool
+) -> None:
     failed = status >= HTTPStatus.INTERNAL_SERVER_ERROR
     if not (failed or every):
         return

@@ -35,7 +35,7 @@ from services.frontend.protocol.operations import OPERATIONS, Operation
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace, begin_trace
 from services.frontend.requests.service import RequestService
-from services.frontend.server.access_log import log_request
+from services.frontend.server.access_log import note_end
 from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoListener
 from services.frontend.server.middleware import REQUEST_ID_HEADER
 from services.frontend.server.routes import CLIENT_GONE
@@ -216,14 +216,8 @@ class NatsApi:
             await self._fail(request, Unavailable("this frontend has shut down"), attempts=1)
             raise
         finally:
-            model = "" if request.permit is None else request.permit.model
-            took_s = time.perf_counter() - begun_s
-            self._metrics.count_request(operation, status, model, took_s)
-            trace_id = "" if request.trace is None else request.trace.id
-            name, every = request.id.unique, self._exchange.access_log
-            log_request(name, operation, status, took_s, request.permit, every=every, trace=trace_id)
-            if request.trace is not None:
-                request.trace.end(status)
+            ended = (request.id.unique, operation, status, time.perf_counter() - begun_s)
+            note_end(self._metrics, *ended, request.permit, request.trace, log_every=self._exchange.access_log)
 
     async def _answer(self, operation: Operation, request: _NatsRequest, inbox: ClientInbox) -> int:
         """Send the answer or a failure; return its HTTP status. Raise BusDown."""

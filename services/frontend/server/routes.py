@@ -39,7 +39,7 @@ from services.frontend.protocol.operations import (
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.service import RequestService
-from services.frontend.server.access_log import log_request
+from services.frontend.server.access_log import note_end
 from services.frontend.server.middleware import (
     Middleware,
     account_of,
@@ -129,14 +129,8 @@ class HttpApi(Struct):
             self.metrics.disconnected.inc()
             raise
         finally:
-            permit = request.get(_PERMIT)
-            model = "" if permit is None else permit.model
-            took_s = time.perf_counter() - begun_s
-            self.metrics.count_request(operation, status, model, took_s)
-            name, every = request_id_of(request).unique, self.exchange.access_log
-            log_request(name, operation, status, took_s, permit, every=every, trace="" if trace is None else trace.id)
-            if trace is not None:
-                trace.end(status)
+            ended = (request_id_of(request).unique, operation, status, time.perf_counter() - begun_s)
+            note_end(self.metrics, *ended, request.get(_PERMIT), trace, log_every=self.exchange.access_log)
         return response
 
     async def _answer(

@@ -30,6 +30,7 @@ from services.frontend.ui.views import (
     WorkerView,
 )
 from shared.kvbm_messages import KvbmState, LayoutState, TierState
+from shared.lora import name_of_lora
 from shared.messages import Instance, LoadReport, ModelCard, RecentRequests, RequestWay, RouterState
 
 WORKERS_SHOWN = 64
@@ -137,7 +138,7 @@ def _models(cards: Iterable[ModelCard]) -> tuple[list[ModelView], int]:
     by_name: dict[str, list[ModelCard]] = {}
     for card in cards:
         if card.routed:
-            for name in (card.model, *(lora.partition("@")[0] for lora in card.lora)):
+            for name in (card.model, *map(name_of_lora, card.lora)):
                 by_name.setdefault(name, []).append(card)
     views = [
         ModelView(

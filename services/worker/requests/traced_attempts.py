@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.worker.messages import Begun
 from shared.messages import Part
-from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord, finished
+from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord
 from shared.tracing.traceparent import TraceParent
 
 _NS = 1_000_000_000
@@ -109,9 +109,7 @@ class TracedAttempts:
         attributes: dict[str, AttributeValue] | None = None,
         error: str = "",
     ) -> SpanRecord:
-        parent = traced.parent
-        place = self._ids.child(parent)
-        return finished(name, place, parent.span, start_ns, end_ns, attributes=attributes, error=error)
+        return self._ids.finished_below(traced.parent, name, start_ns, end_ns, attributes=attributes, error=error)
 
     def validate(self) -> None:
         """Raise AssertionError where the attempts contradict themselves."""
