@@ -181,9 +181,15 @@ def test_a_stream_goes_on_with_the_same_lora_when_a_core_is_killed_and_its_worke
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.ask, "tax", tokens=400)
         time.sleep(0.7)
+        starts = sum(services.services[name].metric("headrace_engine_starts_total") for name in WORKERS)
         [killed, *_] = [pid for name in WORKERS for pid in cores(services.services[name].process.pid)]
         os.kill(killed, signal.SIGKILL)
         assert answer.result()["choices"][0]["token_ids"] == whole
+    eventually(
+        lambda: sum(services.services[name].metric("headrace_engine_starts_total") for name in WORKERS) > starts,
+        limit_s=LIMIT_S,
+        what="the worker has another engine",  # until it notices the death, its card is that of before
+    )
     for name in WORKERS:
         eventually(services.services[name].ready, limit_s=LIMIT_S, what=f"{name} serves again")
     eventually(lambda: client.cards("tax@") == len(WORKERS), limit_s=LIMIT_S, what="both have loaded it again")
