@@ -41,7 +41,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.hashing import ContentKey, event_hash
+from shared.hashing import KEY_BYTES, ContentKey, event_hash
 
 SlotState = Literal["free", "loading", "held", "cached"]
 
@@ -150,6 +150,22 @@ class BlockPool:
     def find(self, key: ContentKey) -> int | None:
         """Return the slot with this content, or None."""
         return self._slot_of.get(key)
+
+    def find_end(self, key_end: bytes) -> int | None:
+        """Return the slot with the content whose key ends so, or None. O(blocks) for less than a whole key."""
+        if len(key_end) == KEY_BYTES:
+            return self._slot_of.get(key_end)
+        return next((slot for key, slot in self._slot_of.items() if key.endswith(key_end)), None)
+
+    def uses(self, slot: int) -> tuple[int, int, int]:
+        """Return how many sequences and how many copies hold a slot, and how many cached blocks were used less
+        recently. O(cached blocks)."""
+        before = 0
+        for other in self._cached:
+            if other == slot:
+                break
+            before += 1
+        return self._sequences[slot], self._copies[slot], before
 
     def next_evicted(self, count: int) -> list[int]:
         """Return the slots that would be evicted if `count` blocks were allocated now, in order."""

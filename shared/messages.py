@@ -12,6 +12,7 @@ These are the channels. The codec of each one is at the end of the file:
                          Cancel                                  published
                          ResendRequest → Resent                  request and reply
     anyone → service     Ping → Pong                             request and reply, `control`
+    people → service     FindNotes → FoundNotes                  request and reply, `control`
     people → worker      OperateWorker → WorkerOperated          request and reply
     worker → frontend    StepFrame of Parts                      published, at most one a step
     frontend → frontend  Recall | Forget → Recalled …            request, streamed replies
@@ -590,6 +591,38 @@ class ChangeLogLevel(Struct, frozen=True, tag="change_log_level"):
     """The seconds after which the level is again what it was; 0: it stays."""
 
 
+class FindNotes(Struct, frozen=True, tag="find_notes"):
+    """Ask a process, on its `control` subject, what it remembers of requests, or of one block."""
+
+    request: str = ""
+    """The id of a request, or what `shared.request_names` takes for one; empty: all requests are meant."""
+    block: str = ""
+    """The last 16 hex digits of a block's key, or all 32; empty: requests are meant."""
+
+
+class Note(Struct, frozen=True):
+    """One thing that happened to a request or to a block."""
+
+    about: str
+    """The request's id, or the block's key in hex."""
+    age_s: float
+    text: str
+    attempt: int = 0
+    """The number of the request's attempt; 0: the request as a whole, or a block."""
+
+
+class FoundNotes(Struct, frozen=True, tag="found_notes"):
+    """What one process remembers, oldest first, and where it has the block now."""
+
+    service: str
+    instance: str
+    notes: list[Note]
+    places: list[str] = []
+    """Where the block is now in this process, and why it stays or goes, one line a place; empty for a request."""
+    failed: str = ""
+    """Why there is no answer; empty: there is one."""
+
+
 class LogLevelChanged(Struct, frozen=True, tag="log_level_changed"):
     """The answer to ChangeLogLevel."""
 
@@ -1005,7 +1038,8 @@ RESENT: Codec[Resent] = Codec(Resent, "resent")
 OPERATE_WORKER: Codec[OperateWorker] = Codec(OperateWorker, "operation")
 WORKER_OPERATED: Codec[WorkerOperated] = Codec(WorkerOperated, "answer to an operation")
 PING: Codec[Ping] = Codec(Ping, "ping")
-CONTROL: Codec[Ping | ChangeLogLevel] = Codec(Ping | ChangeLogLevel, "control")
+CONTROL: Codec[Ping | ChangeLogLevel | FindNotes] = Codec(Ping | ChangeLogLevel | FindNotes, "control")
+FOUND_NOTES: Codec[FoundNotes] = Codec(FoundNotes, "found notes")
 LOG_LEVEL_CHANGED: Codec[LogLevelChanged] = Codec(LogLevelChanged, "log level")
 PONG: Codec[Pong] = Codec(Pong, "pong")
 STEP_FRAME: Codec[StepFrame] = Codec(StepFrame, "step frame")

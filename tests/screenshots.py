@@ -1,20 +1,25 @@
-"""Takes the pictures of the page at /ui for docs/images, from a real stack under load.
+"""Takes the pictures of the page at /ui and of `headrace top` for docs/images, from a real stack under load.
 
-    .venv/bin/python -m tests.screenshots [FOLDER]
+    .venv/bin/python -m tests.screenshots [FOLDER [ui|top]]
 
 It starts `headrace up` with simulated workers and a block store, and one worker that computes a real model, for the
 chat. It asks the simulated ones as many clients would, and lets a headless Chromium look: ui-light.png, ui-dark.png
-and, on a phone, ui-phone.png.
+and, on a phone, ui-phone.png. `top` runs in a terminal of its own, whose screen becomes a page for top.png; before that
+a worker is killed, so that there are migrations to see.
 """
 
 from __future__ import annotations
 
 import asyncio
+import html
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -25,6 +30,7 @@ from PIL import Image
 
 from tests.chromium import Tab, browser, page, program
 from tests.integration.stack import ROOT, STOP_LIMIT_S, Up, running
+from tests.terminal_screen import TerminalScreen, terminal_screen
 
 WORKERS = 5
 CLIENTS = 14
@@ -35,7 +41,15 @@ REAL = "SmolLM2-135M-chat"
 SIZE = (1480, 1580)
 PHONE = (412, 915)
 SIZE_LIMIT_BYTES = 300_000
+TERMINAL = (100, 33)
+TERMINAL_SECONDS = (20.0, 12.0)
+"""Seconds of load before a worker is killed, and from then until the picture: its lease ends, another one comes."""
 COLOURS = 256
+PALETTE = {
+    **{"green": "#7ec97e", "cyan": "#5fb8c9", "blue": "#7aa2f7"},
+    **{"brown": "#d8b45a", "red": "#e06c75", "black": "#6b7280"},
+}
+"""pyte's names of colours; what it calls brown is yellow."""
 QUESTIONS = ("What does a mill need water for?", "And what does a sluice do? Answer in one sentence.")
 LAST_QUESTION = "Tell me a long story about a miller and the river."
 TOPICS = ("rivers", "mills", "locks", "weirs", "turbines", "canals", "aqueducts", "tides")
@@ -105,6 +119,55 @@ async def look(url: str, endpoint: str, folder: Path) -> None:
         assert tab.complaints == [], tab.complaints
 
 
+async def look_at_top(up: Up, endpoint: str, folder: Path) -> None:
+    """Let `headrace top` run while a worker is killed, and take a picture of its screen."""
+    words = [sys.executable, "-P", "-m", "deploy.local.cli", "top", "--state", str(up.state), "--every", "1"]
+    columns, rows = TERMINAL
+    with terminal_screen(words, {}, cwd=ROOT, columns=columns, rows=rows) as terminal:
+        async with load(up.url.removesuffix("/v1")), page(endpoint) as tab:
+            await asyncio.to_thread(watch, terminal, TERMINAL_SECONDS[0])
+            os.kill(up.pid("worker-1"), signal.SIGKILL)
+            await asyncio.to_thread(watch, terminal, TERMINAL_SECONDS[1])
+            file = folder / "top.html"
+            file.write_text(as_page(terminal), encoding="utf-8")
+            await tab.open(file.as_uri())
+            size = await tab.value("[document.body.scrollWidth, document.body.scrollHeight]")
+            await tab.resize(*size)
+            await tab.picture(folder / "top.png")
+            file.unlink()
+        terminal.press("q")
+        assert terminal.ended() == 0
+
+
+def watch(terminal: TerminalScreen, seconds: float) -> None:
+    """Follow a terminal's screen for a while, until a view is whole."""
+    deadline = time.monotonic() + seconds
+    while terminal.read(0.1) or time.monotonic() < deadline:
+        pass
+
+
+def as_page(terminal: TerminalScreen) -> str:
+    """Return the screen of a terminal as HTML."""
+    screen = terminal.screen
+    lines = []
+    for row in range(screen.lines):
+        cells = [screen.buffer[row][column] for column in range(screen.columns)]
+        lines.append("".join(as_span(cell) for cell in cells))
+    style = (
+        "body { margin: 0; padding: 14px; background: #16181d; color: #d4d7dd; width: max-content }"
+        "pre { margin: 0; font: 15px/1.25 'DejaVu Sans Mono', monospace }"
+        ".bold { font-weight: bold } .reverse { background: #d4d7dd; color: #16181d }"
+    )
+    return f"<!doctype html><meta charset=utf-8><style>{style}</style><pre>{chr(10).join(lines)}</pre>"
+
+
+def as_span(cell: Any) -> str:
+    """Return one cell of a terminal as HTML."""
+    names = " ".join(name for name in ("bold", "reverse") if getattr(cell, name))
+    colour = f" style='color: {PALETTE[cell.fg]}'" if cell.fg in PALETTE and not cell.reverse else ""
+    return f"<span class='{names}'{colour}>{html.escape(cell.data)}</span>"
+
+
 async def chat(tab: Tab, text: str) -> None:
     """Ask in the chat, and wait for the line below the answer."""
     turns = await tab.value("document.querySelectorAll('.turn.model').length")
@@ -145,7 +208,8 @@ def shrink(picture: Path) -> None:
 
 def main() -> None:
     """Take the pictures."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
+    folder = (Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images").absolute()
+    wanted = sys.argv[2:] or ["ui", "top"]
     if program() is None:
         sys.exit("error: no Chromium is installed; on Debian: apt-get install chromium")
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,8 +219,11 @@ def main() -> None:
         fleet = ("--engine", "simulated", "--workers", str(WORKERS), "--frontends", "2", "--routers", "2")
         small = ("--set", "worker.capacity_blocks=640")
         with running(state, *fleet, *store, *small) as up, real_worker(up), browser(state) as endpoint:
-            asyncio.run(look(up.url.removesuffix("/v1"), endpoint, folder))
-    for picture in sorted(folder.glob("ui-*.png")):
+            if "ui" in wanted:
+                asyncio.run(look(up.url.removesuffix("/v1"), endpoint, folder))
+            if "top" in wanted:
+                asyncio.run(look_at_top(up, endpoint, folder))
+    for picture in sorted(each for name in wanted for each in folder.glob(f"{name}*.png")):
         shrink(picture)
 
 

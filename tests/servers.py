@@ -35,9 +35,9 @@ _picked: set[int] = set()
 
 
 def free_port() -> int:
-    """A free loopback port below 32768, where no client's ephemeral port can take it; another one each time."""
+    """A free loopback port that neither a client's ephemeral port nor `headrace up` can take; another one each time."""
     for _ in range(1000):
-        port = random.randint(10_000, 32_000)
+        port = random.randint(10_000, servers.FIRST_PORT - 1)
         if port in _picked:
             continue
         with socket.socket() as probe:
@@ -47,7 +47,7 @@ def free_port() -> int:
                 continue
         _picked.add(port)
         return port
-    raise RuntimeError("no free port between 10000 and 32000")
+    raise RuntimeError(f"no free port from 10000 to {servers.FIRST_PORT - 1}")
 
 
 class Server(Protocol):

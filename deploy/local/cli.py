@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from deploy.local.usage import (
     RevokeKeyFlags,
     SleepFlags,
     StatusFlags,
+    TopFlags,
     UnloadLoraFlags,
     UpFlags,
     VersionFlags,
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 BENCH_LIMIT = 1_000_000
 """Upper limit of the numbers that `bench` takes."""
 LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
-"""Limits of the seconds between two views of `status --watch`."""
+"""Limits of the seconds between two views of `status --watch` and `top`."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -76,11 +78,17 @@ def main(words: Sequence[str] | None = None) -> int:
 
                 with _fleet(flags) as config:
                     return show(config, as_json=flags.json)
+            case TopFlags() as flags:
+                return _top(flags)
             case ExplainFlags() as flags:
                 from deploy.local.show import explain
 
                 with _fleet(flags) as config:
-                    return explain.show(config, flags.request, as_json=flags.json)
+                    if flags.key is None:
+                        return explain.show(config, flags.request, as_json=flags.json)
+                    if flags.request != "block":
+                        raise ConfigError(f"explain: one request, or block KEY; {flags.key!r} is too many")
+                    return explain.show_block(config, flags.key, as_json=flags.json)
             case LogFlags() as flags:
                 from deploy.local.log_level import change_level
 
@@ -270,6 +278,18 @@ def _watch(flags: StatusFlags, every_s: float) -> int:
         raise ConfigError(f"--watch is {LEAST_WATCH_S:g} to {MOST_WATCH_S:g} seconds")
     with _fleet(flags) as config:
         return watch(config, every_s)
+
+
+def _top(flags: TopFlags) -> int:
+    if not LEAST_WATCH_S <= flags.every <= MOST_WATCH_S:
+        raise ConfigError(f"--every is {LEAST_WATCH_S:g} to {MOST_WATCH_S:g} seconds")
+    if find_spec("rich") is None:
+        raise ConfigError("top needs the package rich, which ./headrace installs; use `headrace status --watch`")
+    from deploy.local.top.app import require_terminal, top
+
+    require_terminal()
+    with _fleet(flags) as config:
+        return top(config, flags.every)
 
 
 def _bench(flags: BenchFlags, words: Sequence[str]) -> int:

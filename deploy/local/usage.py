@@ -195,11 +195,20 @@ class StatusFlags(FleetFlags, frozen=True, kw_only=True):
     """The seconds between two views, until Ctrl-C, with requests and tokens a second (2)."""
 
 
+class TopFlags(AddressFlags, frozen=True, kw_only=True):
+    """Show a running fleet live in this terminal (docs/top.md)."""
+
+    every: Annotated[float, "SECONDS"] = WATCH_S
+    """The seconds between two views."""
+
+
 class ExplainFlags(FleetFlags, frozen=True, kw_only=True):
-    """Show why requests went to their workers."""
+    """Show what became of requests and blocks, and why (docs/explain.md)."""
 
     request: Word | None = None
-    """The `id` of the answer, or its X-Request-Id (the latest requests, one line each)."""
+    """The `id` of the answer, or its X-Request-Id (the latest requests, one line each); or the word block."""
+    key: Word | None = None
+    """After the word block: the last 16 hex digits of the block's key, or all 32."""
 
 
 class LogFlags(AddressFlags, frozen=True, kw_only=True):
@@ -335,6 +344,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "up": UpFlags,
     "pull": PullFlags,
     "status": StatusFlags,
+    "top": TopFlags,
     "explain": ExplainFlags,
     "log": LogFlags,
     "chat": ChatFlags,

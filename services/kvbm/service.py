@@ -45,7 +45,7 @@ from shared.bus.contract import Message, Subscription
 from shared.discovery.announcement import Announcement
 from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import BusDown, ProtocolError
-from shared.messages import JSON_HEADER, SNAPSHOT_REQUEST, Codec
+from shared.messages import JSON_HEADER, SNAPSHOT_REQUEST, Codec, Note
 from shared.runtime.lifecycle import Runtime, settle_memory
 
 REPORT_INTERVAL_S = 0.25
@@ -133,6 +133,7 @@ class KvbmService:
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.health.delegate(self._unready, dict)
+        self._runtime.notes.find_block = self._find_block
         for work in (self._replies.run(), self.prefault.run(), self._announcement.run(), self._tick()):
             self._own(work)
 
@@ -273,6 +274,16 @@ class KvbmService:
         if layout is None or not message.reply:
             raise ProtocolError(f"a snapshot of layout {asked.layout[:64]!r}, which is not here, or no reply subject")
         await send_snapshot(layout, message, self._replies)
+
+    async def _find_block(self, key_end: bytes) -> tuple[list[str], list[Note]]:
+        """Return what all layouts know of a block."""
+        places: list[str] = []
+        notes: list[Note] = []
+        for digest, layout in self.layouts.open.items():
+            here, happened = layout.explain_block(key_end)
+            places += [f"layout {digest}: {place}" for place in here]
+            notes += [Note(each.about, each.age_s, f"layout {digest}: {each.text}") for each in happened]
+        return places, sorted(notes, key=lambda note: -note.age_s)
 
     # --- which engines are alive
 

@@ -7,20 +7,15 @@ from collections.abc import Iterable
 from services.router.selection.decision_log import Decision
 from services.router.selection.model_router import ModelRouter
 from shared.messages import Explanation, Explanations, ModelState
+from shared.request_names import bare_id
 
 DECISIONS_IN_ANSWER = 20
 """Most decisions in one answer: the latest ones."""
 
 
 def requested_id(payload: bytes) -> str:
-    """Return the request id in a query. It may be an answer's `id` or its bare request id; empty asks for the latest
-    decisions."""
-    request = payload.decode("utf-8", "replace").strip().strip('"')
-    if request.startswith("resp_"):  # before the point is the frontend that keeps the response
-        return request.partition(".")[2] or request
-    for prefix in ("chatcmpl-", "cmpl-", "embd-", "msg_"):
-        request = request.removeprefix(prefix) or request
-    return request
+    """Return the request id in a query; empty asks for the latest decisions."""
+    return bare_id(payload.decode("utf-8", "replace"))
 
 
 def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:

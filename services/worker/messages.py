@@ -2,8 +2,9 @@
 
     shell (asyncio: NATS, ZMQ, etcd)                     engine process (a plain loop)
         Submit, CancelAttempt,                   ──▶     scheduler, block pool, runner
-        TakeEngineSnapshot, Operate, Shutdown
-                            ◀──   Ready, Stepped, Snapshot, Operated, Failed
+        TakeEngineSnapshot, ExplainBlock,
+        Operate, Shutdown
+                            ◀──   Ready, Stepped, Snapshot, BlockExplained, Operated, Failed
         KvbmUp, KvbmDown, KvbmReply              ──▶     the machine's block store, and copies to and from it
                             ◀──   KvbmAsk, KvbmLink
 
@@ -17,7 +18,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages import Codec, KvEvent, KvLayout, Part, Pooling, Sampling, SnapshotBlock
+from shared.messages import Codec, KvEvent, KvLayout, Note, Part, Pooling, Sampling, SnapshotBlock
 
 # --- shell → engine
 
@@ -56,6 +57,15 @@ class TakeEngineSnapshot(Struct, frozen=True, tag="snapshot"):
     """Answer with a Snapshot of one rank that has the same ticket."""
 
     ticket: int
+    rank: int = 0
+
+
+class ExplainBlock(Struct, frozen=True, tag="explain_block"):
+    """Tell what is known of a block, with a BlockExplained that has the same ticket."""
+
+    ticket: int
+    name: bytes
+    """The last 8 bytes of the block's key, or all 16."""
     rank: int = 0
 
 
@@ -104,7 +114,7 @@ class KvbmReply(Struct, frozen=True, tag="kvbm_reply"):
     """Why there is no payload: no answer came in time, or NATS is away. The kvbm may have done what was asked."""
 
 
-EngineOrder = Submit | CancelAttempt | TakeEngineSnapshot | Operate | KvbmUp | KvbmDown | KvbmReply
+EngineOrder = Submit | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate | KvbmUp | KvbmDown | KvbmReply
 EngineCommand = EngineOrder | Shutdown
 
 # --- engine → shell
@@ -228,6 +238,19 @@ class Begun(Struct, frozen=True, array_like=True):
     """Seconds from there to the end of the step that drew the token."""
     onboard_s: float = 0.0
     """How many of `queued_s` it waited at the end for blocks of the kvbm; 0: it asked for none."""
+    waited_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """How many of `queued_s` its queue waited for free blocks, for a place among the running attempts, and for its
+    share of a step's tokens."""
+    first_missing: bytes = b""
+    """The key of its first full block that was in no cache; empty: there is none, or the engine does not say."""
+
+
+class AttemptNote(Struct, frozen=True, array_like=True):
+    """Something rare that happened to an attempt in the engine, in words."""
+
+    number: int
+    """The attempt's `Submit.number`."""
+    text: str
 
 
 class Stepped(Struct, frozen=True, tag="stepped"):
@@ -265,6 +288,7 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     """Totals; None: nothing was exchanged since they were reported last."""
     rank: int = 0
     begun: list[Begun] = []
+    notes: list[AttemptNote] = []
 
     @property
     def parts(self) -> dict[str, list[Part]]:
@@ -283,6 +307,15 @@ class Snapshot(Struct, frozen=True, tag="snapshot_taken"):
     ticket: int
     event_sequence: int
     blocks: list[SnapshotBlock]
+
+
+class BlockExplained(Struct, frozen=True, tag="block_explained"):
+    """The answer of one rank to an ExplainBlock."""
+
+    ticket: int
+    places: list[str]
+    """Where the block is, and why it stays or goes."""
+    notes: list[Note]
 
 
 class Operated(Struct, frozen=True, tag="operated"):
@@ -355,5 +388,16 @@ class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
 
 
 EngineReport = (
-    Loading | Ready | Stepped | Snapshot | Operated | Probed | OwnMetrics | MemoryUse | Failed | KvbmAsk | KvbmLink
+    Loading
+    | Ready
+    | Stepped
+    | Snapshot
+    | BlockExplained
+    | Operated
+    | Probed
+    | OwnMetrics
+    | MemoryUse
+    | Failed
+    | KvbmAsk
+    | KvbmLink
 )

@@ -35,6 +35,7 @@ from services.worker.model_card import CardAnnouncement, card_of, served_name
 from services.worker.observations import EngineObservations
 from services.worker.operator import Operator
 from services.worker.rank_reports import RankReports
+from services.worker.requests import attempt_notes
 from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
@@ -56,6 +57,7 @@ from shared.messages import (
     SNAPSHOT_REQUEST,
     EventSource,
     LoadReport,
+    Note,
     Part,
     Refused,
     Resent,
@@ -69,6 +71,8 @@ REPORT_INTERVAL_S = 0.25
 """Seconds between load reports."""
 SNAPSHOT_LIMIT_S = 10.0
 """Seconds that the engine has for a snapshot."""
+EXPLAIN_LIMIT_S = 0.8
+"""Seconds that the engine has to say what it knows of a block: a user waits, and others answer too."""
 SNAPSHOT_CHUNK_BYTES = 1 << 18
 """Bytes of msgpack in one chunk of a snapshot; JSON takes half as much again. They are far below any payload limit, and
 encoded quickly."""
@@ -172,6 +176,7 @@ class Worker:
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.health.unready("the engine is starting")
         self._runtime.health.also = self._health_fields
+        self._runtime.notes.find_block = self._find_block
         try:
             await self._serve_and_drain()
         finally:
@@ -277,11 +282,34 @@ class Worker:
             if self._traced:
                 for begun in step.begun:
                     self._traced.begun(begun)
+            if step.begun or step.notes:
+                self._note_attempts(step)
             for part in step.boundary_parts:
                 self._attempts.record_part(part)
             self._send(step.encoded_parts, step.boundary_parts)
         self._kvbm_metrics.count_step(step)
         self._metrics.count_step(step, self._ranks.load, self._total_blocks)
+
+    def _note_attempts(self, step: Stepped) -> None:
+        """Note what happened in the engine to attempts, for `headrace explain`."""
+        texts = [(begun.number, attempt_notes.begun(begun)) for begun in step.begun]
+        texts += [(note.number, note.text) for note in step.notes]
+        for number, text in texts:
+            if (name := self._attempts.name_of(number)) is not None:
+                self._note(name, text)
+
+    def _note(self, name: Name, text: str) -> None:
+        self._runtime.notes.requests.add(name[0], text, asyncio.get_running_loop().time(), attempt=name[1])
+
+    async def _find_block(self, key_end: bytes) -> tuple[list[str], list[Note]]:
+        """Return what all ranks know of a block. Raise Unavailable."""
+        ranks = 1 if self.engine.facts is None else self.engine.facts.ranks
+        asked = (self.engine.explain_block(key_end, EXPLAIN_LIMIT_S, rank) for rank in range(ranks))
+        found = await asyncio.gather(*asked)
+        ranked = [(f"rank {rank}: " if ranks > 1 else "", one) for rank, one in enumerate(found)]
+        places = [prefix + place for prefix, one in ranked for place in one.places]
+        notes = [msgspec.structs.replace(note, text=prefix + note.text) for prefix, one in ranked for note in one.notes]
+        return places, sorted(notes, key=lambda note: -note.age_s)
 
     def _engine_lost(self, reason: str) -> None:
         self._progress_before += self._ranks.progress
@@ -311,6 +339,8 @@ class Worker:
         """Send each frontend its encoded parts; `boundary_parts` are the first and the last ones of attempts."""
         for part in boundary_parts:
             self._metrics.count_part(part)
+            if part.finish is not None and (text := attempt_notes.ended(part)):
+                self._note((part.request, part.attempt), text)
             if self._tracer is not None and self._traced:
                 self._tracer.record(self._traced.part(part, self._tracer.now_ns()))
             self._attempts_changed.set()
@@ -335,6 +365,8 @@ class Worker:
             reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read its commands")
         elif self._tracer is not None and parent is not None:
             self._traced.accepted((generate.request, generate.attempt), number, parent, self._tracer.now_ns())
+        if isinstance(reply, Refused):
+            self._note((generate.request, generate.attempt), attempt_notes.refused(reply))
         self._metrics.count_reply(reply, generate.prompt_tokens if number else 0)
         await self._answer(message, GENERATE_REPLY.encode(reply, message.headers))
 

@@ -36,7 +36,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from shared import subjects
-from shared.bus.contract import Bus, EventBus, Message
+from shared.bus.contract import Bus, EventBus
 from shared.bus.nats_bus import NatsBus, connect
 from shared.bus.zmq_events import ZmqEventBus
 from shared.config import ServiceConfig, load
@@ -44,21 +44,11 @@ from shared.discovery.backends import open_discovery
 from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
-from shared.messages import (
-    CONTROL,
-    INSTANCE,
-    JSON_HEADER,
-    LOG_LEVEL_CHANGED,
-    PONG,
-    ChangeLogLevel,
-    EventSource,
-    Instance,
-    LogLevelChanged,
-    Pong,
-    ServiceName,
-)
+from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance, ServiceName
 from shared.metrics import process_registry, scraped_counter
+from shared.notes import ProcessNotes
 from shared.runtime import logs, observe
+from shared.runtime.control import answer_control
 from shared.runtime.observe import ProcessHealth
 from shared.runtime.scrape_targets import scrape_targets
 from shared.runtime.usage import usage
@@ -100,6 +90,8 @@ class Runtime:
     client_bus: Bus | None = None
     """The connection for messages of NATS clients, if the process has one: a flood of them breaks this connection, and
     not that to other services."""
+    notes: ProcessNotes = field(default_factory=ProcessNotes)
+    """What happened lately to requests, for `headrace explain`."""
     tracer: Tracer | None = None
     """Makes the spans of traced requests; None: tracing is off."""
     http: str = ""
@@ -318,7 +310,7 @@ async def _serve(
                     http=url,
                     draw=draw,
                 )
-                await answer_pings(runtime)
+                await answer_control(runtime)
                 await serve(runtime, config)
                 raise _Served
         except* _Served:
@@ -343,31 +335,6 @@ def settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
-
-
-async def answer_pings(runtime: Runtime) -> None:
-    """Answer each message on this process's `control` subject: Ping with a Pong, which has the epoch known to
-    discovery, and ChangeLogLevel with what became of it."""
-    level = logs.LogLevel()
-
-    async def pong(message: Message) -> None:
-        ping = CONTROL.decode(message.payload, message.headers)
-        if isinstance(ping, ChangeLogLevel):
-            failed = level.change(ping.level, ping.for_s)
-            if not failed:
-                _log.warning("logs from level %s on%s", ping.level, f" for {ping.for_s:g} s" if ping.for_s else "")
-            changed = LogLevelChanged(runtime.instance, failed)
-            if message.reply:
-                payload = LOG_LEVEL_CHANGED.encode(changed, message.headers)
-                await runtime.bus.publish(message.reply, payload, headers=message.headers)
-            return
-        known = runtime.directory.instances.get(runtime.instance)
-        publishes = runtime.discovery.publishes(ping.key) if ping.key else None
-        answer = Pong(runtime.instance, 0 if known is None else known.epoch, runtime.health.progress, publishes)
-        if message.reply:
-            await runtime.bus.publish(message.reply, PONG.encode(answer, message.headers), headers=message.headers)
-
-    await runtime.bus.subscribe(subjects.control(runtime.namespace, runtime.service, runtime.instance), pong)
 
 
 T = TypeVar("T")

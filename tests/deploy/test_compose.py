@@ -97,6 +97,13 @@ def test_our_image_does_not_run_as_root() -> None:
     assert user == ["10001:10001"]
 
 
+def test_our_image_is_without_what_only_people_at_a_terminal_need() -> None:
+    project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [line] = re.findall(r"pip uninstall -y -q (.*)$", (HERE / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    locals_only = {re.split("[<>=]", each)[0] for each in project["optional-dependencies"]["local"]}
+    assert locals_only < set(line.split())
+
+
 @pytest.mark.parametrize("name", ["worker", "router", "frontend"])
 def test_there_are_two_of_what_a_request_needs_so_that_one_may_be_restarted(name: str) -> None:
     assert BASE[name]["deploy"]["replicas"] == 2

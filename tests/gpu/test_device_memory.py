@@ -83,6 +83,21 @@ def test_memory_that_another_size_left_unused_makes_room_after_a_trim(cupy: Any)
         pool.close()
 
 
+def test_a_pool_that_nothing_refers_to_gives_its_free_memory_back(cupy: Any) -> None:
+    from services.worker.transfer.cuda import new_stream
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    gc.collect()
+    free_bytes = cupy.cuda.runtime.memGetInfo()[0]
+    memory, on = DeviceMemory(0, keep_bytes=1 << 40), new_stream()
+    memory.free(memory.allocate(1024 * MIB, on))
+    on.synchronize()
+    assert cupy.cuda.runtime.memGetInfo()[0] <= free_bytes - 1024 * MIB
+    del memory
+    gc.collect()
+    assert cupy.cuda.runtime.memGetInfo()[0] > free_bytes - 1024 * MIB
+
+
 def test_a_raw_handle_works_like_a_stream_and_all_allocations_are_counted(cupy: Any) -> None:
     from services.worker.transfer.cuda import new_stream
     from services.worker.transfer.device_memory import DeviceMemory

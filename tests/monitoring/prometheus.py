@@ -23,6 +23,7 @@ PROMETHEUS = shutil.which("prometheus", path=PATHS)
 PROMTOOL = shutil.which("promtool", path=PATHS)
 ALERTS = ROOT / "deploy" / "monitoring" / "alerts.yml"
 START_LIMIT_S = 120.0
+SCRAPE_S = 1
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -65,8 +66,9 @@ class Prometheus:
         found: list[dict[str, Any]] = self.ask("query", query=expr)["result"]
         return [one for one in found if one["value"][1] not in ("NaN", "+Inf", "-Inf")]
 
-    def firing(self) -> set[str]:
-        return {one["labels"]["alertname"] for one in self.ask("alerts")["alerts"] if one["state"] == "firing"}
+    def firing(self) -> list[dict[str, str]]:
+        """The labels of the alerts that fire, `alertname` among them."""
+        return [one["labels"] for one in self.ask("alerts")["alerts"] if one["state"] == "firing"]
 
     def healthy(self) -> set[str]:
         """The addresses of the targets that answered last time."""
@@ -75,12 +77,12 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, jobs: list[dict[str, Any]], rules: str) -> Iterator[Prometheus]:
-    """Scrapes each second."""
+    """Scrapes each SCRAPE_S."""
     assert PROMETHEUS is not None
     folder.mkdir()
     (folder / "alerts.yml").write_text(rules)
     settings = {
-        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "global": dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), f"{SCRAPE_S}s"),
         "rule_files": ["alerts.yml"],
         "scrape_configs": jobs,
     }

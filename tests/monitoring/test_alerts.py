@@ -1,6 +1,6 @@
 """The alerts, by Prometheus's own unit tests: each fires on its fault after its time, and not without it.
 
-tests/integration/test_monitoring.py has most of them fired by real faults.
+tests/integration/test_monitoring.py has each of them fired by a real fault.
 """
 
 from __future__ import annotations
@@ -126,6 +126,11 @@ def test_every_alert_has_a_case_a_severity_and_a_place_in_the_documents() -> Non
     for rule in RULES:
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert rule["annotations"]["runbook"] in headings
+
+
+def test_every_alert_is_fired_by_a_real_fault_as_well() -> None:
+    source = (ROOT / "tests" / "integration" / "test_monitoring.py").read_text(encoding="utf-8")
+    assert sorted(re.findall(r'"(Headrace\w+)": \{', source)) == sorted(CASES)
 
 
 @pytest.mark.parametrize("alert", CASES)

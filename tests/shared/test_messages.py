@@ -89,6 +89,8 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
     (messages.RESENT, messages.Resent(1, 7, 9, [messages.StreamState("r", 1, 12)])),
     (messages.PING, messages.Ping()),
     (messages.CONTROL, messages.ChangeLogLevel("debug", 2.5)),
+    (messages.CONTROL, messages.FindNotes("r", "0a")),
+    (messages.FOUND_NOTES, messages.FoundNotes("worker", "0a", [messages.Note("r", 1.5, "lost", 2)], ["on disk"])),
     (messages.LOG_LEVEL_CHANGED, messages.LogLevelChanged("0a", "no")),
     (messages.PONG, messages.Pong("0a", 2, 3)),
     (messages.OPERATE_WORKER, messages.OperateWorker("load_lora", "sql", path="/loras/sql")),

@@ -48,7 +48,8 @@ from shared.discovery.directory import Directory
 from shared.errors import ConfigError
 from shared.messages import KvLayout, ServiceName
 from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
-from shared.runtime.lifecycle import Runtime, answer_pings
+from shared.runtime.control import answer_control
+from shared.runtime.lifecycle import Runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.simulation.clock import OWNER, SimulatedLoop
@@ -221,7 +222,7 @@ class Process:
                 wall=lambda: EPOCH_S + self._loop.time() + self.wall_offset_s,
                 draw=self._draw,
             )
-            await answer_pings(runtime)
+            await answer_control(runtime)
             match self.service:
                 case "frontend":
                     await self._serve_frontend(runtime)

@@ -15,6 +15,7 @@ from services.worker.kv_connector.connector import KVConnector
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
+    BlockExplained,
     CancelAttempt,
     EngineOperation,
     Exchanged,
@@ -94,7 +95,7 @@ class Engine:
         """Prompt tokens that answers report as cached there."""
         self.hear([self.core.opening()])
 
-    def hear(self, reports: Sequence[Stepped | Snapshot | Operated]) -> None:
+    def hear(self, reports: Sequence[Stepped | Snapshot | BlockExplained | Operated]) -> None:
         for report in reports:
             if not isinstance(report, Stepped):
                 continue

@@ -9,7 +9,7 @@ import msgspec
 
 from services.worker.config import Offload
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Begun, Submit
+from services.worker.messages import AttemptNote, Begun, Submit
 from services.worker.runner import Drawn, Work
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
@@ -61,6 +61,7 @@ class Engine:
         self.cached: set[int | bytes] = set()
         self.parts: dict[tuple[str, int], list[Part]] = defaultdict(list)
         self.begun: list[Begun] = []
+        self.notes: list[AttemptNote] = []
 
     def submit(
         self,
@@ -103,6 +104,7 @@ class Engine:
 
     def take(self, outcome: Outcome) -> None:
         self.begun += outcome.begun
+        self.notes += outcome.notes
         for event in to_kv_events(outcome.events, self.runner.facts.block_size):
             match event:
                 case BlockStored(block_hashes=hashes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from deploy.local.table import age, table
-from shared.messages import Candidate, Explanation, Explanations
+from shared.messages import Candidate, Explanation, Explanations, FoundNotes
 
 LATEST = 20
 """Number of decisions in the list of the latest ones."""
@@ -69,6 +69,22 @@ def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def render_notes(found: Sequence[FoundNotes]) -> str:
+    """Return what happened to a request, as a table, oldest first."""
+    notes = sorted(((note, one) for one in found for note in one.notes), key=lambda each: -each[0].age_s)
+    rows = [(age(note.age_s), one.service, one.instance, note.attempt or "", note.text) for note, one in notes]
+    return "\n".join(("what happened", "", table("AGO  SERVICE  INSTANCE  ATTEMPT  WHAT", rows)))
+
+
+def render_block(found: Sequence[FoundNotes]) -> str:
+    """Return where a block is, and what happened to it, oldest first."""
+    places = [(one.service, one.instance, place) for one in found for place in one.places]
+    parts = [table("SERVICE  INSTANCE  WHERE IT IS NOW", places)] if places else []
+    if any(one.notes for one in found):
+        parts.append(render_notes(found))
+    return "\n\n".join(parts)
 
 
 def render_list(decisions: Sequence[Explanation]) -> str:

@@ -15,7 +15,7 @@ from deploy.local.table import age, narrowed, size, table
 from shared.discovery.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
 from shared.kvbm_messages import KvbmState
-from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState
+from shared.messages import Instance, LoadReport, ModelCard, RecentRequests, RouterState, SourceState
 
 MACHINES_OWN = 0xEFFFFFFC
 """The number of the first PID namespace of every Linux; containers have other numbers."""
@@ -84,6 +84,20 @@ class Overview(Struct, frozen=True):
     """State of the block stores that answered."""
 
 
+class Look(Struct, frozen=True):
+    """What one look at a fleet has found."""
+
+    overview: Overview
+    heard_s: Mapping[str, float] = {}
+    """Worker → when its report in the overview came, on a clock that never goes back."""
+    recent: tuple[RecentRequests, ...] = ()
+    """The latest requests of the frontends that were asked for them."""
+    asked: frozenset[str] = frozenset()
+    """The processes that were asked, of all services but workers."""
+    connected: bool = True
+    """Whether NATS was reached: if not, nothing is known of load, routers and stores."""
+
+
 def overview(
     namespace: str,
     nats: str,
@@ -108,7 +122,7 @@ def overview(
             entries[key] = read_entry(namespace, key, value)
         except ProtocolError as wrong:
             unreadable.append(f"{key}: {wrong}")
-    catalogue = _catalogue(entries)
+    catalogue = _catalogue(entries, unreadable)
     cards = [card for _, card in sorted(catalogue.cards.items())]
     devices = {card.instance: card.device for card in catalogue.cards.values()}
     instances = [
@@ -147,12 +161,16 @@ def overview(
     )
 
 
-def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
-    """Return the catalogue that the services have, if cards arrived in the order in which their instances started."""
+def _catalogue(entries: Mapping[str, Entry], unreadable: list[str]) -> Catalogue:
+    """Return the catalogue that the services have, if cards arrived in the order in which their instances started. Keys
+    that it does not take are added to `unreadable`."""
     started = {each.instance: each.started for each in entries.values() if isinstance(each, Instance)}
     catalogue = Catalogue()
     for key, entry in sorted(entries.items(), key=lambda item: started.get(item[1].instance, 0.0)):
-        catalogue.set(key, entry)
+        try:
+            catalogue.set(key, entry)
+        except ProtocolError as wrong:
+            unreadable.append(f"{key}: {wrong}")
     return catalogue
 
 
@@ -239,12 +257,12 @@ def _router(row: RouterState) -> tuple[object, ...]:
         reserved,
         blocks,
         size(size_bytes),
-        "off" if row.events == "off" else _sources(row.sources),
+        "off" if row.events == "off" else event_sources(row.sources),
     )
 
 
-def _sources(sources: Sequence[SourceState]) -> str:
-    """Return how many sources are in each state, and how many have which defect."""
+def event_sources(sources: Sequence[SourceState]) -> str:
+    """Return how many event sources are in each state, and how many have which defect."""
     words = [source.state for source in sources]
     words += ["partial" for source in sources if source.partial]
     words += ["not exact" for source in sources if not source.exact]

@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 
@@ -16,18 +17,30 @@ import msgspec
 
 from deploy.local import probe
 from deploy.local.colour import highlight
-from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, instances_of
-from deploy.local.show.overview import Overview, overview, render
+from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, readable_entries
+from deploy.local.show.overview import Look, Overview, overview, render
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_bus import NatsBus
 from shared.errors import BusDown, ProtocolError
 from shared.kvbm_messages import KVBM_STATE, KvbmState
-from shared.messages import LOAD_REPORT, ROUTER_STATE, LoadReport, RouterState
+from shared.messages import (
+    LOAD_REPORT,
+    RECENT_REQUESTS,
+    ROUTER_STATE,
+    Instance,
+    LoadReport,
+    RecentRequests,
+    RouterState,
+    ServiceName,
+)
 from shared.runtime.lifecycle import pid_namespace
 
-LISTEN_S = 0.3
-"""Time to collect load reports: workers report every 250 ms."""
+LISTEN_S = 0.5
+"""Limit of the time to collect load reports, in seconds: workers report every 250 ms."""
+SERVICES: tuple[ServiceName, ...] = ("frontend", "router", "kvbm", "worker")
+LOADS_HEARD = 4096
+"""Workers whose reports are kept, at most."""
 HEALTH_LIMIT_S = 2.0
 """Limit in seconds of a frontend's answer to /health."""
 
@@ -47,27 +60,49 @@ async def _look(config: FleetConfig) -> Overview:
 
 async def collect(config: FleetConfig, values: Mapping[str, bytes], remarks: Sequence[str] = ()) -> Overview:
     """Return the overview of a fleet with these entries in discovery. `remarks` are added to its notes."""
-    reports: dict[str, LoadReport] = {}
+    return (await look(config, values, remarks)).overview
+
+
+async def look(
+    config: FleetConfig, values: Mapping[str, bytes], remarks: Sequence[str] = (), *, most: int | None = None
+) -> Look:
+    """Return what a fleet with these entries in discovery answers now. `remarks` are added to the overview's notes.
+
+    At most `most` processes of each service are asked, and the reports of at most LOADS_HEARD workers are kept. With
+    `most`, the frontends are also asked for their latest requests.
+    """
+    loads: dict[str, tuple[LoadReport, float]] = {}
     states: list[RouterState] = []
     stores: list[KvbmState] = []
+    recent: list[RecentRequests] = []
     notes: list[str] = []
-    namespace = config.namespace
-    routers, kvbms = instances_of("router", config, values), instances_of("kvbm", config, values)
+    namespace, connected = config.namespace, True
+    alive = [each for each in readable_entries(namespace, values) if isinstance(each, Instance)]
+    frontends, routers, kvbms, workers = (
+        sorted(each.instance for each in alive if each.service == service) for service in SERVICES
+    )
+    heard = [] if most is None else frontends[:most]
+    asked = frozenset((*frontends[:most], *routers[:most], *kvbms[:most]))
     try:
         async with connect_bus(config, "headrace status") as bus:
-            (states, silent), (stores, mute), _ = await asyncio.gather(
-                ask_each(bus, "router", routers, partial(subjects.router_state, namespace), ROUTER_STATE),
-                ask_each(bus, "kvbm", kvbms, lambda kvbm: subjects.kvbm(namespace, kvbm, "stat"), KVBM_STATE),
-                _listen(bus, namespace, reports),
+            (states, silent), (stores, mute), (recent, dumb), _ = await asyncio.gather(
+                ask_each(bus, "router", routers[:most], partial(subjects.router_state, namespace), ROUTER_STATE),
+                ask_each(bus, "kvbm", kvbms[:most], lambda kvbm: subjects.kvbm(namespace, kvbm, "stat"), KVBM_STATE),
+                ask_each(bus, "frontend", heard, partial(subjects.recent_requests, namespace), RECENT_REQUESTS),
+                _listen(bus, namespace, loads, set(workers)),
             )
-            notes = silent + mute
+            notes = silent + mute + dumb
     except BusDown as wrong:
-        notes = [f"{wrong}; so no load is known"]
+        notes, connected = [f"{wrong}; so no load is known"], False
     where = (namespace, config.nats_shown, config.discovery_shown)
+    reports = {worker: report for worker, (report, _) in loads.items()}
     seen = overview(*where, values, reports, states, stores, [*remarks, *notes], time.time(), pid_namespace())
-    frontends = [(row.instance, row.http) for row in seen.instances if row.service == "frontend" and row.http]
-    faults = [fault for each in await asyncio.gather(*(model_faults(*one) for one in frontends)) for fault in each]
-    return msgspec.structs.replace(seen, notes=(*seen.notes, *faults))
+    doors = [row for row in seen.instances if row.service == "frontend" and row.http and row.instance in asked]
+    answers = await asyncio.gather(*(model_faults(row.instance, row.http) for row in doors))
+    faults = [fault for each in answers for fault in each]
+    seen = msgspec.structs.replace(seen, notes=(*seen.notes, *faults))
+    heard_s = {worker: at_s for worker, (_, at_s) in loads.items()}
+    return Look(seen, heard_s, tuple(recent), asked, connected)
 
 
 async def model_faults(frontend: str, url: str) -> list[str]:
@@ -81,13 +116,23 @@ async def model_faults(frontend: str, url: str) -> list[str]:
     return [f"frontend {frontend}: {reason}" for reason in reasons if str(reason).startswith("model ")]
 
 
-async def _listen(bus: NatsBus, namespace: str, reports: dict[str, LoadReport]) -> None:
+async def _listen(bus: NatsBus, namespace: str, loads: dict[str, tuple[LoadReport, float]], expected: set[str]) -> None:
+    """Hear load reports until each expected worker was heard, at most for LISTEN_S."""
+    complete = asyncio.Event()
+    missing = set(expected)
+
     async def on_report(message: Message) -> None:
         try:
             report = LOAD_REPORT.decode(message.payload)
         except ProtocolError:  # from a newer or broken worker; its load is shown as unknown
             return
-        reports[report.instance] = report
+        if report.instance in loads or len(loads) < LOADS_HEARD:
+            loads[report.instance] = (report, time.monotonic())
+        missing.discard(report.instance)
+        if not missing:
+            complete.set()
 
-    await bus.subscribe(subjects.worker(namespace, "*", "load"), on_report)
-    await asyncio.sleep(LISTEN_S)
+    await bus.subscribe(subjects.worker(namespace, "*", "load"), on_report, pending_limit=LOADS_HEARD)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LISTEN_S if expected else 0):
+            await complete.wait()

@@ -14,7 +14,7 @@ from deploy.local import probe
 from deploy.local.colour import highlight
 from deploy.local.show.fleet import FleetConfig, discovery_entries
 from deploy.local.show.overview import InstanceRow, render
-from deploy.local.show.rates import Sample, rates, render_rates, sample
+from deploy.local.show.rates import Sample, departures, rates, render_rates, sample
 from deploy.local.show.status import collect
 from shared.errors import DiscoveryDown
 
@@ -22,10 +22,6 @@ DISCOVERY_LIMIT_S = 5.0
 SCRAPE_LIMIT_S = 1.0
 METRICS_LIMIT_BYTES = 4 << 20
 """The maximum size of a process's metrics: a frontend with 1,000 keys has 1 MB."""
-GONE_SHOWN_S = 60.0
-"""How long a process that is gone stays in the view."""
-GONE_SHOWN = 20
-"""The maximum number of them; the latest are shown."""
 
 
 def watch(config: FleetConfig, every_s: float) -> int:
@@ -37,7 +33,7 @@ def watch(config: FleetConfig, every_s: float) -> int:
 
 
 async def _watch(config: FleetConfig, every_s: float) -> None:
-    values = await _discovered(config)
+    values = await discovered(config)
     samples: Mapping[str, Sample] = {}
     known: dict[str, str] = {}
     gone: dict[str, tuple[str, float]] = {}
@@ -45,7 +41,7 @@ async def _watch(config: FleetConfig, every_s: float) -> None:
     while True:
         begun_s = time.monotonic()
         view = await collect(config, values, notes)
-        former, (samples, silent) = samples, await _scrape(view.instances)
+        former, (samples, silent) = samples, await scrape(view.instances)
         alive = {row.instance: row.service for row in view.instances}
         gone = departures(known, alive, gone, begun_s)
         known = alive
@@ -55,12 +51,12 @@ async def _watch(config: FleetConfig, every_s: float) -> None:
         _show("\n".join([head, "", render_rates(rates(former, samples)), "", render(view, columns), *silent, *lost]))
         await asyncio.sleep(max(0.0, begun_s + every_s - time.monotonic()))
         try:
-            values, notes = await _discovered(config), []
+            values, notes = await discovered(config), []
         except DiscoveryDown as wrong:
             notes = [f"{wrong}; these are the processes that were alive before"]
 
 
-async def _discovered(config: FleetConfig) -> dict[str, bytes]:
+async def discovered(config: FleetConfig) -> dict[str, bytes]:
     """Return discovery's keys and values. Raise DiscoveryDown, also at the limit."""
     try:
         async with asyncio.timeout(DISCOVERY_LIMIT_S):
@@ -70,20 +66,7 @@ async def _discovered(config: FleetConfig) -> dict[str, bytes]:
         raise DiscoveryDown(f"discovery did not answer within {DISCOVERY_LIMIT_S:g} s: {shown}") from None
 
 
-def departures(
-    before: Mapping[str, str], now: Mapping[str, str], gone: Mapping[str, tuple[str, float]], now_s: float
-) -> dict[str, tuple[str, float]]:
-    """Return which instances are gone: instance → (service, since when). A few of the latest stay, for a while."""
-    left = {**gone, **{name: (service, now_s) for name, service in before.items() if name not in now}}
-    recent = [
-        (name, (service, since_s))
-        for name, (service, since_s) in left.items()
-        if name not in now and now_s - since_s < GONE_SHOWN_S
-    ]
-    return dict(recent[-GONE_SHOWN:])
-
-
-async def _scrape(instances: Sequence[InstanceRow]) -> tuple[dict[str, Sample], list[str]]:
+async def scrape(instances: Sequence[InstanceRow]) -> tuple[dict[str, Sample], list[str]]:
     """Return instance → sample, and a line for each instance that gave none in time."""
     samples: dict[str, Sample] = {}
     silent: list[str] = []

@@ -20,6 +20,7 @@ from services.frontend.auth.accounts import Account
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics, ModelMetrics
 from services.frontend.protocol.chat_chunks import CachedTokensByTier
+from services.frontend.requests import request_notes
 from services.frontend.requests import session as sessions
 from services.frontend.requests.admission import Admission, Permit
 from services.frontend.requests.attempt_spans import AttemptSpans
@@ -32,7 +33,7 @@ from services.frontend.requests.way import WayLog
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
-from shared.errors import RateLimited, Unavailable
+from shared.errors import HeadraceError, RateLimited, Unavailable
 from shared.messages import (
     CANCEL,
     STEP_FRAME,
@@ -259,6 +260,7 @@ class RequestService:
                 case sessions.SelectWorker():
                     tasks.create_task(self._calls.select_worker(stream, action), name=f"select {name}")
                 case sessions.RetryLater():
+                    self._note(stream, action.attempt, request_notes.no_worker(action))
                     tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
                 case sessions.DispatchAttempt():
                     stream.worker = action.instance
@@ -282,7 +284,17 @@ class RequestService:
         await asyncio.sleep(later.pause_s * self._runtime.draw.uniform(0.5, 1.0))
         self._feed(stream, sessions.RetryDue(later.attempt, asyncio.get_running_loop().time()))
 
+    def _note(self, stream: Stream, attempt: int, text: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._runtime.notes.requests.add(stream.request.id, text, now, attempt=attempt)
+
+    def note_failure(self, request: str, error: HeadraceError) -> None:
+        """Note, for `headrace explain`, that a request's client got an error."""
+        self._runtime.notes.requests.add(request, request_notes.failed(error), asyncio.get_running_loop().time())
+
     def _count_loss(self, stream: Stream, action: sessions.CountLoss) -> None:
+        text = request_notes.lost(action, stream.worker, len(stream.session.tokens))
+        self._note(stream, action.attempt, text)
         self._metrics.lost.labels(action.loss).inc()
         if action.had_tokens:
             stream.waiting_since = asyncio.get_running_loop().time()

@@ -148,6 +148,8 @@ class RetryLater(Struct, frozen=True):
 
     attempt: int
     pause_s: float
+    why: str
+    """Why no worker could be chosen."""
 
 
 class DispatchAttempt(Struct, frozen=True):
@@ -186,6 +188,8 @@ class CountLoss(Struct, frozen=True):
     loss: Loss
     had_tokens: bool
     """Whether the attempt had brought a token."""
+    attempt: int
+    why: str
 
 
 class PublishLoad(Struct, frozen=True):
@@ -479,7 +483,7 @@ class Session:
 
     def _attempt_lost(self, loss: Loss, why: str, *, withdraw: bool = True, overloaded: bool = False) -> list[Action]:
         """Go on after a lost attempt: with the next one, or to the end."""
-        counted: list[Action] = [CountLoss(loss, self.prefilled)]
+        counted: list[Action] = [CountLoss(loss, self.prefilled, self.attempt, why)]
         refusal = self._retries.attempt_failed(loss, self.attempt, self.instance, why, overloaded=overloaded)
         if len(self.tokens) >= self.max_tokens:
             return counted + self._end([Finish("length")], withdraw=withdraw)  # only the finish reason was lost
@@ -513,7 +517,7 @@ class Session:
             self._retries.excluded.clear()
         self._no_choice = why
         self.state = State.WAITING
-        return [RetryLater(self.attempt, self._retries.pause_s)]
+        return [RetryLater(self.attempt, self._retries.pause_s, answer.reason)]
 
     def _on_again(self, now_s: float) -> list[Action]:
         if self._retries.pause_ended(now_s):

@@ -14,17 +14,10 @@ from msgspec import Struct
 
 from services.frontend.requests.session import Session, State
 from shared.messages import RecentRequests, RequestWay
+from shared.request_names import short_name
 
-NAME_DIGITS = 12
-"""Digits of a request's own id that its Way shows, of 32: with the whole id one could read a stored response."""
 INSTANCES_KEPT = 8
 """Chosen workers that a Way keeps: the latest ones."""
-
-
-def short_name(request: str) -> str:
-    """Return the name of a request by which people and routers find it. `request` is its id: perhaps the client's part
-    and a hyphen, 32 digits, perhaps a slash and the number of a choice."""
-    return request.partition("/")[0].rpartition("-")[2][:NAME_DIGITS]
 
 
 class Way(Struct):

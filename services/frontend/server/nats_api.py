@@ -245,6 +245,7 @@ class NatsApi:
         except BusDown:
             raise
         except HeadraceError as error:
+            self._frontend.note_failure(request.id.unique, error)  # not of strangers: they could drive all others out
             return await self._fail(request, error)
 
     async def _fail(self, request: _NatsRequest, error: HeadraceError, attempts: int = FAILURE_ATTEMPTS) -> int:

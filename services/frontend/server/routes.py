@@ -153,6 +153,7 @@ class HttpApi(Struct):
                         return await body.write_all(reply), 200
                     return await self._stream(request, reply, {**_HEADERS[reply.framing], **headers})
         except HeadraceError as error:
+            self.frontend.note_failure(request_id_of(request).unique, error)
             wrong = failure_of(error)
             return error_response(wrong), wrong.status
 
@@ -188,6 +189,7 @@ class HttpApi(Struct):
         except HeadraceError as error:
             if not body.begun:
                 raise
+            self.frontend.note_failure(request_id_of(request).unique, error)
             wrong = failure_of(error)
             status, last = wrong.status, reply.error_chunk(wrong)
         return await body.end(last), status

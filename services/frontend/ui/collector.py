@@ -21,7 +21,6 @@ import msgspec
 
 from services.frontend.requests.service import RequestService
 from services.frontend.ui.decisions import Decisions, merged
-from services.frontend.ui.rates import TokenRates
 from services.frontend.ui.snapshot import OTHERS_SHOWN, Facts, SeenLoad, snapshot
 from shared import subjects
 from shared.bus.contract import Message
@@ -38,6 +37,7 @@ from shared.messages import (
 )
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
+from shared.token_rates import TokenRates
 from shared.version import VERSION
 
 ANSWER_LIMIT_S = 0.8

@@ -1,7 +1,6 @@
 """What routers remember of a request, as the page shows it. Pure.
 
-The page names requests by the first digits of their ids, as services/frontend/requests/way.py does: without keys, the
-whole id is all that one needs to read a stored response.
+The page names requests by the first digits of their ids (`shared.request_names`).
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.frontend.requests.way import short_name
 from shared.messages import Explanation, Explanations
+from shared.request_names import short_name
 
 DECISIONS_SHOWN = 20
 

@@ -14,7 +14,7 @@ errors of `errors.py`; they have changed nothing then, except as `TicketExpired`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from services.kvbm.config import KvbmConfig
@@ -22,6 +22,7 @@ from services.kvbm.disk.disk import Disk
 from services.kvbm.disk.format import DiskGeometry
 from services.kvbm.disk.io_threads import DiskThreads
 from services.kvbm.hit_window import HitWindow, LookupCounts
+from services.kvbm.layout.block_notes import LayoutNotes
 from services.kvbm.layout.describe import LayoutFacts
 from services.kvbm.layout.disk_traffic import SPILLS_MOST, DiskTraffic
 from services.kvbm.layout.event_log import EventLog
@@ -38,14 +39,14 @@ from services.kvbm.tickets.pending_fetches import PendingFetches, SendFetchReply
 from services.kvbm.tickets.results import ExpiredTicket
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers import policies
-from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent
+from services.kvbm.tiers.actions import Offered, Read, ReadOutcome, Spill, TierEvent
 from services.kvbm.tiers.disk_records import WriteOutcome
 from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.tiers import Tiers
 from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.hashing import KEY_BYTES
-from shared.messages import Tier
+from shared.messages import Note, Tier
 from shared.pool.map import ArenaMap
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
@@ -103,6 +104,7 @@ class LayoutStore:
             metrics=metrics,
         )
         self._pending = PendingFetches(slots, self._checksums)
+        self.notes = LayoutNotes()
         self._limited_log = RateLimitedLog()
         self._settling: asyncio.Handle | None = None
         self._ended = False
@@ -145,14 +147,30 @@ class LayoutStore:
     def store(self, ask: wire.Store) -> wire.Granted:
         """Grant slots to write to."""
         self.tickets.check_block_count(len(ask.blocks))
-        granted = self.tickets.store(ask.owner, to_contents(ask.blocks, self._block_size), self._now())
+        contents = to_contents(ask.blocks, self._block_size)
+        granted = self.tickets.store(ask.owner, contents, self._now())
         for slot in granted.slots:
             self.slots.grant(slot)
         self._checksums.clear(granted.slots)
         self._metrics.count_offer(len(granted.slots), granted.known, granted.declined)
+        if granted.declined:
+            self._note_declined(contents, granted)
         self._changed(granted.events)
         time_left_s = self.tickets.limits.store_time_s
         return wire.Granted(granted.ticket, time_left_s, granted.indices, pack_slots(granted.slots))
+
+    def _note_declined(self, contents: Sequence[Content], offered: Offered) -> None:
+        now_s = self._now()
+        few = f"it was seen fewer than {self.tiers.sizes.host_sightings} times"
+        self.notes.declined(contents, offered.rare, few, now_s)
+        if len(offered.rare) < offered.declined:
+            settled = {*offered.indices, *offered.rare}
+            full = [
+                index
+                for index, content in enumerate(contents)
+                if index not in settled and not self.tiers.is_in_host(content.key)
+            ]
+            self.notes.declined(contents, full, "no slot may be written or evicted for it now", now_s)
 
     def commit(self, ask: wire.Commit) -> wire.Settled:
         """Publish the blocks of these slots: they can be found from now on."""
@@ -256,6 +274,7 @@ class LayoutStore:
     def _changed(self, events: list[TierEvent], why: EvictionReason = "room") -> None:
         if events:
             self._metrics.count_evictions(events, why)
+            self.notes.changed(events, why, self._now())
             self.log.add(events)
 
     def settle_soon(self) -> None:
@@ -317,6 +336,10 @@ class LayoutStore:
         """Return everything that can be found, by tier, and the sequence of the events up to it."""
         mark = self.log.flush_all()
         return mark.sequence, [("host", self.tiers.snapshot("host")), ("disk", self.tiers.snapshot("disk"))]
+
+    def explain_block(self, key_end: bytes) -> tuple[list[str], list[Note]]:
+        """Return where a block is, by the end of its key, and what happened to it."""
+        return self.tiers.places(key_end), self.notes.find(key_end, self._now())
 
     def _digests(self) -> tuple[int, int]:
         return self.tiers.digest("host"), self.tiers.digest("disk")

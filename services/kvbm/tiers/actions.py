@@ -50,6 +50,8 @@ class Offered(Struct, frozen=True):
     declined: int
     """The number of blocks that are not worth keeping, or have no room."""
     events: list[TierEvent]
+    rare: list[int] = []
+    """The indices of the declined blocks that were seen too rarely; the others had no room."""
     ticket: int = 0
     """The ticket that `tickets` opens for the slots; 0 if there is none."""
 

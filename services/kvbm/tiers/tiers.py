@@ -33,7 +33,7 @@ from services.kvbm.tiers.frequency import AccessFrequency
 from services.kvbm.tiers.host_slots import HostSlots, SlotState
 from services.kvbm.tiers.policies import EvictionPolicy
 from shared.blocks import Content, ContentEvicted
-from shared.hashing import ContentKey
+from shared.hashing import KEY_BYTES, ContentKey
 
 
 class Tiers:
@@ -74,11 +74,15 @@ class Tiers:
         slots: list[int] = []
         known = 0
         events: list[TierEvent] = []
+        rare: list[int] = []
         for index, content in enumerate(contents):
             if host.knows(content.key):
                 known += 1
                 continue
-            if len(slots) == room or seen[index] < self.sizes.host_sightings:
+            if seen[index] < self.sizes.host_sightings:
+                rare.append(index)
+                continue
+            if len(slots) == room:
                 continue
             taken = host.grant(content)
             if taken is None:
@@ -89,7 +93,7 @@ class Tiers:
                 self._left_host(evicted, events)
             indices.append(index)
             slots.append(slot)
-        return Offered(indices, slots, known, len(contents) - known - len(slots), events)
+        return Offered(indices, slots, known, len(contents) - known - len(slots), events, rare)
 
     def publish(self, slots: Sequence[int]) -> list[TierEvent]:
         """Publish the blocks of these granted slots, which are written; a prefix comes first block first."""
@@ -173,6 +177,10 @@ class Tiers:
     def release(self, slots: Iterable[int]) -> None:
         """Remove one hold from each of these slots: a fetch has stopped reading them."""
         self._host.release(slots)
+
+    def is_in_host(self, key: ContentKey) -> bool:
+        """Return whether a block is in host memory, or on its way there."""
+        return self._host.knows(key)
 
     def is_loading(self, slot: int) -> bool:
         """Return whether a read of the disk fills the slot."""
@@ -327,6 +335,44 @@ class Tiers:
     def state(self, slot: int) -> SlotState:
         """Return the slot's state, as `host_slots.py` draws it."""
         return self._host.state(slot)
+
+    def places(self, key_end: bytes) -> list[str]:
+        """Return where a block is, by the end of its key, and why it stays or goes. O(blocks)."""
+        host, disk = self._host, self._disk
+        known = (host.writing, host.loading, host.resident.places, disk.writing, disk.resident.places)
+        meant = (key for keys in known for key in keys if key.endswith(key_end))
+        key = next(meant, key_end if len(key_end) == KEY_BYTES else None)
+        if key is None:
+            return ["in no tier"]
+        places = [self._host_place(key), self._disk_place(key)]
+        seen = self._frequency.count(key)
+        return [*filter(None, places), f"offered or asked for {seen} times"]
+
+    def _host_place(self, key: ContentKey) -> str:
+        host = self._host
+        if key in host.writing:
+            return "an engine is writing it to host memory"
+        if key in host.loading:
+            return "on its way from disk to host memory"
+        slot = host.resident.places.get(key)
+        if slot is None:
+            return "not in host memory"
+        spill = "; it waits to be written to disk" if key in self._spill_queue else ""
+        if host.is_held(slot):
+            return f"in host memory, and stays while it is read{spill}"
+        return f"in host memory, until the policy gives its place to another block{spill}"
+
+    def _disk_place(self, key: ContentKey) -> str:
+        disk = self._disk
+        if not disk.capacity:
+            return ""
+        if not disk.on:
+            return "not on disk: the disk is off"
+        if key in disk.writing:
+            return "being written to disk"
+        if key in disk.resident.places:
+            return "on disk, until the policy gives its place to another block"
+        return f"not on disk: {disk.free} records are free, and else {self.sizes.disk_sightings} sightings earn one"
 
     def snapshot(self, tier: Literal["host", "disk"]) -> list[Content]:
         """Return the blocks that can be found in a tier, each after its parent if that is there."""

@@ -20,11 +20,10 @@ from services.router.selection.load import AttemptId
 from services.router.selection.policy import Policy, explain_candidate
 from services.router.selection.policy_guard import PolicyChoice
 from shared.messages import Candidate, Prefilled, Selected
+from shared.request_names import is_named
 
 KEPT_CANDIDATES = 16
 """Number of candidates kept of a decision: the best ones and the chosen one."""
-PREFIX_DIGITS = 12
-"""Fewest digits of the frontend's own part of an id that name a request."""
 _COUNT_MOST = (1 << 64) - 1
 """Largest count that a message can carry; sums of the numbers that workers report may be larger."""
 
@@ -127,32 +126,15 @@ class DecisionLog:
 
     def find(self, request: str, latest: int) -> list[Decision]:
         """Return the latest decisions of a request, or of all requests if `request` is empty; oldest first, with their
-        rows. `request` may also be the client's own id, which is the part before the hyphen and the frontend's suffix;
-        several requests may have it. Or it is the beginning of the frontend's own part, of PREFIX_DIGITS or more. A
-        request for several choices has several decisions, whose ids differ after a slash."""
-        found = [entry for (name, _), entry in self._entries.items() if _is_named(name, request)]
+        rows. `is_named` says what `request` may be; several requests may have a client's own id, and a request for
+        several choices has several decisions."""
+        found = [entry for (name, _), entry in self._entries.items() if is_named(name, request)]
         return [_with_candidates(entry) for entry in found[-latest:]]
 
     def validate(self) -> None:
         """Assert every invariant."""
         assert len(self._entries) <= self._limit
         assert all(1 <= len(entry.scored) <= KEPT_CANDIDATES for entry in self._entries.values())
-
-
-def _is_named(name: str, request: str) -> bool:
-    """Return whether the request with this id is meant."""
-    if request in ("", name):
-        return True
-    whole, clients = _client_ids(name)
-    return request in (whole, clients) or (
-        len(request) >= PREFIX_DIGITS and whole.rpartition("-")[2].startswith(request)
-    )
-
-
-def _client_ids(name: str) -> tuple[str, str]:
-    """Return the id of the whole request, and the client's own part of that."""
-    whole = name.partition("/")[0]
-    return whole, whole.rpartition("-")[0]
 
 
 def _with_candidates(decision: Decision) -> Decision:

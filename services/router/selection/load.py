@@ -243,7 +243,8 @@ class LoadTracker:
                 sums.reported_requests = max(figures.waiting + figures.running - ours, 0)
 
     def _update_worker(self, report: LoadReport, now_s: float) -> None:
-        busy = report.waiting + report.running > 0
+        # The engine's own counts are those of its last step: one that stopped while idle knows of no attempt.
+        busy = bool(report.waiting + report.running > 0 or report.attempts)
         self.speeds[report.instance] = WorkerSpeed(_plausible(report.prefill_tokens_per_s), _plausible(report.step_s))
         worker = self._workers.get(report.instance)
         if worker is None:

@@ -29,6 +29,7 @@ from services.worker.messages import (
     CancelAttempt,
     EngineLoad,
     EngineOrder,
+    ExplainBlock,
     Failed,
     KvbmDown,
     KvbmReply,
@@ -154,6 +155,8 @@ class AttachedEngine:
             case TakeEngineSnapshot(ticket):
                 self._report()
                 self._channel.send(Snapshot(ticket, self._event_sequence, self._blocks.snapshot()))
+            case ExplainBlock(ticket, name):
+                self._channel.send(self._blocks.explain(name, ticket, time.monotonic()))
             case Operate(ticket, operation):
                 self._channel.send(Operated(ticket, failed=f"{operation}: an attached server is not ours"))
             case KvbmUp() | KvbmDown() | KvbmReply():
@@ -204,6 +207,7 @@ class AttachedEngine:
     # --- the server
 
     def _apply_events(self, events: list[KvEvent]) -> None:
+        self._blocks.notes.now_s = time.monotonic()
         self._new_events.extend(self._blocks.apply(events))
         if len(self._blocks) > MOST_BLOCKS_TIMES * self._capacity:
             _log.error("attached.events: these leave more blocks than the server can have; all are forgotten")

@@ -21,9 +21,11 @@ from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
+    BlockExplained,
     CancelAttempt,
     EngineOperation,
     EngineOrder,
+    ExplainBlock,
     KvbmAsk,
     KvbmDown,
     KvbmLink,
@@ -129,7 +131,7 @@ class EngineCore:
         """Whether `begin` would give a step now."""
         return self._scheduler.busy
 
-    def handle(self, command: EngineOrder, now_s: float) -> Sequence[Stepped | Snapshot | Operated]:
+    def handle(self, command: EngineOrder, now_s: float) -> Sequence[Stepped | Snapshot | BlockExplained | Operated]:
         """Handle a command; return its answers. A snapshot comes after everything that it contains was reported. An
         operation that is not refused is `due_operation` later."""
         match command:
@@ -141,6 +143,9 @@ class EngineCore:
                 reports = self._report_all()
                 blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
                 return [*reports, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
+            case ExplainBlock(ticket, name):
+                cache = self._scheduler.kv_cache
+                return [BlockExplained(ticket, cache.places(name), cache.notes.find(name, now_s))]
             case Operate():
                 refused = self._refusal(command)
                 if refused:

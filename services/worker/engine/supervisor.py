@@ -15,14 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, assert_never
+from functools import partial
+from typing import assert_never
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.contract import Engine
 from services.worker.messages import (
+    BlockExplained,
     CancelAttempt,
     EngineOperation,
+    ExplainBlock,
     Failed,
     KvbmAsk,
     KvbmDown,
@@ -96,8 +99,9 @@ class EngineSupervisor:
         self._served = False
         """Whether any engine was ready once."""
         self._tickets = 0
-        self._snapshots: dict[int, asyncio.Future[Snapshot]] = {}
-        self._operations: dict[int, asyncio.Future[Operated]] = {}
+        self._answers: dict[int, asyncio.Future[Snapshot | BlockExplained | Operated]] = {}
+        self._operating = 0
+        """Number of operations that wait for their answer."""
         self.facts: Ready | None = None
         self.epoch = 1
         self._begun_s = 0.0
@@ -143,42 +147,56 @@ class EngineSupervisor:
     async def snapshot(self, limit_s: float, rank: int = 0) -> Snapshot:
         """Return a snapshot of a rank's cache. Raise Unavailable without an engine, or where it does not answer in
         time, and ProtocolError for a rank that the engine does not have."""
-        if self._engine is None or self.facts is None:
+        if self.facts is None:
             raise Unavailable("the engine is starting")
         if not 0 <= rank < self.facts.ranks:
             raise ProtocolError(f"a snapshot of rank {rank}: the ranks are 0 to {self.facts.ranks - 1}")
+        taken = await self._ask("snapshot", lambda ticket: TakeEngineSnapshot(ticket, rank), limit_s)
+        assert isinstance(taken, Snapshot)
+        return taken
+
+    async def explain_block(self, name: bytes, limit_s: float, rank: int = 0) -> BlockExplained:
+        """Return what a rank knows of a block, by the end of its key. Raise Unavailable without an engine, or where it
+        does not answer in time."""
+        explained = await self._ask("explain block", lambda ticket: ExplainBlock(ticket, name, rank), limit_s)
+        assert isinstance(explained, BlockExplained)
+        return explained
+
+    async def _ask(
+        self, what: str, order: Callable[[int], TakeEngineSnapshot | ExplainBlock | Operate], limit_s: float
+    ) -> Snapshot | BlockExplained | Operated:
+        """Send the order with a new ticket, and return its answer. Raise Unavailable."""
+        if self._engine is None or self.facts is None:
+            raise Unavailable("the engine is starting")
         self._tickets += 1
         ticket = self._tickets
-        self._snapshots[ticket] = asyncio.get_running_loop().create_future()
+        self._answers[ticket] = asyncio.get_running_loop().create_future()
         try:
-            self._engine.send(TakeEngineSnapshot(ticket, rank))
+            self._engine.send(order(ticket))
             async with asyncio.timeout(limit_s):
-                return await self._snapshots[ticket]
+                return await self._answers[ticket]
         except TimeoutError:
-            raise Unavailable(f"no snapshot in {limit_s:g} s") from None
+            raise Unavailable(f"{what}: the engine did not answer in {limit_s:g} s") from None
         finally:
-            del self._snapshots[ticket]
+            del self._answers[ticket]
 
     async def operate(
         self, operation: EngineOperation, limit_s: float, *, name: str = "", path: str = "", level: int = 1
     ) -> str:
         """Have the engine do an operation; return why it was not done, or nothing. Raise Unavailable without an engine,
         or where it does not answer in time: then it may still do it."""
-        if self._engine is None or self.facts is None:
+        if self.facts is None:
             raise Unavailable("the engine is starting")
         if operation not in self.facts.operations:
             return f"{operation}: this engine cannot do it"
-        self._tickets += 1
-        ticket = self._tickets
-        self._operations[ticket] = asyncio.get_running_loop().create_future()
+        self._operating += 1
         try:
-            self._engine.send(Operate(ticket, operation, name, path, level))
-            async with asyncio.timeout(limit_s):
-                return (await self._operations[ticket]).failed
-        except TimeoutError:
-            raise Unavailable(f"{operation}: the engine did not answer in {limit_s:g} s") from None
+            order = partial(Operate, operation=operation, name=name, path=path, level=level)
+            operated = await self._ask(operation, order, limit_s)
         finally:
-            del self._operations[ticket]
+            self._operating -= 1
+        assert isinstance(operated, Operated)
+        return operated.failed
 
     def kill(self) -> None:
         """Kill the engine, if there is one; afterwards everything goes as after any engine's death."""
@@ -204,8 +222,7 @@ class EngineSupervisor:
             # An engine that is still loading does not hear a Shutdown.
             limit_s = 0.0 if self.facts is None else END_LIMIT_S
             self._engine, self.facts = None, None
-            pending: list[asyncio.Future[Any]] = [*self._snapshots.values(), *self._operations.values()]
-            for waiting in pending:
+            for waiting in self._answers.values():
                 if not waiting.done():
                     waiting.set_exception(Unavailable("the engine is lost"))
             await engine.end(limit_s)
@@ -227,14 +244,10 @@ class EngineSupervisor:
                     self._ready(report)
                 case Stepped():
                     self._stepped(report)
-                case Snapshot(ticket):
-                    waiting = self._snapshots.get(ticket)
+                case Snapshot(ticket) | BlockExplained(ticket) | Operated(ticket):
+                    waiting = self._answers.get(ticket)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(report)
-                case Operated(ticket):
-                    operating = self._operations.get(ticket)
-                    if operating is not None and not operating.done():
-                        operating.set_result(report)
                 case KvbmAsk() | KvbmLink():
                     self._kvbm_message(report)
                 case Probed() | MemoryUse() | OwnMetrics():
@@ -251,7 +264,7 @@ class EngineSupervisor:
         waited_at: int | None = None
         while True:
             await asyncio.sleep(self._config.stall_s / 2)
-            waits = self.facts is not None and self._busy() and not self._operations
+            waits = self.facts is not None and self._busy() and not self._operating
             if waits and waited_at == self._reports:
                 quiet_s = self._config.stall_s / 2
                 _log.error("the engine reported nothing for %g s while requests wait: it is killed", quiet_s)

@@ -49,6 +49,8 @@ class Attempts:
         self._living: dict[Name, _Living] = {}
         self._produced: Counter[int] = Counter()
         """Number of a living attempt → length of its request's whole output so far."""
+        self._names: dict[int, Name] = {}
+        """Number of a living attempt → its name."""
         self._admitted = 0
         self._waiting_tokens = 0
         """Number of tokens of the attempts whose first part has not come."""
@@ -75,6 +77,7 @@ class Attempts:
         count = len(generate.tokens) // 4
         self._admitted += 1
         self._living[name] = _Living(self._admitted, generate.frontend, generate.lora, count, now_s)
+        self._names[self._admitted] = name
         self._produced[self._admitted] = count - generate.prompt_tokens
         self._waiting_tokens += count
         return Accepted(*name), self._admitted
@@ -82,6 +85,7 @@ class Attempts:
     def forget(self, name: Name) -> None:
         """Forget an attempt, such as one that was admitted but could not be sent to the engine."""
         living = self._living.pop(name)
+        del self._names[living.number]
         del self._produced[living.number]
         self._waiting_tokens -= living.unbegun_tokens
 
@@ -95,6 +99,10 @@ class Attempts:
             return False
         living.cancelled = True
         return True
+
+    def name_of(self, number: int) -> Name | None:
+        """Return the name of the living attempt with this number."""
+        return self._names.get(number)
 
     def count_tokens(self, numbers: Iterable[int]) -> None:
         """Count one more token for each of these numbers of living attempts. This is done in C: 0.03 µs a token."""
@@ -193,5 +201,6 @@ class Attempts:
         assert len(self._ended) <= self._most_remembered
         assert self._living.keys().isdisjoint(self._ended)
         assert self._waiting_tokens == sum(living.unbegun_tokens for living in self._living.values())
+        assert self._names == {living.number: name for name, living in self._living.items()}
         assert self._produced.keys() == {living.number for living in self._living.values()}
         assert all(produced >= 0 for produced in self._produced.values())

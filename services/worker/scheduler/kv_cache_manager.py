@@ -17,10 +17,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from services.worker.limits import SchedulerLimits
+from services.worker.scheduler.block_notes import EVERY_BLOCK, BlockNotes
 from services.worker.scheduler.kv_offloading import Offloading
 from services.worker.scheduler.kv_onboarding import FetchRequest, Onboarding
 from services.worker.scheduler.sequence import Sequence
-from shared.blocks import BlockPool, Content, PoolEvent, PoolStatistics
+from shared.blocks import BlockPool, Content, ContentEvicted, PoolEvent, PoolStatistics
 from shared.hashing import ContentKey
 
 
@@ -35,11 +36,12 @@ class KVCacheManager:
         self._block_size = limits.block_size
         self._look_ahead = limits.look_ahead
         self._pool = BlockPool(limits.capacity_blocks)
+        self.notes = BlockNotes()
         self.onboarding = Onboarding(
             self._pool, block_size=limits.block_size, look_ahead=limits.look_ahead, wait_s=limits.wait_s
         )
         """Which waiting sequences wait for blocks of the kvbm."""
-        self.offloading = Offloading(self._pool, limits.offload, limits.offers_limit)
+        self.offloading = Offloading(self._pool, limits.offload, limits.offers_limit, self.notes)
         """Which blocks the kvbm is offered, each once; the connector takes its `offers`."""
         self._holders = 0
         """Number of sequences that hold blocks: those that were admitted and not freed."""
@@ -111,8 +113,10 @@ class KVCacheManager:
             slot, events = self._pool.store(sequence.blocks[index], content)
             sequence.blocks[index] = slot
             self._events.extend(events)
-            if events and self.offloading.queues:
-                self.offloading.enqueue(events[0].content)
+            if events:
+                self.notes.add(events[0].content.key, "computed for request {}", sequence.request)
+                if self.offloading.queues:
+                    self.offloading.enqueue(events[0].content)
             sequence.stored += 1
 
     def free(self, sequence: Sequence) -> None:
@@ -130,6 +134,7 @@ class KVCacheManager:
         keys = sequence.keys[: sequence.stored]
         for key in reversed(keys):
             self._events.extend(self._pool.forget(key))
+            self.notes.add(key, "forgotten: the numbers of request {} were not finite", sequence.request)
         self.discard(keys)
 
     def clear(self) -> None:
@@ -138,6 +143,7 @@ class KVCacheManager:
         assert not self._holders
         self.onboarding.clear()
         self._pool.clear()
+        self.notes.add(EVERY_BLOCK, "forgotten with all others: the engine slept, or its cache was cleared")
         self.changes += 1
 
     def allocate_block(self) -> int | None:
@@ -145,7 +151,7 @@ class KVCacheManager:
         if not self._pool.available:
             return None
         [slot], evicted = self._pool.allocate(1)
-        self._events.extend(evicted)
+        self._evicted(evicted, "a probe of the device")
         return slot
 
     def free_block(self, slot: int) -> None:
@@ -159,7 +165,13 @@ class KVCacheManager:
     def _allocate(self, sequence: Sequence, count: int) -> None:
         slots, evicted = self._pool.allocate(count)
         sequence.blocks.extend(slots)
+        if evicted:
+            self._evicted(evicted, f"request {sequence.request}")
+
+    def _evicted(self, evicted: Seq[ContentEvicted], needed_for: str) -> None:
         self._events.extend(evicted)
+        for event in evicted:
+            self.notes.add(event.content.key, "evicted as the least recently used, for {}", needed_for)
 
     # --- for the connector: blocks exchanged with a kvbm
 
@@ -190,7 +202,7 @@ class KVCacheManager:
         fewer, or none, where there is no room, where the fetch was abandoned, or where a block before them got no
         slot."""
         slots, evicted = self.onboarding.begin_load(number, first, count, self._holders)
-        self._events.extend(evicted)
+        self._evicted(evicted, "a block from the kvbm")
         self.changes += 1
         return slots
 
@@ -201,6 +213,7 @@ class KVCacheManager:
         self._events.extend(stored)
         for event in stored:
             self.offloading.mark_remote(event.content)
+            self.notes.add(event.content.key, "loaded from the kvbm's {}", "disk" if disk else "host memory")
         self.changes += 1
 
     def end_fetch(self, number: int, round_trip_s: float) -> None:
@@ -251,6 +264,22 @@ class KVCacheManager:
     def snapshot(self) -> list[Content]:
         """Return every block in the prefix cache, parents first."""
         return self._pool.snapshot()
+
+    def places(self, key_end: bytes) -> list[str]:
+        """Return where a block is, by the end of its key, and why it stays or goes. O(blocks) for less than a whole
+        key."""
+        slot = self._pool.find_end(key_end)
+        if slot is None:
+            return ["not on the device"]
+        sequences, copies, before = self._pool.uses(slot)
+        holders = [f"{sequences} running or loading requests" * bool(sequences), f"{copies} copies" * bool(copies)]
+        if any(holders):
+            return [f"on the device, and stays while held by {' and '.join(filter(None, holders))}"]
+        statistics = self._pool.statistics()
+        return [
+            f"on the device, cached: {statistics.free} free blocks and {before} less recently used ones of"
+            f" {statistics.cached} cached are taken before it"
+        ]
 
     def statistics(self) -> PoolStatistics:
         """Return the numbers of blocks by state, in O(1)."""

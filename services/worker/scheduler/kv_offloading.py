@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from services.worker.config import Offload
+from services.worker.scheduler.block_notes import BlockNotes
 from shared.blocks import BlockPool, Content
 from shared.hashing import ContentKey
 
@@ -27,9 +28,10 @@ device if that is less. 256 blocks are half a second's worth of prefilling 8,192
 class Offloading:
     """Offers of one engine's blocks to its kvbm."""
 
-    def __init__(self, pool: BlockPool, offload: Offload, limit_blocks: int) -> None:
+    def __init__(self, pool: BlockPool, offload: Offload, limit_blocks: int, notes: BlockNotes) -> None:
         """`limit_blocks` bounds the queue of blocks that wait to be offered."""
         self._pool = pool
+        self._notes = notes
         self._offload = offload
         self._horizon_blocks = min(HORIZON_BLOCKS, ceil(HORIZON_SHARE * pool.capacity))
         self._enabled = False
@@ -61,7 +63,9 @@ class Offloading:
 
     def enqueue(self, content: Content) -> None:
         """A block was computed; it waits to be offered."""
-        self.dropped_blocks += len(self._queue) == self._queue.maxlen
+        if len(self._queue) == self._queue.maxlen:
+            self.dropped_blocks += 1
+            self._notes.add(self._queue[0].key, "not offered to the kvbm: too many blocks waited to be offered")
         self._queue.append(content)
 
     def mark_remote(self, content: Content) -> None:
@@ -76,6 +80,8 @@ class Offloading:
             return []
         offers = self._queued(most) if self._offload == "filled" else self._next_evicted(most)
         self.offered_blocks += len(offers)
+        for content in offers:
+            self._notes.add(content.key, "offered to the kvbm")
         return offers
 
     def pin(self, keys: Sequence[ContentKey], reserve: int) -> list[int | None]:
@@ -86,7 +92,9 @@ class Offloading:
             slot = self._pool.find(key)
             if slot is not None and self._pool.state(slot) == "cached" and self._pool.available <= reserve:
                 slot = None
-            if slot is not None:
+            if slot is None:
+                self._notes.add(key, "not copied to the kvbm: it was evicted meanwhile, or no room is to spare")
+            else:
                 self._pool.hold_for_copy(slot)
                 self._pins[slot] += 1
             slots.append(slot)

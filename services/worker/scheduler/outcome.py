@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from services.worker.messages import KV_EVENTS, PARTS, Begun, EngineLoad, Exchanged, Stepped
+from services.worker.messages import KV_EVENTS, PARTS, AttemptNote, Begun, EngineLoad, Exchanged, Stepped
 from shared.blocks import PoolEvent
 from shared.messages import KvEvent, Part
 
@@ -22,6 +22,8 @@ class Outcome:
     """`Submit.number` of the attempt of each other part, which brings the attempt one token further."""
     begun: list[Begun] = field(default_factory=list)
     """The attempts that had their first token."""
+    notes: list[AttemptNote] = field(default_factory=list)
+    """What else happened to attempts, in words."""
     events: list[PoolEvent] = field(default_factory=list)
     """Blocks that were stored and evicted, in order."""
 
@@ -30,7 +32,9 @@ class Outcome:
         embedding; everything else is in the first."""
         if sum([len(part.embedding) for part in self.boundary_parts]) <= most_bytes:
             return [self]
-        first = Outcome(one_token_attempts=self.one_token_attempts, begun=self.begun, events=self.events)
+        first = Outcome(
+            one_token_attempts=self.one_token_attempts, begun=self.begun, notes=self.notes, events=self.events
+        )
         outcomes, left = [first], most_bytes
         for frontend, parts in self.parts.items():
             for part in parts:
@@ -76,6 +80,7 @@ class Outcome:
             exchanged=exchanged,
             rank=rank,
             begun=self.begun,
+            notes=self.notes,
         )
 
     def extend(self, later: Outcome) -> None:
@@ -85,4 +90,5 @@ class Outcome:
         self.boundary_parts.extend(later.boundary_parts)
         self.one_token_attempts.extend(later.one_token_attempts)
         self.begun.extend(later.begun)
+        self.notes.extend(later.notes)
         self.events.extend(later.events)

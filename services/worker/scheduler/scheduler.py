@@ -46,11 +46,12 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Begun, EngineLoad, Submit
+from services.worker.messages import AttemptNote, Begun, EngineLoad, Submit
 from services.worker.runner import Drawn, Work
 from services.worker.scheduler.device_probe import DeviceProbe
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.scheduler.outcome import Outcome
+from services.worker.scheduler.queue_clock import Cause, QueueClock, describe_wait
 from services.worker.scheduler.sequence import Sequence
 from services.worker.scheduler.throughput import StepBudget, Throughput
 from shared.messages import NOT_BEGUN, FinishReason, Part
@@ -89,6 +90,7 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._recomputed = 0
+        self._queue_clock = QueueClock()
         self._probe = DeviceProbe()
         self._earliest_end_s = _NEVER
         """Not later than any `ends_by_s`."""
@@ -116,7 +118,7 @@ class Scheduler:
         else:
             self._living[sequence.name] = sequence
             self._earliest_end_s = min(self._earliest_end_s, sequence.ends_by_s)
-            self._enqueue(sequence)
+            self._enqueue(sequence, now_s)
             self._consider_onboarding(now_s)
         self._stalled_at = None
 
@@ -132,6 +134,7 @@ class Scheduler:
         """Forget all cached blocks. Running attempts wait again, and compute theirs once more."""
         assert self._step is None
         for sequence in list(self._running):
+            self._note(sequence, "begins again: an operator has all cached blocks forgotten")
             self._requeue(sequence)
         self.kv_cache.clear()
         self._stalled_at = None
@@ -146,10 +149,11 @@ class Scheduler:
         self._onboarding.give_up(now_s)
         self._consider_onboarding(now_s)
         self._step, self._step_began_s = [], now_s
+        self.kv_cache.notes.now_s = now_s
         self._schedule_decodes()
         if self._probe.due and not self.closed:
             self._schedule_probe()
-        self._schedule_prefills()
+        self._queue_clock.set(self._schedule_prefills(), now_s)
         works = [sequence.work for sequence in self._step]
         if self._probe.work is not None:
             works.append(self._probe.work)
@@ -273,7 +277,7 @@ class Scheduler:
             if lowest is sequence and len(sequence.blocks) == self._limits.capacity_blocks:
                 self._end(sequence, "error", f"the KV cache of {self._limits.capacity_blocks} blocks is full")
                 return False
-            self._preempt(lowest)
+            self._preempt(lowest, sequence)
             if lowest is sequence:
                 return False
         return True
@@ -285,14 +289,15 @@ class Scheduler:
             self._probe.begin(self._arrivals, slot)
             self._arrivals += 1
 
-    def _schedule_prefills(self) -> None:
+    def _schedule_prefills(self) -> Cause | None:
+        """Fill the step with prefills. Return what the head of the queue waits for, if it waits."""
         assert self._step is not None
         probes = int(self._probe.work is not None)
         places = self._limits.max_running - probes
         left = max(self._budget.tokens - len(self._step) - probes, self._limits.block_size)
         for sequence in self._prefilling:
             if left <= 0:
-                return
+                return "tokens"
             self.kv_cache.reuse_cached(sequence)
             left -= self._add_work(sequence, left)
         passed = reserved = 0
@@ -303,7 +308,10 @@ class Scheduler:
             elif self._admit(sequence, reserved):
                 left -= self._add_work(sequence, left)
             else:
-                return
+                return "blocks"
+        if passed == len(self._waiting):
+            return None
+        return "tokens" if left <= 0 else "places"
 
     def _admit(self, sequence: Sequence, reserved: int) -> bool:
         """Move a sequence from waiting to running, if its blocks are there, the running ones keep room to grow, and
@@ -312,8 +320,12 @@ class Scheduler:
             return False
         self._dequeue(sequence)
         sequence.begin_by_s = _NEVER
+        now_s = self._step_began_s
+        waited_s = self._queue_clock.since(sequence.queued_at, now_s)
         if sequence.admitted_s is None:
-            sequence.admitted_s = self._step_began_s
+            sequence.admitted_s, sequence.waited_s = now_s, waited_s
+        else:
+            self._note(sequence, f"goes on after {describe_wait(now_s - sequence.queued_s, waited_s)}")
         self.kv_cache.admit(sequence)
         insort(self._running, sequence, key=_rank)
         insort(self._prefilling, sequence, key=_rank)
@@ -330,15 +342,24 @@ class Scheduler:
         self._step.append(sequence)
         return end - start
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, grows: Sequence) -> None:
         self._preemptions += 1
+        other = "it" if grows is sequence else f"request {grows.request}"
+        self._note(
+            sequence,
+            f"preempted, since {other} needed a block and none was free: it gives its {len(sequence.blocks)} blocks"
+            f" back, and its {len(sequence.tokens)} tokens are computed again where the cache has lost them",
+        )
         self._requeue(sequence)
+
+    def _note(self, sequence: Sequence, text: str) -> None:
+        self._outcome.notes.append(AttemptNote(sequence.number, text))
 
     def _requeue(self, sequence: Sequence) -> None:
         """Let a running sequence give its blocks back and wait again."""
         self._stop(sequence)
         sequence.looked_up = False
-        self._enqueue(sequence)
+        self._enqueue(sequence, self._step_began_s)
 
     # --- after a step
 
@@ -356,8 +377,9 @@ class Scheduler:
         if not sequence.no_reuse:
             self._recomputed += 1
             sequence.no_reuse = sequence.looked_up = True
+            self._note(sequence, f"begins again without cached blocks: {error}")
             self._stop(sequence)
-            self._enqueue(sequence)
+            self._enqueue(sequence, self._step_began_s)
             return
         self._probe.count_failed()
         self._end(sequence, "error", error)
@@ -399,8 +421,17 @@ class Scheduler:
         admitted_s, asked_s = sequence.admitted_s, sequence.onboarding_s
         assert admitted_s is not None, "it has drawn a token"
         onboard_s = 0.0 if asked_s is None else max(0.0, admitted_s - asked_s)
+        missing = sequence.cached_tokens // self._limits.block_size
+        first_missing = sequence.keys[missing] if missing < sequence.prompt_tokens // self._limits.block_size else b""
         self._outcome.begun.append(
-            Begun(sequence.number, admitted_s - sequence.arrived_s, max(0.0, now_s - admitted_s), onboard_s)
+            Begun(
+                sequence.number,
+                admitted_s - sequence.arrived_s,
+                max(0.0, now_s - admitted_s),
+                onboard_s,
+                sequence.waited_s,
+                first_missing,
+            )
         )
 
     # --- ends
@@ -473,7 +504,8 @@ class Scheduler:
 
     # --- the queue and the blocks
 
-    def _enqueue(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
+        sequence.queued_s, sequence.queued_at = now_s, self._queue_clock.read(now_s)
         insort(self._waiting, sequence, key=_rank)
         self._waiting_tokens += sequence.uncomputed
 

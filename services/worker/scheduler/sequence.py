@@ -10,6 +10,7 @@ from sys import intern
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import Submit
 from services.worker.runner import Work
+from services.worker.scheduler.queue_clock import NO_WAIT, WaitTimes
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, token_array
 
@@ -55,8 +56,14 @@ class Sequence:
     keys: list[ContentKey]
     """Content keys of the full blocks of the submitted tokens, and of the blocks stored since."""
     blocks: list[int]
+    queued_at: WaitTimes = NO_WAIT
+    """The clocks of the queue when it began to wait."""
+    queued_s: float = 0.0
+    """When that was."""
     admitted_s: float | None = None
     """When it was given blocks for the first time."""
+    waited_s: WaitTimes = NO_WAIT
+    """For what it waited until then."""
     stored: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the cache by the time the first token was drawn."""

@@ -9,6 +9,7 @@ be used again by the stream on which it was freed at once, and by others after t
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -42,7 +43,8 @@ class DeviceMemory:
     """A pool of one device's memory.
 
     `allocate`, `free`, `statistics`, the allocator, and the end of an array that came from it may run at once, on any
-    threads. `close` runs alone, after all of them.
+    threads. `close` runs alone, after all of them. A pool that is not closed ends when nothing refers to it any longer:
+    else its free memory would be lost to all other processes.
     """
 
     def __init__(self, device: int, *, reserve_bytes: int = 0, keep_bytes: int | None = None) -> None:
@@ -63,6 +65,8 @@ class DeviceMemory:
         with cupy.cuda.Device(device), translated_errors():
             own = new_stream()
             self._pool: int = runtime.memPoolCreate(runtime.MemPoolProps(_PINNED, _NO_HANDLE, _ON_DEVICE, device))
+            self._destroy = weakref.finalize(self, runtime.memPoolDestroy, self._pool)
+            self._destroy.atexit = False  # the driver may be gone by then, and gives everything back anyway
             runtime.memPoolSetAttribute(self._pool, _RELEASE_THRESHOLD, keep_bytes)
             if reserve_bytes:
                 address = self.allocate(reserve_bytes, own)
@@ -135,7 +139,7 @@ class DeviceMemory:
         """Destroy the pool. All memory must have been freed, and the streams must have reached those frees."""
         assert not self._streams, f"{len(self._streams)} allocations are in use"
         with translated_errors():
-            runtime.memPoolDestroy(self._pool)
+            self._destroy()
 
     def _after_a_trim(self, size_bytes: int, handle: int, wrong: Exception) -> int:
         if getattr(wrong, "status", None) != OUT_OF_MEMORY:

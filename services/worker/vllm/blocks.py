@@ -17,6 +17,8 @@ from typing import assert_never
 
 from msgspec import Struct
 
+from services.worker.messages import BlockExplained
+from services.worker.scheduler.block_notes import EVERY_BLOCK, BlockNotes
 from shared.hashing import pack_tokens
 from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, SnapshotBlock
 
@@ -39,6 +41,8 @@ class EngineBlocks:
         """`block_size` is in tokens; blocks of another size are left out. `orphans` False: so are blocks that follow an
         unknown one, for a reader that may not have seen all events."""
         self._block_size = block_size
+        self.notes = BlockNotes()
+        """What vLLM said of blocks; the caller keeps its time."""
         self._orphans = orphans
         self._entries: dict[int, _Entry] = {}
         self._group: int | None = None
@@ -73,8 +77,17 @@ class EngineBlocks:
         if not self._entries:
             return []
         self._entries.clear()
+        self.notes.add(EVERY_BLOCK, "forgotten with all other blocks: vLLM's cache was cleared")
         self.digest = 0
         return [AllBlocksCleared()]
+
+    def explain(self, key_end: bytes, ticket: int, now_s: float) -> BlockExplained:
+        """Return what is known of a block, by the last 8 bytes of its hash or by all of a content key."""
+        name = key_end[-8:]
+        entry = self._entries.get(int.from_bytes(name, "big"))
+        there = "not in vLLM's cache" if entry is None else f"in vLLM's cache, {entry.copies} times"
+        place = f"{there}, as its events say; vLLM does not say what holds a block or which one is evicted next"
+        return BlockExplained(ticket, [place], self.notes.find(name, now_s))
 
     def snapshot(self) -> list[SnapshotBlock]:
         """Return all blocks, parents first."""
@@ -113,6 +126,7 @@ class EngineBlocks:
             else:
                 block = SnapshotBlock(key, parent, pack_tokens(tokens), event.lora_name or "", salt)
                 self._entries[key] = _Entry(block, 1)
+                self.notes.add(key.to_bytes(8, "big"), "stored by vLLM")
                 self.digest ^= key
                 run.append(block)
             parent = key
@@ -160,6 +174,7 @@ class EngineBlocks:
                 del self._entries[key]
                 self.digest ^= key
                 removed.append(key)
+                self.notes.add(key.to_bytes(8, "big"), "removed by vLLM, which gives no reason")
         return removed
 
     def validate(self) -> None:

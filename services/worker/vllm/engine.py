@@ -31,6 +31,7 @@ from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.messages import (
     CancelAttempt,
     EngineOrder,
+    ExplainBlock,
     Failed,
     KvbmDown,
     KvbmReply,
@@ -146,6 +147,8 @@ class VllmEngine:
                 self._report()
                 blocks = self._ranks.all[number].blocks.snapshot()
                 self._channel.send(Snapshot(ticket, self._ranks.event_sequence, blocks))
+            case ExplainBlock(ticket, name, number):
+                self._channel.send(self._ranks.all[number].blocks.explain(name, ticket, time.monotonic()))
             case Operate():
                 self._start(self._operate(command))
             case KvbmUp() | KvbmDown() | KvbmReply():
@@ -288,6 +291,7 @@ class VllmEngine:
     def _apply_events(self, rank: EngineRank, cleared: asyncio.Event, events: list[KvEvent]) -> None:
         if any(isinstance(event, AllBlocksCleared) for event in events):
             cleared.set()
+        rank.blocks.notes.now_s = time.monotonic()
         rank.apply_events(events)
         self._end.flush_soon()
 

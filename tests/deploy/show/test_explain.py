@@ -157,7 +157,7 @@ def test_an_unknown_request_is_reported_in_one_line_with_status_1(
     with running(tmp_path, KNOWN) as servers:
         assert cli.main(["explain", "never", *servers]) == 1
         said = capsys.readouterr()
-        assert said.err == "error: no router remembers never: it was not routed by them, or too long ago\n"
+        assert said.err == "error: no process remembers never: it did not arrive, or too long ago\n"
         assert not said.out
 
 
@@ -171,7 +171,7 @@ def test_a_blank_name_is_an_unknown_request(
     with running(tmp_path, KNOWN) as servers:
         assert cli.main(["explain", name, *servers]) == 1
         said = capsys.readouterr()
-        assert said.err == f"error: no router remembers {shown}: it was not routed by them, or too long ago\n"
+        assert said.err == f"error: no process remembers {shown}: it did not arrive, or too long ago\n"
         assert not said.out
 
 
@@ -191,7 +191,7 @@ def test_a_router_that_does_not_answer_is_a_note_and_status_shows_the_others(
 
 @pytest.mark.parametrize(
     ("routers", "silent", "said"),
-    [({}, "", "error: no router is registered in files in "), (KNOWN, "r1", "")],
+    [({}, "", "error: no process answers: none is registered"), (KNOWN, "r1", "")],
 )
 def test_without_routers_the_error_says_so(
     routers: Mapping[str, list[Explanation]],
@@ -203,7 +203,13 @@ def test_without_routers_the_error_says_so(
     only = {"r1": routers["r1"]} if routers else {}
     with running(tmp_path, only, silent=silent) as servers:
         assert cli.main(["explain", "abc", *servers]) == 1
-        assert capsys.readouterr().err.startswith(said or "error: no router answers: router r1: ")
+        assert capsys.readouterr().err.startswith(said or "error: no process answers: router r1: ")
+        assert cli.main(["explain", *servers]) == 1
+        assert capsys.readouterr().err.startswith(
+            ("error: no router is registered in files in ", "error: no router an")
+        )
+        assert cli.main(["explain", "block", 16 * "0", *servers]) == 1
+        assert capsys.readouterr().err.startswith("error: no worker and no block store is registered in files in ")
 
 
 def test_without_nats_the_error_says_so(

@@ -178,6 +178,13 @@ def test_what_cannot_be_read_is_named_and_harms_nothing_else() -> None:
     assert "note: no NATS" in text
 
 
+def test_a_second_service_with_the_id_of_another_is_named_and_harms_nothing_else() -> None:
+    view = look(instance("router", "same"), instance("worker", "same"), instance("worker", "w1"))
+    assert [row.instance for row in view.instances] == ["same", "w1"]
+    [said] = view.unreadable
+    assert "the id same belongs to a " in said
+
+
 def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> None:
     state = RouterState(
         *("r1", "kv"),

@@ -6,7 +6,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from deploy.local.show.rates import Rates, Sample, quantile, rates, render_rates, sample
+from deploy.local.show.rates import (
+    GONE_SHOWN,
+    GONE_SHOWN_S,
+    Rates,
+    Sample,
+    departures,
+    quantile,
+    rates,
+    render_rates,
+    sample,
+)
 from services.frontend.metrics import Metrics
 from services.worker.metrics import WorkerMetrics
 from shared.messages import Accepted, Part
@@ -20,8 +30,11 @@ def test_what_the_services_count_is_found_in_their_metrics() -> None:
     for status in (200, 200, 200, 503):
         frontend.count_request("chat", status, "m", 0.5)
     frontend.of_model("m").first_token.observe(0.03)
+    frontend.inflight.set(2)
     found = sample("frontend", generate_latest(registry).decode(), 5.0)
-    assert found.totals == {"requests": 4}
+    assert found.totals == {"requests": 4, "asked_tokens": 0}
+    assert found.cached == {"device": 0, "host": 0, "disk": 0}
+    assert found.inflight == 2
     assert (found.first_tokens[0.025], found.first_tokens[0.05], found.first_tokens[INF]) == (0, 1, 1)
 
     registry = CollectorRegistry()
@@ -45,7 +58,8 @@ def test_rates_are_those_of_the_processes_that_were_asked_twice() -> None:
         "new": Sample(12.0, {"tokens": 7000}),
     }
     seen = rates(before, after)
-    assert seen == Rates(2.5, {"requests": 3.0, "tokens": 200.0, "prompt_tokens": 20.0}, 0.3125, 0.5)
+    per_s = {"requests": 3.0, "asked_tokens": 0.0, "tokens": 200.0, "prompt_tokens": 20.0}
+    assert seen == Rates(2.5, per_s, 0.3125, 0.5)
     head, row = render_rates(seen).splitlines()
     assert head.split("  ")[0] == "REQUESTS/S"
     assert row.split("  ")[0] == "3"
@@ -75,3 +89,19 @@ def test_a_quantile_lies_inside_its_bucket(share: float, counts: dict[float, flo
 def test_what_is_no_text_of_metrics_is_an_error() -> None:
     with pytest.raises(ValueError, match="could not convert string to float"):
         sample("frontend", "headrace_requests_total not a number\n", 0.0)
+
+
+def test_processes_that_are_gone_stay_in_the_view_for_a_while_and_are_bounded() -> None:
+    gone = departures({"a": "worker", "b": "router"}, {"b": "router"}, {}, 10.0)
+    assert gone == {"a": ("worker", 10.0)}
+    assert departures({"b": "router"}, {"b": "router"}, gone, 10.0 + GONE_SHOWN_S) == {}
+    assert departures({"b": "router"}, {"a": "worker", "b": "router"}, gone, 11.0) == {}
+    many = {f"w{number:03}": "worker" for number in range(200)}
+    assert list(departures(many, {}, {}, 10.0)) == [f"w{number:03}" for number in range(200 - GONE_SHOWN, 200)]
+
+
+def test_hit_rates_are_shares_of_the_prompts_of_the_same_interval() -> None:
+    before = {"f1": Sample(10.0, {"asked_tokens": 1000}, {}, {"device": 900}), "f2": Sample(10.0)}
+    asked = {"f1": Sample(12.0, {"asked_tokens": 1300}, {}, {"device": 950, "host": 25}), "f2": Sample(12.0)}
+    assert rates(before, asked).hits == {"device": 50 / 300, "host": 25 / 300, "disk": 0}
+    assert rates(asked, asked | {"f1": Sample(13.0, asked["f1"].totals, {}, asked["f1"].cached)}).hits == {}

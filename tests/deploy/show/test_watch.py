@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from deploy.local import cli
-from deploy.local.show.watch import GONE_SHOWN, GONE_SHOWN_S, departures, fit
+from deploy.local.show.watch import fit
 from deploy.local.stack.stack import toml
 from services.frontend.metrics import Metrics
 from shared import subjects
@@ -116,15 +116,6 @@ def test_a_terminal_shows_one_view_in_place_of_the_other(state: Path) -> None:
 def test_wrong_usage_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", *words]) == 2
     assert capsys.readouterr().err.startswith(said)
-
-
-def test_processes_that_are_gone_stay_in_the_view_for_a_while_and_are_bounded() -> None:
-    gone = departures({"a": "worker", "b": "router"}, {"b": "router"}, {}, 10.0)
-    assert gone == {"a": ("worker", 10.0)}
-    assert departures({"b": "router"}, {"b": "router"}, gone, 10.0 + GONE_SHOWN_S) == {}
-    assert departures({"b": "router"}, {"a": "worker", "b": "router"}, gone, 11.0) == {}
-    many = {f"w{number:03}": "worker" for number in range(200)}
-    assert list(departures(many, {}, {}, 10.0)) == [f"w{number:03}" for number in range(200 - GONE_SHOWN, 200)]
 
 
 def test_a_view_is_cut_to_the_terminal() -> None:

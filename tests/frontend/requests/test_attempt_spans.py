@@ -44,7 +44,7 @@ def test_a_migration_lasts_from_the_first_loss_to_the_next_token() -> None:
         spans.acted(DispatchAttempt(attempt, f"w{attempt}", 0), at + 1)
         spans.validate()
         if attempt < 3:
-            spans.acted(CountLoss("gone", had_tokens=attempt == 1), at + 5)
+            spans.acted(CountLoss("gone", had_tokens=attempt == 1, attempt=attempt, why="it is gone"), at + 5)
     assert carried(spans.attempt_headers or {}) is not None
     spans.acted(FIRST_TOKEN, 60)
     spans.acted(Finish("stop"), 70)
@@ -73,7 +73,7 @@ def test_a_question_that_is_asked_again_has_two_spans_in_one_attempt() -> None:
 def test_the_end_ends_everything_once() -> None:
     spans, ended = begun()
     spans.acted(SelectWorker(1, 0, ()), 10)
-    spans.acted(CountLoss("gone", had_tokens=False), 20)
+    spans.acted(CountLoss("gone", had_tokens=False, attempt=1, why="it is gone"), 20)
     spans.acted(SelectWorker(2, 0, ()), 30)
     spans.close(40, "the client has left")
     spans.close(50)

@@ -345,7 +345,7 @@ def test_an_attempt_whose_end_was_lost_continues_after_the_tokens_so_far() -> No
     assert step(session, AttemptLost(0, "unheard", "an older one")) == []
     actions = step(session, AttemptLost(1, "unheard", "its end was lost"))
     assert actions == [
-        CountLoss("unheard", had_tokens=True),
+        CountLoss("unheard", had_tokens=True, attempt=1, why="its end was lost"),
         WithdrawAttempt("w1", 1),
         PublishLoad(Finished(R, 1)),
         SelectWorker(2, 1, ()),
@@ -390,7 +390,7 @@ def test_a_part_that_makes_no_sense_loses_the_attempt_and_its_worker(senseless: 
     session = streaming()
     actions = step(session, PartReceived("w1", senseless))
     assert actions == [
-        CountLoss("senseless", had_tokens=False),
+        CountLoss("senseless", had_tokens=False, attempt=1, why="the worker's stream is inconsistent"),
         WithdrawAttempt("w1", 1),
         PublishLoad(Finished(R, 1)),
         SelectWorker(2, 0, ("w1",)),
@@ -402,7 +402,7 @@ def test_a_gap_withdraws_and_asks_again_without_excluding() -> None:
     step(session, PartReceived("w1", part(0, [5])))
     actions = step(session, PartReceived("w1", part(2, [7])))
     assert actions == [
-        CountLoss("gap", had_tokens=True),
+        CountLoss("gap", had_tokens=True, attempt=1, why="a part of the stream was lost"),
         WithdrawAttempt("w1", 1),
         PublishLoad(Finished(R, 1)),
         SelectWorker(2, 1, ()),
@@ -467,7 +467,8 @@ def test_a_stream_outlives_any_number_of_rolling_restarts(finish: FinishReason, 
             session.on(PartReceived(f"w{attempt}", part(len(session.tokens), [100], attempt=attempt)))
         back = Part(R, attempt, len(session.tokens), b"", finish, error=error)
         note, told, asked = step(session, PartReceived(f"w{attempt}", back))
-        assert note == CountLoss("handed_back", attempt in (2, 5))
+        assert isinstance(note, CountLoss)
+        assert (note.loss, note.had_tokens, note.attempt) == ("handed_back", attempt in (2, 5), attempt)
         assert told == PublishLoad(Finished(R, attempt))
         assert isinstance(asked, SelectWorker)
         assert (asked.attempt, asked.produced, asked.excluded[-1]) == (attempt + 1, len(session.tokens), f"w{attempt}")
@@ -525,7 +526,7 @@ def test_a_stream_goes_on_elsewhere_where_a_worker_did_not_begin_with_it() -> No
     assert session.on(selected(2, "w1")) == [DispatchAttempt(2, "w1", 0)]
     actions = step(session, PartReceived("w1", Part(R, 2, 1, b"", "error", error=NOT_BEGUN)))
     assert actions == [
-        CountLoss("handed_back", had_tokens=False),
+        CountLoss("handed_back", had_tokens=False, attempt=2, why=NOT_BEGUN),
         PublishLoad(Finished(R, 2)),
         SelectWorker(3, 1, ("w1",)),
     ]
@@ -557,13 +558,13 @@ def test_a_stream_that_is_lost_on_the_way_again_and_again_goes_on_as_long_as_it_
 def test_after_a_loss_a_request_waits_for_a_worker_and_excluded_ones_are_asked_again() -> None:
     session = streaming()
     assert step(session, InstanceGone("w1"))[-1] == SelectWorker(2, 0, ("w1",))
-    assert step(session, SelectRefused(R, 2, "all_excluded", "none left")) == [RetryLater(2, 0.1)]
+    assert step(session, SelectRefused(R, 2, "all_excluded", "none left")) == [RetryLater(2, 0.1, "none left")]
     assert not session.is_choosing(2)
     assert step(session, RetryDue(1, 0.1)) == []
     assert step(session, RetryDue(2, 0.1)) == [SelectWorker(2, 0, ())]
-    assert step(session, SelectRefused(R, 2, "no_instances", "none")) == [RetryLater(2, 0.2)]
+    assert step(session, SelectRefused(R, 2, "no_instances", "none")) == [RetryLater(2, 0.2, "none")]
     assert step(session, RetryDue(2, 0.4)) == [SelectWorker(2, 0, ())]
-    assert step(session, Unrouted(2)) == [RetryLater(2, 0.4)]
+    assert step(session, Unrouted(2)) == [RetryLater(2, 0.4, "no router answered")]
     assert step(session, RetryDue(2, 0.8)) == [SelectWorker(2, 0, ())]
     assert step(session, selected(2)) == [DispatchAttempt(2, "w1", 0)]
 
@@ -596,14 +597,16 @@ def test_a_token_gives_the_next_rescue_its_whole_time() -> None:
     goes_on(session)
     step(session, PartReceived("w1", part(0, [5], attempt=2)))
     step(session, InstanceGone("w1"))
-    assert step(session, Unrouted(3)) == [RetryLater(3, 0.1)]
+    assert step(session, Unrouted(3)) == [RetryLater(3, 0.1, "no router answered")]
     assert isinstance(step(session, RetryDue(3, 1000.0))[-1], SelectWorker)
 
 
 def test_while_nats_is_away_a_fresh_request_waits_too() -> None:
     session = Session(R, 3)
     session.start()
-    assert step(session, Unrouted(1, "NATS is not connected", away=True)) == [RetryLater(1, 0.1)]
+    assert step(session, Unrouted(1, "NATS is not connected", away=True)) == [
+        RetryLater(1, 0.1, "NATS is not connected")
+    ]
     assert step(session, RetryDue(1, 0.1)) == [SelectWorker(1, 0, ())]
 
 
@@ -723,12 +726,14 @@ def test_an_embedding_is_the_full_answer_and_the_cached_tokens_of_its_prompt_are
 )
 def test_what_is_no_embedding_of_the_size_asked_for_makes_no_sense(senseless: Part) -> None:
     actions = step(streaming_embedding(), PartReceived("w1", senseless))
-    assert CountLoss("senseless", False) in actions
+    assert CountLoss("senseless", False, 1, "the worker's stream is inconsistent") in actions
     assert SelectWorker(2, 0, ("w1",)) in actions
 
 
 def test_an_embedding_that_was_not_asked_for_is_inconsistent() -> None:
-    assert CountLoss("senseless", False) in step(streaming(), PartReceived("w1", embedding(b"1234")))
+    assert CountLoss("senseless", False, 1, "the worker's stream is inconsistent") in step(
+        streaming(), PartReceived("w1", embedding(b"1234"))
+    )
 
 
 def streaming_embedding() -> Session:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from services.frontend.requests.session import InstanceGone, PartReceived, Session
-from services.frontend.requests.way import INSTANCES_KEPT, NAME_DIGITS, Way, WayLog, short_name
+from services.frontend.requests.way import INSTANCES_KEPT, Way, WayLog
 from shared.hashing import pack_tokens
 from shared.messages import Accepted, Overlap, Part, Selected
 
@@ -108,9 +105,3 @@ def test_only_the_latest_workers_are_kept() -> None:
         session.attempt, session.instance = number + 1, f"w{number}"
         way.note(11.0 + number)
     assert way.instances == tuple(f"w{number}" for number in range(INSTANCES_KEPT, 2 * INSTANCES_KEPT))
-
-
-@given(st.text("ab1-", max_size=40), st.sampled_from(["", "/0", "/127"]))
-def test_a_name_is_the_beginning_of_our_own_part_and_never_the_clients(given_name: str, choice: str) -> None:
-    request = f"{given_name}-{OWN}{choice}" if given_name else OWN + choice
-    assert short_name(request) == OWN[:NAME_DIGITS]

@@ -641,3 +641,22 @@ async def test_the_metrics_are_there(directory: Path) -> None:
         assert 'headrace_requests_total{model="tiny/model-1.0",operation="chat",status="200"} 1.0' in text
         for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "output_sequence_tokens"):
             assert f"headrace_{name}_count" in text
+
+
+async def test_a_thousand_names_of_models_and_requests_make_no_series(directory: Path) -> None:
+    async with world(directory) as w, aiohttp.ClientSession(w.url) as http:
+
+        def series() -> int:
+            return sum(len(family.samples) for family in w.registry.collect())
+
+        async def ask(number: int) -> None:
+            body = {"model": f"model-{number}", "messages": HELLO, "user": f"user-{number}"}
+            headers = {"X-Request-Id": f"name-{number}", "traceparent": f"00-{number:032x}-{number:016x}-01"}
+            async with http.post("/v1/chat/completions", json=body, headers=headers) as response:
+                assert response.status == 404
+
+        await ask(1)
+        before = series()
+        for start in range(2, 1002, 50):
+            await asyncio.gather(*(ask(number) for number in range(start, start + 50)))
+        assert series() == before

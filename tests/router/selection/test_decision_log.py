@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
-from services.router.selection.decision_log import KEPT_CANDIDATES, PREFIX_DIGITS, DecisionLog
+from services.router.selection.decision_log import KEPT_CANDIDATES, DecisionLog
 from services.router.selection.load import CandidateLoad, WorkerSpeed
 from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policy_guard import PolicyChoice
 from shared.messages import Overlap, Prefilled, Selected
+from shared.request_names import NAME_DIGITS
 from tests.router.broken_policy import FailingReasonPolicy
 
 QUESTION = RoutingRequest(100, 16)
@@ -60,11 +61,11 @@ def test_the_choices_of_one_request_are_found_by_the_id_of_the_whole_request() -
 def test_a_request_is_found_by_the_beginning_of_our_part_of_its_id_if_that_is_long_enough() -> None:
     own, other = "0123456789abcdef" * 2, "fedcba9876543210" * 2
     decisions = kept(f"mine-{own}/0", f"mine-{own}/1", other)
-    for digits in (PREFIX_DIGITS, 20, 32):
+    for digits in (NAME_DIGITS, 20, 32):
         found = [each.selected.request for each in decisions.find(own[:digits], latest=9)]
         assert found == [f"mine-{own}/0", f"mine-{own}/1"]
-    assert [each.selected.request for each in decisions.find(other[:PREFIX_DIGITS], latest=9)] == [other]
-    assert decisions.find(own[: PREFIX_DIGITS - 1], latest=9) == []
+    assert [each.selected.request for each in decisions.find(other[:NAME_DIGITS], latest=9)] == [other]
+    assert decisions.find(own[: NAME_DIGITS - 1], latest=9) == []
 
 
 def test_rows_are_the_best_candidates_and_the_chosen_one() -> None:

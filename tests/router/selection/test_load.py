@@ -239,6 +239,11 @@ def test_a_worker_with_work_and_without_a_step_is_frozen_until_it_makes_one() ->
     assert load.frozen_instances(10.25) == set()
 
 
+def test_a_worker_whose_engine_stopped_while_it_was_idle_is_frozen_once_it_has_an_attempt() -> None:
+    load = LoadTracker(LoadConfig(frozen_s=5))
+    assert frozen(load, 10.0, report("a", "r", running=0), report("b", running=0)) == {"a"}
+
+
 def test_the_time_of_an_idle_worker_counts_from_when_work_came() -> None:
     load = LoadTracker(LoadConfig(frozen_s=5))
     assert frozen(load, 20.0, report("a")) == set()

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.runner import Drawn
+from shared.hashing import KEY_BYTES
 from shared.messages import NOT_BEGUN, Pooling, Sampling
 from tests.worker.fake_runner import EOS, continuation, embedding
 from tests.worker.manual_engine import Engine, step_with
@@ -172,6 +173,34 @@ def test_the_youngest_of_the_lowest_priority_gives_its_blocks_back() -> None:
         assert len(engine.output(name)) == 6, name
         tokens = [*prompt, *engine.output(name)]
         assert [continuation(tokens[:end], 1, 64)[0] for end in range(2, 8)] == tokens[2:]
+
+
+def test_a_preemption_is_noted_with_its_cause_and_how_long_the_sequence_waited_again() -> None:
+    engine = Engine(capacity_blocks=5)
+    six = Sampling(max_tokens=6, ignore_eos=True)
+    engine.submit("a", [1, 1], sampling=six)
+    engine.submit("b", [2, 2], sampling=six)
+    engine.run()
+    texts = [note.text for note in engine.notes]
+    assert texts[0].startswith("preempted, since ")
+    assert "needed a block and none was free: it gives its " in texts[0]
+    assert texts[1].startswith("goes on after ")
+    assert "for free blocks" in texts[1]
+    assert len(texts) == 2 * engine.scheduler.load().preemptions
+
+
+def test_a_wait_is_reported_by_its_causes_with_the_first_block_that_is_missing() -> None:
+    engine = Engine(max_running=1)
+    engine.submit("a", PROMPT, max_tokens=4)
+    engine.submit("b", PROMPT, max_tokens=1)
+    engine.run()
+    first, second = engine.begun
+    assert first.waited_s == (0.0, 0.0, 0.0)
+    assert len(first.first_missing) == KEY_BYTES
+    blocks, places, tokens = second.waited_s
+    assert places == second.queued_s > 0
+    assert blocks == tokens == 0
+    assert second.first_missing != first.first_missing, "it found the first one's blocks"
 
 
 def test_draws_are_numbered_by_position_also_after_a_preemption() -> None:

@@ -76,6 +76,26 @@ def test_a_block_that_is_stored_twice_stays_until_it_is_removed_twice() -> None:
     assert blocks.digest == 2
 
 
+def test_what_is_known_of_a_block_is_where_it_is_and_what_the_events_said() -> None:
+    blocks = EngineBlocks(4)
+    blocks.notes.now_s = 5.0
+    blocks.apply([stored(7)])
+    name = (7).to_bytes(8, "big")
+    explained = blocks.explain(16 * b"x" + name, 3, 6.0)
+    assert explained.ticket == 3
+    assert explained.places[0].startswith("in vLLM's cache, 1 times")
+    assert [(note.age_s, note.text) for note in explained.notes] == [(1.0, "stored by vLLM")]
+    blocks.apply([removed(7)])
+    blocks.apply([stored(8), AllBlocksCleared()])
+    explained = blocks.explain(name, 4, 6.0)
+    assert explained.places[0].startswith("not in vLLM's cache")
+    assert [note.text.partition(",")[0] for note in explained.notes] == [
+        "stored by vLLM",
+        "removed by vLLM",
+        "forgotten with all other blocks: vLLM's cache was cleared",
+    ]
+
+
 def test_the_known_part_of_a_chain_is_not_published_again() -> None:
     blocks = EngineBlocks(4)
     blocks.apply([stored(1, 2)])

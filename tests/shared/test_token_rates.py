@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.frontend.ui.rates import TokenRates
 from shared.messages import LoadReport
+from shared.token_rates import TokenRates
 
 
 def report(tokens: int, instance: str = "w1") -> LoadReport:

@@ -1,0 +1,1 @@
+"""`headrace top`: a live view of a running fleet in a terminal, drawn by Rich."""

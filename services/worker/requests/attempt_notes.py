@@ -1,0 +1,34 @@
+"""What is noted of attempts at a worker for `headrace explain`, in words. Pure."""
+
+from __future__ import annotations
+
+from services.worker.messages import Begun
+from services.worker.scheduler.queue_clock import describe_wait
+from shared.messages import Part, Refused
+
+
+def begun(report: Begun) -> str:
+    """Return the note of an attempt's first token."""
+    wait = describe_wait(report.queued_s, report.waited_s)
+    onboard = f", {1000 * report.onboard_s:.0f} ms of it for blocks of the kvbm" if report.onboard_s else ""
+    missing = f"; the first block that no cache had: {report.first_missing.hex()}" if report.first_missing else ""
+    prefill = f"then {1000 * report.prefill_s:.0f} ms to its first token"
+    return f"waited {wait} for its first step{onboard}, {prefill}{missing}"
+
+
+def refused(reply: Refused) -> str:
+    """Return the note of an attempt that the worker did not take."""
+    return f"refused ({reply.code}): {reply.reason}"
+
+
+def ended(part: Part) -> str:
+    """Return the note of an attempt that ended before its answer was complete; empty: it was complete."""
+    match part.finish:
+        case "error":
+            return f"ended with an error after {part.first} tokens: {part.error}"
+        case "deadline":
+            return f"ended after {part.first} tokens, since the time of its request was over"
+        case "cancelled":
+            return f"cancelled after {part.first} tokens, by its frontend or because that was gone"
+        case _:
+            return ""
