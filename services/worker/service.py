@@ -424,10 +424,12 @@ class Worker:
             self._gone.discard(change.instance.instance)
 
     def _forget_the_gone(self) -> None:
-        """Drop the frames of frontends that have gone and whose attempts have ended; each end makes a frame."""
-        ended = {frontend for frontend in self._gone if not self._attempts.streams_of(frontend)}
+        """Drop the frames of frontends that have gone, whose attempts have ended, and that were sent every frame: only
+        discovery says that they have gone."""
+        log = self._sender.log
+        ended = {each for each in self._gone if not self._attempts.streams_of(each) and log.next_unsent(each) is None}
         for frontend in ended:
-            self._sender.log.forget(frontend)
+            log.forget(frontend)
         self._gone -= ended
 
     # --- load reports
