@@ -62,12 +62,12 @@ class DeviceBlocks(Protocol):
         block before them got no slot. None: it is not known yet which slots; to be asked again each step."""
         ...
 
-    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool) -> None:
+    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool, /) -> None:
         """The copy of block `index` of fetch `number` into this slot has ended, `good` or not. Called exactly once for
         each slot of `begin_load`, in any order, also after the attempt has ended."""
         ...
 
-    def end_fetch(self, number: int, round_trip_s: float) -> None:
+    def end_fetch(self, number: int, round_trip_s: float, /) -> None:
         """Nothing more comes for fetch `number`, and all its loads have ended. Called exactly once for each fetch.
         `round_trip_s` is the time from the question to the kvbm's first answer, or until no answer was awaited any
         longer; 0: not known."""

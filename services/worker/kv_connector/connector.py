@@ -235,6 +235,13 @@ class KVConnector:
         self._paused = False
         self._delay_s, self._try_s = BACK_OFF_FIRST_S, now_s
 
+    def use_layout(self, layout: StoreLayout, now_s: float) -> None:
+        """Exchange blocks of another layout from now on, of the same size."""
+        assert layout.kv.block_bytes == self._layout.kv.block_bytes
+        self._layout = layout
+        if self._state != "detached":
+            self._detach("the engine's blocks have another name now", now_s)
+
     def close(self) -> None:
         """Begin no further copy. The pool is left alone when this returns. Where the mover fails, since its GPU is lost
         and may still write, the lock is released only when the process ends."""
