@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 
 INTERVAL_S = 60.0
 KEYS_LIMIT = 1024
@@ -17,10 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 class RateLimitedLog:
-    """Counts problems, and logs each key's problems at most once in `interval_s`. Needs a running event loop."""
+    """Counts problems, and logs each key's problems at most once in `interval_s`."""
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, interval_s: float = INTERVAL_S, clock: Callable[[], float] | None = None) -> None:
+        """Without a `clock` that of the running event loop is used."""
         self._interval_s = interval_s
+        self._clock = clock
         self._keys: dict[str, tuple[int, float]] = {}
         """Key → its problems so far, and when one was logged; the key that was logged longest ago is first."""
         self.count = 0
@@ -40,7 +43,7 @@ class RateLimitedLog:
 
     def _add(self, level: int, key: str, problem: object, count: int) -> None:
         self.count += count
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock() if self._clock is not None else asyncio.get_running_loop().time()
         so_far, logged_at_s = self._keys.get(key, (0, -math.inf))
         so_far += count
         if now_s - logged_at_s < self._interval_s:

@@ -101,6 +101,7 @@ class SocketDoor:
         self._receive = receive
         self._server: asyncio.Server | None = None
         self._connections: set[Connection] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self._limited_log = RateLimitedLog()
 
     async def open(self) -> None:
@@ -116,7 +117,7 @@ class SocketDoor:
             self._path.unlink(missing_ok=True)  # a former kvbm's: we hold the directory's lock
             mask = os.umask(0o177)
             try:
-                self._server = await asyncio.start_unix_server(self._serve, self._path)
+                self._server = await asyncio.start_unix_server(self._begin, self._path)
             finally:
                 os.umask(mask)
         except OSError as wrong:
@@ -131,7 +132,13 @@ class SocketDoor:
             self._path.unlink(missing_ok=True)
         for connection in list(self._connections):
             connection.close()
-        await asyncio.sleep(0)  # their tasks see it
+        if self._serving:
+            await asyncio.wait(self._serving)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(writer)

@@ -17,6 +17,10 @@ from shared.messages import KvLayout
 
 DIMENSION_MOST = 1 << 20
 """The most layers, heads, dimensions or tokens of a block: no engine has more, and their products stay numbers."""
+FORM_CHARACTERS_MOST = 8192
+"""The most characters of a layout's form: it has a part for each rank of an engine."""
+FORM_BYTES_MOST = 1 << 32
+"""The most bytes of a block in a form of its own."""
 NAME_CHARS = 1024
 """The most characters of a model's or weights' name: every account of the layout repeats them."""
 DTYPES = ("float32", "float16", "bfloat16")
@@ -75,7 +79,12 @@ class AttachedEngines:
 
 
 def _check_kv(kv: KvLayout) -> None:
-    if kv.dtype not in DTYPES:
+    if kv.form:
+        if len(kv.form) > FORM_CHARACTERS_MOST or len(kv.dtype) > FORM_CHARACTERS_MOST:
+            raise BadRequest(f"form or dtype of the layout have over {FORM_CHARACTERS_MOST} characters")
+        if not 0 < kv.form_bytes <= FORM_BYTES_MOST:
+            raise BadRequest(f"form_bytes of the layout is {kv.form_bytes}, not between 1 and {FORM_BYTES_MOST}")
+    elif kv.dtype not in DTYPES:
         raise BadRequest(f"KV dtype {kv.dtype[:64]!r} is not one of {', '.join(DTYPES)}")
     for name in ("layers", "kv_heads", "head_dim", "block_size"):
         value = getattr(kv, name)

@@ -118,7 +118,7 @@ class SchedulerHalf:
         self._connector: KVConnector | None = None
         """None until all ranks have said how their blocks lie."""
         self.link = KvbmLink(kvbm="")
-        self._limited_log = RateLimitedLog()
+        self._limited_log = RateLimitedLog(clock=clock)
         self._exchanged = Exchanged()
         self._told = (self._exchanged, self.link)
         """What `new_stats` returned last."""
