@@ -1,6 +1,7 @@
 """Kernel locks next to a kvbm's pool, which prove that its users live.
 
     DIR/lock            held by the directory's kvbm; workers find it by the note "PID INSTANCE\n" in it (`kvbm_of`)
+    DIR/socket          no lock: where the kvbm listens (`shared.pool.socket_frames`)
     DIR/owners/OWNER    held by an engine process that maps the pool, from before it attaches until it ends
 
 The kernel releases a lock when its process ends, for whatever reason, and not before. A process that is stopped
@@ -35,6 +36,7 @@ from shared.pool.format import PoolUnfit
 LOCK = "lock"
 OWNERS = "owners"
 POOL = "pool"
+SOCKET = "socket"
 _NOTE_BYTES = 128
 _OWNER = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

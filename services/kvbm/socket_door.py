@@ -1,0 +1,154 @@
+"""The Unix socket in the pool's directory, through which engines without NATS reach kvbm.
+
+    engine ── Asked ──▶ connection ──▶ handle(request) ──▶ the service, as for a request over NATS
+           ◀── Hello, Answered ──  the request's `answer` writes to its connection
+
+A connection's requests are handled one at a time, in order. Every bound closes the connection that reaches it: its engine
+connects and attaches again. An engine's tickets do not depend on its connection, but on its lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from services.kvbm.metrics import StoreMetrics
+from services.kvbm.replies import Request
+from shared.errors import PayloadTooLarge, ProtocolError
+from shared.pool.lock import SOCKET
+from shared.pool.socket_frames import TO_KVBM, Answered, FrameReader, Hello, encode_frame
+from shared.rate_limited_log import RateLimitedLog
+from shared.socket_path import LIMIT_BYTES
+
+MOST_CONNECTIONS = 64
+"""The most connections at once. One more is closed."""
+MOST_UNSENT_BYTES = 1 << 22
+"""The most bytes of answers that a client has not read. With more, its connection is closed."""
+CLOSE_S = 1.0
+"""Seconds that a client has to read its last answers when kvbm stops."""
+_READ_BYTES = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+class SocketDoor:
+    """Listens at `DIR/socket`. The caller holds the lock of the directory: no other kvbm has a socket there."""
+
+    def __init__(
+        self,
+        directory: Path,
+        metrics: StoreMetrics,
+        handle: Callable[[Request], Awaitable[None]],
+        hello: Callable[[], Hello],
+    ) -> None:
+        self.path = directory / SOCKET
+        self.refused = RateLimitedLog()
+        """Connections that were closed at a bound, or for what they sent."""
+        self._metrics = metrics
+        self._handle = handle
+        self._hello = hello
+        self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+
+    async def open(self) -> None:
+        """Listen. Where that is not possible, say so in the log: kvbm serves over NATS alone."""
+        size_bytes = len(os.fsencode(self.path))
+        if size_bytes > LIMIT_BYTES:
+            _log.warning(
+                "no socket at %s: the path has %d bytes, and a socket's may have %d; engines reach this kvbm over NATS "
+                "only. Choose a shorter pool.directory for engines that need the socket",
+                *(self.path, size_bytes, LIMIT_BYTES),
+            )
+            return
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self.path.unlink(missing_ok=True)  # of a kvbm that was killed
+            listening.bind(str(self.path))
+            self.path.chmod(0o600)  # before it listens
+            self._server = await asyncio.start_unix_server(self._connected, sock=listening, backlog=MOST_CONNECTIONS)
+        except OSError as wrong:
+            listening.close()
+            _log.warning("no socket at %s: %s; engines reach this kvbm over NATS only", self.path, wrong)
+
+    async def stop_reading(self) -> None:
+        """Accept no connection and no request any longer. Answers can still be sent."""
+        if self._server is None:
+            return
+        self._server.close()
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        tasks = list(self._connections.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def close(self) -> None:
+        """Close all connections, after `stop_reading`. What a client does not read in time is dropped."""
+        writers = list(self._connections)
+        for writer in writers:
+            writer.close()
+        waits = [asyncio.create_task(_closed(writer)) for writer in writers]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=CLOSE_S)
+            for writer in writers:
+                writer.transport.abort()
+            if late:
+                await asyncio.wait(late)
+        self._connections.clear()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MOST_CONNECTIONS:
+            self.refused.warn("socket", f"a connection was closed, as there are {MOST_CONNECTIONS} already")
+            writer.transport.abort()
+            return
+        writer.write(encode_frame(self._hello()))
+        self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle a connection's requests until it ends. If cancelled, leave it open for answers."""
+        frames = FrameReader()
+        try:
+            while data := await reader.read(_READ_BYTES):
+                for body in frames.feed(data):
+                    asked = TO_KVBM.decode(body)
+                    answer = partial(self._answer, writer, asked.number)
+                    await self._handle(Request(asked.operation, asked.payload, {}, answer))
+                    await asyncio.sleep(0)  # other connections have their turn
+        except ProtocolError as wrong:
+            self.refused.warn("socket", f"a connection was closed, as it sent nonsense: {wrong}")
+        except OSError:
+            pass  # the client is gone, which its lock tells
+        del self._connections[writer]
+        writer.transport.abort()
+
+    async def _answer(self, writer: asyncio.StreamWriter, number: int, payload: bytes, last: bool) -> bool:
+        """Send an answer. Return whether it was sent."""
+        try:
+            frame = encode_frame(Answered(number, payload, last))
+        except PayloadTooLarge as wrong:
+            _log.error("socket: no answer: %s", wrong)
+            self._metrics.unanswered.inc()
+            return False
+        if writer.is_closing():
+            self._metrics.unanswered.inc()
+            return False
+        writer.write(frame)
+        unsent_bytes = writer.transport.get_write_buffer_size()
+        if unsent_bytes > MOST_UNSENT_BYTES:
+            self.refused.warn("socket", f"a connection was closed, as it left {unsent_bytes} bytes of answers unread")
+            writer.transport.abort()
+            self._metrics.unanswered.inc()
+            return False
+        return True
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        await writer.wait_closed()
