@@ -3,8 +3,8 @@
     engine ── Asked ──▶ connection ──▶ handle(request) ──▶ the service, as for a request over NATS
            ◀── Hello, Answered ──  the request's `answer` writes to its connection
 
-A connection's requests are handled one at a time, in order. Every bound closes the connection that reaches it: its engine
-connects and attaches again. An engine's tickets do not depend on its connection, but on its lock.
+A connection's requests are handled one at a time, in order. Every bound closes the connection that reaches it: its
+engine connects and attaches again. An engine's tickets do not depend on its connection, but on its lock.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class SocketDoor:
         self._handle = handle
         self._hello = hello
         self._server: asyncio.Server | None = None
+        self._stopping = False
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     async def open(self) -> None:
@@ -80,6 +81,7 @@ class SocketDoor:
         """Accept no connection and no request any longer. Answers can still be sent."""
         if self._server is None:
             return
+        self._stopping = True
         self._server.close()
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
@@ -112,7 +114,7 @@ class SocketDoor:
         self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle a connection's requests until it ends. If cancelled, leave it open for answers."""
+        """Handle a connection's requests until it ends. When kvbm stops, leave it open for the last answers."""
         frames = FrameReader()
         try:
             while data := await reader.read(_READ_BYTES):
@@ -125,8 +127,10 @@ class SocketDoor:
             self.refused.warn("socket", f"a connection was closed, as it sent nonsense: {wrong}")
         except OSError:
             pass  # the client is gone, which its lock tells
-        del self._connections[writer]
-        writer.transport.abort()
+        finally:
+            if not self._stopping:
+                del self._connections[writer]
+                writer.transport.abort()
 
     async def _answer(self, writer: asyncio.StreamWriter, number: int, payload: bytes, last: bool) -> bool:
         """Send an answer. Return whether it was sent."""
