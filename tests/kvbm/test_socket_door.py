@@ -7,7 +7,7 @@ import socket
 import stat
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -186,7 +186,7 @@ async def test_a_client_that_does_not_read_is_closed(tmp_path: Path, caplog: pyt
             slow.setblocking(False)
             await loop.sock_connect(slow, str(Path(store.world.config.pool.directory) / SOCKET))
             asked = encode_frame(Asked(1, "x" * 64, b"")) * 500
-            with pytest.raises(ConnectionError):
+            with suppress(ConnectionError):
                 async with asyncio.timeout(LIMIT_S):
                     while True:
                         await loop.sock_sendall(slow, asked)
