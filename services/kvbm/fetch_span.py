@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shared.bus.contract import Message
+from collections.abc import Mapping
+
 from shared.hashing import KEY_BYTES
 from shared.kvbm_messages import Fetch, Fetched, KvbmRefused
 from shared.tracing.spans import AttributeValue
@@ -41,8 +42,8 @@ class FetchSpan:
         self._tracer.record((ended,))
 
 
-def fetch_span(tracer: Tracer | None, message: Message, ask: Fetch) -> FetchSpan | None:
-    """Return the span of a fetch whose message carries a trace; None if it is not traced."""
-    if tracer is None or not message.headers or (parent := carried(message.headers)) is None:
+def fetch_span(tracer: Tracer | None, headers: Mapping[str, str], ask: Fetch) -> FetchSpan | None:
+    """Return the span of a fetch whose headers carry a trace; None if it is not traced."""
+    if tracer is None or not headers or (parent := carried(headers)) is None:
         return None
     return FetchSpan(tracer, parent, ask)

@@ -40,7 +40,7 @@ class StoreMetrics:
         self.unanswered = counter(
             registry,
             "headrace_kvbm_unanswered_requests",
-            "Replies that could not be sent because NATS or the engine's connection was unreachable",
+            "Replies that could not be sent: NATS was unreachable, or the socket's engine was gone",
         )
         self.lookups = counter(registry, "headrace_kvbm_lookups", "Fetches: prefixes that engines asked for")
         self.asked_blocks = counter(

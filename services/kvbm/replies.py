@@ -1,6 +1,7 @@
 """Sends kvbm's replies. A reply that cannot be sent is dropped and counted: the engine asks again, or has ended.
 
 send       sends a reply at once
+Request    one request, with the way back to its asker: a subject on NATS or a connection of the socket
 queue      leaves it to one task, which sends in order: the later replies to a fetch
 """
 
@@ -8,13 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from msgspec import Struct
 
 from services.kvbm.metrics import StoreMetrics
-from services.kvbm.socket_door import SocketQuestion, answer
 from shared.bus.contract import Bus, Message
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError
 
 _log = logging.getLogger(__name__)
+
+
+Answer = Callable[[bytes, bool], Awaitable[bool]]
+"""Sends a payload to an asker, and whether it is the last one. Returns whether it was sent."""
+
+
+class Request(Struct, frozen=True):
+    """One request of an engine, with the way back to it."""
+
+    operation: str
+    payload: bytes
+    headers: Mapping[str, str]
+    """The headers of the message: encoding and trace. Empty for one from the socket."""
+    answer: Answer
 
 
 class ReplySender:
@@ -23,16 +40,11 @@ class ReplySender:
     def __init__(self, bus: Bus, metrics: StoreMetrics) -> None:
         self._bus = bus
         self._metrics = metrics
-        self._later: asyncio.Queue[tuple[Message, bytes, bool]] = asyncio.Queue()
+        self._later: asyncio.Queue[tuple[Answer, bytes, bool]] = asyncio.Queue()
         """Replies that wait for the task. The number of open fetch tickets bounds them."""
 
     async def send(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
-        """Send a reply in the encoding of the question, the way that it came. Return whether it was sent."""
-        if isinstance(message, SocketQuestion):
-            sent = answer(message, payload, last=last)
-            if not sent:
-                self._metrics.unanswered.inc()
-            return sent
+        """Send a reply in the encoding of the question. Return whether it was sent."""
         try:
             await self._bus.publish(message.reply, payload, headers=message.reply_headers(last=last))
         except (BusDown, ProtocolError) as wrong:  # the latter: the payload is too large, or the subject is none
@@ -42,18 +54,18 @@ class ReplySender:
             return False
         return True
 
-    def queue(self, message: Message, payload: bytes, *, last: bool) -> None:
+    def queue(self, answer: Answer, payload: bytes, *, last: bool) -> None:
         """Send the reply after all that were queued before it."""
-        self._later.put_nowait((message, payload, last))
+        self._later.put_nowait((answer, payload, last))
 
     async def run(self) -> None:
         """Send what is queued, until cancelled."""
         while True:
-            message, payload, last = await self._later.get()
-            await self.send(message, payload, last=last)
+            answer, payload, last = await self._later.get()
+            await answer(payload, last)
 
     async def flush(self) -> None:
         """Send all that is queued now."""
         while not self._later.empty():
-            message, payload, last = self._later.get_nowait()
-            await self.send(message, payload, last=last)
+            answer, payload, last = self._later.get_nowait()
+            await answer(payload, last)

@@ -1,8 +1,8 @@
 """kvbm's shell: passes each engine's request to its layout, learns which engines live, and reports to routers.
 
     NATS  attach, store, commit, abort, fetch, release ──▶ Layouts ──▶ LayoutStore ──▶ reply
-          one subscription, handled in order: a store sent before an attach must not be handled after it
-    Unix socket of the pool's directory: the same, from engines without NATS; in order for each connection
+    socket  the same, of engines without NATS (`socket_door.py`)
+          one subscription or connection, handled in order: a store sent before an attach must not be handled after it
     NATS  stat, snapshot ──▶ people, routers            load report ──▶ routers, every 250 ms
     ZMQ   KV events of each layout ──▶ routers
     kernel locks: an engine is dead ──▶ all layouts     discovery: a worker's lease is lost ──▶ its engines' tickets
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import count
@@ -35,9 +35,9 @@ from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.owners import MOST_OWNERS
 from services.kvbm.pool.prefault import Prefault
-from services.kvbm.replies import ReplySender
+from services.kvbm.replies import ReplySender, Request
 from services.kvbm.snapshots import send_snapshot
-from services.kvbm.socket_door import SocketDoor, SocketQuestion
+from services.kvbm.socket_door import SocketDoor
 from services.kvbm.tickets.engines import AttachedEngines
 from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
 from services.kvbm.tiers import policies
@@ -48,6 +48,7 @@ from shared.discovery.announcement import Announcement
 from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import BusDown, ProtocolError
 from shared.messages import JSON_HEADER, SNAPSHOT_REQUEST, Codec, Note
+from shared.pool.socket_frames import PROTOCOL, Hello
 from shared.runtime.lifecycle import Runtime, settle_memory
 
 REPORT_INTERVAL_S = 0.25
@@ -61,7 +62,7 @@ REASON_CHARS = 500
 
 _log = logging.getLogger(__name__)
 
-_Operation = Callable[[Message], tuple[LayoutStore, bytes | None]]
+_Operation = Callable[[Request], tuple[LayoutStore, bytes | None]]
 """Returns the layout that is to settle, and the reply; None if the replies come later."""
 
 
@@ -124,8 +125,8 @@ class KvbmService:
             "release": partial(self._request, wire.RELEASE, wire.SETTLED, LayoutStore.release),
             "discard": partial(self._request, wire.DISCARD, wire.SETTLED, LayoutStore.discard),
         }
+        self.door = SocketDoor(pool.path.parent, self._metrics, self._handle, self._hello)
         self._subscriptions: list[Subscription] = []
-        self._socket = SocketDoor(pool.path.parent, runtime.instance, self._subject, self._receive_from_socket)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -134,7 +135,7 @@ class KvbmService:
         receivers = {"*": self._receive, "stat": self._answer_stat, "snapshot": self._answer_snapshot}
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
-        await self._socket.open()
+        await self.door.open()
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.health.delegate(self._unready, dict)
         self._runtime.notes.find_block = self._find_block
@@ -146,14 +147,15 @@ class KvbmService:
         then the disk ends its requests, and fetches that wait for it are refused. The pool's file stays, for the next
         kvbm."""
         await self._announcement.close()
-        await self._socket.close()
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
+        await self.door.stop_reading()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         closed = await self.layouts.close()
         await self._replies.flush()
+        await self.door.close()
         if closed:
             self._pool.close()
 
@@ -162,41 +164,47 @@ class KvbmService:
 
     # --- requests
 
+    def _hello(self) -> Hello:
+        return Hello(PROTOCOL, self._runtime.instance, ready=self.prefault.complete)
+
     async def _receive(self, message: Message) -> None:
-        """Handle one request; they come one at a time, in order."""
+        """Handle one request over NATS; they come one at a time, in order."""
         operation = message.subject.rpartition(".")[2]
-        serve = self._operations.get(operation)
-        if serve is None:
+        if operation not in self._operations:
             return  # a subject of another subscription, or of our own report
         if not message.reply:
             raise ProtocolError("no reply subject")
+
+        def answer(payload: bytes, last: bool) -> Awaitable[bool]:
+            return self._replies.send(message, payload, last=last and operation == "fetch")
+
+        await self._handle(Request(operation, message.payload, message.headers, answer))
+
+    async def _handle(self, request: Request) -> None:
+        """Handle one request, from wherever it came."""
         start_s = perf_counter()
         layout: LayoutStore | None = None
+        serve = self._operations.get(request.operation)
         try:
-            layout, payload = serve(message)
+            if serve is None:
+                raise ProtocolError(f"there is no operation {request.operation[:64]!r}")
+            layout, payload = serve(request)
         except (Refusal, ProtocolError) as wrong:
             code = wrong.code if isinstance(wrong, Refusal) else "bad_request"
             self._metrics.refusals.labels(code).inc()
-            payload = wire.SETTLED.encode(wire.KvbmRefused(code, str(wrong)[:REASON_CHARS]), message.headers)
+            payload = wire.SETTLED.encode(wire.KvbmRefused(code, str(wrong)[:REASON_CHARS]), request.headers)
         if payload is not None:
-            await self._replies.send(message, payload, last=operation == "fetch")
-        self._metrics.request_seconds.labels(operation).observe(perf_counter() - start_s)
+            await request.answer(payload, True)
+        if serve is not None:
+            self._metrics.request_seconds.labels(request.operation).observe(perf_counter() - start_s)
         if layout is not None:
             layout.settle_soon()
-
-    async def _receive_from_socket(self, question: SocketQuestion) -> None:
-        """As `_receive`; here every operation that is unknown gets its answer."""
-        if question.subject.rpartition(".")[2] not in self._operations:
-            refused = wire.KvbmRefused("bad_request", "no such operation")
-            await self._replies.send(question, wire.SETTLED.encode(refused), last=True)
-            return
-        await self._receive(question)
 
     def _layout_of(self, owner: str) -> LayoutStore:
         return self.layouts.open[self.engines.layout_of(owner)]
 
-    def _attach(self, message: Message) -> tuple[LayoutStore, bytes]:
-        ask = wire.ATTACH.decode(message.payload, message.headers)
+    def _attach(self, request: Request) -> tuple[LayoutStore, bytes]:
+        ask = wire.ATTACH.decode(request.payload, request.headers)
         self.engines.check(ask)
         if not self.prefault.complete:
             raise NotReady(self.prefault.reason)
@@ -219,7 +227,7 @@ class KvbmService:
             blocks_per_request=self._config.tickets.blocks_per_request,
             takes_discards=True,
         )
-        return layout, wire.ATTACH_REPLY.encode(attached, message.headers)
+        return layout, wire.ATTACH_REPLY.encode(attached, request.headers)
 
     def _check_alive(self, owner: str) -> None:
         try:
@@ -236,34 +244,34 @@ class KvbmService:
         codec: Codec[Ask],
         reply_codec: Codec[Reply | wire.KvbmRefused],
         serve: Callable[[LayoutStore, Ask], Reply],
-        message: Message,
+        request: Request,
     ) -> tuple[LayoutStore, bytes]:
-        ask = codec.decode(message.payload, message.headers)
+        ask = codec.decode(request.payload, request.headers)
         layout = self._layout_of(ask.owner)
-        return layout, reply_codec.encode(serve(layout, ask), message.headers)
+        return layout, reply_codec.encode(serve(layout, ask), request.headers)
 
-    def _fetch(self, message: Message) -> tuple[LayoutStore, bytes | None]:
+    def _fetch(self, request: Request) -> tuple[LayoutStore, bytes | None]:
         """Return the one reply if all blocks are in memory; else queue it as the first of several."""
-        ask = wire.FETCH.decode(message.payload, message.headers)
+        ask = wire.FETCH.decode(request.payload, request.headers)
         layout = self._layout_of(ask.owner)
-        span = fetch_span(self._runtime.tracer, message, ask)
-        send_later = partial(self._queue_reply, message, span)
+        span = fetch_span(self._runtime.tracer, request.headers, ask)
+        send_later = partial(self._queue_reply, request, span)
         first, complete = layout.fetch(ask, send_later)
         if complete:
             if span is not None:
                 span.replied(first, True)
-            return layout, wire.FETCH_REPLY.encode(first, message.headers)
+            return layout, wire.FETCH_REPLY.encode(first, request.headers)
         send_later(first, False)
         return layout, None
 
     def _queue_reply(
-        self, message: Message, span: FetchSpan | None, reply: wire.Fetched | wire.KvbmRefused, last: bool
+        self, request: Request, span: FetchSpan | None, reply: wire.Fetched | wire.KvbmRefused, last: bool
     ) -> None:
         if isinstance(reply, wire.KvbmRefused):
             self._metrics.refusals.labels(reply.code).inc()
         if span is not None:
             span.replied(reply, last)
-        self._replies.queue(message, wire.FETCH_REPLY.encode(reply, message.headers), last=last)
+        self._replies.queue(request.answer, wire.FETCH_REPLY.encode(reply, request.headers), last=last)
 
     async def _answer_stat(self, message: Message) -> None:
         """Reply with KvbmState in JSON; the payload is ignored."""

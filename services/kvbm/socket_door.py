@@ -1,9 +1,10 @@
-"""SocketDoor: kvbm's Unix socket in its pool's directory, for engines that have no NATS.
+"""The Unix socket in the pool's directory, through which engines without NATS reach kvbm.
 
-    DIR/socket   a connection ──Asked──▶ SocketQuestion ──▶ the same handling as NATS's messages ──▶ Answered
+    engine ── Asked ──▶ connection ──▶ handle(request) ──▶ the service, as for a request over NATS
+           ◀── Hello, Answered ──  the request's `answer` writes to its connection
 
-Requests of one connection are handled in order. The directory's mode says who may connect. A connection that sends
-nonsense, or does not read its answers, is closed; what its engine holds ends with its lock, or when it attaches again.
+A connection's requests are handled one at a time, in order. Every bound closes the connection that reaches it: its
+engine connects and attaches again. An engine's tickets do not depend on its connection, but on its lock.
 """
 
 from __future__ import annotations
@@ -11,151 +12,148 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.owners import MOST_OWNERS
-from shared.bus.contract import Message
-from shared.errors import ProtocolError
+from services.kvbm.replies import Request
+from shared.errors import PayloadTooLarge, ProtocolError
 from shared.pool.lock import SOCKET
-from shared.pool.socket_frames import PROTOCOL, Answered, Asked, Frame, FrameReader, Hello, encode_frame
+from shared.pool.socket_frames import TO_KVBM, Answered, FrameReader, Hello, encode_frame
 from shared.rate_limited_log import RateLimitedLog
+from shared.socket_path import LIMIT_BYTES
 
 MOST_CONNECTIONS = MOST_OWNERS
-"""Most connections at once; one more is closed."""
-MOST_UNREAD_BYTES = 4 << 20
-"""Most bytes of answers that wait for one engine to read them; over it the connection is closed."""
+"""The most connections at once: one an engine. One more is closed."""
+MOST_UNSENT_BYTES = 1 << 22
+"""The most bytes of answers that a client has not read. With more, its connection is closed."""
+CLOSE_S = 1.0
+"""Seconds that a client has to read its last answers when kvbm stops."""
 _READ_BYTES = 1 << 16
-_MOST_PATH_BYTES = 107
-"""Most bytes of a Unix socket's path, on Linux."""
 
 _log = logging.getLogger(__name__)
 
 
-class SocketQuestion(Message, frozen=True):
-    """A request that came over a connection: `reply` is its number."""
-
-    connection: Connection | None = None
-
-
-class Connection:
-    """One engine's connection."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._reader = FrameReader()
-
-    def send(self, frame: Frame) -> bool:
-        """Send a frame without waiting. Return whether the connection took it."""
-        if self._writer.is_closing():
-            return False
-        try:
-            self._writer.write(encode_frame(frame))
-        except ProtocolError as wrong:
-            _log.error("an answer is not sent: %s", wrong)
-            return False
-        unread_bytes = self._writer.transport.get_write_buffer_size()
-        if unread_bytes > MOST_UNREAD_BYTES:
-            _log.warning("a connection is closed: its engine has not read %d bytes of answers", unread_bytes)
-            self._writer.transport.abort()
-            return False
-        return True
-
-    def close(self) -> None:
-        """Close the connection at once."""
-        self._writer.transport.abort()
-
-    def questions(self, data: bytes, subject: Callable[[str], str]) -> list[SocketQuestion]:
-        """Return the requests that are complete with `data`. Raise ProtocolError."""
-        asked: list[SocketQuestion] = []
-        for frame in self._reader.feed(data):
-            if not isinstance(frame, Asked):
-                raise ProtocolError(f"an engine sent {type(frame).__name__}")
-            asked.append(SocketQuestion(subject(frame.operation), frame.payload, str(frame.number), connection=self))
-        return asked
-
-
-def answer(question: SocketQuestion, payload: bytes, *, last: bool) -> bool:
-    """Send an answer to a request; `last` matters for a fetch alone, which may have several. Return whether it was
-    sent."""
-    assert question.connection is not None
-    single = not question.subject.endswith(".fetch")
-    return question.connection.send(Answered(int(question.reply), payload, last or single))
-
-
 class SocketDoor:
-    """The socket of one kvbm, which holds the lock of the pool's directory."""
+    """Listens at `DIR/socket`. The caller holds the lock of the directory: no other kvbm has a socket there."""
 
     def __init__(
         self,
         directory: Path,
-        kvbm: str,
-        subject: Callable[[str], str],
-        receive: Callable[[SocketQuestion], Awaitable[None]],
+        metrics: StoreMetrics,
+        handle: Callable[[Request], Awaitable[None]],
+        hello: Callable[[], Hello],
     ) -> None:
-        """`subject` names an operation as NATS's messages do; `receive` handles a request."""
-        self._path = directory / SOCKET
-        self._kvbm = kvbm
-        self._subject = subject
-        self._receive = receive
+        self.path = directory / SOCKET
+        self.refused = RateLimitedLog()
+        """Connections that were closed at a bound, or for what they sent."""
+        self._metrics = metrics
+        self._handle = handle
+        self._hello = hello
         self._server: asyncio.Server | None = None
-        self._connections: set[Connection] = set()
-        self._serving: set[asyncio.Task[None]] = set()
-        self._limited_log = RateLimitedLog()
+        self._stopping = False
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     async def open(self) -> None:
-        """Listen. Where that cannot be, say why: kvbm serves over NATS alone then."""
-        if len(os.fsencode(self._path)) > _MOST_PATH_BYTES:
+        """Listen. Where that is not possible, say so in the log: kvbm serves over NATS alone."""
+        size_bytes = len(os.fsencode(self.path))
+        if size_bytes > LIMIT_BYTES:
             _log.warning(
-                "%s: over the %d bytes that a socket's path may have, so engines without NATS cannot connect",
-                self._path,
-                _MOST_PATH_BYTES,
+                "no socket at %s: the path has %d bytes, and a socket's may have %d; engines reach this kvbm over NATS "
+                "only. Choose a shorter pool.directory for engines that need the socket",
+                *(self.path, size_bytes, LIMIT_BYTES),
             )
             return
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            self._path.unlink(missing_ok=True)  # a former kvbm's: we hold the directory's lock
-            mask = os.umask(0o177)
-            try:
-                self._server = await asyncio.start_unix_server(self._begin, self._path)
-            finally:
-                os.umask(mask)
+            self.path.unlink(missing_ok=True)  # of a kvbm that was killed
+            listening.bind(str(self.path))
+            self.path.chmod(0o600)  # before it listens
+            self._server = await asyncio.start_unix_server(self._connected, sock=listening, backlog=MOST_CONNECTIONS)
         except OSError as wrong:
-            _log.warning("%s: %s, so engines without NATS cannot connect", self._path, wrong.strerror or wrong)
+            listening.close()
+            _log.warning("no socket at %s: %s; engines reach this kvbm over NATS only", self.path, wrong)
 
-    async def close(self) -> None:
-        """Take no further requests."""
+    async def stop_reading(self) -> None:
+        """Accept no connection and no request any longer. Answers can still be sent."""
         if self._server is None:
             return
+        self._stopping = True
         self._server.close()
         with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-        for connection in list(self._connections):
-            connection.close()
-        if self._serving:
-            await asyncio.wait(self._serving)
+            self.path.unlink(missing_ok=True)
+        tasks = list(self._connections.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._serving.add(serving)
-        serving.add_done_callback(self._serving.discard)
+    async def close(self) -> None:
+        """Close all connections, after `stop_reading`. What a client does not read in time is dropped."""
+        writers = list(self._connections)
+        for writer in writers:
+            writer.close()
+        waits = [asyncio.create_task(_closed(writer)) for writer in writers]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=CLOSE_S)
+            for writer in writers:
+                writer.transport.abort()
+            if late:
+                await asyncio.wait(late)
+        self._connections.clear()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MOST_CONNECTIONS:
+            self.refused.warn("socket", f"a connection was closed, as there are {MOST_CONNECTIONS} already")
+            writer.transport.abort()
+            return
+        writer.write(encode_frame(self._hello()))
+        self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(writer)
-        if len(self._connections) >= MOST_CONNECTIONS:
-            self._limited_log.warn(str(self._path), f"a connection is closed: {MOST_CONNECTIONS} are open")
-            connection.close()
-            return
-        self._connections.add(connection)
+        """Handle a connection's requests until it ends. When kvbm stops, leave it open for the last answers."""
+        frames = FrameReader()
         try:
-            connection.send(Hello(PROTOCOL, self._kvbm))
             while data := await reader.read(_READ_BYTES):
-                for question in connection.questions(data, self._subject):
-                    await self._receive(question)
+                for body in frames.feed(data):
+                    asked = TO_KVBM.decode(body)
+                    answer = partial(self._answer, writer, asked.number)
+                    await self._handle(Request(asked.operation, asked.payload, {}, answer))
+                    await asyncio.sleep(0)  # other connections have their turn
         except ProtocolError as wrong:
-            self._limited_log.warn(str(self._path), f"a connection is closed: {wrong}")
-        except OSError as wrong:
-            _log.info("a connection ended: %s", wrong)
+            self.refused.warn("socket", f"a connection was closed, as it sent nonsense: {wrong}")
+        except OSError:
+            pass  # the client is gone, which its lock tells
         finally:
-            self._connections.discard(connection)
-            connection.close()
+            if not self._stopping:
+                del self._connections[writer]
+                writer.transport.abort()
+
+    async def _answer(self, writer: asyncio.StreamWriter, number: int, payload: bytes, last: bool) -> bool:
+        """Send an answer. Return whether it was sent."""
+        try:
+            frame = encode_frame(Answered(number, payload, last))
+        except PayloadTooLarge as wrong:
+            _log.error("socket: no answer: %s", wrong)
+            self._metrics.unanswered.inc()
+            return False
+        if writer.is_closing():
+            self._metrics.unanswered.inc()
+            return False
+        writer.write(frame)
+        unsent_bytes = writer.transport.get_write_buffer_size()
+        if unsent_bytes > MOST_UNSENT_BYTES:
+            self.refused.warn("socket", f"a connection was closed, as it left {unsent_bytes} bytes of answers unread")
+            writer.transport.abort()
+            self._metrics.unanswered.inc()
+            return False
+        return True
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        await writer.wait_closed()

@@ -1,7 +1,7 @@
 """Kernel locks next to a kvbm's pool, which prove that its users live.
 
     DIR/lock            held by the directory's kvbm; workers find it by the note "PID INSTANCE\n" in it (`kvbm_of`)
-    DIR/socket          where the kvbm listens (`shared.pool.socket_frames`)
+    DIR/socket          no lock: where the kvbm listens (`shared.pool.socket_frames`)
     DIR/owners/OWNER    held by an engine process that maps the pool, from before it attaches until it ends
 
 The kernel releases a lock when its process ends, for whatever reason, and not before. A process that is stopped

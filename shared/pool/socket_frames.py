@@ -1,94 +1,90 @@
-"""The frames on the Unix socket of a kvbm, which lies in its pool's directory. Pure.
+"""The frames on the Unix socket in a pool's directory, through which an engine without NATS reaches its kvbm. Pure.
 
-    kvbm ──Hello──▶ engine          first, and once
-    engine ──Asked──▶ kvbm          as many as it likes at once
-    kvbm ──Answered──▶ engine       one for each Asked, or several for a fetch; in any order among requests
+    engine  ── Asked ──▶  kvbm          frame: length (4 bytes, little-endian) │ that many bytes of msgpack
+            ◀── Hello ──                       Hello comes first on each connection
+            ◀── Answered ──                    one answer or more to each Asked, until one is the last
 
-    | length, u32 little-endian | that many bytes of msgpack |
-
-The payloads are the messages of `shared.kvbm_messages`, as msgpack.
+The payloads are the messages of `shared/kvbm_messages.py`, always in msgpack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from struct import Struct as Packing
-
 import msgspec
 from msgspec import Struct
 
-from shared.errors import ProtocolError
+from shared.errors import PayloadTooLarge, ProtocolError
+from shared.messages import Codec
 
 PROTOCOL = 1
+"""The version of the frames. A client that does not know it closes the connection."""
 MOST_FRAME_BYTES = 1 << 20
-"""Most bytes of a frame, without its length."""
-_LENGTH = Packing("<I")
+"""The most bytes of a frame, without its length."""
+_LENGTH_BYTES = 4
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """The kvbm's first words."""
+    """The first frame on each connection."""
 
     protocol: int
-    """The version of these frames; both ends must have the same."""
     kvbm: str
-    """The kvbm's instance id."""
+    """The instance id of the kvbm."""
+    ready: bool = True
+    """Whether the pool's memory is made; before that, attaching is refused as `not_ready`."""
 
 
 class Asked(Struct, frozen=True, tag="asked"):
-    """A request."""
+    """A request to kvbm. Requests of one connection are handled in order."""
 
     number: int
-    """Names the request on this connection."""
+    """Names the request in its answers. The client chooses it."""
     operation: str
-    """attach, store, commit, abort, fetch, release or discard."""
+    """The operation, as the last part of the subject on NATS: attach, store, commit, abort, fetch, release, discard."""
     payload: bytes
 
 
 class Answered(Struct, frozen=True, tag="answered"):
-    """An answer to the request of this number."""
+    """An answer to a request. An answer to a later request may come before the last one to a fetch."""
 
     number: int
     payload: bytes
     last: bool = True
-    """No other answer to it follows."""
+    """Whether no more answers to this request come."""
 
 
-Frame = Hello | Asked | Answered
-_DECODER = msgspec.msgpack.Decoder(Frame)
-_ENCODER = msgspec.msgpack.Encoder()
+TO_KVBM: Codec[Asked] = Codec(Asked, "frame to kvbm")
+FROM_KVBM: Codec[Hello | Answered] = Codec(Hello | Answered, "frame from kvbm")
 
 
-def encode_frame(frame: Frame) -> bytes:
-    """Return the bytes of a frame. Raise ProtocolError where there are too many."""
-    body = _ENCODER.encode(frame)
+def encode_frame(message: Hello | Asked | Answered) -> bytes:
+    """Return the whole frame of a message. Raise PayloadTooLarge if it is too long for one."""
+    body = msgspec.msgpack.encode(message)
     if len(body) > MOST_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {len(body)} bytes; at most {MOST_FRAME_BYTES} are allowed")
-    return _LENGTH.pack(len(body)) + body
+        raise PayloadTooLarge(len(body), MOST_FRAME_BYTES)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
 class FrameReader:
-    """Takes a connection's bytes apart. It keeps at most one frame that is not complete."""
+    """Cuts the bytes of one connection into frames. It keeps at most one unfinished frame."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that are complete now. Raise ProtocolError at bytes that are no frame; no more can be read
-        then."""
-        self._bytes += data
-        at = 0
-        try:
-            while len(self._bytes) - at >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._bytes, at)
-                if length > MOST_FRAME_BYTES:
-                    raise ProtocolError(f"a frame of {length} bytes; at most {MOST_FRAME_BYTES} are allowed")
-                start = at + _LENGTH.size
-                if len(self._bytes) - start < length:
-                    return
-                at = start + length
-                try:
-                    yield _DECODER.decode(bytes(self._bytes[start:at]))
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as wrong:
-                    raise ProtocolError(f"not a frame: {wrong}") from None
-        finally:
-            del self._bytes[:at]
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies of the frames that end in `data`, in order.
+
+        Raise ProtocolError for a length that no frame has. The connection is worthless then."""
+        buffer = self._buffer
+        buffer += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH_BYTES:
+            size_bytes = int.from_bytes(buffer[start : start + _LENGTH_BYTES], "little")
+            if not 0 < size_bytes <= MOST_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {size_bytes} bytes; allowed are 1 to {MOST_FRAME_BYTES}")
+            end = start + _LENGTH_BYTES + size_bytes
+            if len(buffer) < end:
+                break
+            bodies.append(bytes(buffer[start + _LENGTH_BYTES : end]))
+            start = end
+        del buffer[:start]
+        return bodies

@@ -26,6 +26,9 @@ class Rig:
         await MemoryBus(self.broker).subscribe("asker", self.arrived.put)
         return self
 
+    async def answer(self, payload: bytes, last: bool) -> bool:
+        return await self.answers.send(question(), payload, last=last)
+
     @property
     def unanswered(self) -> float:
         return self.registry.get_sample_value("headrace_kvbm_unanswered_requests_total") or 0.0
@@ -39,7 +42,7 @@ async def test_queued_replies_keep_their_order_and_the_last_one_is_marked() -> N
     rig = await Rig().open()
     running = asyncio.create_task(rig.answers.run())
     for number in range(3):
-        rig.answers.queue(question(), b"%d" % number, last=number == 2)
+        rig.answers.queue(rig.answer, b"%d" % number, last=number == 2)
     async with asyncio.timeout(60):
         arrived = [await rig.arrived.get() for _ in range(3)]
     assert [message.payload for message in arrived] == [b"0", b"1", b"2"]
@@ -59,7 +62,7 @@ async def test_what_cannot_be_sent_is_counted_and_forgotten(caplog: pytest.LogCa
     assert not await rig.answers.send(question(), bytes(101))
     assert "101" in caplog.text
     rig.broker.disconnect(rig.bus)
-    rig.answers.queue(question(), b"lost", last=True)
+    rig.answers.queue(rig.answer, b"lost", last=True)
     await rig.answers.flush()
     rig.broker.reconnect(rig.bus)
     await rig.answers.flush()

@@ -94,7 +94,7 @@ class RankAttachment:
         return NamedSlots(arena)
 
     def close(self) -> None:
-        """Release the lock. The ranks hold it as long as they may write."""
+        """Release the lock; `hold` takes another one. The ranks hold theirs as long as they may write."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -115,6 +115,7 @@ class SchedulerHalf:
         self._mover = RankMover(identity.ranks)
         self._client = SocketClient(Path(settings.pool))
         self._facts: dict[int, RankFacts] = {}
+        self._attachment: RankAttachment | None = None
         self._connector: KVConnector | None = None
         """None until all ranks have said how their blocks lie."""
         self.link = KvbmLink(kvbm="")
@@ -178,7 +179,8 @@ class SchedulerHalf:
     def rename(self, identity: Identity) -> None:
         """Use another layout from now on: the blocks that were stored so far are not this engine's any longer."""
         self.identity = identity
-        if self._connector is not None:
+        if self._connector is not None and self._attachment is not None:
+            self._attachment.close()  # a name stays with its layout, so the next attach is under another one
             self._connector.use_layout(self._layout(), self._clock())
 
     def new_stats(self) -> tuple[Exchanged, KvbmLink] | None:
@@ -218,12 +220,14 @@ class SchedulerHalf:
         ranks = [self._facts[each] for each in range(self.identity.ranks)]
         parts = [part_bytes(facts.block_bytes, len(ranks)) for facts in ranks]
         offsets = list(accumulate(parts[:-1], initial=0))
+        directory, instance = Path(self._settings.pool), self.identity.instance
+        self._attachment = RankAttachment(directory, instance, self._mover, offsets)
         self._connector = KVConnector(
             self.blocks,
             self._mover,
-            RankAttachment(Path(self._settings.pool), self.identity.instance, self._mover, offsets),
+            self._attachment,
             self._layout(),
-            worker=self.identity.instance,
+            worker=instance,
             timeout_s=self._settings.timeout_s,
             most_blocks=min(self._settings.blocks_in_flight, max(1, self.identity.blocks // 4)),
             checksums=self._settings.checksums and self.identity.ranks == 1,

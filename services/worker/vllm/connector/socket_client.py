@@ -21,6 +21,7 @@ from shared.errors import ProtocolError
 from shared.pool.format import PoolUnfit
 from shared.pool.lock import SOCKET, check_directory
 from shared.pool.socket_frames import (
+    FROM_KVBM,
     PROTOCOL,
     Answered,
     Asked,
@@ -140,10 +141,10 @@ class SocketClient:
                 return
             if not data:
                 raise ProtocolError("the kvbm has closed the connection")
-            for message in self._reader.feed(data):
-                yield from self._take(message, now_s)
+            for body in self._reader.feed(data):
+                yield from self._take(FROM_KVBM.decode(body), now_s)
 
-    def _take(self, message: Hello | Asked | Answered, now_s: float) -> Iterator[KvbmUp | KvbmReply]:
+    def _take(self, message: Hello | Answered, now_s: float) -> Iterator[KvbmUp | KvbmReply]:
         match message:
             case Hello(protocol, kvbm) if not self._kvbm:
                 if protocol != PROTOCOL:

@@ -17,9 +17,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import shake_128
 from random import Random
+from typing import cast
 
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
+from services.worker.vllm.connector.blocks import VllmPool
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.kv_layout import TensorPlace, block_shape
 from services.worker.vllm.connector.orders import RankFacts
@@ -207,7 +209,7 @@ class Engine:
     ) -> None:
         identity = Identity(MODEL, "w", "uint8", LAYERS, 1, TOKEN_BYTES, BLOCK, blocks, ranks, name)
         self.pool = Pool(blocks)
-        self.half = SchedulerHalf(settings, identity, self.pool, clock)
+        self.half = SchedulerHalf(settings, identity, cast(VllmPool, self.pool), clock)
         self.ranks = [Rank(each, blocks, clock, verify=settings.verify) for each in range(ranks)]
         self.requests: dict[str, Request] = {}
         """All that hold anything; an aborted one stays until its load has ended."""

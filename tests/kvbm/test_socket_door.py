@@ -1,0 +1,231 @@
+"""kvbm's socket: a real one, with a real service, pool and locks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from services.kvbm.config import PoolConfig, TiersConfig
+from services.kvbm.socket_door import MOST_CONNECTIONS
+from shared import kvbm_messages as wire
+from shared.bus.contract import Message
+from shared.hashing import ContentKey
+from shared.pool.lock import SOCKET
+from shared.pool.socket_frames import FROM_KVBM, PROTOCOL, Answered, Asked, FrameReader, Hello, encode_frame
+from tests.kvbm.chains import chain, keys
+from tests.kvbm.store_rig import LAYOUT, LIMIT_S, SMALL_BYTES, Engine, Store, World, running, serving, settings, until
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self._frames = FrameReader()
+        self._arrived: deque[Hello | Answered] = deque()
+
+    async def read(self) -> Hello | Answered | None:
+        """Return the next frame; None if the connection is closed."""
+        async with asyncio.timeout(LIMIT_S):
+            while not self._arrived:
+                try:
+                    data = await self.reader.read(1 << 16)
+                except ConnectionError:
+                    return None
+                if not data:
+                    return None
+                self._arrived += [FROM_KVBM.decode(body) for body in self._frames.feed(data)]
+        return self._arrived.popleft()
+
+    async def answer(self) -> Answered:
+        answered = await self.read()
+        assert isinstance(answered, Answered), answered
+        return answered
+
+    def ask(self, number: int, operation: str, payload: bytes) -> None:
+        self.writer.write(encode_frame(Asked(number, operation, payload)))
+
+
+@asynccontextmanager
+async def connected(world: World) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_unix_connection(str(Path(world.config.pool.directory) / SOCKET))
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+class SocketEngine(Engine):
+    """An engine without NATS."""
+
+    client: Client
+    number = 0
+
+    async def ask(self, operation: str, payload: bytes, *, headers: dict[str, str] | None = None) -> Message:
+        (only,) = await self.answers(operation, payload)
+        return Message(operation, only)
+
+    async def fetch(self, keys: Sequence[ContentKey]) -> list[wire.Fetched | wire.KvbmRefused]:
+        asked = wire.FETCH.encode(wire.Fetch(self.owner, b"".join(keys)))
+        return [wire.FETCH_REPLY.decode(payload) for payload in await self.answers("fetch", asked)]
+
+    async def answers(self, operation: str, payload: bytes) -> list[bytes]:
+        self.number += 1
+        self.client.ask(self.number, operation, payload)
+        payloads: list[bytes] = []
+        while True:
+            answered = await self.client.answer()
+            assert answered.number == self.number
+            payloads.append(answered.payload)
+            if answered.last:
+                return payloads
+
+
+@asynccontextmanager
+async def engine(store: Store, name: str) -> AsyncIterator[SocketEngine]:
+    """Attach an engine through the socket."""
+    async with connected(store.world) as client:
+        hello = await client.read()
+        assert isinstance(hello, Hello)
+        assert (hello.protocol, hello.kvbm) == (PROTOCOL, store.runtime.instance)
+        made = SocketEngine(store.world.bus, Path(store.world.config.pool.directory), name, f"{name}-worker", LAYOUT)
+        made.client = client
+        store.world.engines.append(made)
+        await made.attach()
+        yield made
+
+
+async def closed(client: Client) -> None:
+    """Return when kvbm has closed the connection."""
+    while await client.read() is not None:
+        pass
+
+
+async def test_what_one_engine_stores_through_the_socket_others_read_there_and_over_nats(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store, engine(store, "a") as a, engine(store, "b") as b:
+        c = await store.world.attached("c")
+        contents = chain(1, 2, 3)
+        assert await a.store(contents) == 3
+        assert await b.load(contents) == await c.load(contents) == (3, 0)
+        granted = await b.grant(chain(7))
+        assert await b.abort(granted.ticket) == wire.Settled()
+        assert await b.discard(keys(contents)) == wire.Settled()
+        assert await a.load(contents) == (0, 0)
+        mode = (Path(store.world.config.pool.directory) / SOCKET).stat().st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o600
+        assert store.metric("headrace_kvbm_request_seconds_count", operation="commit") == 1
+
+
+async def test_blocks_from_disk_come_in_later_answers(tmp_path: Path) -> None:
+    tiers = TiersConfig(host_policy="lru", disk_sightings=1)
+    async with serving(tmp_path, size_bytes=SMALL_BYTES, disk=True, tiers=tiers) as store, engine(store, "a") as a:
+        assert a.slots is not None
+        contents = chain(1, 2, 3)
+        await a.store(contents[1:])
+        for token in range(10, 10 + 3 * a.slots.arena.slots):
+            await a.store(chain(token))
+            await store.spilled()
+        await a.store(contents[:1])
+        assert await a.load(contents) == (3, 2)
+
+
+async def test_an_unknown_operation_and_a_payload_that_is_none_are_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store, connected(store.world) as client:
+        assert isinstance(await client.read(), Hello)
+        for number, operation in enumerate(("stat", "store", "fetch")):
+            client.ask(number, operation, b"\xc1")
+            answered = await client.answer()
+            assert (answered.number, answered.last) == (number, True)
+            refused = wire.SETTLED.decode(answered.payload)
+            assert isinstance(refused, wire.KvbmRefused)
+            assert refused.code == "bad_request"
+        assert store.metric("headrace_kvbm_refusals_total", code="bad_request") == 3
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", (1 << 20 | 1).to_bytes(4, "little"), b"\x01\0\0\0\xc1"])
+async def test_a_connection_that_sends_nonsense_is_closed_and_others_stay(
+    tmp_path: Path, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path) as store, engine(store, "a") as a, connected(store.world) as client:
+        client.writer.write(sent)
+        await closed(client)
+        assert "nonsense" in caplog.text
+        assert await a.store(chain(1)) == 1
+
+
+async def test_one_connection_too_many_is_closed_and_room_comes_back(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store:
+        path = str(Path(store.world.config.pool.directory) / SOCKET)
+        pairs = [await asyncio.open_unix_connection(path) for _ in range(MOST_CONNECTIONS)]
+        clients = [Client(*pair) for pair in pairs]
+        for client in clients:
+            assert isinstance(await client.read(), Hello)
+        async with connected(store.world) as one_more:
+            assert await one_more.read() is None
+        assert store.service.door.refused.count == 1
+        for client in clients:
+            client.writer.transport.abort()
+        await until(lambda: not store.service.door._connections)
+        async with engine(store, "a") as a:
+            assert await a.store(chain(1)) == 1
+
+
+async def test_a_client_that_does_not_read_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(tmp_path) as store, engine(store, "a") as a:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX) as slow:
+            slow.setblocking(False)
+            await loop.sock_connect(slow, str(Path(store.world.config.pool.directory) / SOCKET))
+            asked = encode_frame(Asked(1, "x" * 64, b"")) * 500
+            with suppress(ConnectionError):
+                async with asyncio.timeout(LIMIT_S):
+                    while True:
+                        await loop.sock_sendall(slow, asked)
+        assert "unread" in caplog.text
+        assert await a.store(chain(1)) == 1
+
+
+async def test_a_kvbm_that_stops_removes_its_socket_and_the_next_one_replaces_one_left(tmp_path: Path) -> None:
+    world = World(settings(tmp_path))
+    path = Path(world.config.pool.directory) / SOCKET
+    async with running(world, "b1") as store, connected(world) as client:
+        assert isinstance(await client.read(), Hello)
+        await until(lambda: store.service.prefault.complete)
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    async with running(world, "b2") as store, engine(store, "a") as a:
+        assert await a.store(chain(1)) == 1
+        a.die()
+    assert not path.exists()
+
+
+async def test_tickets_end_with_the_engine_and_not_with_its_connection(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store:
+        async with engine(store, "a") as a:
+            await a.grant(chain(1))
+        await until(lambda: not store.service.door._connections)
+        assert (await store.layout()).tickets["store"] == 1
+        a.die()
+        await until(lambda: store.metric("headrace_kvbm_dead_owners_total") == 1)
+        assert (await store.layout()).tickets["store"] == 0
+
+
+async def test_without_room_for_the_path_kvbm_says_so_and_serves_over_nats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / ("long" * 30)
+    pool = PoolConfig(directory=str(directory / "pool"), size_bytes=1 << 20, prefault_threads=1)
+    async with serving(directory, pool=pool) as store:
+        assert "no socket at" in caplog.text
+        a = await store.world.attached("a")
+        assert await a.store(chain(1)) == 1
