@@ -255,6 +255,9 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
     vllm_python: str = ".headrace/vllm/bin/python"
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
+    connectors: tuple[Literal["headrace", "nixl", "lmcache"], ...] = ()
+    """KV connectors of vLLM, in the order in which they are asked for blocks: headrace (kvbm, at kvbm.pool), nixl,
+    lmcache. Empty: headrace if kvbm.pool is set, else none."""
     engine_metrics: tuple[str, ...] = ENGINE_METRICS
     """Names of vLLM's own metrics that /metrics shows, too; a `*` at the end stands for any rest. Empty: none."""
     vllm_gpus: str = ""
@@ -275,8 +278,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         if self.device == "cuda" and self.engine != "native":
             instead = "computes on what vLLM was installed for" if self.engine == "vllm" else "computes nothing"
             raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
-        if self.engine in ("vllm", "attached") and self.kvbm.pool:
-            raise ValueError(f"kvbm.pool is set, but the {self.engine} engine exchanges no blocks with a kvbm")
+        if self.engine == "attached" and self.kvbm.pool:
+            raise ValueError("kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm")
+        if fault := self._connectors_fault():
+            raise ValueError(fault)
         if self.engine == "attached" and not self.attached.url:
             raise ValueError("engine is attached, but attached.url is empty")
         if self.engine != "attached" and self.attached.url:
@@ -288,6 +293,23 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
         if self.device == "cpu" and self.kv_dtype == "float16":
             raise ValueError("kv_dtype is float16; on a CPU there are float32 and bfloat16")
+
+    def _connectors_fault(self) -> str:
+        """Return which settings of vLLM's connectors contradict each other; empty: none."""
+        if self.connectors and self.engine != "vllm":
+            return f"connectors is set, but engine is {self.engine}; they are vLLM's"
+        if len(set(self.connectors)) < len(self.connectors):
+            return f"connectors names one twice: {', '.join(self.connectors)}"
+        if "headrace" in self.connectors and not self.kvbm.pool:
+            return "connectors has headrace, but kvbm.pool is empty"
+        if self.connectors and self.kvbm.pool and "headrace" not in self.connectors:
+            return f"kvbm.pool is set, but connectors is {', '.join(self.connectors)}, without headrace"
+        if self.engine == "vllm" and self.kvbm.pool and self.kvbm.offload == "evicted":
+            return "kvbm.offload is evicted, which vLLM does not show; set filled or off"
+        given = "kv_transfer_config" in self.vllm or "kv-transfer-config" in self.vllm
+        if given and (self.connectors or self.kvbm.pool):
+            return "vllm.kv_transfer_config is set, and so are connectors or kvbm.pool; set one of them"
+        return ""
 
     @property
     def kept_dtype(self) -> Dtype:

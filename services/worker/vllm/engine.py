@@ -34,6 +34,7 @@ from services.worker.messages import (
     ExplainBlock,
     Failed,
     KvbmDown,
+    KvbmLink,
     KvbmReply,
     KvbmUp,
     Operate,
@@ -45,6 +46,7 @@ from services.worker.messages import (
 )
 from services.worker.model_facts import join_ids
 from services.worker.vllm.events import EventReader
+from services.worker.vllm.kv_transfer import connector_stats
 from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
 from services.worker.vllm.outputs import logprob_entries, pack_embedding
@@ -61,6 +63,8 @@ TICK_S = 0.1
 """Seconds between two looks at deadlines, the engine's health, and its idleness."""
 CLEAR_LIMIT_S = 30.0
 """Seconds within which vLLM reports that its cache was cleared."""
+CLEAR_TRIES, CLEAR_RETRY_S = 20, 0.05
+"""How often, and after how many seconds, vLLM is asked again to clear its cache while copies hold blocks of it."""
 METRICS_S = 5.0
 """Seconds between two reports of vLLM's own metrics."""
 
@@ -99,6 +103,9 @@ class VllmEngine:
         for rank, reader, cleared in zip(self._ranks.all, readers, self._cleared, strict=True):
             reader.apply = partial(self._apply_events, rank, cleared)
         self._loras = EngineLoras(llm)
+        self._links: dict[int, KvbmLink] = {}
+        """Rank → its link to the kvbm."""
+        self._shown_link = KvbmLink(kvbm="")
         self._sleep_level = 0
         """Level at which the engine sleeps; 0: it is awake."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,7 +159,7 @@ class VllmEngine:
             case Operate():
                 self._start(self._operate(command))
             case KvbmUp() | KvbmDown() | KvbmReply():
-                pass  # the shell sends none, since no kvbm is configured for this engine
+                pass  # the connector finds the kvbm by itself, and speaks to it
             case _:
                 assert_never(command)
 
@@ -268,13 +275,28 @@ class VllmEngine:
         """Clear the cache of all ranks. vLLM reports that with a rank's next step; so one is made."""
         for cleared in self._cleared:
             cleared.clear()
-        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
-            return "clear: vLLM still uses blocks of its cache"
+        if failed := await self._reset_cache():
+            return failed
         await self.probe(CLEAR_LIMIT_S)
         async with asyncio.timeout(CLEAR_LIMIT_S):
             for cleared in self._cleared:
                 await cleared.wait()
         return ""
+
+    async def _reset_cache(self) -> str:
+        """Have vLLM forget its blocks. Return why it did not. Copies to the kvbm may hold some for a moment, at which
+        vLLM raises."""
+        for turn in range(CLEAR_TRIES):
+            try:
+                if await self._llm.reset_prefix_cache(reset_running_requests=True):
+                    return ""
+            except EngineDeadError:
+                raise
+            except Exception as wrong:  # vLLM raises a RuntimeError, which its client passes on as a bare Exception
+                if turn == CLEAR_TRIES - 1 or "reset KV cache" not in str(wrong):
+                    raise
+            await asyncio.sleep(CLEAR_RETRY_S)
+        return "clear: vLLM still uses blocks of its cache"
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -313,7 +335,23 @@ class VllmEngine:
             found_tokens=scheduler_stats.prefix_cache_stats.hits,
         )
         rank.active_s = time.monotonic()
+        if said := connector_stats(scheduler_stats.kv_connector_stats):
+            exchanged, link = said
+            self._ranks.record_exchanged(number, exchanged)
+            self._take_link(number, link)
         self._end.flush_soon()
+
+    def _take_link(self, number: int, link: KvbmLink) -> None:
+        """A rank has said whether it exchanges blocks. The worker does where all its ranks do."""
+        self._links[number] = link
+        links = [self._links.get(rank.number, KvbmLink(kvbm="")) for rank in self._ranks.all]
+        shown = next((each for each in links if not each.kvbm), links[0])
+        if shown != self._shown_link:
+            self._shown_link = shown
+            try:
+                self._channel.send(shown)
+            except PeerGone as wrong:
+                self._end.break_off(wrong)
 
     def _record(
         self, rank: EngineRank, key: str, sampling: Sampling, output: RequestOutput | PoolingRequestOutput | Exception

@@ -16,7 +16,7 @@ import tempfile
 import traceback
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -84,7 +84,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         import vllm
 
         check_version(vllm.__version__)
-        from vllm.config import KVEventsConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.platforms import current_platform
     except ImportError as wrong:
         return Failed(
@@ -96,6 +96,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
 
     from services.worker.vllm.engine import VllmEngine
     from services.worker.vllm.events import UNREAD_LIMIT, EventReader, endpoints
+    from services.worker.vllm.kv_transfer import kv_transfer
     from services.worker.vllm.own_metrics import KeptMetrics, unknown_name
     from services.worker.vllm.settings import engine_args
     from services.worker.vllm.stat_logger import StatLogger
@@ -109,7 +110,10 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         replay_endpoint=replay_endpoint,
         hwm=UNREAD_LIMIT,
     )
-    args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours={"kv_events_config": published})
+    ours: dict[str, Any] = {"kv_events_config": published}
+    if transfer := kv_transfer(settings):
+        ours["kv_transfer_config"] = KVTransferConfig(**transfer)
+    args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours=ours)
     if args.runner == "pooling" and args.pooler_config is None:
         args.pooler_config = _pooler(settings)
     channel.send(Loading("starting vLLM", 0.1))

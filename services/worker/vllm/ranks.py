@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.worker.messages import Stepped, Submit
+from services.worker.messages import Exchanged, Stepped, Submit
 from services.worker.scheduler.outcome import Outcome
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
+from services.worker.vllm.kv_transfer import sum_exchanged
 from services.worker.vllm.stats import EngineStats
 from shared.messages import AllBlocksCleared, KvEvent
 
@@ -64,6 +65,9 @@ class EngineRanks:
             for number in range(count)
         )
         self._progress = 0
+        self._exchanged: dict[int, Exchanged] = {}
+        """Rank → its counts of blocks exchanged with the kvbm."""
+        self._exchanged_changed = False
         self.event_sequence = -1
         """Number of the last event batch so far."""
 
@@ -92,6 +96,12 @@ class EngineRanks:
         stalled = (rank for rank in self.all if len(rank.attempts) and now_s - rank.active_s >= stall_s)
         return next(stalled, None)
 
+    def record_exchanged(self, rank: int, exchanged: Exchanged) -> None:
+        """Record a rank's counts since the start."""
+        if self._exchanged.get(rank) != exchanged:
+            self._exchanged[rank] = exchanged
+            self._exchanged_changed = True
+
     def take_reports(self) -> list[Stepped]:
         """Return the reports of all ranks that have something new: one of each, or several where it would be too
         large."""
@@ -118,6 +128,7 @@ class EngineRanks:
         elapsed_s: float = 0.0,
     ) -> Stepped:
         """Return a report of what happened at a rank, with the numbers as they are."""
+        changed, self._exchanged_changed = self._exchanged_changed, False
         return outcome.to_stepped(
             list(events),
             progress=self._progress,
@@ -127,6 +138,7 @@ class EngineRanks:
             steps=steps,
             tokens=tokens,
             elapsed_s=elapsed_s,
+            exchanged=sum_exchanged(list(self._exchanged.values())) if changed else None,
             rank=rank.number,
         )
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -45,6 +46,10 @@ from services.worker.vllm.connector.worker_half import WorkerHalf
 from shared.errors import ConfigError
 
 check_interface(vllm.__version__, KVConnectorBase_V1)
+if (
+    "HeadraceConnector" not in KVConnectorFactory._registry
+):  # in a chain vLLM finds the class of statistics by this name
+    KVConnectorFactory.register_connector("HeadraceConnector", __name__, "HeadraceConnector")
 
 
 @dataclass

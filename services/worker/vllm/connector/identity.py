@@ -59,7 +59,7 @@ def identify(config: Any, kv_cache: Any, settings: ConnectorSettings, resets: in
         weights = weights_digest(model_files(model.model, model.revision), hf, said)
     engine = f"vllm-{_word(socket.gethostname())}-{os.getpid()}-{parallel.data_parallel_rank}"
     return Identity(
-        model=_served_name(model),
+        model=settings.model_name or _served_name(model),
         weights=weights if not resets else f"{weights}-{engine}-{resets}",
         dtype=str(spec.dtype).removeprefix("torch."),
         layers=len(group.layer_names),

@@ -34,6 +34,8 @@ class ConnectorSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Whether each loaded block is compared with the pool's: for tests of a machine."""
     copy_path: CopyPath = "auto"
     """Path of copies on a GPU; auto: what calibration found."""
+    model_name: str = ""
+    """Name of the model at the kvbm; empty: the one under which vLLM serves it."""
     weights: str = ""
     """A name for the weights. Empty: a digest of the model's files, which must then be there."""
     lora_names_are_ids: bool = False

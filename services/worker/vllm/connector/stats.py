@@ -12,6 +12,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from services.worker.messages import Exchanged, KvbmLink
+from services.worker.vllm.kv_transfer import LINK
 
 COUNTERS = {
     "saved_blocks": "Blocks that this engine has given to its kvbm.",
@@ -27,7 +28,6 @@ COUNTERS = {
     "late_lookups": "Requests that were computed since the kvbm did not answer in time.",
 }
 """Sum in `data` → what it counts."""
-LINK = "link"
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
@@ -49,9 +49,9 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
 
 def stats_of(exchanged: Exchanged, link: KvbmLink, *, dropped: int, late: int) -> ConnectorStats:
     """Return what the scheduler half reports."""
-    sums = {name: getattr(exchanged, name) for name in COUNTERS if hasattr(exchanged, name)}
+    sums = msgspec.to_builtins(exchanged)
     return ConnectorStats(
-        data={**sums, "dropped_blocks": dropped, "late_lookups": late, LINK: msgspec.structs.asdict(link)}
+        data={**sums, "dropped_blocks": dropped, "late_lookups": late, LINK: msgspec.to_builtins(link)}
     )
 
 

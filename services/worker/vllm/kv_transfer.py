@@ -1,0 +1,82 @@
+"""Which KV connectors vLLM is started with, from the worker's settings; what ours says in vLLM's statistics. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from services.worker.config import WorkerConfig
+from services.worker.messages import Exchanged, KvbmLink
+
+CONNECTOR_MODULE = "services.worker.vllm.connector.connector"
+OTHERS = {"nixl": "NixlConnector", "lmcache": "LMCacheConnectorV1"}
+"""Our name of another connector → vLLM's."""
+LINK = "link"
+"""The entry of our statistics that has the link to the kvbm."""
+
+
+def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
+    """Return the fields of vLLM's KVTransferConfig; None: no connector."""
+    names = config.connectors or (("headrace",) if config.kvbm.pool else ())
+    children = [_one(name, config) for name in names]
+    if len(children) < 2:
+        return children[0] if children else None
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+
+
+def _one(name: str, config: WorkerConfig) -> dict[str, Any]:
+    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    if name != "headrace":
+        return {"kv_connector": OTHERS[name], **common}
+    kvbm = config.kvbm
+    given = {
+        "pool": kvbm.pool,
+        "offload": kvbm.offload,
+        "timeout_s": kvbm.timeout_s,
+        "blocks_in_flight": kvbm.blocks_in_flight,
+        "checksums": kvbm.checksums,
+        "verify": kvbm.verify,
+        "model_name": config.model_name,
+        "lora_names_are_ids": True,  # a LoRA's id names its content
+        "keep_on_reset": True,  # a worker's weights are never changed in place
+    }
+    if kvbm.wait_s:
+        given["wait_s"] = kvbm.wait_s
+    return {
+        "kv_connector": "HeadraceConnector",
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        **common,
+        "kv_connector_extra_config": given,
+    }
+
+
+def connector_stats(payload: Mapping[str, Any] | None) -> tuple[Exchanged, KvbmLink] | None:
+    """Return what our connector has said in a step's statistics, alone or in a chain; None: nothing."""
+    if not payload:
+        return None
+    for said in (payload, *(each for each in payload.values() if isinstance(each, Mapping))):
+        data = said.get("data", said)
+        if isinstance(data, Mapping) and LINK in data:
+            return msgspec.convert(data, Exchanged), msgspec.convert(data[LINK], KvbmLink)
+    return None
+
+
+def sum_exchanged(all_ranks: list[Exchanged]) -> Exchanged:
+    """Return the sums of all ranks."""
+    total: dict[str, Any] = {}
+    for exchanged in all_ranks:
+        for name, value in msgspec.structs.asdict(exchanged).items():
+            if isinstance(value, dict):
+                counts = total.setdefault(name, {})
+                for path, count in value.items():
+                    counts[path] = counts.get(path, 0) + count
+            else:
+                total[name] = total.get(name, 0) + value
+    return Exchanged(**total)
