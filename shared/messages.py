@@ -100,7 +100,7 @@ class Instance(Struct, frozen=True):
     that."""
 
 
-class KvLayout(Struct, frozen=True):
+class KvLayout(Struct, frozen=True, omit_defaults=True):
     """The shape of one block's KV in memory. Blocks of different layouts are never exchanged."""
 
     dtype: str
@@ -109,10 +109,16 @@ class KvLayout(Struct, frozen=True):
     head_dim: int
     block_size: int
     """The number of tokens in a block."""
+    form: str = ""
+    """A digest of the order of the bytes in a block of another engine; empty: the native engine's order."""
+    form_bytes: Annotated[int, Meta(ge=0)] = 0
+    """The size of one block of that engine in bytes; 0: the size follows from the other fields."""
 
     @property
     def block_bytes(self) -> int:
         """The size of one block in bytes: keys and values of all layers."""
+        if self.form_bytes:
+            return self.form_bytes
         item = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * item
 
