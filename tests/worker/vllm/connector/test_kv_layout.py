@@ -53,7 +53,8 @@ def check(arrays: list[Array], axis: int, blocks: int, kernel_blocks: int = 1) -
 
 def random(shape: tuple[int, ...], dtype: Any = np.uint16) -> Array:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.random.default_rng(3).integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
+    drawn: Array = np.random.default_rng(3).integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
+    return drawn
 
 
 def in_order(order: str, layers: int, blocks: int, heads: int, tokens: int, content: int) -> list[Array]:
@@ -170,7 +171,13 @@ def test_no_tensors_no_blocks_no_such_axis_and_no_axis_that_counts_are_refused()
 
 
 def described(arrays: list[Array], blocks: int, **changed: Any) -> KvLayout:
-    facts = {"dtype": "bfloat16", "backend": "FLASH_ATTN 0.32", "kv_heads": 2, "head_dim": 4, "block_size": 4}
+    facts: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "backend": "FLASH_ATTN 0.32",
+        "kv_heads": 2,
+        "head_dim": 4,
+        "block_size": 4,
+    }
     return kv_layout(places(arrays), blocks, block_axis=0, **(facts | changed))
 
 
