@@ -160,8 +160,10 @@ def main() -> int:
                     copies = scattered(slots, range(tensors.blocks))
                     asked.move(copies, (), LARGE_BATCH)  # pins what is not pinned yet
                     for batch in BATCHES:
-                        for loads in (False, True):
-                            rows.append(_rate(layout, tokens, batch, asked, copies, plain, tries, loads=loads))
+                        rows += [
+                            _rate(layout, tokens, batch, asked, copies, plain, tries, loads=loads)
+                            for loads in (False, True)
+                        ]
                     if tokens == TOKENS[0]:
                         steps += _beside(layout, asked, copies, step, torch, 4 if flags.quick else 20)
                     tensors.close()
@@ -170,7 +172,7 @@ def main() -> int:
     goals = _goals(rows, steps)
     if flags.json:
         whole = report("torch_layouts", sys.argv[1:], goals, [*rows, *steps])
-        print(msgspec.json.encode(whole | {"gpu": machine | {"torch": torch.__version__}}).decode())
+        print(msgspec.json.encode(whole | {"gpu": machine | {"torch": str(torch.__version__)}}).decode())
         return 0
     for row in (*rows, *steps, *goals):
         print(
