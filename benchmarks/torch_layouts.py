@@ -11,8 +11,9 @@ a CudaCopier on the path that it chooses.
 
 `in a row` asks for all batches at once, `alone` for one batch and waits for its end. The pinned rate is that of plain
 cudaMemcpyAsync calls of the same number of bytes, which take turns with the mover's; each figure is the median of its
-tries. The decode step is a CUDA graph of products of 32 rows with matrices of 117 MB, which reads memory nearly all
-the time, while the mover saves or loads blocks of 16 tokens without a pause.
+tries. The decode step is a CUDA graph of products of 32 rows with
+matrices of 117 MB, so it reads memory nearly all the time. Meanwhile the mover saves or loads blocks of 16 tokens
+without a pause.
 
 What could mislead: the pool is touched and pinned before. Plain copies are of up to 512 MiB each. The step has no
 attention and no host work, so the mover's threads do not slow it down through the GIL.
