@@ -100,7 +100,7 @@ class Instance(Struct, frozen=True):
     that."""
 
 
-class KvLayout(Struct, frozen=True):
+class KvLayout(Struct, frozen=True, omit_defaults=True):
     """The shape of one block's KV in memory. Blocks of different layouts are never exchanged."""
 
     dtype: str
@@ -110,14 +110,14 @@ class KvLayout(Struct, frozen=True):
     block_size: int
     """The number of tokens in a block."""
     form: str = ""
-    """How the bytes of a block are arranged; empty: as the native engine arranges them."""
-    form_bytes: int = 0
-    """The size of one block in bytes; with `form` only."""
+    """A digest of the order of the bytes in a block of another engine; empty: the native engine's order."""
+    form_bytes: Annotated[int, Meta(ge=0)] = 0
+    """The size of one block of that engine in bytes; 0: the size follows from the other fields."""
 
     @property
     def block_bytes(self) -> int:
         """The size of one block in bytes: keys and values of all layers."""
-        if self.form:
+        if self.form_bytes:
             return self.form_bytes
         item = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * item
@@ -125,16 +125,7 @@ class KvLayout(Struct, frozen=True):
     @property
     def digest(self) -> str:
         """The name of the layout: 16 hex digits."""
-        return hashlib.sha256(msgspec.json.encode(self.named)).hexdigest()[:16]
-
-    @property
-    def named(self) -> dict[str, str | int]:
-        """The fields that name the layout: without those of a form where there is none, so that digests stay as they
-        were before there were any."""
-        fields: dict[str, str | int] = msgspec.structs.asdict(self)
-        if not self.form:
-            del fields["form"], fields["form_bytes"]
-        return fields
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
 
 class SamplingDefaults(Struct, frozen=True):

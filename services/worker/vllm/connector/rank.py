@@ -8,7 +8,7 @@ from typing import Any
 
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.mover import TransferMover
-from services.worker.vllm.connector.kv_layout import TensorPlace, block_shape
+from services.worker.vllm.connector.kv_layout import TensorPlace, block_shape, kv_layout
 from services.worker.vllm.connector.orders import RankFacts
 from services.worker.vllm.connector.settings import ConnectorSettings
 from services.worker.vllm.connector.worker_half import WorkerHalf
@@ -17,21 +17,32 @@ from shared.errors import ConfigError
 
 def worker_half(config: Any, kv_cache: Any, settings: ConnectorSettings, tensors: Mapping[str, Any]) -> WorkerHalf:
     """Return the worker half over `tensors`, vLLM's KV by layer. Raise ConfigError where they do not fit."""
+    import vllm
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     names = [name for group in kv_cache.kv_cache_groups for name in group.layer_names if name in tensors]
     if not names:
         raise ConfigError("HeadraceConnector: vLLM named no tensors of KV")
-    places = []
+    places = {}
     for name in names:
         tensor = tensors[name]
         if not hasattr(tensor, "data_ptr"):
             raise ConfigError(f"HeadraceConnector: layer {name} has no single tensor")
-        places.append(
-            TensorPlace(name, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size())
+        places[name] = TensorPlace(
+            tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
         )
-    first = tensors[names[0]]
-    shape, arrangement = block_shape(places, kv_cache.num_blocks)
+    first, spec = tensors[names[0]], kv_cache.kv_cache_groups[0].kv_cache_spec
+    shape = block_shape(places, kv_cache.num_blocks, block_axis=0)
+    layout = kv_layout(
+        places,
+        kv_cache.num_blocks,
+        dtype=f"{config.cache_config.cache_dtype} {first.dtype}",
+        backend=f"{_backends(config, names)} {kv_cache.kv_cache_layout or ''} of vLLM {vllm.__version__}",
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_size,
+        block_size=spec.block_size,
+        block_axis=0,
+    )
     copier: Copier
     if first.device.type == "cuda":
         try:
@@ -51,7 +62,7 @@ def worker_half(config: Any, kv_cache: Any, settings: ConnectorSettings, tensors
         blocks=kv_cache.num_blocks,
         dtype=str(first.dtype).removeprefix("torch."),
         layers=len(names),
-        form=f"vllm {_backends(config, names)} {kv_cache.kv_cache_layout or ''} {first.dtype} {arrangement}",
+        form=layout.form,
     )
     rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
     mover = TransferMover(copier, time.monotonic, verify=settings.verify)

@@ -115,19 +115,18 @@ class Rank:
         self.memory = memoryview(bytearray(size))
         at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         layer_bytes = 2 * blocks * FRAGMENT_BYTES
-        places = [
-            TensorPlace(
-                f"layer {layer}",
+        places = {
+            f"layer {layer}": TensorPlace(
                 at + layer * layer_bytes,
                 (2, blocks, BLOCK, TOKEN_BYTES),
                 (blocks * FRAGMENT_BYTES, FRAGMENT_BYTES, TOKEN_BYTES, 1),
                 1,
             )
             for layer in range(LAYERS)
-        ]
-        shape, form = block_shape(places, blocks)
+        }
+        shape = block_shape(places, blocks, block_axis=1)
         mover = TransferMover(HostCopier(shape, self.memory), clock, most_blocks=2, verify=verify)
-        facts = RankFacts(shape.block_bytes, blocks, "uint8", LAYERS, form)
+        facts = RankFacts(shape.block_bytes, blocks, "uint8", LAYERS, "tests")
         self.half = WorkerHalf(mover, facts, number, on_gpu=False)
 
     def write(self, block: int, offset: int, prefix: Sequence[int]) -> None:
