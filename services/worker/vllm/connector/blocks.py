@@ -263,6 +263,7 @@ class VllmBlocks:
         for key in keys:
             block, name = self._sources.pop(key, (None, None))
             if block is None or block.block_hash != name or self._too_few_free(block):
+                self._known.pop(key, None)  # it is offered again when it is computed again
                 slots.append(None)
                 continue
             self._pool.touch([block])
