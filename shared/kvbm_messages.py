@@ -40,7 +40,8 @@ class StoreLayout(Struct, frozen=True):
     @property
     def digest(self) -> str:
         """The name of the layout, its arena and its files: 16 hex digits."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+        fields = {**msgspec.structs.asdict(self), "kv": self.kv.named}
+        return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 
 
 class Attach(Struct, frozen=True, tag="attach"):

@@ -109,17 +109,32 @@ class KvLayout(Struct, frozen=True):
     head_dim: int
     block_size: int
     """The number of tokens in a block."""
+    form: str = ""
+    """How the bytes of a block are arranged; empty: as the native engine arranges them."""
+    form_bytes: int = 0
+    """The size of one block in bytes; with `form` only."""
 
     @property
     def block_bytes(self) -> int:
         """The size of one block in bytes: keys and values of all layers."""
+        if self.form:
+            return self.form_bytes
         item = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * item
 
     @property
     def digest(self) -> str:
         """The name of the layout: 16 hex digits."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+        return hashlib.sha256(msgspec.json.encode(self.named)).hexdigest()[:16]
+
+    @property
+    def named(self) -> dict[str, str | int]:
+        """The fields that name the layout: without those of a form where there is none, so that digests stay as they
+        were before there were any."""
+        fields: dict[str, str | int] = msgspec.structs.asdict(self)
+        if not self.form:
+            del fields["form"], fields["form_bytes"]
+        return fields
 
 
 class SamplingDefaults(Struct, frozen=True):

@@ -38,7 +38,9 @@ class StoreMetrics:
         )
         self.refusals = counter(registry, "headrace_kvbm_refusals", "Requests refused, by code", ["code"])
         self.unanswered = counter(
-            registry, "headrace_kvbm_unanswered_requests", "Replies that could not be sent because NATS was unreachable"
+            registry,
+            "headrace_kvbm_unanswered_requests",
+            "Replies that could not be sent because NATS or the engine's connection was unreachable",
         )
         self.lookups = counter(registry, "headrace_kvbm_lookups", "Fetches: prefixes that engines asked for")
         self.asked_blocks = counter(

@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from services.kvbm.metrics import StoreMetrics
+from services.kvbm.socket_door import SocketQuestion, answer
 from shared.bus.contract import Bus, Message
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError
 
@@ -26,7 +27,12 @@ class ReplySender:
         """Replies that wait for the task. The number of open fetch tickets bounds them."""
 
     async def send(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
-        """Send a reply in the encoding of the question. Return whether it was sent."""
+        """Send a reply in the encoding of the question, the way that it came. Return whether it was sent."""
+        if isinstance(message, SocketQuestion):
+            sent = answer(message, payload, last=last)
+            if not sent:
+                self._metrics.unanswered.inc()
+            return sent
         try:
             await self._bus.publish(message.reply, payload, headers=message.reply_headers(last=last))
         except (BusDown, ProtocolError) as wrong:  # the latter: the payload is too large, or the subject is none

@@ -2,6 +2,7 @@
 
     NATS  attach, store, commit, abort, fetch, release ──▶ Layouts ──▶ LayoutStore ──▶ reply
           one subscription, handled in order: a store sent before an attach must not be handled after it
+    Unix socket of the pool's directory: the same, from engines without NATS; in order for each connection
     NATS  stat, snapshot ──▶ people, routers            load report ──▶ routers, every 250 ms
     ZMQ   KV events of each layout ──▶ routers
     kernel locks: an engine is dead ──▶ all layouts     discovery: a worker's lease is lost ──▶ its engines' tickets
@@ -36,6 +37,7 @@ from services.kvbm.pool.owners import MOST_OWNERS
 from services.kvbm.pool.prefault import Prefault
 from services.kvbm.replies import ReplySender
 from services.kvbm.snapshots import send_snapshot
+from services.kvbm.socket_door import SocketDoor, SocketQuestion
 from services.kvbm.tickets.engines import AttachedEngines
 from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
 from services.kvbm.tiers import policies
@@ -123,6 +125,7 @@ class KvbmService:
             "discard": partial(self._request, wire.DISCARD, wire.SETTLED, LayoutStore.discard),
         }
         self._subscriptions: list[Subscription] = []
+        self._socket = SocketDoor(pool.path.parent, runtime.instance, self._subject, self._receive_from_socket)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -131,6 +134,7 @@ class KvbmService:
         receivers = {"*": self._receive, "stat": self._answer_stat, "snapshot": self._answer_snapshot}
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
+        await self._socket.open()
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.health.delegate(self._unready, dict)
         self._runtime.notes.find_block = self._find_block
@@ -142,6 +146,7 @@ class KvbmService:
         then the disk ends its requests, and fetches that wait for it are refused. The pool's file stays, for the next
         kvbm."""
         await self._announcement.close()
+        await self._socket.close()
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
         for task in self._tasks:
             task.cancel()
@@ -178,6 +183,14 @@ class KvbmService:
         self._metrics.request_seconds.labels(operation).observe(perf_counter() - start_s)
         if layout is not None:
             layout.settle_soon()
+
+    async def _receive_from_socket(self, question: SocketQuestion) -> None:
+        """As `_receive`; here every operation that is unknown gets its answer."""
+        if question.subject.rpartition(".")[2] not in self._operations:
+            refused = wire.KvbmRefused("bad_request", "no such operation")
+            await self._replies.send(question, wire.SETTLED.encode(refused), last=True)
+            return
+        await self._receive(question)
 
     def _layout_of(self, owner: str) -> LayoutStore:
         return self.layouts.open[self.engines.layout_of(owner)]

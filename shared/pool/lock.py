@@ -1,6 +1,7 @@
 """Kernel locks next to a kvbm's pool, which prove that its users live.
 
     DIR/lock            held by the directory's kvbm; workers find it by the note "PID INSTANCE\n" in it (`kvbm_of`)
+    DIR/socket          where the kvbm listens (`shared.pool.socket_frames`)
     DIR/owners/OWNER    held by an engine process that maps the pool, from before it attaches until it ends
 
 The kernel releases a lock when its process ends, for whatever reason, and not before. A process that is stopped
@@ -20,6 +21,7 @@ C without `exec` would keep it. Then a dead owner's slots stay unused for as lon
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -35,6 +37,7 @@ from shared.pool.format import PoolUnfit
 LOCK = "lock"
 OWNERS = "owners"
 POOL = "pool"
+SOCKET = "socket"
 _NOTE_BYTES = 128
 _OWNER = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -75,12 +78,14 @@ class HeldLock:
         return HeldLock(path, descriptor)
 
     @staticmethod
-    def create(path: Path) -> HeldLock:
-        """Lock a new file. Any process that finds it unlocked may delete it. Raise OSError."""
+    def create(path: Path, *, shared: bool = False) -> HeldLock:
+        """Lock a new file. Any process that finds it unlocked may delete it. With `shared`, others may `join`. Raise
+        OSError."""
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         while True:
             held = HeldLock(path, os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600))
             try:  # without waiting: a process that has locked it to delete it may be stopped by now
-                fcntl.flock(held._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(held._descriptor, kind | fcntl.LOCK_NB)
                 if held.held:
                     return held
             except BlockingIOError:
@@ -89,6 +94,21 @@ class HeldLock:
                 held.close(delete=True)
                 raise
             held.close(delete=True)  # another process deleted or locked it between the two calls
+
+    @staticmethod
+    def join(path: Path) -> HeldLock:
+        """Share the lock of a file that another process has made with `shared` and still holds. It is free when all of
+        them have ended. Raise OSError, FileNotFoundError where it was free, and so deleted."""
+        held = HeldLock(path, os.open(path, _OPEN))
+        try:
+            fcntl.flock(held._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if held.held:
+                return held
+        except OSError:
+            held.close()
+            raise
+        held.close()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
     @property
     def held(self) -> bool:
@@ -164,8 +184,9 @@ def is_owner(name: str) -> bool:
     return _OWNER.fullmatch(name) is not None
 
 
-def hold_owner(directory: Path, owner: str) -> HeldLock:
-    """Lock the file of this engine process next to the pool in `directory`. A name is used only once.
+def hold_owner(directory: Path, owner: str, *, shared: bool = False) -> HeldLock:
+    """Lock the file of this engine process next to the pool in `directory`. A name is used only once. With `shared`,
+    the engine's other processes may `join_owner`.
 
     Closing the lock (`close(delete=True)`) ends everything that is granted to the owner, so close it only once nothing
     touches the pool.
@@ -176,9 +197,18 @@ def hold_owner(directory: Path, owner: str) -> HeldLock:
     try:
         check_directory(directory)
         check_directory(directory / OWNERS)
-        return HeldLock.create(directory / OWNERS / owner)
+        return HeldLock.create(directory / OWNERS / owner, shared=shared)
     except OSError as wrong:
         raise PoolUnfit(f"{wrong.filename or directory}: {wrong.strerror}") from None
+
+
+def join_owner(directory: Path, owner: str) -> HeldLock:
+    """Share the lock of an engine whose other process holds it. Raise PoolUnfit where that has ended."""
+    assert is_owner(owner), owner
+    try:
+        return HeldLock.join(directory / OWNERS / owner)
+    except OSError as wrong:
+        raise PoolUnfit(f"{wrong.filename or directory / OWNERS / owner}: {wrong.strerror}") from None
 
 
 def check_directory(directory: Path) -> None:

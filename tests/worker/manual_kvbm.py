@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.scheduler.kv_onboarding import FetchRequest
+from services.worker.device_blocks import FetchRequest
 from shared.blocks import Content
 from shared.hashing import ContentKey
 from tests.worker.manual_engine import Engine
@@ -66,7 +66,7 @@ class Kvbm:
         fetch = self.fetches[number]
         keys = fetch.request.keys[fetch.given : fetch.given + count]
         there = next((index for index, key in enumerate(keys) if key not in self.kept), len(keys))
-        slots = self.engine.scheduler.kv_cache.begin_load(number, fetch.given, there)
+        slots = self.engine.scheduler.kv_cache.begin_load(number, fetch.given, there, there)
         assert len(slots) <= there
         assert not (slots and fetch.abandoned)
         for slot, key in zip(slots, keys, strict=False):

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Literal, Protocol, TypeVar, assert_never
 
+from services.worker.device_blocks import DeviceBlocks
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,
@@ -37,7 +38,6 @@ from services.worker.kv_connector.stats import TransferStats
 from services.worker.kv_connector.stores import Stores
 from services.worker.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
 from services.worker.mover import Copied, Mover, Slots
-from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from shared.errors import ProtocolError
 from shared.kvbm_messages import (
     ABORT,
@@ -89,7 +89,7 @@ class KVConnector:
 
     def __init__(
         self,
-        kv_cache: KVCacheManager,
+        blocks: DeviceBlocks,
         mover: Mover,
         attachment: Attachment,
         layout: StoreLayout,
@@ -102,14 +102,14 @@ class KVConnector:
         """`worker` is its instance id, `timeout_s` the time for each answer, `most_blocks` the bound of `Stores`. With
         `checksums` blocks go to the kvbm with a checksum, which is compared when they come back."""
         self.mover = mover
-        self._kv_cache = kv_cache
+        self._blocks = blocks
         self._attachment = attachment
         self._layout = layout
         self._worker = worker
         self._timeout_s = timeout_s
         self._numbers, batches = count(1), count(1)
-        self._stores = Stores(kv_cache, self._numbers, batches, most_blocks, checksums=checksums)
-        self._fetches = Fetches(kv_cache, self._numbers, batches, checksums=checksums)
+        self._stores = Stores(blocks, self._numbers, batches, most_blocks, checksums=checksums)
+        self._fetches = Fetches(blocks, self._numbers, batches, checksums=checksums)
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
         """Changed by `_enter` alone."""
         self._kvbm = ""
@@ -184,6 +184,18 @@ class KVConnector:
         return self._stores.idle and self._fetches.idle
 
     @property
+    def unsettled(self) -> bool:
+        """Whether anything is asked, copied or about to be stored, so that `step` and `poll_copies` will have something
+        to do before long; each of these ends by itself. An engine that steps only while it has requests goes on
+        stepping until then."""
+        return bool(self._awaited) or not self.idle or self._stores.collecting
+
+    @property
+    def attached(self) -> bool:
+        """Whether blocks are exchanged."""
+        return self._state == "attached"
+
+    @property
     def wait_until_s(self) -> float | None:
         """When `step` or `poll_copies` will have something to do without any event. None: never, or when the mover's
         descriptor is readable."""
@@ -222,6 +234,13 @@ class KVConnector:
         """The engine's blocks are there again: attach at once."""
         self._paused = False
         self._delay_s, self._try_s = BACK_OFF_FIRST_S, now_s
+
+    def use_layout(self, layout: StoreLayout, now_s: float) -> None:
+        """Exchange blocks of another layout from now on, of the same size."""
+        assert layout.kv.block_bytes == self._layout.kv.block_bytes
+        self._layout = layout
+        if self._state != "detached":
+            self._detach("the engine's blocks have another name now", now_s)
 
     def close(self) -> None:
         """Begin no further copy. The pool is left alone when this returns. Where the mover fails, since its GPU is lost
@@ -265,7 +284,7 @@ class KVConnector:
         self._most_discards = attached.blocks_per_request if attached.takes_discards else 0
         self._stores.open(self._owner, attached.slots, attached.blocks_per_request)
         self._fetches.open(self._owner, attached.slots, attached.blocks_per_request)
-        self._kv_cache.set_connected(True)
+        self._blocks.set_connected(True)
         self._report_link(KvbmLink(self._kvbm, attached.layout))
 
     def _detach(self, reason: str, now_s: float) -> None:
@@ -274,7 +293,7 @@ class KVConnector:
             self._late = self._stores.awaited
             self._perform(self._stores.close())
             self._perform(self._fetches.close())
-            self._kv_cache.set_connected(False)
+            self._blocks.set_connected(False)
             if now_s - self._attached_s >= BACK_OFF_MOST_S:
                 self._delay_s = BACK_OFF_FIRST_S
         self._awaited.clear()
@@ -315,7 +334,7 @@ class KVConnector:
 
     def _discard(self) -> None:
         """Name blocks that may be wrong to the kvbm."""
-        keys = self._kv_cache.new_discards()
+        keys = self._blocks.new_discards()
         if keys and self._most_discards:
             self._stats.count_discarded(len(keys))
             for first in range(0, len(keys), self._most_discards):

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from services.worker.device_blocks import DeviceBlocks, FetchRequest
 from services.worker.kv_connector.actions import Action, AskKvbm, CancelBatch, LinkLost, LoadBatch, unpack_slots
 from services.worker.mover import Copied, Copy
-from services.worker.scheduler.kv_cache_manager import KVCacheManager
-from services.worker.scheduler.kv_onboarding import FetchRequest
 from shared.hashing import unpack_hashes
 from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
 
@@ -37,6 +36,17 @@ MOST_ASKED = 64
 """Most requests whose last answer is still to come, those of abandoned fetches included."""
 
 
+class _Shown(Struct):
+    """Blocks that the kvbm has named, and for which no copy has begun."""
+
+    first: int
+    """Index of the first."""
+    pool_slots: list[int]
+    generations: list[int]
+    checksums: list[int | None]
+    disk: bool
+
+
 class _OpenFetch(Struct, eq=False):
     request: FetchRequest
     asked_s: float
@@ -46,6 +56,10 @@ class _OpenFetch(Struct, eq=False):
     """0: not known yet, or released."""
     shown: int = 0
     """Blocks that the kvbm's answers have named so far."""
+    found: int = -1
+    """Blocks that the kvbm has, as its last answer says; -1: there was none."""
+    unplaced: list[_Shown] = []
+    """Shown blocks whose slots on the device are not known yet, in order."""
     batches: int = 0
     """Batches of copies under way."""
     open: bool = True
@@ -67,12 +81,12 @@ class Fetches:
     """The fetches of one engine. Between `open` and `close` there is a kvbm to ask; copies may end later."""
 
     def __init__(
-        self, kv_cache: KVCacheManager, numbers: Iterator[int], batches: Iterator[int], *, checksums: bool = False
+        self, blocks: DeviceBlocks, numbers: Iterator[int], batches: Iterator[int], *, checksums: bool = False
     ) -> None:
         """`numbers` names the requests, `batches` the mover's batches. With `checksums` the mover compares them, where
         the kvbm has any."""
         self._checksums = checksums
-        self._kv_cache = kv_cache
+        self._blocks = blocks
         self._numbers = numbers
         self._batches = batches
         self._owner = ""
@@ -102,7 +116,7 @@ class Fetches:
         self._most_blocks = 0
         self._asked.clear()
         while self._queue:
-            self._kv_cache.end_fetch(self._queue.popleft().number, 0.0)
+            self._blocks.end_fetch(self._queue.popleft().number, 0.0)
         actions: list[Action] = []
         for fetch in list(self._fetches.values()):
             fetch.ticket = 0
@@ -116,13 +130,15 @@ class Fetches:
 
     def step(self, now_s: float) -> list[Action]:
         """Ask for what sequences wait for, and stop fetches that no sequence waits for any longer."""
-        requests, abandoned = self._kv_cache.fetch_changes()
+        requests, abandoned = self._blocks.fetch_changes()
         self._queue.extend(requests)
         actions: list[Action] = []
+        for fetch in [fetch for fetch in self._fetches.values() if fetch.unplaced]:
+            actions += self._go_on(fetch)
         for number in abandoned:
-            fetch = self._fetches.get(number)
-            if fetch is not None:
-                actions += self._stop(fetch)
+            stopped = self._fetches.get(number)
+            if stopped is not None:
+                actions += self._stop(stopped)
             else:
                 self._unqueue(number)
         while self._queue and len(self._fetches) < FETCHES and len(self._asked) < MOST_ASKED:
@@ -138,7 +154,7 @@ class Fetches:
         for request in list(self._queue):
             if request.number == number:
                 self._queue.remove(request)
-                self._kv_cache.end_fetch(number, 0.0)
+                self._blocks.end_fetch(number, 0.0)
 
     def fetched(self, number: int, reply: Fetched | KvbmRefused | None, last: bool, now_s: float) -> Iterator[Action]:
         """A Fetch was answered; `reply` is None where the answer did not come. Raise LinkLost where it does not fit.
@@ -152,15 +168,11 @@ class Fetches:
             fetch.answered = True
         fetch.round_trip_s = fetch.round_trip_s or now_s - fetch.asked_s
         if isinstance(reply, Fetched):
-            yield from self._load(fetch, reply)
-            if fetch.shown >= reply.found:
-                fetch.open = False
-        if fetch.answered:
-            fetch.open = False
-        yield from self._settle(fetch)
+            yield from self._take(fetch, reply)
+        yield from self._go_on(fetch)
 
-    def _load(self, fetch: _OpenFetch, reply: Fetched) -> Iterator[Action]:
-        """More of the prefix can be read: begin copies, as far as the device has room."""
+    def _take(self, fetch: _OpenFetch, reply: Fetched) -> Iterator[Action]:
+        """More of the prefix can be read."""
         pool_slots = unpack_slots(reply.slots, self._pool_slots)
         first, count = reply.first, len(pool_slots)
         generations = _unpack_numbers(reply.generations, count, "generations")
@@ -172,20 +184,35 @@ class Fetches:
         elif reply.ticket:  # the sequence did not wait for this answer, so that no ticket was known to release
             yield self._release(reply.ticket)
         fetch.shown += count
-        if not fetch.open or not count:
-            return
-        for at in range(0, count, BATCH_BLOCKS):
-            end = min(at + BATCH_BLOCKS, count)
-            device_slots = self._kv_cache.begin_load(fetch.request.number, first + at, end - at)
+        fetch.found = reply.found
+        if fetch.open and count:
+            for at in range(0, count, BATCH_BLOCKS):
+                part = slice(at, at + BATCH_BLOCKS)
+                shown = _Shown(first + at, pool_slots[part], generations[part], checksums[part], reply.disk)
+                fetch.unplaced.append(shown)
+
+    def _go_on(self, fetch: _OpenFetch) -> Iterator[Action]:
+        """Begin copies, as far as the device has room; settle the fetch where nothing more comes."""
+        while fetch.unplaced:
+            shown = fetch.unplaced[0]
+            count = len(shown.pool_slots)
+            device_slots = self._blocks.begin_load(fetch.request.number, shown.first, count, fetch.found)
+            if device_slots is None:
+                return
+            fetch.unplaced.pop(0)
             if device_slots:
                 batch = next(self._batches)
-                self._loads[batch] = _LoadingBatch(fetch, first + at, device_slots, reply.disk)
+                self._loads[batch] = _LoadingBatch(fetch, shown.first, device_slots, shown.disk)
                 fetch.batches += 1
-                copies = map(Copy, pool_slots[at:end], device_slots, generations[at:end], checksums[at:end])
-                yield LoadBatch(batch, list(copies))
-            if len(device_slots) < end - at:
+                yield LoadBatch(
+                    batch, list(map(Copy, shown.pool_slots, device_slots, shown.generations, shown.checksums))
+                )
+            if len(device_slots) < count:
                 fetch.open = False
-                return
+                fetch.unplaced.clear()
+        if fetch.answered or 0 <= fetch.found <= fetch.shown:
+            fetch.open = False
+        yield from self._settle(fetch)
 
     def owns(self, batch: int) -> bool:
         """Whether the mover's batch is a load."""
@@ -195,9 +222,9 @@ class Fetches:
         """A batch has ended: its good blocks enter the prefix cache."""
         load = self._loads.pop(copied.batch)
         fetch = load.fetch
-        self._kv_cache.discard([fetch.request.keys[load.first + place] for place in copied.damaged])
+        self._blocks.discard([fetch.request.keys[load.first + place] for place in copied.damaged])
         for index, (slot, good) in enumerate(zip(load.device_slots, copied.good, strict=True), load.first):
-            self._kv_cache.end_load(fetch.request.number, index, slot, good, load.disk)
+            self._blocks.end_load(fetch.request.number, index, slot, good, load.disk)
         fetch.batches -= 1
         if fetch.open and not all(copied.good):
             return self._stop(fetch)  # blocks after one that is not there are of no use
@@ -206,6 +233,7 @@ class Fetches:
     def _stop(self, fetch: _OpenFetch) -> list[Action]:
         """Begin no further copy for this fetch."""
         fetch.open = False
+        fetch.unplaced.clear()
         cancels = [CancelBatch(batch) for batch, load in self._loads.items() if load.fetch is fetch]
         return [*cancels, *self._settle(fetch)]
 
@@ -215,7 +243,7 @@ class Fetches:
             return []
         fetch.settled = True
         del self._fetches[fetch.request.number]
-        self._kv_cache.end_fetch(fetch.request.number, fetch.round_trip_s)
+        self._blocks.end_fetch(fetch.request.number, fetch.round_trip_s)
         ticket, fetch.ticket = fetch.ticket, 0
         return [self._release(ticket)] if ticket else []
 
@@ -232,7 +260,8 @@ class Fetches:
             assert fetch.request.number == number
             assert not fetch.settled
             assert fetch.open or fetch.batches, f"fetch {number} waits for nothing"
-            assert not fetch.open or not fetch.answered, f"fetch {number} waits for an answer that has come"
+            assert not fetch.open or not fetch.answered or fetch.unplaced, f"fetch {number} waits for nothing"
+            assert fetch.open or not fetch.unplaced
         for fetch in {id(load.fetch): load.fetch for load in self._loads.values()}.values():
             assert fetch.batches == sum(load.fetch is fetch for load in self._loads.values())
             assert not fetch.settled

@@ -18,9 +18,9 @@ from math import inf
 
 from msgspec import Struct
 
+from services.worker.device_blocks import DeviceBlocks
 from services.worker.kv_connector.actions import Action, AskKvbm, CancelBatch, LinkLost, SaveBatch, unpack_slots
 from services.worker.mover import Copied, Copy
-from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from shared.blocks import Content
 from shared.hashing import pack_hashes, pack_tokens
 from shared.kvbm_messages import ABORT, COMMIT, STORE, Abort, Commit, Granted, KvbmRefused, Settled, Store, StoreBlock
@@ -53,7 +53,7 @@ class Stores:
 
     def __init__(
         self,
-        kv_cache: KVCacheManager,
+        blocks: DeviceBlocks,
         numbers: Iterator[int],
         batches: Iterator[int],
         most_blocks: int,
@@ -64,7 +64,7 @@ class Stores:
         asked for or held at once. With `checksums` the mover makes one for each block."""
         assert most_blocks > 0
         self._checksums = checksums
-        self._kv_cache = kv_cache
+        self._blocks = blocks
         self._numbers = numbers
         self._batches = batches
         self._most_blocks = most_blocks
@@ -108,6 +108,11 @@ class Stores:
         return not self._saves
 
     @property
+    def collecting(self) -> bool:
+        """Whether blocks wait to be asked for."""
+        return bool(self._collected)
+
+    @property
     def awaited(self) -> frozenset[int]:
         """Numbers of the Stores whose answers have not come."""
         return frozenset(self._asked)
@@ -132,7 +137,7 @@ class Stores:
                 return []
             self._send_s = now_s + COLLECT_S
         if len(self._collected) < most:
-            self._collected += self._kv_cache.offloading.offers(most - len(self._collected))
+            self._collected += self._blocks.offers(most - len(self._collected))
         if self._collected and (len(self._collected) >= most or now_s >= self._send_s):
             return [self._send(now_s)]
         return []
@@ -155,7 +160,7 @@ class Stores:
         indices = set(granted)
         if not len(granted) == len(indices) == len(pool_slots) or not indices <= set(range(len(asked.blocks))):
             raise LinkLost(f"{len(pool_slots)} slots were granted for {granted} of {len(asked.blocks)} blocks")
-        pinned = self._kv_cache.pin([asked.blocks[index].key for index in granted])
+        pinned = self._blocks.pin([asked.blocks[index].key for index in granted])
         pairs = [(pool, device) for pool, device in zip(pool_slots, pinned, strict=True) if device is not None]
         if not pairs:
             return [self._abort(reply.ticket)]
@@ -178,7 +183,7 @@ class Stores:
     def saved(self, copied: Copied, now_s: float) -> list[Action]:
         """A batch has ended: commit what was copied."""
         save = self._saves.pop(copied.batch)
-        self._kv_cache.unpin(save.device_slots)
+        self._blocks.unpin(save.device_slots)
         self._under_way -= len(save.device_slots)
         if copied.failed or not self._batch_blocks:
             # The next attach ends its ticket. An Abort would free the slots at once for other blocks, though a GPU that

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from services.worker.device_blocks import FetchRequest
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.block_notes import EVERY_BLOCK, BlockNotes
 from services.worker.scheduler.kv_offloading import Offloading
-from services.worker.scheduler.kv_onboarding import FetchRequest, Onboarding
+from services.worker.scheduler.kv_onboarding import Onboarding
 from services.worker.scheduler.sequence import Sequence
 from shared.blocks import BlockPool, Content, ContentEvicted, PoolEvent, PoolStatistics
 from shared.hashing import ContentKey
@@ -197,10 +198,10 @@ class KVCacheManager:
             self.changes += 1
         return new, self.onboarding.abandoned_fetches()
 
-    def begin_load(self, number: int, first: int, count: int) -> list[int]:
+    def begin_load(self, number: int, first: int, count: int, _found: int) -> list[int]:
         """Return device slots for blocks first … first + count - 1 of fetch `number`, leading ones only. They are
         fewer, or none, where there is no room, where the fetch was abandoned, or where a block before them got no
-        slot."""
+        slot. How many the kvbm has in all does not matter here."""
         slots, evicted = self.onboarding.begin_load(number, first, count, self._holders)
         self._evicted(evicted, "a block from the kvbm")
         self.changes += 1
@@ -222,6 +223,10 @@ class KVCacheManager:
         longer; 0: not known."""
         self.onboarding.end_fetch(number, round_trip_s)
         self.changes += 1
+
+    def offers(self, most: int) -> list[Content]:
+        """Return at most `most` blocks to offer to the kvbm, parents first. An offer holds nothing."""
+        return self.offloading.offers(most)
 
     def pin(self, keys: Seq[ContentKey]) -> list[int | None]:
         """Return the device slots with these blocks, each held for a copy until `unpin`. None: the block was evicted,

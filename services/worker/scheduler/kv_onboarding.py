@@ -23,8 +23,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
-from msgspec import Struct
-
+from services.worker.device_blocks import FetchRequest
 from services.worker.scheduler.sequence import Sequence
 from shared.blocks import BlockPool, ContentEvicted, ContentStored
 from shared.hashing import ContentKey
@@ -33,17 +32,6 @@ _SLOWER = 1 / 4
 """Weight of a round trip that took longer than the estimate. A shorter one replaces the estimate at once."""
 _FORGETS = 1 - 1 / 64
 """Factor on the estimate for each sequence that was not worth a fetch, so that the kvbm is tried again some time."""
-
-
-class FetchRequest(Struct, frozen=True):
-    """Blocks that are missing on the device, and that a sequence waits for."""
-
-    number: int
-    """Names the fetch in `begin_load`, `end_load` and `end_fetch`. Each fetch ends with exactly one `end_fetch`."""
-    keys: list[ContentKey]
-    """Content keys in the order of the chain, from the first missing block on."""
-    attempt: int = 0
-    """`Submit.number` of the attempt that waits."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,361 @@
+"""VllmBlocks: vLLM's blocks as the connector's deciders see them. Pure: vLLM's pool is used through a protocol.
+
+                find: None, "ask again"          find: so many tokens            place
+    a request ─────────────────────────▶ asked ────────────────────────▶ found ─────────▶ loading ──▶ EndLoad
+                                           │ nothing found; no answer in time; kvbm lost; the request ended
+                                           ▼
+                                         nothing: vLLM computes the blocks
+
+A request that misses a block which another one is loading is asked again until that load has ended.
+
+vLLM names a cached block by a strong hash of its content. So a block that was offered is still that block as long as it
+has the same hash, whoever holds it. Only blocks are offered whose step vLLM has processed: their bytes are there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Protocol
+
+from msgspec import Struct
+
+from services.worker.device_blocks import FetchRequest
+from services.worker.vllm.connector.chain import TokenChain
+from services.worker.vllm.connector.orders import EndLoad
+from shared.blocks import Content
+from shared.hashing import ContentKey
+
+MOST_OFFERS = 4096
+"""Most blocks that wait to be offered; over it the oldest is not stored."""
+MOST_KNOWN = 1 << 17
+"""Most keys that are remembered as offered to the kvbm, or loaded from it; over it the oldest may be offered again."""
+HOLD_S = 2.0
+"""Seconds for which an answer counts while vLLM has no room for its blocks; then the kvbm is asked again."""
+MOST_QUESTIONS = 8
+"""Most questions of one request: it is preempted, a load fails, or its cached prefix on the device changes. Questions
+that are asked again because vLLM has no room are not counted."""
+RESERVE_SHARE = 1 / 16
+"""Share of the blocks that stay free for requests: no free block beyond it is held for a copy."""
+
+
+class PoolBlock(Protocol):
+    """vLLM's KVCacheBlock."""
+
+    block_id: int
+    ref_cnt: int
+    is_null: bool
+
+    @property
+    def block_hash(self) -> object | None: ...
+
+
+class VllmPool(Protocol):
+    """vLLM's BlockPool."""
+
+    blocks: Sequence[PoolBlock]
+
+    def touch(self, blocks: Sequence[PoolBlock], /) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Iterable[PoolBlock], /) -> None: ...
+
+    def get_num_free_blocks(self) -> int: ...
+
+
+class _Lookup(Struct, eq=False):
+    """One question to the kvbm, for one request."""
+
+    number: int
+    request: str
+    first: int
+    """Index of the first block that the device has not."""
+    keys: list[ContentKey]
+    asked_s: float
+    found: int | None = None
+    """Blocks that the kvbm has; None: no answer yet."""
+    found_s: float = 0.0
+    over: bool = False
+    """Its fetch has ended, or never began."""
+    abandoned: bool = False
+    slots: list[int] = []
+    """Device blocks that it loads into; empty: vLLM has allocated none."""
+    begun: int = 0
+    """Number of them for which copies were ordered."""
+    end_sent: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether vLLM waits for the end of its load."""
+        return bool(self.slots) and not self.end_sent
+
+
+class _Request(Struct, eq=False):
+    chain: TokenChain
+    offered: int = 0
+    """Leading blocks that were offered, or need not be."""
+    questions: int = 0
+    lookup: _Lookup | None = None
+
+
+class VllmBlocks:
+    """A `services.worker.device_blocks.DeviceBlocks`."""
+
+    def __init__(
+        self, pool: VllmPool, block_size: int, clock: Callable[[], float], *, wait_s: float, offers: bool = True
+    ) -> None:
+        """A question waits at most `wait_s` for its first answer. `offers` False: nothing is stored."""
+        self._pool = pool
+        self._block_size = block_size
+        self._clock = clock
+        self._wait_s = wait_s
+        self._stores = offers
+        self._reserve = int(RESERVE_SHARE * len(pool.blocks))
+        self._connected = False
+        self._numbers = count(1)
+        self._requests: dict[str, _Request] = {}
+        self._lookups: dict[int, _Lookup] = {}
+        """Number → lookup whose fetch has not ended."""
+        self._new: deque[_Lookup] = deque()
+        """Lookups that the connector has not taken up."""
+        self._abandoned: list[int] = []
+        self._ends: list[EndLoad] = []
+        self._discards: list[ContentKey] = []
+        self._offers: deque[Content] = deque(maxlen=MOST_OFFERS)
+        self._sources: OrderedDict[ContentKey, tuple[PoolBlock, object]] = OrderedDict()
+        """Offered key → the block and its hash in vLLM's cache."""
+        self._known: OrderedDict[ContentKey, None] = OrderedDict()
+        """Keys that were offered to the kvbm or came from it."""
+        self.dropped = 0
+        """Blocks that were not offered since too many waited, since the start."""
+        self.late = 0
+        """Questions that got no answer in time, since the start."""
+
+    # --- for the scheduler half: requests
+
+    def track(self, request: str, chain: TokenChain) -> None:
+        """A request has come whose blocks may be loaded and stored."""
+        self._requests[request] = _Request(chain)
+
+    def find(self, request: str, tokens: int, computed: int) -> int | None:
+        """Return how many tokens can be loaded after the `computed` ones that the device has, of a request with
+        `tokens` tokens: whole blocks, and never the last token, which must be computed. None: ask again."""
+        entry = self._requests.get(request)
+        first, full = computed // self._block_size, (tokens - 1) // self._block_size
+        if entry is None or not self._connected or full <= first:
+            return 0
+        now_s, lookup = self._clock(), entry.lookup
+        if lookup is not None and (lookup.slots or lookup.first != first):
+            self._abandon(lookup)  # what it loaded is gone; or the device has another prefix now
+            lookup = entry.lookup = None
+        elif lookup is not None and lookup.found and now_s - lookup.found_s >= HOLD_S:
+            self._abandon(lookup)
+            lookup = entry.lookup = None
+            entry.questions -= 1
+        if lookup is None:
+            if entry.questions >= MOST_QUESTIONS:
+                return 0
+            keys = entry.chain.keys(full)[first:]
+            if not self._is_loading(keys[0]):
+                entry.questions += 1
+                entry.lookup = lookup = _Lookup(next(self._numbers), request, first, keys, now_s)
+                self._new.append(lookup)
+            return None
+        if lookup.found is None and now_s - lookup.asked_s >= self._wait_s:
+            self.late += 1
+            self._abandon(lookup)
+            lookup.found = 0
+        if lookup.found is None or (lookup.found and self._is_loading(lookup.keys[0])):
+            return None
+        return lookup.found * self._block_size
+
+    def place(self, request: str, block_ids: Sequence[int], tokens: int) -> None:
+        """vLLM has allocated blocks for the request, of which `tokens` tokens are to be loaded as `find` said; 0:
+        none."""
+        entry = self._requests.get(request)
+        if entry is None or entry.lookup is None:
+            assert not tokens, f"request {request} is to load what was not found"
+            return
+        lookup = entry.lookup
+        if lookup.slots:
+            return  # vLLM says so again after the load
+        if not tokens:
+            self._abandon(lookup)
+            entry.lookup = None
+            return
+        blocks, rest = divmod(tokens, self._block_size)
+        assert not rest, f"vLLM wants {tokens} tokens, which are no whole blocks"
+        assert lookup.found is not None
+        assert blocks <= lookup.found
+        lookup.slots = list(block_ids[lookup.first : lookup.first + blocks])
+        assert len(lookup.slots) == blocks
+
+    def placed_in_memory(self, request: str) -> int:
+        """Return how many tokens of the request's load are copied from memory: those whose copies were ordered at
+        once. The others are being read from disk."""
+        entry = self._requests.get(request)
+        lookup = None if entry is None else entry.lookup
+        return 0 if lookup is None else lookup.begun * self._block_size
+
+    def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> None:
+        """The first `tokens` tokens of the request are computed, and the step that did so is processed. `blocks`
+        returns the request's blocks."""
+        entry = self._requests.get(request)
+        full = tokens // self._block_size
+        if entry is None or full <= entry.offered or not (self._connected and self._stores):
+            return
+        keys = entry.chain.keys(full)
+        missing = [index for index in range(entry.offered, full) if keys[index] not in self._known]
+        entry.offered = full
+        if not missing:
+            return
+        held = blocks()
+        for index in missing:
+            block = held[index] if index < len(held) else None
+            if block is not None and not block.is_null and block.block_hash is not None:
+                key = keys[index]
+                self._sources[key] = block, block.block_hash
+                if len(self._offers) == MOST_OFFERS:
+                    self._known.pop(self._offers[0].key, None)
+                    self.dropped += 1
+                self._offers.append(entry.chain.content(index))
+                self._know(key)
+        while len(self._sources) > 2 * MOST_OFFERS:
+            self._sources.popitem(last=False)
+
+    def forget(self, request: str) -> None:
+        """The request has ended. A load of it that is under way still ends with EndLoad."""
+        entry = self._requests.pop(request, None)
+        if entry is not None and entry.lookup is not None:
+            self._abandon(entry.lookup)
+
+    def take_ends(self) -> list[EndLoad]:
+        """Return the ends of loads since the last call. The copies that they wait for were ordered before."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    @property
+    def waiting(self) -> bool:
+        """Whether blocks wait to be offered, or a load waits for its end."""
+        return bool(self._offers or self._ends) or any(lookup.waits for lookup in self._lookups.values())
+
+    # --- for the connector: DeviceBlocks
+
+    def set_connected(self, connected: bool) -> None:
+        self._connected = connected
+        self._offers.clear()
+        self._sources.clear()
+        self._known.clear()
+        self._discards.clear()
+        for entry in self._requests.values():
+            entry.offered = 0
+        if not connected:
+            while self._new:
+                self._end(self._new.popleft())
+            for lookup in self._lookups.values():
+                lookup.abandoned = True
+
+    def offers(self, most: int) -> list[Content]:
+        return [self._offers.popleft() for _ in range(min(most, len(self._offers)))]
+
+    def pin(self, keys: Sequence[ContentKey]) -> list[int | None]:
+        slots: list[int | None] = []
+        for key in keys:
+            block, name = self._sources.pop(key, (None, None))
+            if block is None or block.block_hash != name or self._too_few_free(block):
+                slots.append(None)
+                continue
+            self._pool.touch([block])
+            slots.append(block.block_id)
+        return slots
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])
+
+    def fetch_changes(self) -> tuple[list[FetchRequest], list[int]]:
+        new = [FetchRequest(lookup.number, lookup.keys) for lookup in self._new]
+        self._lookups.update((lookup.number, lookup) for lookup in self._new)
+        self._new.clear()
+        abandoned, self._abandoned = self._abandoned, []
+        return new, [number for number in abandoned if number in self._lookups]
+
+    def begin_load(self, number: int, first: int, count: int, found: int) -> list[int] | None:
+        lookup = self._lookups[number]
+        if lookup.abandoned:
+            return []
+        if lookup.found is None:
+            lookup.found, lookup.found_s = min(found, len(lookup.keys)), self._clock()
+            for key in lookup.keys[lookup.found :]:
+                self._known.pop(key, None)  # the kvbm has lost it
+        if not lookup.slots:
+            return None
+        assert first == lookup.begun
+        slots = lookup.slots[first : first + count]
+        lookup.begun += len(slots)
+        if lookup.begun == len(lookup.slots):
+            self._send_end(lookup)
+        return slots
+
+    def end_load(self, number: int, index: int, slot: int, good: bool, _disk: bool) -> None:
+        lookup = self._lookups[number]
+        assert lookup.slots[index] == slot
+        if good:
+            self._know(lookup.keys[index])
+
+    def end_fetch(self, number: int, _round_trip_s: float) -> None:
+        self._end(self._lookups.pop(number))
+
+    def discard(self, keys: Sequence[ContentKey]) -> None:
+        for key in keys:
+            self._known.pop(key, None)
+        if self._connected:
+            self._discards.extend(keys)
+
+    def new_discards(self) -> list[ContentKey]:
+        discards, self._discards = self._discards, []
+        return discards
+
+    # --- inside
+
+    def _is_loading(self, key: ContentKey) -> bool:
+        return any(lookup.waits and not lookup.abandoned and key in lookup.keys for lookup in self._lookups.values())
+
+    def _abandon(self, lookup: _Lookup) -> None:
+        if lookup in self._new:
+            self._new.remove(lookup)
+            lookup.over = True
+        elif not lookup.over and not lookup.abandoned:
+            lookup.abandoned = True
+            self._abandoned.append(lookup.number)
+
+    def _end(self, lookup: _Lookup) -> None:
+        lookup.over = True
+        if lookup.waits:
+            self._send_end(lookup)
+        if not lookup.slots:
+            lookup.found = 0
+
+    def _send_end(self, lookup: _Lookup) -> None:
+        lookup.end_sent = True
+        self._ends.append(EndLoad(lookup.request, lookup.slots, lookup.slots[lookup.begun :]))
+
+    def _know(self, key: ContentKey) -> None:
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _too_few_free(self, block: PoolBlock) -> bool:
+        return not block.ref_cnt and self._pool.get_num_free_blocks() <= self._reserve
+
+    def validate(self) -> None:
+        """Raise AssertionError where the state contradicts itself."""
+        assert len(self._sources) <= 2 * MOST_OFFERS
+        assert len(self._known) <= MOST_KNOWN
+        for number, lookup in self._lookups.items():
+            assert number == lookup.number
+            assert not lookup.over
+            assert lookup.begun <= len(lookup.slots)
+            assert not lookup.end_sent or lookup.slots
+        assert not any(lookup.over for lookup in self._new)
+        assert self._connected or not (self._new or self._offers)

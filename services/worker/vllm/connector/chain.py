@@ -1,0 +1,39 @@
+"""TokenChain: a request's tokens as a chain of full blocks with content keys. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.blocks import Content
+from shared.hashing import ContentKey, content_key, pack_tokens, root_key
+
+
+class TokenChain:
+    """The full blocks of one request, which become more as it grows. Keys are computed once, when they are asked for:
+    some 1 µs for a block of 16 tokens."""
+
+    def __init__(self, tokens: Sequence[int], block_size: int, model: str, lora: str = "", salt: str = "") -> None:
+        """`tokens` grows at its end, and never changes elsewhere."""
+        self._tokens = tokens
+        self._block_size = block_size
+        self._lora = lora
+        self._salt = salt
+        self._root = root_key(model, lora, salt)
+        self._keys: list[ContentKey] = []
+
+    def keys(self, blocks: int) -> list[ContentKey]:
+        """Return the keys of the first `blocks` blocks, which must be full."""
+        for index in range(len(self._keys), blocks):
+            self._keys.append(content_key(self._keys[-1] if index else self._root, self._packed(index)))
+        return self._keys[:blocks]
+
+    def content(self, index: int) -> Content:
+        """Return block `index`, which must be full."""
+        keys = self.keys(index + 1)
+        return Content(keys[index], keys[index - 1] if index else None, self._packed(index), self._lora, self._salt)
+
+    def _packed(self, index: int) -> bytes:
+        size = self._block_size
+        tokens = self._tokens[index * size : (index + 1) * size]
+        assert len(tokens) == size, f"block {index} is not full"
+        return pack_tokens(tokens)

@@ -1,0 +1,64 @@
+"""Makes the worker half of one rank, over vLLM's tensors: the only module here that knows torch and CuPy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from services.worker.transfer.copier import Copier
+from services.worker.transfer.mover import TransferMover
+from services.worker.vllm.connector.kv_layout import TensorPlace, block_shape
+from services.worker.vllm.connector.orders import RankFacts
+from services.worker.vllm.connector.settings import ConnectorSettings
+from services.worker.vllm.connector.worker_half import WorkerHalf
+from shared.errors import ConfigError
+
+
+def worker_half(config: Any, kv_cache: Any, settings: ConnectorSettings, tensors: Mapping[str, Any]) -> WorkerHalf:
+    """Return the worker half over `tensors`, vLLM's KV by layer. Raise ConfigError where they do not fit."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    names = [name for group in kv_cache.kv_cache_groups for name in group.layer_names if name in tensors]
+    if not names:
+        raise ConfigError("HeadraceConnector: vLLM named no tensors of KV")
+    places = []
+    for name in names:
+        tensor = tensors[name]
+        if not hasattr(tensor, "data_ptr"):
+            raise ConfigError(f"HeadraceConnector: layer {name} has no single tensor")
+        places.append(
+            TensorPlace(name, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size())
+        )
+    first = tensors[names[0]]
+    shape, arrangement = block_shape(places, kv_cache.num_blocks)
+    copier: Copier
+    if first.device.type == "cuda":
+        try:
+            from services.worker.transfer.cuda_copier import CudaCopier
+            from services.worker.transfer.device_memory import DeviceMemory
+        except ImportError as wrong:
+            raise ConfigError(f"HeadraceConnector needs CuPy on a GPU: pip install cupy-cuda13x ({wrong})") from None
+        copier = CudaCopier(shape, DeviceMemory(first.device.index), time.monotonic, path=settings.copy_path)
+    elif first.device.type == "cpu":
+        from services.worker.transfer.host_copier import HostCopier
+
+        copier = HostCopier(shape, dict(tensors))
+    else:
+        raise ConfigError(f"HeadraceConnector: no copies from device {first.device.type}")
+    facts = RankFacts(
+        block_bytes=shape.block_bytes,
+        blocks=kv_cache.num_blocks,
+        dtype=str(first.dtype).removeprefix("torch."),
+        layers=len(names),
+        form=f"vllm {_backends(config, names)} {kv_cache.kv_cache_layout or ''} {first.dtype} {arrangement}",
+    )
+    rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
+    mover = TransferMover(copier, time.monotonic, verify=settings.verify)
+    return WorkerHalf(mover, facts, rank, on_gpu=first.device.type == "cuda")
+
+
+def _backends(config: Any, names: list[str]) -> str:
+    """Return the names of the attention backends, which know what the bytes mean."""
+    layers = config.compilation_config.static_forward_context
+    return ",".join(sorted({layers[name].get_attn_backend().get_name() for name in names if name in layers}))

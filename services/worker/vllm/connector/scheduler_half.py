@@ -1,0 +1,251 @@
+"""SchedulerHalf: the connector's half in vLLM's scheduler: it decides, through the deciders of `kv_connector`, what is
+asked of the kvbm and what the ranks copy.
+
+    vLLM's scheduler ──find, place, offer──▶ VllmBlocks ◀──▶ KVConnector ──KvbmAsk──▶ SocketClient ──▶ kvbm
+                                                                 │  ▲
+                                       orders of the next step ◀─┘  └── reports of the ranks
+
+It runs in the scheduler's thread, and never waits. Nothing goes on while vLLM makes no step; so while `unsettled` holds
+it asks vLLM for steps, in which nothing is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from msgspec import Struct
+
+from services.worker.kv_connector.connector import KVConnector
+from services.worker.messages import Exchanged, KvbmAsk, KvbmLink
+from services.worker.vllm.connector.blocks import VllmBlocks, VllmPool
+from services.worker.vllm.connector.orders import RANK_REPORT, STEP_ORDERS, AttachPool, RankFacts, part_bytes
+from services.worker.vllm.connector.rank_mover import RankMover
+from services.worker.vllm.connector.settings import ConnectorSettings
+from services.worker.vllm.connector.socket_client import SocketClient
+from shared.errors import ConfigError
+from shared.kvbm_messages import Attached, StoreLayout
+from shared.messages import KvLayout
+from shared.pool.format import Arena, PoolUnfit
+from shared.pool.lock import HeldLock, hold_owner
+from shared.rate_limited_log import RateLimitedLog
+
+_log = logging.getLogger(__name__)
+
+
+class Identity(Struct, frozen=True):
+    """What names the blocks of one engine, but for how they lie in its memory."""
+
+    model: str
+    weights: str
+    """Digest of the weights and of everything else that changes their KV."""
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    blocks: int
+    """Number of blocks on the device."""
+    ranks: int
+    instance: str
+    """Names this engine to the kvbm."""
+
+
+class NamedSlots:
+    """Slots that the ranks map; here they only have a place."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.bytes = memoryview(b"")
+
+    def generation(self, slot: int) -> int:
+        raise PoolUnfit(f"slot {slot} is not mapped here")
+
+
+class RankAttachment:
+    """An `Attachment` whose pool the ranks map: it holds the owner's lock, which they share."""
+
+    def __init__(self, directory: Path, instance: str, mover: RankMover, offsets: list[int]) -> None:
+        """`offsets` say where the part of each rank begins in a slot."""
+        self._directory = directory
+        self._instance = instance
+        self._mover = mover
+        self._offsets = offsets
+        self._lock: HeldLock | None = None
+
+    def hold(self) -> str:
+        """Return the name whose lock this process holds. Raise PoolUnfit."""
+        if self._lock is None or not self._lock.held:
+            lock = hold_owner(self._directory, f"{self._instance}-{os.urandom(4).hex()}", shared=True)
+            if self._lock is not None:
+                self._lock.close()
+            self._lock = lock
+        return self._lock.path.name
+
+    def map(self, attached: Attached) -> NamedSlots:
+        """Have the ranks map the slots. One that cannot says so with the first copy, which fails."""
+        assert self._lock is not None
+        arena = Arena(attached.offset, attached.slot_bytes, attached.slots, attached.generations)
+        owner = self._lock.path.name
+        self._mover.order(AttachPool(str(self._directory), owner, attached.pool_bytes, arena, self._offsets))
+        return NamedSlots(arena)
+
+    def close(self) -> None:
+        """Release the lock. The ranks hold it as long as they may write."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+class SchedulerHalf:
+    """One engine's. `clock` is CLOCK_MONOTONIC, which all processes of a machine share."""
+
+    def __init__(
+        self, settings: ConnectorSettings, identity: Identity, pool: VllmPool, clock: Callable[[], float]
+    ) -> None:
+        self._settings = settings
+        self.identity = identity
+        self._clock = clock
+        self.blocks = VllmBlocks(
+            pool, identity.block_size, clock, wait_s=settings.wait_s, offers=settings.offload == "filled"
+        )
+        self._mover = RankMover(identity.ranks)
+        self._client = SocketClient(Path(settings.pool))
+        self._facts: dict[int, RankFacts] = {}
+        self._connector: KVConnector | None = None
+        """None until all ranks have said how their blocks lie."""
+        self.link = KvbmLink(kvbm="")
+        self._limited_log = RateLimitedLog()
+        self._exchanged = Exchanged()
+        self._told = (self._exchanged, self.link)
+        """What `new_stats` returned last."""
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether vLLM must go on stepping though it has no requests. It ends by itself: each question has its time."""
+        if self._connector is None:
+            return len(self._facts) < self.identity.ranks
+        if self._client.settling:
+            return True
+        return self._connector.unsettled or (self._connector.attached and self.blocks.waiting)
+
+    def step(self) -> None:
+        """Do what is due, without waiting."""
+        connector = self._connector
+        if connector is None:
+            return
+        now_s = self._clock()
+        for news in self._client.poll(now_s):
+            connector.handle(news, now_s)
+        connector.poll_copies(now_s)
+        while messages := connector.step(now_s):
+            for message in messages:
+                self._take_message(connector, message, now_s)
+        if self._client.trouble and not self.link.kvbm:
+            self._limited_log.warn("no blocks are exchanged", self._client.trouble)
+
+    def orders(self) -> bytes:
+        """Return the orders of the step that is being scheduled, as `STEP_ORDERS`; empty: none."""
+        self.step()
+        orders = [*self._mover.take_orders(), *self.blocks.take_ends()]
+        return STEP_ORDERS.encode(orders) if orders else b""
+
+    def take_reports(self, reports: Iterable[bytes]) -> None:
+        """Take up what the ranks have reported after a step."""
+        for packed in reports:
+            report = RANK_REPORT.decode(packed)
+            if report.facts is not None:
+                self._take_facts(report.rank, report.facts)
+            self._mover.report(report.rank, report.ended)
+        self.step()
+
+    def find(self, request: str, tokens: int, computed: int) -> int | None:
+        """As `VllmBlocks.find`. The question goes out at once, and an answer may be there already."""
+        found = self.blocks.find(request, tokens, computed)
+        if found is None:
+            self.step()
+        return found
+
+    def place(self, request: str, block_ids: Sequence[int], tokens: int) -> None:
+        """As `VllmBlocks.place`. Copies are ordered at once, for this step."""
+        self.blocks.place(request, block_ids, tokens)
+        if tokens:
+            self.step()
+
+    def rename(self, identity: Identity) -> None:
+        """Use another layout from now on: the blocks that were stored so far are not this engine's any longer."""
+        self.identity = identity
+        if self._connector is not None:
+            self._connector.use_layout(self._layout(), self._clock())
+
+    def new_stats(self) -> tuple[Exchanged, KvbmLink] | None:
+        """Return what was exchanged since the start and the link, or None where both are as at the last call."""
+        if self._connector is None:
+            return None
+        self._exchanged = self._connector.new_stats() or self._exchanged
+        now = (self._exchanged, self.link)
+        if now == self._told:
+            return None
+        self._told = now
+        return now
+
+    def close(self) -> None:
+        """Leave the kvbm: it ends what is open when the last process of this engine has gone."""
+        if self._connector is not None:
+            self._connector.close()
+        self._client.close()
+
+    # --- inside
+
+    def _take_message(self, connector: KVConnector, message: KvbmAsk | KvbmLink, now_s: float) -> None:
+        if isinstance(message, KvbmAsk):
+            for news in self._client.send(message, now_s):
+                connector.handle(news, now_s)
+            return
+        if message.kvbm:
+            _log.info("blocks are exchanged with kvbm %s, layout %s", message.kvbm, message.layout)
+        elif message.reason:
+            self._limited_log.warn("no blocks are exchanged", message.reason)
+        self.link = message
+
+    def _take_facts(self, rank: int, facts: RankFacts) -> None:
+        self._facts[rank] = facts
+        if len(self._facts) < self.identity.ranks or self._connector is not None:
+            return
+        ranks = [self._facts[each] for each in range(self.identity.ranks)]
+        parts = [part_bytes(facts.block_bytes, len(ranks)) for facts in ranks]
+        offsets = list(accumulate(parts[:-1], initial=0))
+        self._connector = KVConnector(
+            self.blocks,
+            self._mover,
+            RankAttachment(Path(self._settings.pool), self.identity.instance, self._mover, offsets),
+            self._layout(),
+            worker=self.identity.instance,
+            timeout_s=self._settings.timeout_s,
+            most_blocks=min(self._settings.blocks_in_flight, max(1, self.identity.blocks // 4)),
+            checksums=self._settings.checksums and self.identity.ranks == 1,
+        )
+
+    def _layout(self) -> StoreLayout:
+        return store_layout(self.identity, [self._facts[each] for each in range(self.identity.ranks)])
+
+
+def store_layout(identity: Identity, ranks: Sequence[RankFacts]) -> StoreLayout:
+    """Return the layout of the pool's slots: the parts of all ranks one after the other. Raise ConfigError where the
+    ranks' memory does not fit together."""
+    for facts in ranks:
+        if facts.blocks < identity.blocks:
+            raise ConfigError(f"a rank's tensors have {facts.blocks} blocks, the scheduler {identity.blocks}")
+    kv = KvLayout(
+        dtype=identity.dtype,
+        layers=identity.layers,
+        kv_heads=identity.kv_heads,
+        head_dim=identity.head_dim,
+        block_size=identity.block_size,
+        form=" + ".join(facts.form for facts in ranks),
+        form_bytes=sum(part_bytes(facts.block_bytes, len(ranks)) for facts in ranks),
+    )
+    return StoreLayout(model=identity.model, weights=identity.weights, kv=kv)

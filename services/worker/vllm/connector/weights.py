@@ -1,0 +1,56 @@
+"""The digest of a model's weights and of everything else that changes its KV, for the layout's name.
+
+Of each file of weights it covers the name, the size and PIECES pieces of its bytes, the first and the last among them:
+fine-tuning, merging and quantising change every piece. A change that leaves all pieces as they were is not found; name
+the weights then (`weights` in the connector's settings).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+
+PIECES = 64
+PIECE_BYTES = 4096
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_LEFT_OUT = ("_name_or_path", "transformers_version", "architectures_source")
+"""Fields of a config that say where it is from."""
+
+
+def weights_digest(path: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> str:
+    """Return 16 hex digits for the files at `path`, a directory or one file. `config` is the model's, `settings` what
+    else changes the KV. Raise ConfigError where there are no files of weights, or one cannot be read."""
+    digest = hashlib.sha256(b"headrace vllm 1")
+    said = {name: value for name, value in config.items() if name not in _LEFT_OUT}
+    digest.update(json.dumps([said, dict(settings)], sort_keys=True, default=str).encode())
+    try:
+        files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        for file in files:
+            _read_pieces(digest, file)
+    except OSError as wrong:
+        raise ConfigError(f"{wrong.filename or path}: {wrong.strerror}") from None
+    if not files:
+        raise ConfigError(f"{path} has no files of weights ({', '.join(SUFFIXES)}); set the connector's `weights`")
+    return digest.hexdigest()[:16]
+
+
+def named_weights(name: str, config: Mapping[str, Any], settings: Mapping[str, str]) -> str:
+    """Return the digest for weights that the user has named."""
+    said = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    text = json.dumps([name, said, dict(settings)], sort_keys=True, default=str)
+    return hashlib.sha256(b"headrace vllm named 1" + text.encode()).hexdigest()[:16]
+
+
+def _read_pieces(digest: hashlib._Hash, file: Path) -> None:
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        digest.update(f"{file.name} {size} ".encode())
+        last = max(0, size - PIECE_BYTES)
+        for at in sorted({last * piece // (PIECES - 1) for piece in range(PIECES)}):
+            digest.update(os.pread(opened.fileno(), PIECE_BYTES, at))

@@ -1,0 +1,234 @@
+"""WorkerHalf: the connector's half in each of vLLM's worker processes: it copies one rank's part of each block.
+
+    orders of a step ──▶ TransferMover ──copies, in threads──▶ pool          start_load_kv: after the forward pass began
+    finished, invalid ◀── ends of loads; reports ◀── ends of batches          after the forward pass
+
+    a slot of the pool   | rank 0's part | rank 1's part | …      each padded to whole pages where there are several
+
+A save reads blocks whose step vLLM has processed, and a load writes to blocks that no step uses, so copies need not be
+ordered among the forward passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import assert_never
+
+from msgspec import Struct
+
+from services.worker.mover import Copied, Copy
+from services.worker.transfer.mover import TransferMover
+from services.worker.vllm.connector.orders import (
+    RANK_REPORT,
+    STEP_ORDERS,
+    AttachPool,
+    CancelBatch,
+    DetachPool,
+    EndLoad,
+    LoadBlocks,
+    Order,
+    RankFacts,
+    RankReport,
+    SaveBlocks,
+)
+from shared.pool.format import Arena, PoolUnfit
+from shared.pool.lock import POOL, HeldLock, join_owner
+from shared.pool.map import ArenaMap, PoolMap
+
+_log = logging.getLogger(__name__)
+
+
+class RankSlots:
+    """The parts of one rank in all slots, as a mover's `Slots`."""
+
+    def __init__(self, slots: ArenaMap, offset: int) -> None:
+        self._slots = slots
+        self.bytes = slots.bytes[offset:]
+
+    @property
+    def arena(self) -> Arena:
+        return self._slots.arena
+
+    def generation(self, slot: int) -> int:
+        """Return the slot's generation. Raise PoolUnfit where there is no such slot."""
+        return self._slots.generation(slot)
+
+    def close(self) -> None:
+        self.bytes.release()
+        self._slots.close()
+
+
+class _Load(Struct):
+    slots: list[int]
+
+
+class WorkerHalf:
+    """One rank's."""
+
+    def __init__(
+        self,
+        mover: TransferMover,
+        facts: RankFacts,
+        rank: int,
+        *,
+        on_gpu: bool,
+    ) -> None:
+        self._mover = mover
+        self._facts: RankFacts | None = facts
+        self._rank = rank
+        self._on_gpu = on_gpu
+        self._pool: PoolMap | None = None
+        self._slots: RankSlots | None = None
+        self._lock: HeldLock | None = None
+        self._trouble = ""
+        """Why nothing can be copied; empty: it can."""
+        self._loads: dict[int, _Load] = {}
+        """Batch → the device blocks that it writes."""
+        self._loading: set[int] = set()
+        """Device blocks that copies write to."""
+        self._bad: set[int] = set()
+        """Device blocks whose copy ended badly, of loads that have not ended."""
+        self._waiting: list[EndLoad] = []
+        """Ends of loads whose copies are under way."""
+        self._ended: list[Copied] = []
+        self._invalid: set[int] = set()
+
+    # --- around each step
+
+    def take_orders(self, packed: bytes) -> None:
+        """Carry out the orders of this step, as far as they do not wait."""
+        for order in STEP_ORDERS.decode(packed) if packed else ():
+            self._do(order)
+
+    def finished_loads(self) -> set[str]:
+        """Return the requests whose loads have ended, each once. `take_invalid` has what they did not get."""
+        self._poll()
+        over = [end for end in self._waiting if self._loading.isdisjoint(end.blocks)]
+        for end in over:
+            self._waiting.remove(end)
+            self._invalid.update(end.missing, self._bad.intersection(end.blocks))
+            self._bad.difference_update(end.blocks)
+        return {end.request for end in over}
+
+    def take_invalid(self) -> set[int]:
+        """Return the device blocks that got no good bytes, of loads that `finished_loads` has returned."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> bytes:
+        """Return what the scheduler half must know, as `RANK_REPORT`; empty: nothing."""
+        self._poll()
+        if not self._ended and self._facts is None:
+            return b""
+        report = RankReport(self._rank, self._facts, self._ended)
+        self._facts, self._ended = None, []
+        return RANK_REPORT.encode(report)
+
+    def close(self) -> None:
+        """Leave the pool alone when this returns, then release the lock."""
+        self._mover.close()
+        self._unmap()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # --- inside
+
+    def _do(self, order: Order) -> None:
+        match order:
+            case AttachPool():
+                self._detach()
+                try:
+                    self._attach(order)
+                    self._trouble = ""
+                except (PoolUnfit, OSError) as wrong:
+                    self._trouble = f"rank {self._rank}: {wrong}"
+                    _log.warning("the pool cannot be used: %s", self._trouble)
+            case DetachPool():
+                self._detach()
+            case SaveBlocks(batch, copies, until_s):
+                if self._usable(batch, copies):
+                    self._mover.save(batch, copies, until_s)
+            case LoadBlocks(batch, copies):
+                slots = [copy.device_slot for copy in copies]
+                if self._usable(batch, copies):
+                    self._loads[batch] = _Load(slots)
+                    self._loading.update(slots)
+                    self._mover.load(batch, copies)
+                else:
+                    self._bad.update(slots)
+            case CancelBatch(batch):
+                self._mover.cancel(batch)
+            case EndLoad():
+                self._waiting.append(order)
+            case _:
+                assert_never(order)
+
+    def _usable(self, batch: int, copies: Sequence[Copy]) -> bool:
+        """Whether copies can be made; else the batch ends at once."""
+        if self._slots is None:
+            failed = self._trouble or "no pool is attached"
+            self._ended.append(Copied(batch, [False] * len(copies), 0, 0.0, failed))
+        return self._slots is not None
+
+    def _poll(self) -> None:
+        for copied in self._mover.ended():
+            self._ended.append(copied)
+            load = self._loads.pop(copied.batch, None)
+            if load is not None:
+                self._loading.difference_update(load.slots)
+                self._bad.update(slot for slot, good in zip(load.slots, copied.good, strict=True) if not good)
+
+    def _attach(self, order: AttachPool) -> None:
+        directory = Path(order.directory)
+        if self._lock is None or self._lock.path.name != order.owner or not self._lock.held:
+            lock = join_owner(directory, order.owner)
+            if self._lock is not None:
+                self._lock.close()
+            self._lock = lock
+            if self._on_gpu:
+                _move_below_driver(lock)
+        if self._pool is None or self._pool.path.parent != directory or not self._pool.current:
+            self._unmap()
+            self._pool = PoolMap(directory / POOL)
+        if self._pool.geometry.file_bytes != order.pool_bytes:
+            raise PoolUnfit(
+                f"{self._pool.path} has {self._pool.geometry.file_bytes} bytes, not the {order.pool_bytes} of kvbm's"
+            )
+        self._slots = RankSlots(self._pool.arena(order.arena), order.offsets[self._rank])
+        try:
+            self._mover.attach(self._slots)
+        except PoolUnfit:
+            self._slots.close()
+            self._slots = None
+            raise
+
+    def _detach(self) -> None:
+        if self._slots is not None:
+            self._mover.detach()
+            self._slots.close()
+            self._slots = None
+
+    def _unmap(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _move_below_driver(lock: HeldLock) -> None:
+    """Give the lock a lower descriptor than the GPU driver's files, as `shared.pool.lock` says: that of the standard
+    input, which is /dev/null in vLLM's processes."""
+    about = os.fstat(0)
+    if stat.S_ISCHR(about.st_mode) and about.st_rdev == Path(os.devnull).stat().st_rdev:
+        lock.move_to(0)
+    elif not stat.S_ISREG(about.st_mode):
+        _log.warning(
+            "standard input is in use: after a crash the GPU may write to the pool some ms after the lock is free"
+        )
