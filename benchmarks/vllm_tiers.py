@@ -11,7 +11,7 @@ Of two models, a tiny one with random weights (prompts of 4,096 tokens) and `--m
   own `/reset_prefix_cache`, which leaves the store as it is, and the prompt is asked for again. A request that found
   less than the whole prompt in the store counts as `short`.
 - decode: tokens a second of some streams while all of them run. Their blocks are stored as they fill. `idle` is the
-  side headrace with a pool that no kvbm serves, which stores nothing.
+  side headrace with `offload` off, which stores nothing.
 
 Of the tiny model alone, because the numbers of tokens do not depend on it:
 
@@ -74,6 +74,9 @@ CONNECTOR = "services.worker.vllm.connector.connector"
 SIDES = ("recompute", "offloading", "lmcache", "headrace")
 STORES = SIDES[1:]
 _REASON = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): (.{10,200})", re.MULTILINE)
+
+DEGRADED = "will operate in degraded mode"
+"""What LMCache logs when it goes on without a store."""
 
 Row = dict[str, Any]
 
@@ -194,10 +197,9 @@ def connector_of(side: str, plan: Plan) -> dict[str, Any]:
         case "lmcache":
             return {"kv_connector": "LMCacheConnectorV1", **both}
         case "headrace" | "idle":
-            pool = plan.pool if side == "headrace" else plan.folder / "idle"
+            settings = {"pool": str(plan.pool)} | ({} if side == "headrace" else {"offload": "off"})
             ours = {"kv_connector": "HeadraceConnector", "kv_connector_module_path": CONNECTOR, **both}
-            failure = {"kv_load_failure_policy": "recompute"}
-            return ours | failure | {"kv_connector_extra_config": {"pool": str(pool)}}
+            return ours | {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings}
         case _:
             return {}
 
@@ -279,14 +281,20 @@ class Engines:
         if self.reasons[side]:
             return
         port = free_port()
-        try:
-            self.pids[side] = self._stack.enter_context(engine(side, self.plan, port))
-        except SystemExit:
-            if side not in ("offloading", "lmcache"):
-                raise
-            self.reasons[side] = reason_of((self.plan.folder / f"{side}-{port}.log").read_text(errors="replace"))
-            return
-        self.ports[side] = port
+        log = self.plan.folder / f"{side}-{port}.log"
+        with ExitStack() as own:
+            try:
+                pid = own.enter_context(engine(side, self.plan, port))
+            except SystemExit:
+                if side not in ("offloading", "lmcache"):
+                    raise
+                self.reasons[side] = reason_of(log.read_text(errors="replace"))
+                return
+            if DEGRADED in (text := log.read_text(errors="replace")):
+                self.reasons[side] = reason_of(text)
+                return
+            self._stack.push(own.pop_all())
+        self.ports[side], self.pids[side] = port, pid
 
     def stored_blocks(self, side: str) -> float:
         """Return how many blocks the side's store has got so far, if it is ours."""
@@ -414,6 +422,13 @@ def killed_rows(engines: Engines, flags: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def _shown(rows: list[Row]) -> list[Row]:
+    """Print rows as soon as they are there, since the rest may take long."""
+    for row in rows:
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    return rows
+
+
 def measure(flags: argparse.Namespace) -> list[Row]:
     """Return the rows of all measurements, and one for each side that was skipped."""
     rows: list[Row] = []
@@ -426,18 +441,17 @@ def measure(flags: argparse.Namespace) -> list[Row]:
                 path = write_tiny_model(
                     folder / "tiny", hidden=128, heads=2, vocab=VOCABULARY, context_length=CONTEXT[model]
                 )
-            (folder / "idle").mkdir(mode=0o700)
             plan = Plan(path, CONTEXT[model], folder, folder / "pool", flags.lmcache)
             engines = Engines(plan, stack, stack.enter_context(kvbm(folder, plan.pool)))
             for side in flags.sides:
                 engines.start(side)
             if "headrace" in engines.ports:
                 engines.start("idle")
-            rows += first_rows(model, engines, flags)
-            rows += decode_rows(model, engines, flags)
+            rows += _shown(first_rows(model, engines, flags))
+            rows += _shown(decode_rows(model, engines, flags))
             if model == "tiny":
-                rows += moved_rows(engines, flags)
-                rows += killed_rows(engines, flags)
+                rows += _shown(moved_rows(engines, flags))
+                rows += _shown(killed_rows(engines, flags))
             reasons |= engines.reasons
     return rows + [{"what": "skipped", "side": side, "why": why} for side, why in reasons.items() if why]
 
@@ -496,6 +510,7 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between two turns")
     parser.add_argument("--prompts", type=int, default=8, help="number of prompts, in killed")
     parser.add_argument("--seed", type=int, default=1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # all that was started ends with it
     return run("vllm_tiers", parser, measure, goals_of)
 
 
