@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,14 @@ MS = 1e3
 
 
 @contextmanager
-def started(command: Sequence[str], port: int, log: Path, path: str) -> Iterator[int]:
-    """Start a server, wait until `path` answers 200, and yield its process id."""
+def started(
+    command: Sequence[str], port: int, log: Path, path: str, variables: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """Start a server, wait until `path` answers 200, and yield its process id. `variables` are added to its
+    environment."""
+    own = os.environ | VARIABLES | dict(variables or {})
     with log.open("wb") as out:
-        server = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | VARIABLES, stdout=out, stderr=out, start_new_session=True
-        )
+        server = subprocess.Popen(command, cwd=ROOT, env=own, stdout=out, stderr=out, start_new_session=True)
     try:
         until_s = time.monotonic() + READY_LIMIT_S
         while not _answers(f"http://127.0.0.1:{port}{path}"):
