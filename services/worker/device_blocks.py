@@ -1,4 +1,4 @@
-"""DeviceBlocks: the engine's blocks as the connector sees them: what may be copied where, and for whom. Pure.
+"""DeviceBlocks: the engine's blocks as the connector sees them: which are copied, where to, and when. Pure.
 
     to the kvbm      offers ──▶ pin ──▶ the copy ──▶ unpin
     from the kvbm    fetch_changes ──▶ begin_load ──▶ the copies ──▶ end_load for each ──▶ end_fetch

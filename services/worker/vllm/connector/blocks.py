@@ -1,6 +1,6 @@
 """VllmBlocks: vLLM's blocks as the connector's deciders see them. Pure: vLLM's pool is used through a protocol.
 
-                find: None, "ask again"          find: so many tokens            place
+                find: None, "ask again"          find: N tokens                  place
     a request ─────────────────────────▶ asked ────────────────────────▶ found ─────────▶ loading ──▶ EndLoad
                                            │ nothing found; no answer in time; kvbm lost; the request ended
                                            ▼
@@ -9,7 +9,7 @@
 A request that misses a block which another one is loading is asked again until that load has ended.
 
 vLLM names a cached block by a strong hash of its content. So a block that was offered is still that block as long as it
-has the same hash, whoever holds it. Only blocks are offered whose step vLLM has processed: their bytes are there.
+has the same hash. Only blocks are offered whose step vLLM has processed: their bytes are there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESERVE_SHARE = 1 / 16
 
 
 class PoolBlock(Protocol):
-    """vLLM's KVCacheBlock."""
+    """A block of vLLM's pool, which calls it KVCacheBlock."""
 
     block_id: int
     ref_cnt: int
@@ -52,7 +52,7 @@ class PoolBlock(Protocol):
 
 
 class VllmPool(Protocol):
-    """vLLM's BlockPool."""
+    """The part of vLLM's BlockPool that is used here."""
 
     blocks: Sequence[PoolBlock]
 
@@ -99,7 +99,7 @@ class _Request(Struct, eq=False):
 
 
 class VllmBlocks:
-    """A `services.worker.device_blocks.DeviceBlocks`."""
+    """The blocks of one engine, as `services.worker.device_blocks.DeviceBlocks`."""
 
     def __init__(
         self, pool: VllmPool, block_size: int, clock: Callable[[], float], *, wait_s: float, offers: bool = True

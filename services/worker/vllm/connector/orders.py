@@ -63,7 +63,7 @@ class EndLoad(Struct, frozen=True, tag="end", array_like=True):
     blocks: list[int]
     """All device blocks that vLLM has allocated for it to load into."""
     missing: list[int]
-    """Those of them for which no copy was ordered."""
+    """The blocks among them for which no copy was ordered."""
 
 
 Order = AttachPool | DetachPool | SaveBlocks | LoadBlocks | CancelBatch | EndLoad

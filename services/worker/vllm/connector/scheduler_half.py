@@ -164,14 +164,14 @@ class SchedulerHalf:
         self.step()
 
     def find(self, request: str, tokens: int, computed: int) -> int | None:
-        """As `VllmBlocks.find`. The question goes out at once, and an answer may be there already."""
+        """Return what `VllmBlocks.find` does. The question goes out at once, and an answer may be there already."""
         found = self.blocks.find(request, tokens, computed)
         if found is None:
             self.step()
         return found
 
     def place(self, request: str, block_ids: Sequence[int], tokens: int) -> None:
-        """As `VllmBlocks.place`. Copies are ordered at once, for this step."""
+        """Do what `VllmBlocks.place` does. Copies are ordered at once, for this step."""
         self.blocks.place(request, block_ids, tokens)
         if tokens:
             self.step()

@@ -16,7 +16,7 @@ Seconds = Annotated[float, Meta(gt=0, le=60)]
 
 
 class ConnectorSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All settings."""
+    """All settings of one engine's connector."""
 
     pool: Annotated[str, Meta(min_length=1)]
     """Directory of the kvbm's pool."""

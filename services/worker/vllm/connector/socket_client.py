@@ -63,7 +63,7 @@ class SocketClient:
 
     @property
     def settling(self) -> bool:
-        """Whether it is not known yet if there is a kvbm."""
+        """True until it is known whether there is a kvbm."""
         return not self._tried or (self._socket is not None and not self._kvbm)
 
     def poll(self, now_s: float) -> list[KvbmUp | KvbmDown | KvbmReply]:

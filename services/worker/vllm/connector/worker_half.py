@@ -67,7 +67,7 @@ class _Load(Struct):
 
 
 class WorkerHalf:
-    """One rank's."""
+    """The worker half of one rank."""
 
     def __init__(
         self,

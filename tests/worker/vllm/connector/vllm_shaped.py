@@ -291,7 +291,7 @@ class Engine:
         self._plan(request, request.computed, tokens, step)
 
     def _schedule_waiting(self, request: Request, step: _Step) -> bool:
-        """Return False where there is no room, so that those behind wait as well."""
+        """Return False where there is no room, so that those after it wait as well."""
         if request.stale:
             return True
         if request.state == "remote":
