@@ -392,11 +392,11 @@ async def _check(service: KvbmService) -> None:
 
 
 @asynccontextmanager
-async def serving(directory: Path, **settings_of: Any) -> AsyncIterator[Store]:
+async def serving(directory: Path, *, instance: str = "b1", **settings_of: Any) -> AsyncIterator[Store]:
     """Run a world with one kvbm; at its end every engine's lock is released."""
     world = World(settings(directory, **settings_of))
     try:
-        async with running(world) as store:
+        async with running(world, instance) as store:
             yield store
     finally:
         for engine in world.engines:

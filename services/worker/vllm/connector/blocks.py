@@ -8,8 +8,9 @@
 
 A request that misses a block which another one is loading is asked again until that load has ended.
 
-vLLM names a cached block by a strong hash of its content. So a block that was offered is still that block as long as it
-has the same hash. Only blocks are offered whose step vLLM has processed: their bytes are there.
+vLLM names a cached block by a strong hash of its content, a new object each time that it caches one. So a block that
+was offered is still that block, computed and not allocated again, as long as it has the same hash object. Only blocks
+are offered whose step vLLM has processed: their bytes are there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ MOST_OFFERS = 4096
 """Most blocks that wait to be offered; over it the oldest is not stored."""
 MOST_KNOWN = 1 << 17
 """Most keys that are remembered as offered to the kvbm, or loaded from it; over it the oldest may be offered again."""
+MOST_UNPLACED = 8
+"""Most questions at once whose blocks vLLM has not allocated; further requests are asked again."""
+LOAD_S = 30.0
+"""Seconds that a load may take; then what is missing is computed."""
+MOST_OFFERED = 512
+"""Most blocks of a request that are looked at in one step, so that long prompts do not hold up a step."""
 HOLD_S = 2.0
 """Seconds for which an answer counts while vLLM has no room for its blocks; then the kvbm is asked again."""
 MOST_QUESTIONS = 8
@@ -75,11 +82,14 @@ class _Lookup(Struct, eq=False):
     found: int | None = None
     """Blocks that the kvbm has; None: no answer yet."""
     found_s: float = 0.0
+    expired: bool = False
+    """Its answer was given up, since vLLM had no room."""
     over: bool = False
     """Its fetch has ended, or never began."""
     abandoned: bool = False
     slots: list[int] = []
     """Device blocks that it loads into; empty: vLLM has allocated none."""
+    placed_s: float = 0.0
     begun: int = 0
     """Number of them for which copies were ordered."""
     end_sent: bool = False
@@ -148,13 +158,14 @@ class VllmBlocks:
         if lookup is not None and (lookup.slots or lookup.first != first):
             self._abandon(lookup)  # what it loaded is gone; or the device has another prefix now
             lookup = entry.lookup = None
-        elif lookup is not None and lookup.found and now_s - lookup.found_s >= HOLD_S:
-            self._abandon(lookup)
+        elif lookup is not None and lookup.expired:
             lookup = entry.lookup = None
             entry.questions -= 1
         if lookup is None:
             if entry.questions >= MOST_QUESTIONS:
                 return 0
+            if self._unplaced >= MOST_UNPLACED:
+                return None
             keys = entry.chain.keys(full)[first:]
             if not self._is_loading(keys[0]):
                 entry.questions += 1
@@ -189,6 +200,7 @@ class VllmBlocks:
         assert blocks <= lookup.found
         lookup.slots = list(block_ids[lookup.first : lookup.first + blocks])
         assert len(lookup.slots) == blocks
+        lookup.placed_s = self._clock()
 
     def placed_in_memory(self, request: str) -> int:
         """Return how many tokens of the request's load are copied from memory: those whose copies were ordered at
@@ -204,8 +216,8 @@ class VllmBlocks:
         full = tokens // self._block_size
         if entry is None or full <= entry.offered or not (self._connected and self._stores):
             return
-        keys = entry.chain.keys(full)
-        missing = [index for index in range(entry.offered, full) if keys[index] not in self._known]
+        full = min(full, entry.offered + MOST_OFFERED)
+        missing = [index for index in range(entry.offered, full) if entry.chain.key(index) not in self._known]
         entry.offered = full
         if not missing:
             return
@@ -213,7 +225,7 @@ class VllmBlocks:
         for index in missing:
             block = held[index] if index < len(held) else None
             if block is not None and not block.is_null and block.block_hash is not None:
-                key = keys[index]
+                key = entry.chain.key(index)
                 self._sources[key] = block, block.block_hash
                 if len(self._offers) == MOST_OFFERS:
                     self._known.pop(self._offers[0].key, None)
@@ -262,7 +274,7 @@ class VllmBlocks:
         slots: list[int | None] = []
         for key in keys:
             block, name = self._sources.pop(key, (None, None))
-            if block is None or block.block_hash != name or self._too_few_free(block):
+            if block is None or block.block_hash is not name or self._too_few_free(block):
                 self._known.pop(key, None)  # it is offered again when it is computed again
                 slots.append(None)
                 continue
@@ -274,6 +286,7 @@ class VllmBlocks:
         self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])
 
     def fetch_changes(self) -> tuple[list[FetchRequest], list[int]]:
+        self._expire()
         new = [FetchRequest(lookup.number, lookup.keys) for lookup in self._new]
         self._lookups.update((lookup.number, lookup) for lookup in self._new)
         self._new.clear()
@@ -293,7 +306,7 @@ class VllmBlocks:
         assert first == lookup.begun
         slots = lookup.slots[first : first + count]
         lookup.begun += len(slots)
-        if lookup.begun == len(lookup.slots):
+        if lookup.begun == len(lookup.slots) and lookup.waits:
             self._send_end(lookup)
         return slots
 
@@ -304,7 +317,11 @@ class VllmBlocks:
             self._know(lookup.keys[index])
 
     def end_fetch(self, number: int, _round_trip_s: float) -> None:
-        self._end(self._lookups.pop(number))
+        lookup = self._lookups.pop(number)
+        if lookup.found is None and not lookup.abandoned:
+            for key in lookup.keys:
+                self._known.pop(key, None)  # the kvbm has none of them
+        self._end(lookup)
 
     def discard(self, keys: Sequence[ContentKey]) -> None:
         for key in keys:
@@ -318,8 +335,23 @@ class VllmBlocks:
 
     # --- inside
 
+    def _expire(self) -> None:
+        """Abandon answers that vLLM has found no room for, so that others get their turn, and loads that take too
+        long."""
+        now_s = self._clock()
+        for lookup in self._lookups.values():
+            held = bool(lookup.found) and not lookup.slots and now_s - lookup.found_s >= HOLD_S
+            if held or (lookup.waits and now_s - lookup.placed_s >= LOAD_S):
+                self._abandon(lookup)
+                if held:
+                    lookup.found, lookup.expired = None, True
+
     def _is_loading(self, key: ContentKey) -> bool:
         return any(lookup.waits and not lookup.abandoned and key in lookup.keys for lookup in self._lookups.values())
+
+    @property
+    def _unplaced(self) -> int:
+        return len(self._new) + sum(not lookup.slots and not lookup.abandoned for lookup in self._lookups.values())
 
     def _abandon(self, lookup: _Lookup) -> None:
         if lookup in self._new:

@@ -23,14 +23,20 @@ class TokenChain:
 
     def keys(self, blocks: int) -> list[ContentKey]:
         """Return the keys of the first `blocks` blocks, which must be full."""
-        for index in range(len(self._keys), blocks):
-            self._keys.append(content_key(self._keys[-1] if index else self._root, self._packed(index)))
+        if blocks:
+            self.key(blocks - 1)
         return self._keys[:blocks]
+
+    def key(self, index: int) -> ContentKey:
+        """Return the key of block `index`, which must be full."""
+        for each in range(len(self._keys), index + 1):
+            self._keys.append(content_key(self._keys[-1] if each else self._root, self._packed(each)))
+        return self._keys[index]
 
     def content(self, index: int) -> Content:
         """Return block `index`, which must be full."""
-        keys = self.keys(index + 1)
-        return Content(keys[index], keys[index - 1] if index else None, self._packed(index), self._lora, self._salt)
+        key, parent = self.key(index), self._keys[index - 1] if index else None
+        return Content(key, parent, self._packed(index), self._lora, self._salt)
 
     def _packed(self, index: int) -> bytes:
         size = self._block_size

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -36,10 +37,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from services.worker.vllm.connector.blocks import PoolBlock
 from services.worker.vllm.connector.chain import TokenChain
-from services.worker.vllm.connector.identity import identify, lora_name, refusal
+from services.worker.vllm.connector.identity import identify, lora_name, refusal, renamed
 from services.worker.vllm.connector.interface import check_interface
 from services.worker.vllm.connector.rank import worker_half
-from services.worker.vllm.connector.scheduler_half import SchedulerHalf
+from services.worker.vllm.connector.scheduler_half import Identity, SchedulerHalf
 from services.worker.vllm.connector.settings import read_settings
 from services.worker.vllm.connector.stats import ConnectorMetrics, ConnectorStats, stats_of
 from services.worker.vllm.connector.worker_half import WorkerHalf
@@ -78,14 +79,16 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        if fault := refusal(vllm_config, kv_cache_config):
-            raise ConfigError(f"HeadraceConnector: {fault}")
+        for config in (vllm_config, get_current_vllm_config_or_none()):  # in a chain, the child's and the engine's
+            if config is not None and (fault := refusal(config, kv_cache_config)):
+                raise ConfigError(f"HeadraceConnector: {fault}")
         self._config = vllm_config
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._manager: Any = None
         self._requests: dict[str, Any] = {}
         """vLLM's requests whose blocks are exchanged."""
+        self._identity: Identity
         self._resets = 0
 
     @property
@@ -98,8 +101,9 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
-        identity = identify(self._config, self._kv_cache_config, self._settings, self._resets)
-        self._scheduler = SchedulerHalf(self._settings, identity, kv_cache_manager.block_pool, time.monotonic)
+        self._identity = identify(self._config, self._kv_cache_config, self._settings)
+        self._scheduler = SchedulerHalf(self._settings, self._identity, kv_cache_manager.block_pool, time.monotonic)
+        self._scheduler.keep_link()
 
     def on_new_request(self, request: Any) -> None:
         lora = lora_name(request.lora_request, self._settings)
@@ -109,7 +113,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         identity = self._half.identity
         salt = request.cache_salt or ""
         chain = TokenChain(request.all_token_ids, identity.block_size, identity.model, lora, salt)
-        self._half.blocks.track(request.request_id, chain)
+        self._half.track(request.request_id, chain)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache:
@@ -122,7 +126,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._half.place(request.request_id, ids, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        host = min(num_external_tokens, self._half.blocks.placed_in_memory(request.request_id))
+        host = min(num_external_tokens, self._half.placed_in_memory(request.request_id))
         sources = {CacheHitSource.HOST: host, CacheHitSource.DISK: num_external_tokens - host}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
@@ -138,7 +142,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._offer(request.request_id)
         self._requests.pop(request.request_id, None)
-        self._half.blocks.forget(request.request_id)
+        self._half.forget(request.request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -148,7 +152,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Stop using what was stored so far: the weights may be others from now on. Other engines keep it."""
         if not self._settings.keep_on_reset:
             self._resets += 1
-            self._half.rename(identify(self._config, self._kv_cache_config, self._settings, self._resets))
+            self._half.rename(renamed(self._identity, self._resets))
         return True
 
     def _offer(self, name: str) -> None:
@@ -160,7 +164,9 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         def blocks() -> Sequence[PoolBlock]:
             return cast(Sequence[PoolBlock], self._manager.get_blocks(name).blocks[0])
 
-        self._half.blocks.offer_computed(name, request.num_computed_tokens - request.num_in_flight_tokens, blocks)
+        # Drafts that were accepted after the last token count as computed, but are no tokens of the request.
+        computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+        self._half.offer_computed(name, computed, blocks)
 
     @property
     def _half(self) -> SchedulerHalf:

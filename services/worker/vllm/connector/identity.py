@@ -9,12 +9,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from services.worker.lora_files import digest_lora
+import msgspec
+
+from services.worker.lora_files import FILES, digest_lora
 from services.worker.vllm.connector.scheduler_half import Identity
 from services.worker.vllm.connector.settings import ConnectorSettings
 from services.worker.vllm.connector.weights import named_weights, weights_digest
 from shared.errors import ConfigError, ModelError
 
+KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Kinds of KV whose full blocks hold all tokens, each written once."""
 MOST_LORAS = 1024
 """Most LoRAs whose digests are kept; further ones are computed without the kvbm."""
 
@@ -36,14 +40,18 @@ def refusal(config: Any, kv_cache: Any) -> str:
         return "models with several groups of KV (hybrid ones) are not supported"
     if kv_cache.needs_kv_cache_zeroing:
         return "this model's blocks are zeroed before use, which is not supported"
-    spec = kv_cache.kv_cache_groups[0].kv_cache_spec
-    if not hasattr(spec, "num_kv_heads"):
-        return f"a KV of {type(spec).__name__} is not supported"
+    kind = type(kv_cache.kv_cache_groups[0].kv_cache_spec).__name__
+    if kind not in KINDS:  # others leave blocks out of a request's table, or write to them again
+        return f"KV of the kind {kind} is not supported; {', '.join(KINDS)} are"
     return ""
 
 
-def identify(config: Any, kv_cache: Any, settings: ConnectorSettings, resets: int) -> Identity:
-    """Return the identity of an engine. `resets` counts how often its cache was reset. Raise ConfigError."""
+_NONCE = os.urandom(6).hex()
+"""Tells this process from all others, also from a former one with its id."""
+
+
+def identify(config: Any, kv_cache: Any, settings: ConnectorSettings) -> Identity:
+    """Return the identity of an engine. Raise ConfigError."""
     model, parallel = config.model_config, config.parallel_config
     group = kv_cache.kv_cache_groups[0]
     spec = group.kv_cache_spec
@@ -51,16 +59,21 @@ def identify(config: Any, kv_cache: Any, settings: ConnectorSettings, resets: in
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv": str(config.cache_config.cache_dtype),
+        "context": str(model.max_model_len),  # some models scale positions by it
+        "load_format": str(config.load_config.load_format),
+        "drafter": "" if config.speculative_config is None else str(config.speculative_config.model),
     }
+    if getattr(config, "weight_transfer_config", None) is not None:  # the weights will be changed in place
+        said["process"] = _NONCE
     hf = model.hf_text_config.to_dict()
     if settings.weights:
         weights = named_weights(settings.weights, hf, said)
     else:
         weights = weights_digest(model_files(model.model, model.revision), hf, said)
-    engine = f"vllm-{_word(socket.gethostname())}-{os.getpid()}-{parallel.data_parallel_rank}"
+    engine = f"vllm-{_word(socket.gethostname())}-{os.getpid()}-{parallel.data_parallel_rank}-{_NONCE}"
     return Identity(
         model=settings.model_name or _served_name(model),
-        weights=weights if not resets else f"{weights}-{engine}-{resets}",
+        weights=weights,
         dtype=str(spec.dtype).removeprefix("torch."),
         layers=len(group.layer_names),
         kv_heads=spec.num_kv_heads,
@@ -70,6 +83,11 @@ def identify(config: Any, kv_cache: Any, settings: ConnectorSettings, resets: in
         ranks=parallel.world_size,
         instance=engine,
     )
+
+
+def renamed(identity: Identity, resets: int) -> Identity:
+    """Return the identity of an engine whose caches were reset `resets` times: no other process has that name."""
+    return msgspec.structs.replace(identity, weights=f"{identity.weights} {_NONCE} {resets}")
 
 
 def model_files(model: str, revision: str | None) -> Path:
@@ -94,31 +112,53 @@ def _word(text: str) -> str:
     return "".join(each if each.isascii() and each.isalnum() else "-" for each in text)[:32]
 
 
+_Version = tuple[tuple[int, int, int], ...]
+"""(Inode, size, time of change) of each of a LoRA's files."""
+
+
 class _LoraDigests:
-    """Digests of LoRAs' files, each read once, in a thread."""
+    """Digests of LoRAs' files, each version read once, in a thread. vLLM keeps what it loaded under a number; files
+    that have changed since a number was first seen may not be what it loaded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str], str | None] = {}
-        """(Name, path) → digest; None: it is being read, or could not be."""
+        self._versions: dict[tuple[int, str], _Version] = {}
+        """(Number, path) → the files as they were at its first request."""
+        self._known: dict[tuple[str, _Version], str | None] = {}
+        """(Path, version) → digest; None: it is being read, or could not be."""
 
-    def find(self, name: str, path: str) -> str | None:
+    def find(self, number: int, path: str) -> str | None:
         """Return the digest; None: not known yet, or never."""
+        try:
+            version = _version(path)
+        except OSError:
+            return None
         with self._lock:
-            if (name, path) in self._known or len(self._known) >= MOST_LORAS:
-                return self._known.get((name, path))
-            self._known[name, path] = None
-        threading.Thread(target=self._read, args=(name, path), name="LoRA digest", daemon=True).start()
+            if len(self._versions) >= MOST_LORAS and (number, path) not in self._versions:
+                return None
+            if self._versions.setdefault((number, path), version) != version:
+                return None
+            if (path, version) in self._known:
+                return self._known[path, version]
+            self._known[path, version] = None
+        threading.Thread(target=self._read, args=(path, version), name="LoRA digest", daemon=True).start()
         return None
 
-    def _read(self, name: str, path: str) -> None:
+    def _read(self, path: str, version: _Version) -> None:
         try:
             digest = digest_lora(Path(path))
-        except ModelError as wrong:
-            _log.warning("blocks of LoRA %s are not exchanged: %s", name, wrong)
+            if _version(path) != version:
+                raise ModelError(f"{path} changed while it was read")
+        except (ModelError, OSError) as wrong:
+            _log.warning("blocks of the LoRA in %s are not exchanged: %s", path, wrong)
             return
         with self._lock:
-            self._known[name, path] = digest
+            self._known[path, version] = digest
+
+
+def _version(path: str) -> _Version:
+    found = [(Path(path) / name).stat() for name in FILES]
+    return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
 
 
 _loras = _LoraDigests()
@@ -131,4 +171,6 @@ def lora_name(request: Any, settings: ConnectorSettings) -> str | None:
         return ""
     if settings.lora_names_are_ids:
         return str(request.lora_name)
-    return _loras.find(request.lora_name, request.lora_path)
+    if request.load_inplace:
+        return None  # other weights may be under this number
+    return _loras.find(request.lora_int_id, request.lora_path)

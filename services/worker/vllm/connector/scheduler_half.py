@@ -6,13 +6,15 @@ asked of the kvbm and what the ranks copy.
                                        orders of the next step ◀─┘  └── reports of the ranks
 
 It runs in the scheduler's thread, and never waits. Nothing goes on while vLLM makes no step; so while `unsettled` holds
-it asks vLLM for steps, in which nothing is computed.
+it asks vLLM for steps, in which nothing is computed. An idle vLLM makes none: then a thread keeps the link, so that a
+kvbm that was started again does not wait for this engine. It touches nothing of vLLM's.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +23,8 @@ from msgspec import Struct
 
 from services.worker.kv_connector.connector import KVConnector
 from services.worker.messages import Exchanged, KvbmAsk, KvbmLink
-from services.worker.vllm.connector.blocks import VllmBlocks, VllmPool
+from services.worker.vllm.connector.blocks import PoolBlock, VllmBlocks, VllmPool
+from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.orders import RANK_REPORT, STEP_ORDERS, AttachPool, RankFacts, part_bytes
 from services.worker.vllm.connector.rank_mover import RankMover
 from services.worker.vllm.connector.settings import ConnectorSettings
@@ -32,6 +35,11 @@ from shared.messages import KvLayout
 from shared.pool.format import Arena, PoolUnfit
 from shared.pool.lock import HeldLock, hold_owner
 from shared.rate_limited_log import RateLimitedLog
+
+ASK_AGAIN_S = 0.0005
+"""Seconds between two looks at the socket for requests that ask again in one scheduling pass."""
+KEEP_S = 0.5
+"""Seconds without a step after which the link is looked after; and between two such looks."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,11 +86,14 @@ class RankAttachment:
 
     def hold(self) -> str:
         """Return the name whose lock this process holds. Raise PoolUnfit."""
-        if self._lock is None or not self._lock.held:
-            lock = hold_owner(self._directory, f"{self._instance}-{os.urandom(4).hex()}", shared=True)
-            if self._lock is not None:
-                self._lock.close()
-            self._lock = lock
+        try:
+            if self._lock is None or not self._lock.held:
+                lock = hold_owner(self._directory, f"{self._instance}-{os.urandom(4).hex()}", shared=True)
+                if self._lock is not None:
+                    self._lock.close()
+                self._lock = lock
+        except OSError as wrong:
+            raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
         return self._lock.path.name
 
     def map(self, attached: Attached) -> NamedSlots:
@@ -120,6 +131,10 @@ class SchedulerHalf:
         """None until all ranks have said how their blocks lie."""
         self.link = KvbmLink(kvbm="")
         self._limited_log = RateLimitedLog(clock=clock)
+        self._turn = threading.RLock()
+        """Held by the scheduler's thread, and by the one that keeps the link."""
+        self._stepped_s = clock()
+        self._closed = threading.Event()
         self._exchanged = Exchanged()
         self._told = (self._exchanged, self.link)
         """What `new_stats` returned last."""
@@ -135,10 +150,12 @@ class SchedulerHalf:
 
     def step(self) -> None:
         """Do what is due, without waiting."""
-        connector = self._connector
-        if connector is None:
-            return
-        now_s = self._clock()
+        with self._turn:
+            self._stepped_s = now_s = self._clock()
+            if self._connector is not None:
+                self._step(self._connector, now_s)
+
+    def _step(self, connector: KVConnector, now_s: float) -> None:
         for news in self._client.poll(now_s):
             connector.handle(news, now_s)
         connector.poll_copies(now_s)
@@ -150,34 +167,61 @@ class SchedulerHalf:
 
     def orders(self) -> bytes:
         """Return the orders of the step that is being scheduled, as `STEP_ORDERS`; empty: none."""
-        self.step()
-        orders = [*self._mover.take_orders(), *self.blocks.take_ends()]
+        with self._turn:
+            self.step()
+            orders = [*self._mover.take_orders(), *self.blocks.take_ends()]
         return STEP_ORDERS.encode(orders) if orders else b""
 
     def take_reports(self, reports: Iterable[bytes]) -> None:
         """Take up what the ranks have reported after a step."""
-        for packed in reports:
-            report = RANK_REPORT.decode(packed)
-            if report.facts is not None:
-                self._take_facts(report.rank, report.facts)
-            self._mover.report(report.rank, report.ended)
-        self.step()
+        with self._turn:
+            for packed in reports:
+                report = RANK_REPORT.decode(packed)
+                if report.facts is not None:
+                    self._take_facts(report.rank, report.facts)
+                self._mover.report(report.rank, report.ended)
+            self.step()
 
     def find(self, request: str, tokens: int, computed: int) -> int | None:
         """Return what `VllmBlocks.find` does. The question goes out at once, and an answer may be there already."""
-        found = self.blocks.find(request, tokens, computed)
-        if found is None:
-            self.step()
+        with self._turn:
+            found = self.blocks.find(request, tokens, computed)
+            if found is None and self._clock() - self._stepped_s >= ASK_AGAIN_S:
+                self.step()
         return found
 
     def place(self, request: str, block_ids: Sequence[int], tokens: int) -> None:
         """Do what `VllmBlocks.place` does. Copies are ordered at once, for this step."""
-        self.blocks.place(request, block_ids, tokens)
-        if tokens:
-            self.step()
+        with self._turn:
+            self.blocks.place(request, block_ids, tokens)
+            if tokens:
+                self.step()
+
+    def track(self, request: str, chain: TokenChain) -> None:
+        """Do what `VllmBlocks.track` does."""
+        with self._turn:
+            self.blocks.track(request, chain)
+
+    def forget(self, request: str) -> None:
+        """Do what `VllmBlocks.forget` does."""
+        with self._turn:
+            self.blocks.forget(request)
+
+    def placed_in_memory(self, request: str) -> int:
+        """Return what `VllmBlocks.placed_in_memory` does."""
+        return self.blocks.placed_in_memory(request)
+
+    def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> None:
+        """Do what `VllmBlocks.offer_computed` does."""
+        with self._turn:
+            self.blocks.offer_computed(request, tokens, blocks)
 
     def rename(self, identity: Identity) -> None:
         """Use another layout from now on: the blocks that were stored so far are not this engine's any longer."""
+        with self._turn:
+            self._rename(identity)
+
+    def _rename(self, identity: Identity) -> None:
         self.identity = identity
         if self._connector is not None and self._attachment is not None:
             self._attachment.close()  # a name stays with its layout, so the next attach is under another one
@@ -194,11 +238,35 @@ class SchedulerHalf:
         self._told = now
         return now
 
+    def keep_link(self) -> None:
+        """Start the thread that keeps the link while vLLM is idle. It ends with `close`."""
+        threading.Thread(target=self._keep_link, name="kvbm link", daemon=True).start()
+
+    def _keep_link(self) -> None:
+        while not self._closed.wait(KEEP_S):
+            try:
+                self.keep_link_now()
+            except Exception:  # noqa: BLE001 - the thread's edge; the scheduler goes on by itself
+                _log.exception("the link to the kvbm is not kept while vLLM is idle")
+                return
+
+    def keep_link_now(self) -> None:
+        """Notice that the kvbm has gone or come, and attach, if vLLM has made no step for a while. What needs vLLM's
+        blocks is under way only while it steps, since `unsettled` says so."""
+        with self._turn:
+            now_s = self._clock()
+            if self._connector is None or self._closed.is_set() or now_s - self._stepped_s < KEEP_S:
+                return
+            if not self._connector.attached or not self._connector.unsettled:
+                self._step(self._connector, now_s)
+
     def close(self) -> None:
         """Leave the kvbm: it ends what is open when the last process of this engine has gone."""
-        if self._connector is not None:
-            self._connector.close()
-        self._client.close()
+        with self._turn:
+            self._closed.set()
+            if self._connector is not None:
+                self._connector.close()
+            self._client.close()
 
     # --- inside
 

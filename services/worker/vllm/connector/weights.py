@@ -1,8 +1,8 @@
 """The digest of a model's weights and of everything else that changes its KV, for the layout's name.
 
-Of each file of weights it covers the name, the size and PIECES pieces of its bytes, the first and the last among them:
-fine-tuning, merging and quantising change every piece. A change that leaves all pieces as they were is not found; name
-the weights then (`weights` in the connector's settings).
+Of each file of weights it covers the name, the size, the time of its last change and PIECES pieces of its bytes. So
+copies of a model count as different ones, unless they keep the time (`cp -p`); `weights` in the connector's settings
+names them alike.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def named_weights(name: str, config: Mapping[str, Any], settings: Mapping[str, s
 
 def _read_pieces(digest: hashlib._Hash, file: Path) -> None:
     with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        digest.update(f"{file.name} {size} ".encode())
+        about = os.fstat(opened.fileno())
+        size = about.st_size
+        # A hub's file is a link to one that is named by its content; others are told apart by the time of change, too.
+        digest.update(f"{file.name} {size} {file.resolve().name} {about.st_mtime_ns} ".encode())
         last = max(0, size - PIECE_BYTES)
         for at in sorted({last * piece // (PIECES - 1) for piece in range(PIECES)}):
             digest.update(os.pread(opened.fileno(), PIECE_BYTES, at))

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from services.kvbm.layout.layout import LayoutStore
-from services.worker.vllm.connector import socket_client
+from services.worker.vllm.connector import scheduler_half, socket_client
 from services.worker.vllm.connector.settings import ConnectorSettings
 from tests.kvbm.store_rig import LIMIT_S, Store, World, running, serving, settings, until
 from tests.worker.vllm.connector.vllm_shaped import Engine, Request
@@ -155,6 +155,39 @@ async def test_an_aborted_load_gives_its_blocks_back_once(tmp_path: Path) -> Non
         assert other.pool.held == []
         assert not other.requests
         await no_ticket(store)
+
+
+async def test_an_idle_engine_attaches_to_a_kvbm_that_was_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(scheduler_half, "KEEP_S", 0.0)
+    async with engine(tmp_path, "a") as one, engine(tmp_path, "b") as other:
+        async with serving(tmp_path):
+            await attached(one)
+            await answer(one, "r1")
+        async with serving(tmp_path, instance="b2"):
+            async with asyncio.timeout(LIMIT_S):
+                while one.half.link.kvbm != "b2":
+                    one.half.keep_link_now()  # no step is made
+                    await asyncio.sleep(0.001)
+            await attached(other)
+            await answer(one, "r2", salt="s")
+            assert (await answer(other, "r3", salt="s")).loaded_blocks == 4
+
+
+async def test_a_block_that_was_evicted_before_its_copy_is_stored_when_it_is_computed_again(tmp_path: Path) -> None:
+    async with serving(tmp_path), engine(tmp_path, "a") as one, engine(tmp_path, "b") as other:
+        await attached(one)
+        await attached(other)
+        one.add(request := Request("r1", PROMPT, 3, ""))
+        await steps(one, lambda: request.state == "finished")
+        for block in one.pool.blocks:
+            if not block.ref_cnt:
+                one.pool.uncache(block)
+        await steps(one, lambda: not one.has_work)
+        await answer(one, "r2")
+        assert (await answer(other, "r3")).loaded_blocks == 4
 
 
 async def test_a_reset_gives_the_blocks_another_name(tmp_path: Path) -> None:

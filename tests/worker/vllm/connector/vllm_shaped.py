@@ -226,7 +226,7 @@ class Engine:
     def add(self, request: Request) -> None:
         self.requests[request.name] = request
         self.waiting.append(request)
-        self.half.blocks.track(request.name, TokenChain(request.tokens, BLOCK, MODEL, "", request.salt))
+        self.half.track(request.name, TokenChain(request.tokens, BLOCK, MODEL, "", request.salt))
 
     def abort(self, name: str) -> None:
         request = self.requests.get(name)
@@ -378,11 +378,11 @@ class Engine:
             self.pool.free_blocks(blocks)
 
     def _offer(self, request: Request) -> None:
-        self.half.blocks.offer_computed(request.name, request.computed - request.in_flight, lambda: request.blocks)
+        self.half.offer_computed(request.name, request.computed - request.in_flight, lambda: request.blocks)
 
     def _finish(self, request: Request, *, keep_blocks: bool = False) -> None:
         self._offer(request)
-        self.half.blocks.forget(request.name)
+        self.half.forget(request.name)
         request.state = "finished"
         if not keep_blocks:
             self._free(request)
