@@ -145,9 +145,8 @@ class Worker:
     def die(self, engine: Engine) -> None:
         """End as the kernel ends a process, in the middle of its copies: the lock is released, its file stays."""
         engine.connector.mover.close()
-        engine.attachment._unmap()
-        if engine.attachment._lock is not None:
-            engine.attachment._lock.close()
+        engine.attachment._pool.close()
+        engine.attachment._name.release()
         self.client.engine_lost()
 
 

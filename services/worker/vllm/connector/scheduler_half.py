@@ -13,7 +13,6 @@ kvbm that was started again does not wait for this engine. It touches nothing of
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -22,6 +21,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from services.worker.kv_connector.connector import KVConnector
+from services.worker.kv_connector.pool_attachment import OwnerName
 from services.worker.messages import Exchanged, KvbmAsk, KvbmLink
 from services.worker.vllm.connector.blocks import PoolBlock, VllmBlocks, VllmPool
 from services.worker.vllm.connector.chain import TokenChain
@@ -33,7 +33,6 @@ from shared.errors import ConfigError
 from shared.kvbm_messages import Attached, StoreLayout
 from shared.messages import KvLayout
 from shared.pool.format import Arena, PoolUnfit
-from shared.pool.lock import HeldLock, hold_owner
 from shared.rate_limited_log import RateLimitedLog
 
 ASK_AGAIN_S = 0.0005
@@ -79,36 +78,25 @@ class RankAttachment:
     def __init__(self, directory: Path, instance: str, mover: RankMover, offsets: list[int]) -> None:
         """`offsets` say where the part of each rank begins in a slot."""
         self._directory = directory
-        self._instance = instance
+        self._name = OwnerName(directory, instance, shared=True)
+        self._owner = ""
         self._mover = mover
         self._offsets = offsets
-        self._lock: HeldLock | None = None
 
     def hold(self) -> str:
         """Return the name whose lock this process holds. Raise PoolUnfit."""
-        try:
-            if self._lock is None or not self._lock.held:
-                lock = hold_owner(self._directory, f"{self._instance}-{os.urandom(4).hex()}", shared=True)
-                if self._lock is not None:
-                    self._lock.close()
-                self._lock = lock
-        except OSError as wrong:
-            raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
-        return self._lock.path.name
+        self._owner = self._name.hold()
+        return self._owner
 
     def map(self, attached: Attached) -> NamedSlots:
         """Have the ranks map the slots. One that cannot says so with the first copy, which fails."""
-        assert self._lock is not None
         arena = Arena(attached.offset, attached.slot_bytes, attached.slots, attached.generations)
-        owner = self._lock.path.name
-        self._mover.order(AttachPool(str(self._directory), owner, attached.pool_bytes, arena, self._offsets))
+        self._mover.order(AttachPool(str(self._directory), self._owner, attached.pool_bytes, arena, self._offsets))
         return NamedSlots(arena)
 
     def close(self) -> None:
         """Release the lock; `hold` takes another one. The ranks hold theirs as long as they may write."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._name.release()
 
 
 class SchedulerHalf:

@@ -20,6 +20,7 @@ from typing import assert_never
 
 from msgspec import Struct
 
+from services.worker.kv_connector.pool_attachment import MappedPool
 from services.worker.mover import Copied, Copy
 from services.worker.transfer.mover import TransferMover
 from services.worker.vllm.connector.orders import (
@@ -36,8 +37,8 @@ from services.worker.vllm.connector.orders import (
     SaveBlocks,
 )
 from shared.pool.format import Arena, PoolUnfit
-from shared.pool.lock import POOL, HeldLock, join_owner
-from shared.pool.map import ArenaMap, PoolMap
+from shared.pool.lock import HeldLock, join_owner
+from shared.pool.map import ArenaMap
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,6 @@ class RankSlots:
 
     def close(self) -> None:
         self.bytes.release()
-        self._slots.close()
 
 
 class _Load(Struct):
@@ -81,7 +81,7 @@ class WorkerHalf:
         self._facts: RankFacts | None = facts
         self._rank = rank
         self._on_gpu = on_gpu
-        self._pool: PoolMap | None = None
+        self._pool: MappedPool | None = None
         self._slots: RankSlots | None = None
         self._lock: HeldLock | None = None
         self._trouble = ""
@@ -192,14 +192,10 @@ class WorkerHalf:
             self._lock = lock
             if self._on_gpu:
                 _move_below_driver(lock)
-        if self._pool is None or self._pool.path.parent != directory or not self._pool.current:
+        if self._pool is None or self._pool.directory != directory:
             self._unmap()
-            self._pool = PoolMap(directory / POOL)
-        if self._pool.geometry.file_bytes != order.pool_bytes:
-            raise PoolUnfit(
-                f"{self._pool.path} has {self._pool.geometry.file_bytes} bytes, not the {order.pool_bytes} of kvbm's"
-            )
-        self._slots = RankSlots(self._pool.arena(order.arena), order.offsets[self._rank])
+            self._pool = MappedPool(directory)
+        self._slots = RankSlots(self._pool.map(order.arena, order.pool_bytes), order.offsets[self._rank])
         try:
             self._mover.attach(self._slots)
         except PoolUnfit:
