@@ -1,0 +1,91 @@
+"""services/worker/vllm/kv_transfer.py: vLLM's connectors from a worker's settings, and what ours says in statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.worker.config import KVConnectorConfig, WorkerConfig
+from services.worker.messages import Exchanged, KvbmLink
+from services.worker.vllm.connector.settings import read_settings
+from services.worker.vllm.kv_transfer import connector_stats, kv_transfer, sum_exchanged
+
+POOL = {"pool": "/dev/shm/p"}
+
+
+def worker(**fields: Any) -> WorkerConfig:
+    return msgspec.convert({"model": "m", "engine": "vllm", **fields}, WorkerConfig)
+
+
+def test_without_a_pool_or_connectors_vllm_has_none() -> None:
+    assert kv_transfer(worker()) is None
+
+
+def test_a_pool_alone_means_our_connector_with_the_workers_settings() -> None:
+    one = kv_transfer(worker(model_name="name", kvbm=POOL | {"offload": "off", "wait_s": 2.5, "checksums": True}))
+    assert one is not None
+    assert (one["kv_connector"], one["kv_role"], one["kv_load_failure_policy"]) == (
+        "HeadraceConnector",
+        "kv_both",
+        "recompute",
+    )
+    settings = read_settings(one["kv_connector_extra_config"])
+    assert (settings.pool, settings.offload, settings.wait_s) == ("/dev/shm/p", "off", 2.5)
+    assert (settings.model_name, settings.checksums) == ("name", True)
+    assert settings.lora_names_are_ids
+    assert settings.keep_on_reset
+    assert read_settings(kv_transfer(worker(kvbm=POOL))["kv_connector_extra_config"]).wait_s == 1.0  # type: ignore[index]
+
+
+def test_several_connectors_are_a_chain_in_their_order() -> None:
+    chain = kv_transfer(worker(connectors=["nixl", "headrace"], kvbm=POOL))
+    assert chain is not None
+    assert (chain["kv_connector"], chain["kv_load_failure_policy"]) == ("MultiConnector", "recompute")
+    children = chain["kv_connector_extra_config"]["connectors"]
+    assert [child["kv_connector"] for child in children] == ["NixlConnector", "HeadraceConnector"]
+    alone = kv_transfer(worker(connectors=["lmcache"]))
+    assert alone is not None
+    assert alone["kv_connector"] == "LMCacheConnectorV1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"connectors": ["headrace"]}, "connectors has headrace, but kvbm.pool is empty"),
+        ({"connectors": ["nixl"], "kvbm": POOL}, "without headrace"),
+        ({"connectors": ["nixl", "nixl"]}, "names one twice"),
+        ({"connectors": ["nixl"], "engine": "native"}, "they are vLLM's"),
+        ({"connectors": ["lustre"]}, "Invalid enum value 'lustre'"),
+        ({"kvbm": POOL | {"offload": "evicted"}}, "kvbm.offload is evicted"),
+        ({"kvbm": POOL, "vllm": {"kv_transfer_config": "{}"}}, "set one of them"),
+        ({"kvbm": POOL, "engine": "attached", "attached": {"url": "http://h:1"}}, "the attached engine exchanges no"),
+    ],
+)
+def test_contradictions_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=said):
+        worker(**fields)
+
+
+def test_what_our_connector_says_is_found_alone_and_in_a_chain() -> None:
+    exchanged, link = Exchanged(saved_blocks=3, saved_by={"memmove": 3}), KvbmLink("k", "layout")
+    data = {**msgspec.to_builtins(exchanged), "late_lookups": 1, "link": msgspec.to_builtins(link)}
+    assert connector_stats(data) == (exchanged, link)
+    assert connector_stats({"NixlConnector": {"num": 1}, "HeadraceConnector": data}) == (exchanged, link)
+    assert connector_stats({"HeadraceConnector": {"data": data}}) == (exchanged, link)
+    assert connector_stats({"NixlConnector": {"num": 1}}) is None
+    assert connector_stats(None) is None
+
+
+def test_the_counts_of_all_ranks_are_added() -> None:
+    one = Exchanged(saved_blocks=3, save_s=0.5, saved_by={"a": 3}, fallbacks={"x": 1})
+    other = Exchanged(saved_blocks=4, save_s=0.25, saved_by={"a": 1, "b": 3})
+    assert sum_exchanged([one, other]) == Exchanged(
+        saved_blocks=7, save_s=0.75, saved_by={"a": 4, "b": 3}, fallbacks={"x": 1}
+    )
+    assert sum_exchanged([]) == Exchanged()
+
+
+def test_the_default_is_no_pool() -> None:
+    assert KVConnectorConfig().pool == ""
