@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -160,8 +160,10 @@ class SchedulerHalf:
             orders = [*self._mover.take_orders(), *self.blocks.take_ends()]
         return STEP_ORDERS.encode(orders) if orders else b""
 
-    def take_reports(self, reports: Iterable[bytes]) -> None:
+    def take_reports(self, reports: Sequence[bytes]) -> None:
         """Take up what the ranks have reported after a step."""
+        if not reports:
+            return
         with self._turn:
             for packed in reports:
                 report = RANK_REPORT.decode(packed)
