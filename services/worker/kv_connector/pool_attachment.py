@@ -83,7 +83,7 @@ class MappedPool:
         return self._slots
 
     def close(self) -> None:
-        """Unmap all."""
+        """Unmap the slots and the pool."""
         if self._slots is not None:
             self._slots.close()
             self._slots = None
