@@ -248,8 +248,8 @@ class VllmBlocks:
 
     @property
     def waiting(self) -> bool:
-        """Whether blocks wait to be offered, or a load waits for its end."""
-        return bool(self._offers or self._ends) or any(lookup.waits for lookup in self._lookups.values())
+        """Whether blocks wait to be offered, a load waits for its end, or the connector has questions to give up."""
+        return bool(self._offers or self._ends or self._abandoned) or any(lookup.waits for lookup in self._lookups.values())
 
     # --- for the connector: DeviceBlocks
 

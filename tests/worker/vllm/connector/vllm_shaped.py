@@ -97,6 +97,12 @@ class Pool:
                 del self._cached[block.block_hash]
             block.block_hash = None
 
+    def clear(self) -> None:
+        """Forget all contents, as vLLM does while no block is held."""
+        assert not self.held
+        for block in self.blocks:
+            self.uncache(block)
+
     def find(self, name: object) -> Block | None:
         return next(iter(self._cached.get(name, {}).values()), None)
 
