@@ -347,6 +347,9 @@ async def test_a_kvbm_with_another_protocol_is_left_alone(tmp_path: Path) -> Non
 
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(encode_frame(Hello(99, "k")))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
 
     listening = await asyncio.start_unix_server(talk, tmp_path / "pool" / SOCKET)
     async with listening, engine(tmp_path, "a") as one:
