@@ -74,7 +74,7 @@ class SocketDoor:
             listening.bind(str(self.path))
             self.path.chmod(0o600)  # before it listens
             self._server = await asyncio.start_unix_server(self._connected, sock=listening, backlog=MOST_CONNECTIONS)
-        except OSError as wrong:
+        except (OSError, NotImplementedError) as wrong:  # an event loop need not have Unix sockets
             listening.close()
             _log.warning("no socket at %s: %s; engines reach this kvbm over NATS only", self.path, wrong)
 

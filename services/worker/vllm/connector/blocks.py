@@ -102,6 +102,10 @@ class _Lookup(Struct, eq=False):
 
 class _Request(Struct, eq=False):
     chain: TokenChain
+    begun: int = -1
+    """Tokens that were computed when it was scheduled first, or again after a preemption; -1: it was not. The prefix
+    that it found in vLLM's cache may be computed in a step that is under way; that has ended when its own first step
+    has."""
     offered: int = 0
     """Leading blocks that were offered, or need not be."""
     questions: int = 0
@@ -213,8 +217,12 @@ class VllmBlocks:
         """The first `tokens` tokens of the request are computed, and the step that did so is processed. `blocks`
         returns the request's blocks."""
         entry = self._requests.get(request)
+        if entry is None:
+            return
+        if not 0 <= entry.begun <= tokens:
+            entry.begun = tokens
         full = tokens // self._block_size
-        if entry is None or full <= entry.offered or not (self._connected and self._stores):
+        if tokens == entry.begun or full <= entry.offered or not (self._connected and self._stores):
             return
         full = min(full, entry.offered + MOST_OFFERED)
         missing = [index for index in range(entry.offered, full) if entry.chain.key(index) not in self._known]
@@ -249,7 +257,9 @@ class VllmBlocks:
     @property
     def waiting(self) -> bool:
         """Whether blocks wait to be offered, a load waits for its end, or the connector has questions to give up."""
-        return bool(self._offers or self._ends or self._abandoned) or any(lookup.waits for lookup in self._lookups.values())
+        return bool(self._offers or self._ends or self._abandoned) or any(
+            lookup.waits for lookup in self._lookups.values()
+        )
 
     # --- for the connector: DeviceBlocks
 

@@ -151,7 +151,7 @@ class SocketClient:
                     raise ProtocolError(f"kvbm {kvbm} speaks protocol {protocol}, this connector {PROTOCOL}")
                 self._kvbm, self.trouble = kvbm, ""
                 yield KvbmUp(kvbm)
-            case Answered(number, payload, last):
+            case Answered(number, payload, last) if self._kvbm:
                 awaited = self._awaited.get(number)
                 if awaited is None:
                     pass  # it came after its time: the connector attaches again anyway
