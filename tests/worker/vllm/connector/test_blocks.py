@@ -51,7 +51,7 @@ def test_after_a_preemption_the_same_holds_again() -> None:
     assert len(blocks.offers(10)) == 2
 
 
-def test_a_block_that_was_cached_anew_is_not_the_one_that_was_offered() -> None:
+def test_a_block_that_was_cached_again_is_not_the_one_that_was_offered() -> None:
     blocks, pool = made()
     held = pool.allocate(6)
     pool.cache(held[0], ("name", 0))
