@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shared.kvbm_messages import Attached
 from shared.pool.format import Arena, PoolUnfit
-from shared.pool.lock import POOL, HeldLock, hold_owner
+from shared.pool.lock import POOL, HeldLock, hold_owner, join_owner
 from shared.pool.map import ArenaMap, PoolMap
 
 
@@ -37,15 +37,28 @@ class OwnerName:
             if self._lock is None or not self._lock.held:
                 # A new name each time: everything that the kvbm keeps for the old owner ends with the old lock.
                 name = f"{self._instance}-{os.urandom(4).hex()}"
-                lock = hold_owner(self._directory, name, shared=self._shared)
-                if self._number is not None:
-                    lock.move_to(self._number)
-                if self._lock is not None:
-                    self._lock.close()
-                self._lock = lock
+                return self._keep(hold_owner(self._directory, name, shared=self._shared))
         except OSError as wrong:
             raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
         return self._lock.path.name
+
+    def join(self, owner: str) -> None:
+        """Share the lock of another process of this engine, in place of the one before. No copy is under way. Raise
+        PoolUnfit."""
+        try:
+            if self._lock is None or self._lock.path.name != owner or not self._lock.held:
+                self._keep(join_owner(self._directory, owner))
+        except OSError as wrong:
+            raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
+
+    def _keep(self, lock: HeldLock) -> str:
+        """Hold this lock, and release the one before. Return its name."""
+        if self._number is not None:
+            lock.move_to(self._number)
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = lock
+        return lock.path.name
 
     def release(self, *, delete: bool = False) -> None:
         """Release the lock; the next `hold` takes another name."""
@@ -58,7 +71,7 @@ class MappedPool:
     """The slots of one layout in the pool of `directory`, as far as they are mapped."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self._directory = directory
         self._pool: PoolMap | None = None
         self._slots: ArenaMap | None = None
 
@@ -68,9 +81,9 @@ class MappedPool:
         try:
             if self._pool is None or not self._pool.current:
                 self.close()
-                self._pool = PoolMap(self.directory / POOL)
+                self._pool = PoolMap(self._directory / POOL)
         except OSError as wrong:
-            raise PoolUnfit(f"{self.directory}: {wrong.strerror}") from None
+            raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
         if self._pool.geometry.file_bytes != pool_bytes:
             raise PoolUnfit(
                 f"{self._pool.path} has {self._pool.geometry.file_bytes} bytes, not the {pool_bytes} of kvbm's pool"

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.kvbm.pool.host_pool import HostPool
-from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.kv_connector.pool_attachment import OwnerName, PoolAttachment
 from shared.kvbm_messages import Attached
 from shared.pool.format import PoolUnfit
 
@@ -65,6 +65,32 @@ def test_the_lock_stays_at_the_descriptor_it_was_given_also_when_its_file_was_de
         assert not pool.owners.is_alive(first)
         assert pool.owners.is_alive(second)
         assert os.path.samestat(os.fstat(number), (file.parent / second).stat())
+
+
+def test_a_shared_lock_is_free_when_the_last_one_has_released_it(pool: HostPool) -> None:
+    one, rank = OwnerName(pool.path.parent, "w1", shared=True), OwnerName(pool.path.parent, "")
+    owner = one.hold()
+    rank.join(owner)
+    one.release()
+    assert pool.owners.is_alive(owner)
+    rank.release()
+    assert not pool.owners.is_alive(owner)
+    with pytest.raises(PoolUnfit, match=owner):
+        rank.join(owner)
+
+
+def test_locks_that_are_joined_one_after_the_other_keep_the_descriptor(pool: HostPool) -> None:
+    number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    rank = OwnerName(pool.path.parent, "", number)
+    names = [OwnerName(pool.path.parent, "w1", shared=True) for _ in range(2)]
+    for name in names:
+        owner = name.hold()
+        rank.join(owner)
+        name.release()
+        assert pool.owners.is_alive(owner)
+        assert os.path.samestat(os.fstat(number), (pool.path.parent / "owners" / owner).stat())
+    rank.release()
+    assert not pool.owners.is_alive(owner)
 
 
 def test_two_engine_processes_of_one_worker_have_two_names(pool: HostPool, attachment: PoolAttachment) -> None:

@@ -36,7 +36,7 @@ MOST_UNPLACED = 8
 """Most questions at once whose blocks vLLM has not allocated; further requests are asked again."""
 LOAD_S = 30.0
 """Seconds that a load may take; then what is missing is computed."""
-MOST_OFFERED = 512
+MOST_LOOKED_AT = 512
 """Most blocks of a request that are looked at in one step, so that long prompts do not hold up a step."""
 HOLD_S = 2.0
 """Seconds for which an answer counts while vLLM has no room for its blocks; then the kvbm is asked again."""
@@ -84,8 +84,6 @@ class _Lookup(Struct, eq=False):
     found_s: float = 0.0
     expired: bool = False
     """Its answer was given up, since vLLM had no room."""
-    over: bool = False
-    """Its fetch has ended, or never began."""
     abandoned: bool = False
     slots: list[int] = []
     """Device blocks that it loads into; empty: vLLM has allocated none."""
@@ -102,7 +100,7 @@ class _Lookup(Struct, eq=False):
 
 class _Request(Struct, eq=False):
     chain: TokenChain
-    begun: int = -1
+    prefix: int = -1
     """Tokens that were computed when it was scheduled first, or again after a preemption; -1: it was not. The prefix
     that it found in vLLM's cache may be computed in a step that is under way; that has ended when its own first step
     has."""
@@ -219,12 +217,12 @@ class VllmBlocks:
         entry = self._requests.get(request)
         if entry is None:
             return
-        if not 0 <= entry.begun <= tokens:
-            entry.begun = tokens
+        if not 0 <= entry.prefix <= tokens:
+            entry.prefix = tokens
         full = tokens // self._block_size
-        if tokens == entry.begun or full <= entry.offered or not (self._connected and self._stores):
+        if tokens == entry.prefix or full <= entry.offered or not (self._connected and self._stores):
             return
-        full = min(full, entry.offered + MOST_OFFERED)
+        full = min(full, entry.offered + MOST_LOOKED_AT)
         missing = [index for index in range(entry.offered, full) if entry.chain.key(index) not in self._known]
         entry.offered = full
         if not missing:
@@ -366,13 +364,11 @@ class VllmBlocks:
     def _abandon(self, lookup: _Lookup) -> None:
         if lookup in self._new:
             self._new.remove(lookup)
-            lookup.over = True
-        elif not lookup.over and not lookup.abandoned:
+        elif lookup.number in self._lookups and not lookup.abandoned:
             lookup.abandoned = True
             self._abandoned.append(lookup.number)
 
     def _end(self, lookup: _Lookup) -> None:
-        lookup.over = True
         if lookup.waits:
             self._send_end(lookup)
         if not lookup.slots:
@@ -397,8 +393,7 @@ class VllmBlocks:
         assert len(self._known) <= MOST_KNOWN
         for number, lookup in self._lookups.items():
             assert number == lookup.number
-            assert not lookup.over
             assert lookup.begun <= len(lookup.slots)
             assert not lookup.end_sent or lookup.slots
-        assert not any(lookup.over for lookup in self._new)
+        assert not any(lookup.number in self._lookups for lookup in self._new)
         assert self._connected or not (self._new or self._offers)

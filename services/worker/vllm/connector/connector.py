@@ -47,9 +47,8 @@ from services.worker.vllm.connector.worker_half import WorkerHalf
 from shared.errors import ConfigError
 
 check_interface(vllm.__version__, KVConnectorBase_V1)
-if (
-    "HeadraceConnector" not in KVConnectorFactory._registry
-):  # in a chain vLLM finds the class of statistics by this name
+# In a chain vLLM finds the class of statistics by this name.
+if "HeadraceConnector" not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector("HeadraceConnector", __name__, "HeadraceConnector")
 
 

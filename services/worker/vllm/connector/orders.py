@@ -19,9 +19,8 @@ from shared.pool.format import PAGE_BYTES, Arena
 
 
 class AttachPool(Struct, frozen=True, tag="attach", array_like=True):
-    """Map these slots of the pool in `directory`. Copies before this one have ended."""
+    """Map these slots of the pool. Copies before this one have ended."""
 
-    directory: str
     owner: str
     """The owner's name, whose lock this rank must hold, too."""
     pool_bytes: int
@@ -83,8 +82,6 @@ class RankFacts(Struct, frozen=True):
     block_bytes: int
     blocks: int
     """Number of blocks that its tensors have."""
-    dtype: str
-    layers: int
     form: str
     """The arrangement of the bytes; equal texts mean equal arrangements."""
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from services.worker.kv_connector.pool_attachment import MappedPool, OwnerName
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.mover import TransferMover
 from services.worker.vllm.connector.kv_layout import TensorPlace, block_shape, kv_layout
@@ -13,6 +18,8 @@ from services.worker.vllm.connector.orders import RankFacts
 from services.worker.vllm.connector.settings import ConnectorSettings
 from services.worker.vllm.connector.worker_half import WorkerHalf
 from shared.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 def worker_half(config: Any, kv_cache: Any, settings: ConnectorSettings, tensors: Mapping[str, Any]) -> WorkerHalf:
@@ -60,13 +67,23 @@ def worker_half(config: Any, kv_cache: Any, settings: ConnectorSettings, tensors
     facts = RankFacts(
         block_bytes=shape.block_bytes,
         blocks=kv_cache.num_blocks,
-        dtype=str(first.dtype).removeprefix("torch."),
-        layers=len(names),
         form=layout.form,
     )
     rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
     mover = TransferMover(copier, time.monotonic, verify=settings.verify)
-    return WorkerHalf(mover, facts, rank, on_gpu=first.device.type == "cuda")
+    number = _low_descriptor() if first.device.type == "cuda" else None
+    directory = Path(settings.pool)
+    return WorkerHalf(mover, facts, rank, OwnerName(directory, "", number), MappedPool(directory))
+
+
+def _low_descriptor() -> int | None:
+    """Return a descriptor for the lock that is lower than those of the GPU driver's files, as `shared.pool.lock` says:
+    that of the standard input, which is /dev/null in vLLM's processes. None: it is in use."""
+    about = os.fstat(0)
+    if stat.S_ISCHR(about.st_mode) and about.st_rdev == Path(os.devnull).stat().st_rdev:
+        return 0
+    _log.warning("standard input is in use: after a crash the GPU may write to the pool some ms after the lock is free")
+    return None
 
 
 def _backends(config: Any, names: list[str]) -> str:

@@ -77,7 +77,6 @@ class RankAttachment:
 
     def __init__(self, directory: Path, instance: str, mover: RankMover, offsets: list[int]) -> None:
         """`offsets` say where the part of each rank begins in a slot."""
-        self._directory = directory
         self._name = OwnerName(directory, instance, shared=True)
         self._owner = ""
         self._mover = mover
@@ -91,7 +90,7 @@ class RankAttachment:
     def map(self, attached: Attached) -> NamedSlots:
         """Have the ranks map the slots. One that cannot says so with the first copy, which fails."""
         arena = Arena(attached.offset, attached.slot_bytes, attached.slots, attached.generations)
-        self._mover.order(AttachPool(str(self._directory), self._owner, attached.pool_bytes, arena, self._offsets))
+        self._mover.order(AttachPool(self._owner, attached.pool_bytes, arena, self._offsets))
         return NamedSlots(arena)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         """(Engine, sum) → its last value."""
         self._counters = {
             name: self._counter_cls(
-                name=f"vllm:headrace_{name.replace('_s', '_seconds') if name.endswith('_s') else name}",
+                name=f"vllm:headrace_{name[:-1] + 'seconds' if name.endswith('_s') else name}",
                 documentation=text,
                 labelnames=labelnames,
             )

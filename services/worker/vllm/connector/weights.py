@@ -19,16 +19,14 @@ from shared.errors import ConfigError
 PIECES = 64
 PIECE_BYTES = 4096
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_LEFT_OUT = ("_name_or_path", "transformers_version", "architectures_source")
+_LEFT_OUT = ("_name_or_path", "transformers_version")
 """Fields of a config that say where it is from."""
 
 
 def weights_digest(path: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> str:
     """Return 16 hex digits for the files at `path`, a directory or one file. `config` is the model's, `settings` what
     else changes the KV. Raise ConfigError where there are no files of weights, or one cannot be read."""
-    digest = hashlib.sha256(b"headrace vllm 1")
-    said = {name: value for name, value in config.items() if name not in _LEFT_OUT}
-    digest.update(json.dumps([said, dict(settings)], sort_keys=True, default=str).encode())
+    digest = _digest_of("headrace vllm 1", config, settings)
     try:
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         for file in files:
@@ -42,9 +40,12 @@ def weights_digest(path: Path, config: Mapping[str, Any], settings: Mapping[str,
 
 def named_weights(name: str, config: Mapping[str, Any], settings: Mapping[str, str]) -> str:
     """Return the digest for weights that the user has named."""
-    said = {key: value for key, value in config.items() if key not in _LEFT_OUT}
-    text = json.dumps([name, said, dict(settings)], sort_keys=True, default=str)
-    return hashlib.sha256(b"headrace vllm named 1" + text.encode()).hexdigest()[:16]
+    return _digest_of(["headrace vllm named 1", name], config, settings).hexdigest()[:16]
+
+
+def _digest_of(kind: object, config: Mapping[str, Any], settings: Mapping[str, str]) -> hashlib._Hash:
+    said = {name: value for name, value in config.items() if name not in _LEFT_OUT}
+    return hashlib.sha256(json.dumps([kind, said, dict(settings)], sort_keys=True, default=str).encode())
 
 
 def _read_pieces(digest: hashlib._Hash, file: Path) -> None:

@@ -12,15 +12,10 @@ ordered among the forward passes.
 from __future__ import annotations
 
 import logging
-import os
-import stat
 from collections.abc import Sequence
-from pathlib import Path
 from typing import assert_never
 
-from msgspec import Struct
-
-from services.worker.kv_connector.pool_attachment import MappedPool
+from services.worker.kv_connector.pool_attachment import MappedPool, OwnerName
 from services.worker.mover import Copied, Copy
 from services.worker.transfer.mover import TransferMover
 from services.worker.vllm.connector.orders import (
@@ -37,7 +32,6 @@ from services.worker.vllm.connector.orders import (
     SaveBlocks,
 )
 from shared.pool.format import Arena, PoolUnfit
-from shared.pool.lock import HeldLock, join_owner
 from shared.pool.map import ArenaMap
 
 _log = logging.getLogger(__name__)
@@ -62,34 +56,21 @@ class RankSlots:
         self.bytes.release()
 
 
-class _Load(Struct):
-    slots: list[int]
-
-
 class WorkerHalf:
     """The worker half of one rank."""
 
-    def __init__(
-        self,
-        mover: TransferMover,
-        facts: RankFacts,
-        rank: int,
-        *,
-        on_gpu: bool,
-    ) -> None:
+    def __init__(self, mover: TransferMover, facts: RankFacts, rank: int, name: OwnerName, pool: MappedPool) -> None:
+        """`name` and `pool` are those of the pool's directory."""
         self._mover = mover
         self._facts: RankFacts | None = facts
         self._rank = rank
-        self._on_gpu = on_gpu
-        self._pool: MappedPool | None = None
+        self._name = name
+        self._pool = pool
         self._slots: RankSlots | None = None
-        self._lock: HeldLock | None = None
         self._trouble = ""
         """Why nothing can be copied; empty: it can."""
-        self._loads: dict[int, _Load] = {}
-        """Batch → the device blocks that it writes."""
-        self._loading: set[int] = set()
-        """Device blocks that copies write to."""
+        self._loads: dict[int, list[int]] = {}
+        """Batch under way → the device blocks that it writes."""
         self._bad: set[int] = set()
         """Device blocks whose copy ended badly, of loads that have not ended."""
         self._waiting: list[EndLoad] = []
@@ -107,7 +88,10 @@ class WorkerHalf:
     def finished_loads(self) -> set[str]:
         """Return the requests whose loads have ended, each once. `take_invalid` has what they did not get."""
         self._poll()
-        over = [end for end in self._waiting if self._loading.isdisjoint(end.blocks)]
+        if not self._waiting:
+            return set()
+        loading = {slot for slots in self._loads.values() for slot in slots}
+        over = [end for end in self._waiting if loading.isdisjoint(end.blocks)]
         for end in over:
             self._waiting.remove(end)
             self._invalid.update(end.missing, self._bad.intersection(end.blocks))
@@ -131,10 +115,11 @@ class WorkerHalf:
     def close(self) -> None:
         """Leave the pool alone when this returns, then release the lock."""
         self._mover.close()
-        self._unmap()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
+        self._pool.close()
+        self._name.release()
 
     # --- inside
 
@@ -145,7 +130,7 @@ class WorkerHalf:
                 try:
                     self._attach(order)
                     self._trouble = ""
-                except (PoolUnfit, OSError) as wrong:
+                except PoolUnfit as wrong:
                     self._trouble = f"rank {self._rank}: {wrong}"
                     _log.warning("the pool cannot be used: %s", self._trouble)
             case DetachPool():
@@ -156,8 +141,7 @@ class WorkerHalf:
             case LoadBlocks(batch, copies):
                 slots = [copy.device_slot for copy in copies]
                 if self._usable(batch, copies):
-                    self._loads[batch] = _Load(slots)
-                    self._loading.update(slots)
+                    self._loads[batch] = slots
                     self._mover.load(batch, copies)
                 else:
                     self._bad.update(slots)
@@ -178,23 +162,13 @@ class WorkerHalf:
     def _poll(self) -> None:
         for copied in self._mover.ended():
             self._ended.append(copied)
-            load = self._loads.pop(copied.batch, None)
-            if load is not None:
-                self._loading.difference_update(load.slots)
-                self._bad.update(slot for slot, good in zip(load.slots, copied.good, strict=True) if not good)
+            slots = self._loads.pop(copied.batch, None)
+            if slots is not None:
+                self._bad.update(slot for slot, good in zip(slots, copied.good, strict=True) if not good)
 
     def _attach(self, order: AttachPool) -> None:
-        directory = Path(order.directory)
-        if self._lock is None or self._lock.path.name != order.owner or not self._lock.held:
-            lock = join_owner(directory, order.owner)
-            if self._lock is not None:
-                self._lock.close()
-            self._lock = lock
-            if self._on_gpu:
-                _move_below_driver(lock)
-        if self._pool is None or self._pool.directory != directory:
-            self._unmap()
-            self._pool = MappedPool(directory)
+        """Join the lock, and map the slots. Raise PoolUnfit."""
+        self._name.join(order.owner)
         self._slots = RankSlots(self._pool.map(order.arena, order.pool_bytes), order.offsets[self._rank])
         try:
             self._mover.attach(self._slots)
@@ -208,23 +182,3 @@ class WorkerHalf:
             self._mover.detach()
             self._slots.close()
             self._slots = None
-
-    def _unmap(self) -> None:
-        if self._slots is not None:
-            self._slots.close()
-            self._slots = None
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-
-def _move_below_driver(lock: HeldLock) -> None:
-    """Give the lock a lower descriptor than the GPU driver's files, as `shared.pool.lock` says: that of the standard
-    input, which is /dev/null in vLLM's processes."""
-    about = os.fstat(0)
-    if stat.S_ISCHR(about.st_mode) and about.st_rdev == Path(os.devnull).stat().st_rdev:
-        lock.move_to(0)
-    elif not stat.S_ISREG(about.st_mode):
-        _log.warning(
-            "standard input is in use: after a crash the GPU may write to the pool some ms after the lock is free"
-        )

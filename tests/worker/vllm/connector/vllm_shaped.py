@@ -16,9 +16,11 @@ import ctypes
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import shake_128
+from pathlib import Path
 from random import Random
 from typing import cast
 
+from services.worker.kv_connector.pool_attachment import MappedPool, OwnerName
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from services.worker.vllm.connector.blocks import VllmPool
@@ -114,7 +116,7 @@ class Pool:
 class Rank:
     """One rank's memory, and its half of the connector."""
 
-    def __init__(self, number: int, blocks: int, clock: Callable[[], float], *, verify: bool) -> None:
+    def __init__(self, number: int, blocks: int, clock: Callable[[], float], pool: Path, *, verify: bool) -> None:
         self.number = number
         self._blocks = blocks
         size = LAYERS * 2 * blocks * FRAGMENT_BYTES
@@ -132,8 +134,8 @@ class Rank:
         }
         shape = block_shape(places, blocks, block_axis=1)
         mover = TransferMover(HostCopier(shape, self.memory), clock, most_blocks=2, verify=verify)
-        facts = RankFacts(shape.block_bytes, blocks, "uint8", LAYERS, "tests")
-        self.half = WorkerHalf(mover, facts, number, on_gpu=False)
+        facts = RankFacts(shape.block_bytes, blocks, "tests")
+        self.half = WorkerHalf(mover, facts, number, OwnerName(pool, ""), MappedPool(pool))
 
     def write(self, block: int, offset: int, prefix: Sequence[int]) -> None:
         """Compute the last token of `prefix`, at this place of a block."""
@@ -215,7 +217,7 @@ class Engine:
         identity = Identity(MODEL, "w", "uint8", LAYERS, 1, TOKEN_BYTES, BLOCK, blocks, ranks, name)
         self.pool = Pool(blocks)
         self.half = SchedulerHalf(settings, identity, cast(VllmPool, self.pool), clock)
-        self.ranks = [Rank(each, blocks, clock, verify=settings.verify) for each in range(ranks)]
+        self.ranks = [Rank(each, blocks, clock, Path(settings.pool), verify=settings.verify) for each in range(ranks)]
         self.requests: dict[str, Request] = {}
         """All that hold anything; an aborted one stays until its load has ended."""
         self.waiting: deque[Request] = deque()
