@@ -17,14 +17,13 @@ from prometheus_client import CollectorRegistry
 
 from deploy.local import cli
 from deploy.local.show.watch import fit
-from deploy.local.stack.stack import toml
 from services.frontend.metrics import Metrics
 from shared import subjects
 from shared.config import ObserveConfig
 from shared.discovery.file import FileLease
 from shared.messages import INSTANCE, JSON_HEADER, Instance, ServiceName
 from shared.runtime.observe import ProcessHealth, serving
-from tests.servers import nats_server
+from tests.deploy.up_state import up_state
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 180.0
@@ -33,13 +32,8 @@ LIMIT_S = 180.0
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[Path]:
     """What an `up` has written that runs with discovery in files."""
-    run = tmp_path / "state" / "run"
-    (run / "discovery").mkdir(parents=True)
-    with nats_server(tmp_path) as server:
-        run.joinpath("up.json").write_text(f'{{"nats": "{server.url}"}}')
-        files = {"backend": "file", "path": str(run / "discovery")}
-        run.joinpath("fleet.toml").write_text(toml({"nats": {"url": server.url}, "discovery": files}))
-        yield tmp_path / "state"
+    with up_state(tmp_path) as state:
+        yield state
 
 
 def entry(service: ServiceName, name: str, http: str) -> tuple[str, bytes]:

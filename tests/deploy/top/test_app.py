@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from deploy.local import cli
-from deploy.local.stack.stack import toml
 from deploy.local.top.app import HUNG_UP, _single_keys
 from shared.discovery.file import FileLease
 from tests.deploy.top.views import worker
+from tests.deploy.up_state import up_state
 from tests.servers import etcd_server, nats_server
 from tests.terminal_screen import LIMIT_S, TerminalScreen, terminal_screen
 
@@ -29,15 +29,10 @@ OTHER_SCREEN, FIRST_SCREEN, CURSOR = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25h
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[Path]:
     """What an `up` has written that runs with discovery in files, with two workers that never report."""
-    run = tmp_path / "state" / "run"
-    (run / "discovery").mkdir(parents=True)
-    with nats_server(tmp_path) as server:
-        run.joinpath("up.json").write_text(f'{{"nats": "{server.url}"}}')
-        files = {"backend": "file", "path": str(run / "discovery")}
-        run.joinpath("fleet.toml").write_text(toml({"nats": {"url": server.url}, "discovery": files}))
-        lease = FileLease(run / "discovery")
+    with up_state(tmp_path) as state:
+        lease = FileLease(state / "run" / "discovery")
         lease.write(worker("w1") | worker("w2", model="[red]\x1b]0;x\x07" + "long" * 40))
-        yield tmp_path / "state"
+        yield state
         lease.close()
 
 
