@@ -101,8 +101,10 @@ def main(words: Sequence[str] | None = None) -> int:
             case ChatFlags() as flags:
                 from deploy.local.chat.api import ChatApi
                 from deploy.local.chat.chat import chat
+                from deploy.local.chat.interrupt import noticed_interrupts
 
-                chat(ChatApi(_url(flags), _api_key(flags)), flags)
+                with noticed_interrupts():
+                    chat(ChatApi(_url(flags), _api_key(flags)), flags)
             case BenchFlags() as flags:
                 return _bench(flags, words)
             case NewKeyFlags() | KeysFileFlags() as flags:

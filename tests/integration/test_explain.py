@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -12,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import nats
 import pytest
 from openai import OpenAI
 
+from shared import subjects
 from tests.integration.stack import ROOT, Up, eventually, running
 from tests.tiny_model import write_tiny_model
 
@@ -95,7 +98,19 @@ def test_a_request_tells_for_what_it_waited_and_that_it_was_preempted_and_its_bl
     assert any("in host memory" in place for one in by_its_end for place in one["places"])
 
 
+async def decided(up: Up, request: str) -> list[dict[str, Any]]:
+    """Return the router's decisions, sooner than a command starts."""
+    bus = await nats.connect(**up.nats)
+    try:
+        answer = await bus.request(subjects.explain("default", "tiny"), request.encode(), timeout=LIMIT_S)
+    finally:
+        await bus.close()
+    decisions: list[dict[str, Any]] = json.loads(answer.data)["decisions"]
+    return decisions
+
+
 def test_a_request_whose_worker_is_killed_tells_where_it_was_lost_and_goes_on(up: Up, client: OpenAI) -> None:
+    instances: list[dict[str, Any]] = json.loads(headrace(up, "status", "--json"))["instances"]
     with client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "lost " * 30}],
@@ -105,8 +120,7 @@ def test_a_request_whose_worker_is_killed_tells_where_it_was_lost_and_goes_on(up
         extra_headers={"X-Request-Id": "killed"},
     ) as stream:
         request = next(iter(stream)).id
-        decisions = json.loads(headrace(up, "explain", request, "--json"))["decisions"]
-        instances: list[dict[str, Any]] = json.loads(headrace(up, "status", "--json"))["instances"]
+        decisions = asyncio.run(decided(up, request))
         (pid,) = (row["pid"] for row in instances if row["instance"] == decisions[0]["instance"])
         os.kill(pid, signal.SIGKILL)
         for _ in stream:

@@ -235,7 +235,7 @@ def test_ctrl_c_ends_the_answer_and_then_the_program(parrot: Parrot, person: Per
     assert person.ask("one").startswith("you said one\n")
     assert [each["content"] for each in parrot.asked[-1]["messages"]] == ["wait", "you said wait", "one"]
     person.read_until(">>> ")
-    person.type("\x03\n")  # readline notices a signal that came before it waited only at the end of the line
+    person.type("\x03")
     assert person.status() == 130
 
 

@@ -6,6 +6,8 @@ before the next module begins.
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -40,9 +42,15 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Ite
 def with_workers(shared_fleet: Fleet) -> WithWorkers:
     """The fleet with the workers that the argument starts, ready and known to the router; then without them."""
     services = shared_fleet.services
+    seen = set[str]()
+    """The models of the modules before."""
 
     def known(workers: int) -> bool:
         return services["router"].metric("headrace_kv_sources") == workers
+
+    def listed() -> set[str]:
+        with urllib.request.urlopen(f"{services['frontend'].url}/v1/models", timeout=LIMIT_S) as answer:
+            return {model["id"] for model in json.load(answer)["data"]}
 
     @contextmanager
     def running(start: Callable[[Fleet], None]) -> Iterator[Fleet]:
@@ -53,6 +61,9 @@ def with_workers(shared_fleet: Fleet) -> WithWorkers:
             shared_fleet.wait_ready()
             # The router sees workers later than the frontend does, now and then.
             eventually(lambda: known(workers), limit_s=LIMIT_S, what="the router knows the workers")
+            # And the frontend may be ready by the model of the module before.
+            eventually(lambda: bool(listed() - seen), limit_s=LIMIT_S, what="the frontend serves the module's model")
+            seen.update(listed())
             yield shared_fleet
         finally:
             for name in set(shared_fleet.services) - stay:
