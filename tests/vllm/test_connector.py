@@ -6,120 +6,27 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
-import signal
-import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import nats
 import pytest
 
-from services.worker.config import KVConnectorConfig, WorkerConfig
-from services.worker.vllm.kv_transfer import kv_transfer
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.pool.lock import kvbm_of
 from tests.integration.fleet import Fleet, fleet
-from tests.integration.stack import ROOT, eventually
-from tests.servers import free_port
+from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.vllm.serve import BLOCK, LIMIT_S, Serve, completion, connector
+from tests.worker.vllm.environment import needs_vllm
 
 pytestmark = needs_vllm
-LIMIT_S = 300.0
-BLOCK = 32
-VARIABLES = {
-    "PYTHONPATH": str(ROOT),
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 PROMPTS = [[5 + (index * step + step) % 290 for index in range(400)] for step in (7, 11, 13)]
 """Each has twelve blocks that can be loaded."""
-
-
-class Serve:
-    """One `vllm serve`."""
-
-    def __init__(self, model: Path, log: Path, pool: Path | None) -> None:
-        self.model, self.log, self.pool = model, log, pool
-        self.port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start, and wait until it serves."""
-        words = ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
-        words += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", "64", "--max-num-seqs", "8"]
-        words += ["--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details"]
-        if self.pool is not None:
-            config = WorkerConfig(model="", engine="vllm", kvbm=KVConnectorConfig(pool=str(self.pool), verify=True))
-            transfer = kv_transfer(config)
-            assert transfer is not None
-            words += ["--kv-transfer-config", json.dumps(transfer)]
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                [PYTHON.with_name("vllm"), "serve", self.model, *words],
-                env=os.environ | VARIABLES,
-                cwd=self.log.parent,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-        eventually(self.serves, limit_s=LIMIT_S, what=f"{self.log.name} serves")
-
-    def serves(self) -> bool:
-        assert self.process is not None
-        assert self.process.poll() is None, self.log.read_text()[-4000:]
-        try:
-            return bool(urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10).status == 200)
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        """SIGKILL to all of its processes."""
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        asked = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
-            return dict(json.loads(answer.read()))
-
-    def ask(self, prompt: list[int], most: int = 8) -> tuple[list[int], int]:
-        """Return the tokens of a greedy answer, and how many tokens of the prompt were not computed."""
-        answer = self.post("/v1/completions", completion(prompt, most))
-        details = answer["usage"]["prompt_tokens_details"] or {}
-        return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
-
-    def forget(self) -> None:
-        """Clear the device's cache, once nothing holds a block of it."""
-        eventually(
-            lambda: bool(self.post("/reset_prefix_cache", {}).get("success")),
-            limit_s=LIMIT_S,
-            what="the cache is cleared",
-        )
-
-    def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == f"vllm:{name}")
-
-
-def completion(prompt: list[int], most: int, **fields: Any) -> dict[str, Any]:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": most, "temperature": 0, "ignore_eos": True}
-    return body | {"return_token_ids": True} | fields
 
 
 class World:
@@ -129,13 +36,13 @@ class World:
         self.pool = folder / "pool"
         self._folder, self._services, self._nats_url = folder, services, nats_url
         self.start_kvbm()
-        alone = Serve(model, folder / "alone.log", None)
+        alone = Serve(model, folder / "alone.log")
         try:
             alone.start()
             self.right = [alone.ask(prompt)[0] for prompt in PROMPTS]
         finally:
             alone.kill()
-        self.engines = [Serve(model, folder / f"engine {each}.log", self.pool) for each in range(2)]
+        self.engines = [Serve(model, folder / f"engine {each}.log", connector(self.pool)) for each in range(2)]
 
     def start_kvbm(self) -> None:
         flags = ("--pool-directory", str(self.pool), "--pool-size-bytes", str(64 << 20))
@@ -168,15 +75,6 @@ class World:
         [layout] = state.layouts
         return layout
 
-    def attached(self, serve: Serve) -> None:
-        """Wait until the engine exchanges blocks; only steps let it look for a kvbm."""
-
-        def met() -> bool:
-            serve.ask([7, 8, 9], 2)
-            return serve.metric("headrace_kvbm_attached") == 1
-
-        eventually(met, limit_s=LIMIT_S, what="the engine is attached")
-
     def on_disk(self) -> int:
         disk = self.layout().disk
         return 0 if disk is None else disk.blocks
@@ -195,7 +93,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[W
         try:
             for serve in one.engines:
                 serve.start()
-                one.attached(serve)
+                serve.attach()
             yield one
         finally:
             for serve in one.engines:
@@ -253,7 +151,7 @@ def test_after_kills_of_engine_and_kvbm_the_answers_are_right(world: World) -> N
     world.stored(36)
     one.kill()
     one.start()
-    world.attached(one)
+    one.attach()
     assert [one.ask(prompt) for prompt in PROMPTS] == [(tokens, 12 * BLOCK) for tokens in world.right]
     eventually(
         lambda: (world.layout().disk or world.layout().host).blocks >= 36, limit_s=LIMIT_S, what="blocks are on disk"
@@ -263,7 +161,7 @@ def test_after_kills_of_engine_and_kvbm_the_answers_are_right(world: World) -> N
     assert [other.ask(prompt)[0] for prompt in PROMPTS] == world.right
     world.start_kvbm()
     for serve in (one, other):
-        world.attached(serve)
+        serve.attach()
         serve.forget()
         tokens = [serve.ask(prompt) for prompt in PROMPTS]
         assert [answer for answer, _ in tokens] == world.right
@@ -271,7 +169,7 @@ def test_after_kills_of_engine_and_kvbm_the_answers_are_right(world: World) -> N
     one.kill()
     world.start_kvbm()
     one.start()
-    world.attached(one)
+    one.attach()
     eventually(lambda: world.on_disk() >= 36, limit_s=LIMIT_S, what="kvbm has found its blocks on disk again")
     from_disk = [one.ask(prompt) for prompt in PROMPTS]
     assert [answer for answer, _ in from_disk] == world.right

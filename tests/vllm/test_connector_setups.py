@@ -1,0 +1,94 @@
+"""A plain `vllm serve` on a CPU whose model lies in parts, or whose connector is one of a chain: blocks come back from
+the kvbm, after the engine was killed too, and answers are those of a vLLM without a connector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.fleet import Fleet, fleet
+from tests.integration.stack import eventually
+from tests.tiny_model import write_tiny_model
+from tests.vllm.serve import BLOCK, LIMIT_S, Serve, connector
+from tests.worker.vllm.environment import needs_vllm
+
+pytestmark = needs_vllm
+PROMPT = [5 + (index * 7 + 3) % 290 for index in range(400)]
+BLOCKS = 12
+"""Those of the prompt that can be loaded."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_tiny_model(folder / "tiny", hidden=128, heads=2, context_length=1024, tied=False, seed=3)
+
+
+@pytest.fixture(scope="module")
+def kvbm(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[tuple[Path, Fleet]]:
+    """Run a kvbm; yield its pool's directory."""
+    folder = tmp_path_factory.mktemp("kvbm")
+    where = ("--namespace", "setups", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
+    with fleet(folder, nats_url, *where) as services:
+        flags = ("--pool-directory", str(folder / "pool"), "--pool-size-bytes", str(64 << 20))
+        services.start("kvbm", "kvbm", *flags)
+        services.wait_ready("kvbm")
+        yield folder / "pool", services
+
+
+@pytest.fixture(scope="module")
+def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """The answer of one process without a connector."""
+    alone = Serve(model, tmp_path_factory.mktemp("alone") / "alone.log")
+    try:
+        alone.start()
+        return alone.ask(PROMPT)[0]
+    finally:
+        alone.kill()
+
+
+def chain(pool: Path, folder: Path) -> dict[str, Any]:
+    """Our connector, then vLLM's own example, which stores whole prompts in files."""
+    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    example |= {"kv_connector_extra_config": {"shared_storage_path": str(folder / "example")}}
+    both = {"connectors": [connector(pool), example]}
+    policy = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return {"kv_connector": "MultiConnector", **policy, "kv_connector_extra_config": both}
+
+
+SETUPS = {
+    "two ranks of tensor parallelism": ("--tensor-parallel-size", "2"),
+    "two ranks of pipeline parallelism": ("--pipeline-parallel-size", "2", "--no-enforce-eager"),
+    "a chain": (),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_blocks_come_back_and_the_answer_stays(
+    setup: str, model: Path, kvbm: tuple[Path, Fleet], right: list[int], tmp_path: Path
+) -> None:
+    pool, services = kvbm
+    transfer = chain(pool, tmp_path) if setup == "a chain" else connector(pool)
+    serve = Serve(model, tmp_path / "serve.log", transfer, SETUPS[setup], ranks=2 if SETUPS[setup] else 1)
+
+    def committed() -> float:
+        return services.services["kvbm"].metric("headrace_kvbm_committed_blocks_total")
+
+    try:
+        serve.start()
+        serve.attach()
+        before = committed()
+        assert serve.ask(PROMPT)[0] == right
+        eventually(lambda: committed() - before >= BLOCKS, limit_s=LIMIT_S, what="the blocks are stored")
+        serve.forget()
+        assert serve.ask(PROMPT) == (right, BLOCKS * BLOCK)
+        assert serve.metric("headrace_loaded_blocks_total") == BLOCKS
+        serve.kill()
+        serve.start()
+        serve.attach()
+        assert serve.ask(PROMPT) == (right, BLOCKS * BLOCK)
+    finally:
+        serve.kill()
