@@ -39,6 +39,7 @@ from services.worker.vllm.connector.blocks import PoolBlock
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.identity import identify, lora_name, refusal, renamed
 from services.worker.vllm.connector.interface import check_interface
+from services.worker.vllm.connector.own_log import log_with
 from services.worker.vllm.connector.rank import worker_half
 from services.worker.vllm.connector.scheduler_half import Identity, SchedulerHalf
 from services.worker.vllm.connector.settings import read_settings
@@ -50,6 +51,7 @@ check_interface(vllm.__version__, KVConnectorBase_V1)
 # In a chain vLLM finds the class of statistics by this name.
 if "HeadraceConnector" not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector("HeadraceConnector", __name__, "HeadraceConnector")
+log_with("vllm")
 
 
 @dataclass

@@ -172,10 +172,13 @@ class SchedulerHalf:
             self.step()
 
     def find(self, request: str, tokens: int, computed: int) -> int | None:
-        """Return what `VllmBlocks.find` does. The question goes out at once, and an answer may be there already."""
+        """Return what `VllmBlocks.find` does. Answers that have come during vLLM's step are taken up first, however
+        long it took. A question goes out at once, and an answer may be there already."""
         with self._turn:
+            if look := self._clock() - self._stepped_s >= ASK_AGAIN_S:
+                self.step()
             found = self.blocks.find(request, tokens, computed)
-            if found is None and self._clock() - self._stepped_s >= ASK_AGAIN_S:
+            if found is None and look:
                 self.step()
         return found
 

@@ -76,6 +76,9 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             multiprocess_mode="mostrecent",
             labelnames=labelnames,
         )
+        for labels in per_engine_labelvalues.values():  # all are there, at 0, before an engine reports anything
+            for metric in (*self._counters.values(), self._attached):
+                metric.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]

@@ -4,6 +4,7 @@ wrong bytes, no request is lost, and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -145,6 +146,26 @@ async def test_a_kvbm_that_comes_later_gets_what_is_computed_from_then_on(
             async with engine(tmp_path, "b") as other:
                 await attached(other)
                 assert (await answer(other, "r3")).loaded_blocks == 4
+
+
+async def test_an_answer_that_came_during_a_long_step_is_not_late(tmp_path: Path) -> None:
+    later_s = 0.0
+    async with serving(tmp_path), engine(tmp_path, "a") as one:
+        await attached(one)
+        await answer(one, "r1")
+        other = Engine(connector_settings(tmp_path), Random(0), lambda: time.monotonic() + later_s, name="b")
+        try:
+            await attached(other)
+            other.add(request := Request("r2", PROMPT, 3, ""))
+            other.step()
+            link = other.half._client._socket
+            assert link is not None
+            await until(lambda: bool(select.select([link], [], [], 0)[0]))
+            later_s = 1.5  # the step took so long; `wait_s` is 1
+            await steps(other, lambda: not other.has_work)
+            assert (request.loaded_blocks, other.half.blocks.late) == (4, 0)
+        finally:
+            other.close()
 
 
 async def test_an_aborted_load_gives_its_blocks_back_once(tmp_path: Path) -> None:
