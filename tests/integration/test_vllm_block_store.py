@@ -68,5 +68,9 @@ def test_what_a_killed_worker_has_computed_the_next_one_loads(services: Fleet, t
     services.services.pop("worker 1").kill()
     start_worker(services, "worker 2", tmp_path / "tiny", tmp_path / "pool")
     assert ask(services) == (computed, STORED * BLOCK)
-    copied = services.services["worker 2"].metric("headrace_kvbm_copied_blocks_total", outcome="loaded")
-    assert copied == STORED
+    worker = services.services["worker 2"]
+    eventually(
+        lambda: worker.metric("headrace_kvbm_copied_blocks_total", outcome="loaded") == STORED,
+        limit_s=LIMIT_S,
+        what="the worker counts them",
+    )
