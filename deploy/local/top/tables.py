@@ -95,6 +95,8 @@ def _tiers(row: InstanceRow, store: KvbmState | None) -> Iterator[tuple[str | Ba
     if store is None:
         yield (row.instance, "", "silent", Bar(), "-", "")
         return
+    if not store.layouts:
+        yield (row.instance, "", "no engine uses it", Bar(), "-", "")
     for layout in store.layouts[:LINES_KEPT]:
         for name, tier in (("host", layout.host), ("disk", layout.disk)):
             if tier is not None:

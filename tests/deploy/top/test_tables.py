@@ -33,6 +33,8 @@ def test_tiers_have_their_hit_rates_and_a_silent_store_is_named() -> None:
     ]
     assert shown.left_out == 3
     assert tables.tiers(rows, {"k1": store("k1", None)}, 0, old=False).lines[0].cells[4] == "-"
+    unused = tables.tiers(rows, {"k1": store("k1", layouts=0)}, 0, old=False).lines[0]
+    assert unused.cells == ("k1", "", "no engine uses it", Bar(), "-", "")
 
 
 def test_only_requests_that_went_on_elsewhere_are_migrations_latest_first() -> None:
