@@ -31,7 +31,7 @@ VARIABLES = {
 
 def connector(pool: Path) -> dict[str, Any]:
     """Return the fields of --kv-transfer-config for our connector on this pool."""
-    config = WorkerConfig(model="", engine="vllm", kvbm=KVConnectorConfig(pool=str(pool), verify=True))
+    config = WorkerConfig(model="", engine="vllm", kvbm=KVConnectorConfig(pool=str(pool), wait_s=60, verify=True))
     transfer = kv_transfer(config)
     assert transfer is not None
     return transfer

@@ -52,7 +52,7 @@ def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 def chain(pool: Path, folder: Path) -> dict[str, Any]:
     """Our connector, then vLLM's own example, which stores whole prompts in files."""
-    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    example: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     example |= {"kv_connector_extra_config": {"shared_storage_path": str(folder / "example")}}
     both = {"connectors": [connector(pool), example]}
     policy = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
