@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
+from services.worker.vllm.connector import socket_client
 from services.worker.vllm.connector.socket_client import HELLO_S, MOST_UNSENT_BYTES, RETRY_S, SocketClient
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import (
@@ -257,6 +258,23 @@ def test_a_question_that_no_frame_can_hold_ends_the_connection_and_raises_nothin
         assert isinstance(down, KvbmDown)
         assert "over the limit" in down.reason
         assert stream.recv(1) == b""
+
+
+def test_a_flood_is_read_in_bounded_pieces(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that writes as fast as the client reads must not hold up the step in which it is read."""
+    monkeypatch.setattr(socket_client, "MOST_READ_BYTES", 1 << 16)
+    with peer.up() as stream:
+        frame = encode_frame(Answered(7, b"a" * 1000))
+        whole = (1 << 17) // len(frame)
+        stream.sendall(frame * whole)
+        first = peer.client.poll(0.0)
+        assert 0 < len(first) < whole
+        news = list(first)
+        while len(news) < whole:
+            more = peer.client.poll(0.0)
+            assert more
+            news += more
+        assert news == [KvbmReply(7, b"a" * 1000)] * whole
 
 
 # --- the end
