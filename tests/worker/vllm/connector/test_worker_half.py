@@ -70,7 +70,7 @@ class Rig:
         self.geometry = make_pool(directory / POOL, POOL_BYTES)
         self.arena = self.geometry.arena(0, 1, BLOCK_BYTES)
         self.lock: HeldLock = hold_owner(directory, "e-1", shared=True)
-        self.memory = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+        self.memory = np.full((BLOCKS, BLOCK_BYTES), 255, np.uint8)
         shape = BlockShape.layer_major(self.memory.ctypes.data, 1, BLOCK_BYTES, BLOCKS)
         self.copier = BreakingCopier(shape, self.memory)
         self.mover = TransferMover(self.copier, lambda: 0.0, most_blocks=2)
@@ -204,6 +204,16 @@ def test_a_pool_that_cannot_be_used_fails_each_copy_and_names_all_blocks(rig: Ri
     assert rig.ends() == ({"r"}, {1, 2})
     rig.nothing_left()
     rig.order(DetachPool())  # what follows from the failure
+
+
+def test_a_part_that_does_not_lie_within_its_slot_is_refused(rig: Rig) -> None:
+    """Else the last rank writes into the first one's part of the next slot, and beyond the pool after the last slot."""
+    rig.order(
+        rig.attach(offsets=[PAGE_BYTES]), SaveBlocks(1, [Copy(rig.arena.slots - 2, 1)], LATER_S), EndLoad("r", [], [])
+    )
+    assert "too small" in rig.copied(1).failed
+    with rig.slots.slot(rig.arena.slots - 1) as memory:
+        assert not any(memory)
 
 
 def test_after_a_pool_that_could_not_be_used_a_good_one_is(rig: Rig) -> None:
