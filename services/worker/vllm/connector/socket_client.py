@@ -36,6 +36,8 @@ HELLO_S = 2.0
 """Seconds that the kvbm may take for its first words."""
 MOST_UNSENT_BYTES = 4 << 20
 """Most bytes that wait for the socket; over it the kvbm does not read, and the connection is given up."""
+MOST_READ_BYTES = 4 << 20
+"""Most bytes that one `poll` reads, so that a step of the scheduler ends; the rest is read at the next."""
 _READ_BYTES = 1 << 16
 
 
@@ -134,13 +136,15 @@ class SocketClient:
 
     def _receive(self, now_s: float) -> Iterator[KvbmUp | KvbmReply]:
         assert self._socket is not None
-        while True:
+        read_bytes = 0
+        while read_bytes < MOST_READ_BYTES:
             try:
                 data = self._socket.recv(_READ_BYTES)
             except BlockingIOError:
                 return
             if not data:
                 raise ProtocolError("the kvbm has closed the connection")
+            read_bytes += len(data)
             for body in self._reader.feed(data):
                 yield from self._take(FROM_KVBM.decode(body), now_s)
 

@@ -63,6 +63,7 @@ class WorkerHalf:
         """`name` and `pool` are those of the pool's directory."""
         self._mover = mover
         self._facts: RankFacts | None = facts
+        self._block_bytes = facts.block_bytes
         self._rank = rank
         self._name = name
         self._pool = pool
@@ -168,8 +169,13 @@ class WorkerHalf:
 
     def _attach(self, order: AttachPool) -> None:
         """Join the lock, and map the slots. Raise PoolUnfit."""
+        offset, slot_bytes = order.offsets[self._rank], order.arena.slot_bytes
+        if offset + self._block_bytes > slot_bytes:
+            raise PoolUnfit(
+                f"the pool's slots of {slot_bytes} bytes are too small for {self._block_bytes} bytes from {offset} on"
+            )
         self._name.join(order.owner)
-        self._slots = RankSlots(self._pool.map(order.arena, order.pool_bytes), order.offsets[self._rank])
+        self._slots = RankSlots(self._pool.map(order.arena, order.pool_bytes), offset)
         try:
             self._mover.attach(self._slots)
         except PoolUnfit:

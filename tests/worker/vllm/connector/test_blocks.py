@@ -1,11 +1,22 @@
-"""services/worker/vllm/connector/blocks.py: which blocks of a request are offered, and when."""
+"""services/worker/vllm/connector/blocks.py: which blocks are offered, and when; its bounds."""
 
 from __future__ import annotations
 
 from typing import cast
 
-from services.worker.vllm.connector.blocks import VllmBlocks, VllmPool
+import pytest
+
+from services.worker.vllm.connector import blocks as bounds
+from services.worker.vllm.connector.blocks import (
+    HOLD_S,
+    LOAD_S,
+    MOST_QUESTIONS,
+    MOST_UNPLACED,
+    VllmBlocks,
+    VllmPool,
+)
 from services.worker.vllm.connector.chain import TokenChain
+from services.worker.vllm.connector.orders import EndLoad
 from tests.worker.vllm.connector.vllm_shaped import Pool
 
 BLOCK = 2
@@ -61,3 +72,202 @@ def test_a_block_that_was_cached_again_is_not_the_one_that_was_offered() -> None
     pool.uncache(held[0])
     pool.cache(held[0], ("name", int("0")))
     assert blocks.pin([content.key]) == [None]
+
+
+# --- bounds
+
+
+class Time:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def offering(pool: Pool, requests: int = 1, tokens: int = 12) -> tuple[VllmBlocks, list[TokenChain]]:
+    """Make blocks, and requests whose tokens are computed and whose blocks are cached."""
+    blocks = VllmBlocks(cast(VllmPool, pool), BLOCK, lambda: 0.0, wait_s=1.0)
+    blocks.set_connected(True)
+    chains = [TokenChain([each] * tokens, BLOCK, "m") for each in range(requests)]
+    for each, chain in enumerate(chains):
+        held = pool.allocate(tokens // BLOCK)
+        for index, block in enumerate(held):
+            pool.cache(block, ("name", each, index))
+        blocks.track(f"r{each}", chain)
+        blocks.offer_computed(f"r{each}", 0, lambda held=held: held)  # type: ignore[misc]
+        blocks.offer_computed(f"r{each}", tokens, lambda held=held: held)  # type: ignore[misc]
+        blocks.validate()
+    return blocks, chains
+
+
+def test_over_the_bound_the_oldest_offer_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MOST_OFFERS", 4)
+    blocks, [chain] = offering(Pool(40))
+    assert blocks.dropped == 2
+    offered = blocks.offers(100)
+    assert [content.key for content in offered] == chain.keys(6)[2:]
+    assert not blocks.waiting
+    assert all(slot is not None for slot in blocks.pin([content.key for content in offered]))
+
+
+def test_a_dropped_block_is_offered_when_another_request_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MOST_OFFERS", 4)
+    pool = Pool(40)
+    blocks, [chain] = offering(pool)
+    blocks.offers(100)
+    held = pool.allocate(6)
+    for index, block in enumerate(held):
+        pool.cache(block, ("name", 0, index))
+    blocks.track("again", chain)
+    blocks.offer_computed("again", 0, lambda: held)
+    blocks.offer_computed("again", 12, lambda: held)
+    assert [content.key for content in blocks.offers(100)] == chain.keys(2), "the others are known"
+
+
+def test_offers_that_were_taken_and_not_pinned_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kvbm need not want what it was offered, so nothing takes their places away."""
+    monkeypatch.setattr(bounds, "MOST_OFFERS", 3)
+    pool = Pool(40)
+    blocks = VllmBlocks(cast(VllmPool, pool), BLOCK, lambda: 0.0, wait_s=1.0)
+    blocks.set_connected(True)
+    chain = TokenChain(list(range(24)), BLOCK, "m")
+    blocks.track("r", chain)
+    held = pool.allocate(12)
+    for index, block in enumerate(held):
+        pool.cache(block, ("name", index))
+    for tokens in range(0, 25, 2):
+        blocks.offer_computed("r", tokens, lambda: held)
+        blocks.offers(100)
+        blocks.validate()
+    pinned = blocks.pin(chain.keys(12))
+    assert pinned == [None] * 6 + [block.block_id for block in held[6:]]
+
+
+def test_over_the_bound_of_known_keys_the_oldest_is_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MOST_KNOWN", 4)
+    pool = Pool(40)
+    blocks, [chain] = offering(pool)
+    blocks.offers(100)
+    held = pool.allocate(6)
+    for index, block in enumerate(held):
+        pool.cache(block, ("name", 0, index))
+    blocks.track("again", chain)
+    blocks.offer_computed("again", 0, lambda: held)
+    blocks.offer_computed("again", 12, lambda: held)
+    blocks.validate()
+    assert [content.key for content in blocks.offers(100)] == chain.keys(2)
+
+
+def test_a_long_prompt_is_looked_at_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MOST_LOOKED_AT", 4)
+    pool = Pool(40)
+    blocks, [chain] = offering(pool)
+    assert len(blocks.offers(100)) == 4
+    held = [block for block in pool.blocks if block.ref_cnt]
+    blocks.offer_computed("r0", 12, lambda: held)
+    assert [content.key for content in blocks.offers(100)] == chain.keys(6)[4:]
+    blocks.offer_computed("r0", 12, lambda: held)
+    assert not blocks.waiting
+
+
+def test_no_more_requests_ask_than_the_bound_and_the_next_one_asks_when_one_has_its_answer() -> None:
+    blocks = VllmBlocks(cast(VllmPool, Pool(40)), BLOCK, lambda: 0.0, wait_s=9.0)
+    blocks.set_connected(True)
+    names = [f"r{each}" for each in range(MOST_UNPLACED + 1)]
+    for each, name in enumerate(names):
+        blocks.track(name, TokenChain([each] * 5, BLOCK, "m"))
+        assert blocks.find(name, 5, 0) is None
+    asked, _ = blocks.fetch_changes()
+    assert len(asked) == MOST_UNPLACED
+    assert blocks.find(names[-1], 5, 0) is None
+    assert blocks.fetch_changes() == ([], [])
+    blocks.end_fetch(asked[0].number, 0.0)  # the kvbm has nothing
+    assert blocks.find(names[0], 5, 0) == 0
+    assert blocks.find(names[-1], 5, 0) is None
+    [last], _ = blocks.fetch_changes()
+    assert last.keys == TokenChain([MOST_UNPLACED] * 5, BLOCK, "m").keys(2)
+    blocks.validate()
+
+
+def test_a_request_asks_no_more_often_than_the_bound() -> None:
+    blocks = VllmBlocks(cast(VllmPool, Pool(40)), BLOCK, lambda: 0.0, wait_s=9.0)
+    blocks.set_connected(True)
+    tokens = 2 * (MOST_QUESTIONS + 4)
+    blocks.track("r", TokenChain(list(range(tokens)), BLOCK, "m"))
+    for each in range(MOST_QUESTIONS):  # its cached prefix on the device changes each time
+        assert blocks.find("r", tokens, each * BLOCK) is None
+        assert len(blocks.fetch_changes()[0]) == 1
+    assert blocks.find("r", tokens, MOST_QUESTIONS * BLOCK) == 0
+    blocks.validate()
+
+
+def test_a_question_without_an_answer_in_time_is_given_up_and_counted() -> None:
+    clock = Time()
+    blocks = VllmBlocks(cast(VllmPool, Pool(40)), BLOCK, clock, wait_s=1.0)
+    blocks.set_connected(True)
+    blocks.track("r", TokenChain(TOKENS, BLOCK, "m"))
+    assert blocks.find("r", 12, 0) is None
+    [asked], _ = blocks.fetch_changes()
+    clock.now_s = 1.0
+    assert blocks.find("r", 12, 0) == 0
+    assert blocks.late == 1
+    assert blocks.fetch_changes() == ([], [asked.number])
+    assert blocks.begin_load(asked.number, 0, 2, 2) == [], "its answer comes too late"
+    blocks.end_fetch(asked.number, 0.0)
+    assert not blocks.waiting
+    blocks.validate()
+
+
+def test_an_answer_that_finds_no_room_counts_for_a_while_and_is_then_asked_again_without_limit() -> None:
+    clock = Time()
+    blocks = VllmBlocks(cast(VllmPool, Pool(40)), BLOCK, clock, wait_s=1.0)
+    blocks.set_connected(True)
+    blocks.track("r", TokenChain(TOKENS, BLOCK, "m"))
+    for _ in range(2 * MOST_QUESTIONS):
+        assert blocks.find("r", 12, 0) is None
+        [asked], _ = blocks.fetch_changes()
+        assert blocks.begin_load(asked.number, 0, 3, 3) is None
+        assert blocks.find("r", 12, 0) == 3 * BLOCK
+        clock.now_s += HOLD_S
+        assert blocks.fetch_changes() == ([], [asked.number])
+        blocks.end_fetch(asked.number, 0.0)
+        blocks.validate()
+
+
+def test_a_load_that_takes_too_long_ends_with_what_it_has() -> None:
+    clock = Time()
+    blocks = VllmBlocks(cast(VllmPool, Pool(40)), BLOCK, clock, wait_s=1.0)
+    blocks.set_connected(True)
+    blocks.track("r", TokenChain(TOKENS, BLOCK, "m"))
+    assert blocks.find("r", 12, 0) is None
+    [asked], _ = blocks.fetch_changes()
+    assert blocks.begin_load(asked.number, 0, 3, 3) is None
+    assert blocks.find("r", 12, 0) == 3 * BLOCK
+    blocks.place("r", [11, 12, 13, 14], 3 * BLOCK)
+    assert blocks.begin_load(asked.number, 0, 1, 3) == [11]
+    clock.now_s = LOAD_S
+    assert blocks.fetch_changes() == ([], [asked.number])
+    assert blocks.begin_load(asked.number, 1, 2, 3) == []
+    blocks.end_load(asked.number, 0, 11, True, False)
+    blocks.end_fetch(asked.number, 0.0)
+    assert blocks.take_ends() == [EndLoad("r", [11, 12, 13], [12, 13])]
+    assert not blocks.waiting
+    blocks.validate()
+
+
+def test_no_free_block_of_the_reserve_is_held_for_a_copy() -> None:
+    pool = Pool(33)  # a sixteenth of them: two stay free
+    blocks, [chain] = offering(pool)
+    keys = [content.key for content in blocks.offers(100)]
+    pool.free_blocks([block for block in pool.blocks if block.ref_cnt])
+    free = pool.get_num_free_blocks()
+    pool.allocate(free - 6)  # the offered ones are left
+    slots = blocks.pin(keys)
+    assert [slot is not None for slot in slots] == [True] * 4 + [False] * 2
+    assert pool.get_num_free_blocks() == 2
+    blocks.unpin([slot for slot in slots if slot is not None])
+    assert pool.get_num_free_blocks() == 6
+    assert chain.keys(6) == keys
