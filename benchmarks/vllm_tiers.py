@@ -75,6 +75,7 @@ ANSWER = {"tiny": 1536, "given": 128}
 CONNECTOR = "services.worker.vllm.connector.connector"
 SIDES = ("recompute", "offloading", "lmcache", "headrace")
 STORES = SIDES[1:]
+PARTS = ("first", "decode", "moved", "killed")
 _REASON = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): (.{10,200})", re.MULTILINE)
 
 DEGRADED = "will operate in degraded mode"
@@ -450,10 +451,13 @@ def measure(flags: argparse.Namespace) -> list[Row]:
                 engines.start(side)
             if "headrace" in engines.ports:
                 engines.start("idle")
-            rows += _shown(first_rows(model, engines, flags))
-            rows += _shown(decode_rows(model, engines, flags))
-            if model == "tiny":
+            if "first" in flags.parts:
+                rows += _shown(first_rows(model, engines, flags))
+            if "decode" in flags.parts:
+                rows += _shown(decode_rows(model, engines, flags))
+            if "moved" in flags.parts and model == "tiny":
                 rows += _shown(moved_rows(engines, flags))
+            if "killed" in flags.parts and model == "tiny":
                 rows += _shown(killed_rows(engines, flags))
             reasons |= engines.reasons
     return rows + [{"what": "skipped", "side": side, "why": why} for side, why in reasons.items() if why]
@@ -508,6 +512,7 @@ def main() -> int:
     """Run the benchmark. Return 0."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--models", nargs="+", choices=sorted(PROMPT), default=sorted(PROMPT, reverse=True))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--lmcache", default="", help="the Python of an environment with vLLM and LMCache")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for kvbm's pool")
