@@ -74,6 +74,7 @@ def test_a_form_of_another_engine_may_have_any_dtype_and_its_size_is_its_own() -
         ({"form_bytes": -1}, "form_bytes of the layout is -1"),
         ({"form_bytes": FORM_BYTES_MOST + 1}, f"form_bytes of the layout is {FORM_BYTES_MOST + 1}"),
         ({"layers": 0}, "layers of the layout is 0"),
+        ({"form": "", "dtype": "bfloat16"}, "form_bytes of the layout is 4096, but it has no form"),
     ],
 )
 def test_a_bad_form_is_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:
