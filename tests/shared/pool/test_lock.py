@@ -246,6 +246,11 @@ def unused(path: Path) -> bool:
         return True
 
 
+def descriptors() -> int:
+    """Return how many files this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def test_a_lock_is_joined_only_while_it_is_held_under_its_name(directory: Path) -> None:
     with pytest.raises(PoolUnfit, match="No such file"):
         join_owner(directory, "w-1")
@@ -262,10 +267,10 @@ def test_a_lock_is_joined_only_while_it_is_held_under_its_name(directory: Path) 
 
 def test_a_lock_that_another_holds_alone_is_not_joined(directory: Path) -> None:
     alone = hold_owner(directory, "w-1")
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(PoolUnfit, match="temporarily unavailable"):
         join_owner(directory, "w-1")
-    assert len(os.listdir("/proc/self/fd")) == descriptors, "the file is closed again"
+    assert descriptors() == before, "the file is closed again"
     assert not free(alone.path)
     alone.close()
 
@@ -291,8 +296,8 @@ def test_a_file_that_a_sweeper_deletes_while_it_is_joined_is_not_held(
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", sweep_first)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(PoolUnfit, match="No such file"):
         join_owner(directory, "w-1")
     assert fcntl.flock is flock
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 1, "only the maker's is gone"
+    assert descriptors() == before - 1, "only the maker's is gone"
