@@ -84,6 +84,8 @@ def _check_kv(kv: KvLayout) -> None:
             raise BadRequest(f"form or dtype of the layout have over {FORM_CHARACTERS_MOST} characters")
         if not 0 < kv.form_bytes <= FORM_BYTES_MOST:
             raise BadRequest(f"form_bytes of the layout is {kv.form_bytes}, not between 1 and {FORM_BYTES_MOST}")
+    elif kv.form_bytes:
+        raise BadRequest(f"form_bytes of the layout is {kv.form_bytes}, but it has no form")
     elif kv.dtype not in DTYPES:
         raise BadRequest(f"KV dtype {kv.dtype[:64]!r} is not one of {', '.join(DTYPES)}")
     for name in ("layers", "kv_heads", "head_dim", "block_size"):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.kvbm.tickets.engines import NAME_CHARS, AttachedEngines
+from services.kvbm.tickets.engines import FORM_BYTES_MOST, FORM_CHARACTERS_MOST, NAME_CHARS, AttachedEngines
 from services.kvbm.tickets.errors import BadRequest, UnknownOwner, WrongLayout
 from shared.kvbm_messages import Attach, StoreLayout
 from shared.messages import KvLayout
@@ -51,3 +51,39 @@ def test_names_are_bounded_since_all_accounts_have_them(field: str) -> None:
     AttachedEngines().check(Attach("w1", "a", msgspec.structs.replace(LAYOUT, **{field: "x" * NAME_CHARS})))
     with pytest.raises(BadRequest, match="1024 characters"):
         AttachedEngines().check(Attach("w1", "a", msgspec.structs.replace(LAYOUT, **{field: "x" * (NAME_CHARS + 1)})))
+
+
+FORM = msgspec.structs.replace(LAYOUT.kv, dtype="fp8_e4m3", form="0123456789abcdef", form_bytes=4096)
+
+
+def attach_of(kv: KvLayout) -> Attach:
+    return Attach("w1", "a", msgspec.structs.replace(LAYOUT, kv=kv))
+
+
+def test_a_form_of_another_engine_may_have_any_dtype_and_its_size_is_its_own() -> None:
+    AttachedEngines().check(attach_of(FORM))
+    assert FORM.block_bytes == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"form": "x" * (FORM_CHARACTERS_MOST + 1)}, f"over {FORM_CHARACTERS_MOST} characters"),
+        ({"dtype": "x" * (FORM_CHARACTERS_MOST + 1)}, f"over {FORM_CHARACTERS_MOST} characters"),
+        ({"form_bytes": 0}, "form_bytes of the layout is 0"),
+        ({"form_bytes": -1}, "form_bytes of the layout is -1"),
+        ({"form_bytes": FORM_BYTES_MOST + 1}, f"form_bytes of the layout is {FORM_BYTES_MOST + 1}"),
+        ({"layers": 0}, "layers of the layout is 0"),
+        ({"form": "", "dtype": "bfloat16"}, "form_bytes of the layout is 4096, but it has no form"),
+    ],
+)
+def test_a_bad_form_is_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:
+    engines = AttachedEngines()
+    with pytest.raises(BadRequest, match=reason):
+        engines.check(attach_of(msgspec.structs.replace(FORM, **changes)))
+    assert engines.layouts() == set()
+
+
+def test_a_form_at_its_bounds_is_taken() -> None:
+    largest = msgspec.structs.replace(FORM, form="x" * FORM_CHARACTERS_MOST, form_bytes=FORM_BYTES_MOST)
+    AttachedEngines().check(attach_of(largest))

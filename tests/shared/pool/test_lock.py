@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.pool.format import PoolUnfit
-from shared.pool.lock import HeldLock, LockTaken, hold_directory, hold_owner, is_owner, kvbm_of
+from shared.pool.lock import HeldLock, LockTaken, hold_directory, hold_owner, is_owner, join_owner, kvbm_of
 from tests.kvbm.processes import OWNER, ended, running
 
 
@@ -207,3 +207,97 @@ def test_a_file_that_another_takes_before_it_is_locked_is_made_again(
     assert held.held
     assert not free(file)
     held.close()
+
+
+# --- a lock that several processes share
+
+JOINS = """
+import sys
+from pathlib import Path
+from shared.pool.lock import join_owner
+lock = join_owner(Path(sys.argv[1]), sys.argv[2])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_shared_lock_is_free_when_the_last_process_has_ended(directory: Path) -> None:
+    held = hold_owner(directory, "w-1", shared=True)
+    with running(JOINS, directory, "w-1") as (first, said), running(JOINS, directory, "w-1") as (second, also):
+        assert (said, also) == ("ready", "ready")
+        held.close()
+        assert not unused(held.path)
+        ended(first)
+        assert not unused(held.path)
+        second.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, second.pid, os.WSTOPPED | os.WNOWAIT)
+        assert not unused(held.path), "it may go on and write"
+        ended(second)
+        assert unused(held.path)
+
+
+def unused(path: Path) -> bool:
+    """Return whether a kvbm could take the lock, as `free` does for locks that are not shared."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def descriptors() -> int:
+    """Return how many files this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_lock_is_joined_only_while_it_is_held_under_its_name(directory: Path) -> None:
+    with pytest.raises(PoolUnfit, match="No such file"):
+        join_owner(directory, "w-1")
+    held = hold_owner(directory, "w-1", shared=True)
+    joined = join_owner(directory, "w-1")
+    assert joined.held
+    assert joined.path == held.path
+    held.close(delete=True)
+    assert not joined.held
+    with pytest.raises(PoolUnfit, match="No such file"):
+        join_owner(directory, "w-1")
+    joined.close()
+
+
+def test_a_lock_that_another_holds_alone_is_not_joined(directory: Path) -> None:
+    alone = hold_owner(directory, "w-1")
+    before = descriptors()
+    with pytest.raises(PoolUnfit, match="temporarily unavailable"):
+        join_owner(directory, "w-1")
+    assert descriptors() == before, "the file is closed again"
+    assert not free(alone.path)
+    alone.close()
+
+
+def test_a_lock_is_not_joined_through_a_link(directory: Path) -> None:
+    held = hold_owner(directory, "w-1", shared=True)
+    (directory / "owners" / "w-2").symlink_to(held.path)
+    with pytest.raises(PoolUnfit, match="symbolic links"):
+        join_owner(directory, "w-2")
+    held.close()
+
+
+def test_a_file_that_a_sweeper_deletes_while_it_is_joined_is_not_held(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner ended between the two calls of `join`; the kvbm then gives its slots to others."""
+    held = hold_owner(directory, "w-1", shared=True)
+    flock = fcntl.flock
+
+    def sweep_first(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        held.close(delete=True)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    before = descriptors()
+    with pytest.raises(PoolUnfit, match="No such file"):
+        join_owner(directory, "w-1")
+    assert fcntl.flock is flock
+    assert descriptors() == before - 1, "only the maker's is gone"

@@ -204,3 +204,18 @@ def test_descriptions_are_equal_only_for_the_same_bytes_at_the_same_place() -> N
 def test_every_order_of_axes_has_its_own_description() -> None:
     forms = {described([random((5, 2, 3, 4)).transpose(0, *order)], 5).form for order in permutations((1, 2, 3))}
     assert len(forms) == 6
+
+
+def test_a_recorded_form_stays_the_same() -> None:
+    """Blocks on disk have this name. If it must change, so must `_FORM`: the old blocks are then not found."""
+    assert described(in_order("LBHNC", 3, 5, 2, 4, 8), 5) == KvLayout(
+        dtype="bfloat16",
+        layers=3,
+        kv_heads=2,
+        head_dim=4,
+        block_size=4,
+        form="7a1982b0f7d5d08f",
+        form_bytes=384,
+    )
+    assert described(in_order("LBNHC", 3, 5, 2, 4, 8), 5).form == "746f5daed9d34c24"
+    assert described(in_order("LBHNC", 3, 5, 2, 4, 8), 5).digest == "4a2a2b8927d34d3e"

@@ -37,7 +37,7 @@ def connector_settings(directory: Path, **fields: Any) -> ConnectorSettings:
 @asynccontextmanager
 async def engine(directory: Path, name: str, draw: Random | None = None, **fields: Any) -> AsyncIterator[Engine]:
     """Run an engine that is attached."""
-    options = {key: fields.pop(key) for key in ("blocks", "ranks", "depth") if key in fields}
+    options = {key: fields.pop(key) for key in ("blocks", "ranks", "depth", "drafts") if key in fields}
     made = Engine(connector_settings(directory, **fields), draw or Random(0), time.monotonic, name=name, **options)
     try:
         yield made
@@ -86,6 +86,26 @@ async def test_ranks_copy_their_parts_of_each_block(tmp_path: Path) -> None:
         await attached(other)
         await answer(one, "r1")
         assert (await answer(other, "r2")).loaded_blocks == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_blocks_with_rejected_drafts_are_stored_with_the_tokens_that_were_kept(tmp_path: Path, seed: int) -> None:
+    async with (
+        serving(tmp_path),
+        engine(tmp_path, "a", Random(seed), drafts=3, blocks=60) as one,
+        engine(tmp_path, "b", blocks=60) as other,
+    ):
+        await attached(one)
+        await attached(other)
+        asked = [await answer(one, f"r{each}", most=13, salt=f"{each}") for each in range(4)]
+        assert one.accepted_drafts
+        assert one.rejected_drafts
+        for each, request in enumerate(asked):
+            again = await answer(other, f"s{each}", request.tokens, salt=f"{each}")
+            full = (len(request.tokens) - 1) // 2
+            # vLLM does not cache what the drafts of a request's last step have filled: up to two blocks.
+            assert full - 2 <= again.loaded_blocks <= full
+        assert one.pool.held == other.pool.held == []
 
 
 async def test_engines_with_other_numbers_of_ranks_share_nothing(tmp_path: Path) -> None:

@@ -181,12 +181,14 @@ class Request:
 class _Work:
     """A request's tokens of one step, as the ranks see them."""
 
-    def __init__(self, request: Request, first: int, tokens: int) -> None:
+    def __init__(self, request: Request, first: int, tokens: int, drafts: list[int]) -> None:
+        """The last of the `tokens` tokens are the drafts, which may turn out to be wrong."""
         self.request = request
+        self.drafts = drafts
         self.first = first
         self.tokens = tokens
         self.blocks = [block.block_id for block in request.blocks]
-        self.known = [*map(ord, request.salt), *request.tokens]
+        self.known = [*map(ord, request.salt), *request.tokens, *drafts]
         self.skip = len(request.salt)
 
 
@@ -213,7 +215,10 @@ class Engine:
         blocks: int = 24,
         ranks: int = 1,
         depth: int = 1,
+        drafts: int = 0,
     ) -> None:
+        """With `drafts`, a step guesses that number of tokens after a request's last one, and computes them."""
+        assert depth == 1 or not drafts
         identity = Identity(MODEL, "w", "uint8", LAYERS, 1, TOKEN_BYTES, BLOCK, blocks, ranks, name)
         self.pool = Pool(blocks)
         self.half = SchedulerHalf(settings, identity, cast(VllmPool, self.pool), clock)
@@ -223,6 +228,8 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.asked_again = self.loaded_tokens = self.preempted = self.failed_loads = 0
+        self.accepted_drafts = self.rejected_drafts = 0
+        self._drafts = drafts
         self._draw = draw
         self._depth = depth
         self._steps: deque[_Step] = deque()
@@ -289,14 +296,17 @@ class Engine:
     def _schedule_running(self, request: Request, step: _Step) -> None:
         if request.in_flight and request.computed >= len(request.tokens):
             return  # its next token is not known yet
-        tokens = min(len(request.tokens) - request.computed, self._draw.randint(1, 5))
+        left = len(request.tokens) - request.computed
+        tokens = min(left, self._draw.randint(1, 5))
+        drafts = [self._draw.randint(1, 2) for _ in range(self._drafts)] if tokens == left else []
+        tokens += len(drafts)
         while (needed := self._blocks_for(request, request.computed + tokens)) > self.pool.get_num_free_blocks():
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is request:
                 return
         self._allocate(request, needed)
-        self._plan(request, request.computed, tokens, step)
+        self._plan(request, request.computed, tokens, step, drafts)
 
     def _schedule_waiting(self, request: Request, step: _Step) -> bool:
         """Return False where there is no room, so that those after it wait as well."""
@@ -348,10 +358,11 @@ class Engine:
         holders = [other for other in self.waiting if other.blocks and other is not request]
         return 0 if request.blocks else sum(self._blocks_for(other, len(other.tokens)) for other in holders)
 
-    def _plan(self, request: Request, first: int, tokens: int, step: _Step) -> None:
-        """Have the step compute these tokens. As in vLLM, blocks are cached before they are computed."""
-        step.work.append(_Work(request, first, tokens))
-        for index in range(first // BLOCK, (first + tokens) // BLOCK):
+    def _plan(self, request: Request, first: int, tokens: int, step: _Step, drafts: Sequence[int] = ()) -> None:
+        """Have the step compute these tokens. As in vLLM, blocks are cached before they are computed, but none with a
+        draft."""
+        step.work.append(_Work(request, first, tokens, list(drafts)))
+        for index in range((first + tokens - len(drafts)) // BLOCK):  # also those of drafts that were accepted
             self.pool.cache(request.blocks[index], request.block_name(index))
 
     def _promote(self, request: Request) -> None:
@@ -386,7 +397,8 @@ class Engine:
             self.pool.free_blocks(blocks)
 
     def _offer(self, request: Request) -> None:
-        self.half.offer_computed(request.name, request.computed - request.in_flight, lambda: request.blocks)
+        computed = min(request.computed - request.in_flight, len(request.tokens))
+        self.half.offer_computed(request.name, computed, lambda: request.blocks)
 
     def _finish(self, request: Request, *, keep_blocks: bool = False) -> None:
         self._offer(request)
@@ -434,13 +446,27 @@ class Engine:
             if request.state == "finished":
                 continue
             request.in_flight -= tokens
-            if request.computed == len(request.tokens) and not request.in_flight:
-                request.tokens.append(self._draw.randint(1, 2))
-                if len(request.tokens) >= request.most:
-                    self.running.remove(request)
-                    self._finish(request)
+            if request.computed == len(request.tokens) + len(work.drafts) and not request.in_flight:
+                self._sample(request, work.drafts)
         self.half.take_reports([report for report in step.reports if report])
         self._count_finished(step.finished)
+
+    def _sample(self, request: Request, drafts: list[int]) -> None:
+        """Append a token, and another one for each draft that is right. As in vLLM, an accepted draft after the
+        request's end counts as computed."""
+        sampled = [self._draw.randint(1, 2)]
+        for draft in drafts:
+            if sampled[-1] != draft:
+                break
+            sampled.append(self._draw.randint(1, 2))
+        accepted = len(sampled) - 1
+        self.accepted_drafts += accepted
+        self.rejected_drafts += len(drafts) - accepted
+        request.computed -= len(drafts) - accepted
+        request.tokens += sampled[: request.most - len(request.tokens)]
+        if len(request.tokens) >= request.most:
+            self.running.remove(request)
+            self._finish(request)
 
     def _count_finished(self, finished: list[set[str]]) -> None:
         """All ranks must say so, as vLLM's KVOutputAggregator counts."""

@@ -1,0 +1,136 @@
+"""services/worker/vllm/connector/identity.py: what names a LoRA's blocks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from msgspec import Struct
+
+from services.worker.lora_files import FILES, digest_lora
+from services.worker.vllm.connector import identity
+from services.worker.vllm.connector.identity import lora_name
+from services.worker.vllm.connector.settings import ConnectorSettings
+from tests.kvbm.store_rig import LIMIT_S
+
+SETTINGS = ConnectorSettings(pool="/none")
+
+
+class LoraRequest(Struct):
+    """vLLM's LoRARequest, as far as the connector reads it."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin with no digest, as a process does."""
+    monkeypatch.setattr(identity, "_loras", identity._LoraDigests())
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Path:
+    directory = tmp_path / "lora"
+    directory.mkdir()
+    for name in FILES:
+        (directory / name).write_bytes(name.encode() * 10)
+    return directory
+
+
+def named(request: LoraRequest) -> str | None:
+    """Ask, wait until what is being read was read, and ask again."""
+    first = lora_name(request, SETTINGS)
+    for thread in threading.enumerate():
+        if thread.name == "LoRA digest":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+    return lora_name(request, SETTINGS) if first is None else first
+
+
+def change(file: Path, content: bytes) -> None:
+    """Change a file, so that its time of change differs, too."""
+    former = file.stat().st_mtime_ns
+    file.write_bytes(content)
+    os.utime(file, ns=(former + 10**9, former + 10**9))
+
+
+def test_a_request_without_a_lora_has_an_empty_name() -> None:
+    assert lora_name(None, SETTINGS) == ""
+
+
+def test_a_lora_is_named_by_its_files_after_they_were_read(lora: Path) -> None:
+    request = LoraRequest("l", 1, str(lora))
+    assert lora_name(request, SETTINGS) is None, "nothing waits for the files"
+    assert named(request) == digest_lora(lora)
+    assert lora_name(LoraRequest("other name", 2, str(lora)), SETTINGS) == digest_lora(lora)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_changed_files_have_another_digest_and_only_under_a_number_that_did_not_have_the_old_ones(
+    lora: Path, file: str
+) -> None:
+    old = named(LoraRequest("l", 1, str(lora)))
+    change(lora / file, b"changed")
+    assert named(LoraRequest("l", 1, str(lora))) is None, "vLLM may still have the old ones under this number"
+    new = named(LoraRequest("l", 2, str(lora)))
+    assert new == digest_lora(lora)
+    assert new != old
+
+
+def test_files_that_change_while_they_are_read_have_no_name(
+    lora: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change_after(directory: Path) -> str:
+        digest = digest_lora(directory)
+        change(lora / FILES[0], b"changed")
+        return digest
+
+    monkeypatch.setattr(identity, "digest_lora", change_after)
+    with caplog.at_level(logging.WARNING):
+        assert named(LoraRequest("l", 1, str(lora))) is None
+    assert "changed while it was read" in caplog.text
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_adapter_without_a_file_has_no_name_until_the_file_is_there(lora: Path, file: str) -> None:
+    content = (lora / file).read_bytes()
+    (lora / file).unlink()
+    request = LoraRequest("l", 1, str(lora))
+    assert named(request) is None
+    assert named(LoraRequest("hub", 2, "org/adapter-on-a-hub")) is None
+    (lora / file).write_bytes(content)
+    assert named(request) == digest_lora(lora)
+
+
+def test_a_file_that_cannot_be_read_is_reported_once_and_has_no_name(
+    lora: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (lora / FILES[1]).unlink()
+    (lora / FILES[1]).mkdir()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert named(LoraRequest("l", 1, str(lora))) is None
+    assert caplog.text.count("are not exchanged") == 1
+
+
+def test_a_lora_that_is_loaded_in_place_has_no_name_and_a_name_that_is_an_id_is_taken(lora: Path) -> None:
+    request = LoraRequest("l", 1, str(lora), load_inplace=True)
+    assert lora_name(request, SETTINGS) is None
+    assert "LoRA digest" not in {thread.name for thread in threading.enumerate()}, "its files are not read"
+    ids = ConnectorSettings(pool="/none", lora_names_are_ids=True)
+    assert lora_name(request, ids) == "l"
+
+
+def test_over_the_bound_further_loras_have_no_name_and_known_ones_keep_theirs(
+    lora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "MOST_LORAS", 2)
+    names = [named(LoraRequest("l", number, str(lora))) for number in (1, 2, 3)]
+    assert names == [digest_lora(lora), digest_lora(lora), None]
+    assert named(LoraRequest("l", 1, str(lora))) == digest_lora(lora)
