@@ -58,6 +58,8 @@ KEEP_S = 1.0
 """The time between two tokens of streams whose turn it is not."""
 ROUNDS_OF_REQUESTS = 2
 """Requests of each stream in a turn of `serving`, one after another."""
+SCRAPES = 100
+"""Scrapes whose mean is the price of one."""
 ACCEPT = "application/openmetrics-text;version=1.0.0"
 PARTS = ("path", "serving")
 
@@ -72,6 +74,13 @@ class Turn(Struct, frozen=True):
     events_a_token: float
     refused: str = ""
     """Why the turn does not count; empty if it counts."""
+
+
+class Scrape(Struct, frozen=True):
+    """The price of one scrape of all processes of a stack."""
+
+    processes: int
+    cpu_ms: float
 
 
 def settings(case: str, before: Path | None, collector: str) -> dict[str, dict[str, str]]:
@@ -241,8 +250,17 @@ def serving_turn(generator: Generator, running: RunningStack, case: str, number:
     return Turn("serving", case, number, us, load.ev_per_req / OUTPUT_TOKENS, refusal(load, "unpaced"))
 
 
-def serving(cases: Sequence[str], before: Path | None, rounds: int, streams: int) -> list[Turn]:
-    """Return the turns of serving."""
+def scrape_ms(running: RunningStack) -> float:
+    """Return the CPU time of one scrape of all processes, in ms, one after another while nothing else happens."""
+    before = sum(cost.cpu_s for cost in running.costs().values())
+    for _ in range(SCRAPES):
+        for url in running.observed.values():
+            scrape(url)
+    return 1000 * (sum(cost.cpu_s for cost in running.costs().values()) - before) / SCRAPES
+
+
+def serving(cases: Sequence[str], before: Path | None, rounds: int, streams: int) -> list[Turn | Scrape]:
+    """Return the turns of serving, and then what a scrape takes."""
     with tempfile.TemporaryDirectory() as name, collector() as endpoint, ExitStack() as started:
         folder = Path(name)
         generator = Generator(None, folder)
@@ -253,9 +271,10 @@ def serving(cases: Sequence[str], before: Path | None, rounds: int, streams: int
             running[case] = started.enter_context(one)
             generator.run(running[case], 16, 100)
         turn = partial(serving_turn, generator)
-        return [
+        found: list[Turn | Scrape] = [
             turn(running[case], case, number, streams) for number in range(rounds) for case in in_turn(cases, number)
         ]
+        return [*found, Scrape(len(running["on"].observed), scrape_ms(running["on"]))]
 
 
 # --- results
@@ -311,18 +330,22 @@ def main() -> int:
     before = None if flags.before is None else flags.before.resolve()
     cases = [BASE, *GOALS, *([] if before is None else ["before"])]
     rounds = 2 if flags.quick else flags.rounds
-    turns: list[Turn] = []
+    rows: list[Turn | Scrape] = []
     if "path" in parts:
-        turns += uvloop.run(path(cases, before, rounds))
+        rows += uvloop.run(path(cases, before, rounds))
     if "serving" in parts:
-        turns += serving(cases, before, rounds, flags.streams)
+        rows += serving(cases, before, rounds, flags.streams)
+    turns = [row for row in rows if isinstance(row, Turn)]
     found = goals(turns, parts, cases)
     if flags.json:
-        print(msgspec.json.encode(report("observed", sys.argv[1:], found, turns)).decode())
+        print(msgspec.json.encode(report("observed", sys.argv[1:], found, rows)).decode())
         return 0
     for part in parts:
         for case in cases:
             print(line(turns, part, case))
+    for row in rows:
+        if isinstance(row, Scrape):
+            print(f"a scrape of all {row.processes} processes takes {row.cpu_ms:.1f} ms")
     for goal in found:
         value = "none counts" if goal.value is None else f"{goal.value:.3f} {goal.unit}"
         print(f"{goal.name}: {value} (goal {goal.goal:g}){'' if goal.met else '  NOT MET'}")
