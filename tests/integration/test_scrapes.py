@@ -113,7 +113,7 @@ def test_a_scrape_in_the_middle_of_a_restart_gets_a_whole_page_or_none(
 
 
 def answered_by(one: Fleet, service: str, seen: Scrapes, count: int) -> None:
-    """Wait until so many processes have answered, and no others."""
+    """Wait until `count` processes have answered, and no others."""
 
     def answered() -> bool:
         process = one.services[service].process
