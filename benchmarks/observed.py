@@ -56,7 +56,9 @@ TURN_S, TURNS = 1.0, 5
 PATH_STREAMS = 512
 KEEP_S = 1.0
 """The time between two tokens of streams whose turn it is not."""
-ROUNDS_OF_REQUESTS = 2
+LEAST_EVENTS_A_TOKEN = 0.95
+"""A round of the path with fewer does not count: clients got tokens together, or after their turn."""
+ROUNDS_OF_REQUESTS = 3
 """Requests of each stream in a turn of `serving`, one after another."""
 SCRAPES = 100
 """Scrapes whose mean is the price of one."""
@@ -148,8 +150,10 @@ class PathCase:
         """Return the round's sums, and begin the next round."""
         ended = sum(client.ended for client in self._clients)
         tokens = max(1, self._tokens)
-        refused = f"{ended} lost" if ended else ""
-        turn = Turn("path", self._case, number, self._ns / 1000 / tokens, self._events / tokens, refused)
+        events = self._events / tokens
+        refused = f"{events:.2f} events a token" if events < LEAST_EVENTS_A_TOKEN else ""
+        refused = f"{ended} lost" if ended else refused
+        turn = Turn("path", self._case, number, self._ns / 1000 / tokens, events, refused)
         self._ns = self._tokens = self._events = 0
         return turn
 
@@ -221,15 +225,15 @@ def collector() -> Iterator[str]:
 
 @contextmanager
 def scraped(urls: Sequence[str]) -> Iterator[None]:
-    """Scrape these at once and every SCRAPE_S from then on."""
+    """Scrape these every SCRAPE_S, the first time after half of that."""
     ended = threading.Event()
 
     def run() -> None:
-        while True:
+        wait_s = SCRAPE_S / 2
+        while not ended.wait(wait_s):
             for url in urls:
                 scrape(url)
-            if ended.wait(SCRAPE_S):
-                return
+            wait_s = SCRAPE_S
 
     thread = threading.Thread(target=run)
     thread.start()
