@@ -14,11 +14,20 @@ from statistics import median, quantiles
 from deploy.local.check.measurements import BusMeasured, ClockSample, Unmeasured, clock_bounds
 from shared import subjects
 from shared.bus.contract import Message
-from shared.bus.nats_connection import FAILURES, DirectClient, abort, dial, refusal_text, sync, without_password
+from shared.bus.nats_connection import (
+    FAILURES,
+    DirectClient,
+    abort,
+    check_url,
+    dial,
+    refusal_text,
+    sync,
+    without_password,
+)
 from shared.config import NatsConfig
 from shared.errors import BusDown
 
-LIMIT_S = 6.0
+LIMIT_S = 5.0
 ANSWER_LIMIT_S = 1.0
 ECHO_LIMIT_S = 3.0
 """Limit of the time for the largest message, in seconds."""
@@ -31,7 +40,8 @@ TIME_SUBJECT = "$SYS.REQ.USER.INFO"
 
 
 def measure(config: NatsConfig, namespace: str) -> BusMeasured | Unmeasured:
-    """Return what was measured within LIMIT_S."""
+    """Return what was measured within LIMIT_S. Raise ConfigError for a URL that is none."""
+    check_url(config.url)
     logging.getLogger("nats").setLevel(logging.CRITICAL)
     return asyncio.run(_measure(config, namespace))
 
@@ -75,8 +85,8 @@ class _Probe:
         trips, echoed, echo_s, samples = list[float](), 0, 0.0, list[ClockSample]()
         with suppress(TimeoutError):
             trips = [await self._trip(bytes(SMALL_BYTES), ANSWER_LIMIT_S) for _ in range(TRIPS)]
-            size = min(self._config.payload_limit_bytes, self._client.max_payload - 2 * len(str(HEADERS)))
-            echo_s = await self._trip(bytes(max(0, size)), ECHO_LIMIT_S, HEADERS)
+            size = max(0, min(self._config.payload_limit_bytes, self._client.max_payload - 2 * len(str(HEADERS))))
+            echo_s = await self._trip(bytes(size), ECHO_LIMIT_S, HEADERS)
             echoed = size
         refused = next((str(each) for each in self._said if "permissions violation" in str(each).lower()), "")
         if not trips and not refused:

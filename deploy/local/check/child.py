@@ -18,14 +18,18 @@ from msgspec import Struct
 
 from deploy.local.check.measurements import DiskMeasured, GpusMeasured, MemoryMeasured, Unmeasured
 
-GRACE_S = 1.0
+GRACE_S = 0.5
 """How long a killed process may take to end before it is left to itself, in seconds."""
+
+
+Part = Literal["memory", "disk", "gpus"]
+LIMITS_S: dict[Part, float] = {"memory": 4.0, "disk": 9.0, "gpus": 20.0}
 
 
 class LocalProbe(Struct, frozen=True):
     """A question about this machine, with the time limit of its process in seconds."""
 
-    part: Literal["memory", "disk", "gpus"]
+    part: Part
     directory: str
     limit_s: float
 
@@ -35,8 +39,9 @@ _PROBE = msgspec.json.Decoder(LocalProbe)
 _MEASURED: msgspec.json.Decoder[Measured] = msgspec.json.Decoder(Measured)
 
 
-def ask(probe: LocalProbe) -> Measured:
-    """Return what a process of its own measured, within the probe's limit."""
+def ask(part: Part, directory: Path, limit_s: float | None = None) -> Measured:
+    """Return what a process of its own measured, within the part's limit."""
+    probe = LocalProbe(part, str(directory), LIMITS_S[part] if limit_s is None else limit_s)
     command = [sys.executable, "-P", "-m", "deploy.local.check.child", msgspec.json.encode(probe).decode()]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:

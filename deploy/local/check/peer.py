@@ -15,7 +15,7 @@ from deploy.local.check.wire import Address, Wire
 from shared.errors import ProtocolError
 from shared.version import VERSION
 
-LIMIT_S = 15.0
+LIMIT_S = 12.0
 CONNECT_S = 3.0
 ECHOES = 40
 STREAMS = 4
@@ -69,7 +69,9 @@ def _measure(address: Address, shown: str, opened: ExitStack, until_s: float) ->
 def _connect(
     address: Address, greeting: frames.ProbeHello | frames.ProbeJoin, opened: ExitStack, until_s: float
 ) -> tuple[Wire, frames.ProbeWelcome]:
-    connection = opened.enter_context(socket.create_connection(address, CONNECT_S))
+    connection = opened.enter_context(
+        socket.create_connection(address, max(0.1, min(CONNECT_S, until_s - time.monotonic())))
+    )
     wire = Wire(connection, until_s)
     wire.send(greeting)
     answer = frames.answer(wire.receive())

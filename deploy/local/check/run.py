@@ -1,6 +1,7 @@
 """`headrace check`: measures one part after the other, and prints what each result means.
 
 One part at a time, so that none disturbs another. Each has its own time limit; together they stay below a minute.
+Those of this machine come first: they start processes, which gRPC does not like.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.check import bus, discovery, peer
-from deploy.local.check.child import LocalProbe, ask
+from deploy.local.check.child import Part, ask
 from deploy.local.check.measurements import (
     DiskMeasured,
     GpusMeasured,
@@ -28,7 +29,7 @@ from deploy.local.check.render import counted, plain, render
 from deploy.local.check.verdicts import Verdict, verdicts
 from deploy.local.check.wire import Address
 from deploy.local.show.fleet import FleetConfig
-from shared.errors import HeadraceError
+from shared.errors import ConfigError, HeadraceError
 from shared.version import VERSION
 
 T = TypeVar("T", bound=Struct)
@@ -72,18 +73,18 @@ def check(options: CheckOptions, *, as_json: bool) -> int:
 
 def _measure(options: CheckOptions) -> Measurements:
     fleet, say = options.fleet, _say
+    say("memory")
+    memory = _here("memory", options.pool, MemoryMeasured)
+    say("disk")
+    disk = _here("disk", options.disk, DiskMeasured)
+    if isinstance(disk, Unmeasured) and options.disk_named:
+        disk = msgspec.structs.replace(disk, wanted=True)
+    say("GPUs")
+    gpus = _here("gpus", options.pool, GpusMeasured)
     say("NATS")
     nats = _tried(lambda: bus.measure(fleet.nats, fleet.namespace)) if options.nats else Unmeasured(NO_NATS)
     say("etcd")
     etcd = _tried(lambda: discovery.measure(fleet.discovery)) if options.etcd else Unmeasured(_no_etcd(fleet))
-    say("memory")
-    memory = _here(LocalProbe("memory", str(options.pool), 4.0), MemoryMeasured)
-    say("disk")
-    disk = _here(LocalProbe("disk", str(options.disk), 12.0), DiskMeasured)
-    if isinstance(disk, Unmeasured) and options.disk_named:
-        disk = msgspec.structs.replace(disk, wanted=True)
-    say("GPUs")
-    gpus = _here(LocalProbe("gpus", str(options.pool), 20.0), GpusMeasured)
     say("peer")
     address = options.peer
     other: PeerMeasured | Unmeasured = Unmeasured(NO_PEER) if address is None else _tried(lambda: peer.measure(address))
@@ -102,16 +103,18 @@ def _no_etcd(fleet: FleetConfig) -> str:
 
 
 def _tried(measure: Callable[[], T | Unmeasured]) -> T | Unmeasured:
-    """Return what was measured; an error that the probe does not know spoils this part alone."""
+    """Return what was measured; an error that the probe does not know spoils this part alone. Raise ConfigError."""
     try:
         return measure()
+    except ConfigError:
+        raise
     except (HeadraceError, OSError, ValueError, RuntimeError) as wrong:
         return Unmeasured(f"{type(wrong).__name__}: {wrong}", wanted=True)
 
 
-def _here(probe: LocalProbe, kind: type[T]) -> T | Unmeasured:
+def _here(part: Part, directory: Path, kind: type[T]) -> T | Unmeasured:
     """Return what a process of its own measured."""
-    measured = _tried(lambda: ask(probe))
+    measured = _tried(lambda: ask(part, directory))
     if isinstance(measured, kind | Unmeasured):
         return measured
     raise AssertionError(measured)

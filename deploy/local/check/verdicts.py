@@ -275,10 +275,8 @@ def _peer(peer: PeerMeasured) -> Iterator[Verdict]:
         if not rates:
             continue
         best = max(rates.values())
-        meaning = (
-            f"1 GiB of KV, 8,192 tokens of an 8B model, takes {_time(PROMPT_BYTES / best)}; one H200 computes it in"
-        )
-        meaning += f" {_time(COMPUTED_S)}, slower engines later."
+        meaning = f"1 GiB of KV, 8,192 tokens of an 8B model, takes {_time(PROMPT_BYTES / best)}."
+        meaning += f" An H200 computes it in {_time(COMPUTED_S)}, slower engines later."
         meaning += " One stream does not fill this road." if best > FULLER * rates[1] else ""
         shown = ", ".join(f"{_rate(rate)} with {count} stream{'s' * (count > 1)}" for count, rate in rates.items())
         state: State = "warn" if best < SLOW_ROAD_BYTES_S else "ok"
@@ -287,7 +285,7 @@ def _peer(peer: PeerMeasured) -> Iterator[Verdict]:
         meaning = f"The transfer did not end: {peer.fault}."
         yield _verdict("peer transfer", "bad", "stopped in the middle", meaning, "look for a firewall or a lossy link")
     for road in peer.roads:
-        meaning = "Blocks can go this way; the rates are those above." if road.there else f"{road.reason}."
+        meaning = "TCP between the machines; its rates are those above." if road.there else f"{road.reason}."
         shown = "there" if road.there else "not there"
         yield _verdict(f"road {road.name}", "ok" if road.there else "skipped", shown, meaning)
 
