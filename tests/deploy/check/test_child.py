@@ -32,5 +32,5 @@ def test_one_that_fails_says_why_in_its_last_line(tmp_path: Path, monkeypatch: p
     assert child.ask("gpus", tmp_path, 60) == Unmeasured("CUDAError: lost", wanted=True)
     program.write_text("#!/bin/sh\nkill -SEGV $$\n")
     assert child.ask("gpus", tmp_path, 60) == Unmeasured("the probe ended with status -11", wanted=True)
-    program.write_text("#!/bin/sh\necho '{\"type\": \"disk\"}'\n")
+    program.write_text('#!/bin/sh\necho \'{"type": "disk"}\'\n')
     assert child.ask("gpus", tmp_path, 60) == Unmeasured("the probe ended with status 0", wanted=True)

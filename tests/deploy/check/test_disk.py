@@ -88,8 +88,7 @@ def _open_files(pid: int) -> list[str]:
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            found.append(os.readlink(link))
+            found.append(str(link.readlink()))
         except FileNotFoundError:  # closed meanwhile
             continue
     return found
-

@@ -39,9 +39,7 @@ def test_a_clock_that_was_set_meanwhile_has_wide_bounds() -> None:
     st.floats(-1e6, 1e6),
     st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 10), st.floats(0, 1), st.sampled_from([0.0, 1e-3, 1.0]))),
 )
-def test_the_true_offset_is_within_the_bounds(
-    offset: float, asked: list[tuple[float, float, float, float]]
-) -> None:
+def test_the_true_offset_is_within_the_bounds(offset: float, asked: list[tuple[float, float, float, float]]) -> None:
     samples = []
     for at, took, share, step in asked:
         theirs = at + took * share + offset

@@ -86,8 +86,20 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("gpus", {"gpus": (GpuMeasured(3, "L4", 12e9, 25e9),)}, "GPU 3 bus", "warn", "L4: 12 GB/s to it, 25 GB/s from it"),
     ("gpus", {"pool_pinned": False, "pool_refusal": "not permitted"}, "GPU pinning", "warn", "refused: not permitted"),
     ("peer", {"round_trip_s": 0.03}, "peer round trip", "warn", "30 ms to peer:8770, version 0.1.0"),
-    ("peer", {"rates": (Rate(True, 1, 0.11e9), Rate(False, 1, 2e9))}, "rate to the peer", "warn", "110 MB/s with 1 str"),
-    ("peer", {"rates": (Rate(False, 1, 0.9e9), Rate(False, 4, 1e9))}, "rate from the peer", "ok", "1 GB/s with 4 streams"),
+    (
+        "peer",
+        {"rates": (Rate(True, 1, 0.11e9), Rate(False, 1, 2e9))},
+        "rate to the peer",
+        "warn",
+        "110 MB/s with 1 str",
+    ),
+    (
+        "peer",
+        {"rates": (Rate(False, 1, 0.9e9), Rate(False, 4, 1e9))},
+        "rate from the peer",
+        "ok",
+        "1 GB/s with 4 streams",
+    ),
     ("peer", {"fault": "timed out"}, "peer transfer", "bad", "stopped in the middle"),
 ]
 
