@@ -47,14 +47,19 @@ ADVICE = {
 
 
 def measure(config: DiscoveryConfig) -> DiscoveryMeasured | Unmeasured:
-    """Return what was measured within LIMIT_S. Raise ConfigError for an endpoint that is none."""
+    """Return what was measured within LIMIT_S. Raise ConfigError."""
     logging.getLogger("shared.discovery").setLevel(logging.CRITICAL)
     return asyncio.run(_measure(config))
 
 
+def client_of(config: DiscoveryConfig) -> EtcdClient:
+    """Return a client of the first endpoint, not connected yet. Raise ConfigError."""
+    return EtcdClient(config.endpoints[:1], config.user, config.password, lambda: None)
+
+
 async def _measure(config: DiscoveryConfig) -> DiscoveryMeasured | Unmeasured:
     endpoint = config.endpoints[0] if config.endpoints else ""
-    client = EtcdClient(config.endpoints[:1], config.user, config.password, lambda: None)
+    client = client_of(config)
     try:
         async with asyncio.timeout(LIMIT_S):
             found = await client.call(lambda etcd: _ask(etcd, endpoint))

@@ -29,7 +29,8 @@ from deploy.local.check.render import counted, plain, render
 from deploy.local.check.verdicts import Verdict, verdicts
 from deploy.local.check.wire import Address
 from deploy.local.show.fleet import FleetConfig
-from shared.errors import ConfigError, HeadraceError
+from shared.bus.nats_connection import check_url
+from shared.errors import HeadraceError
 from shared.version import VERSION
 
 T = TypeVar("T", bound=Struct)
@@ -60,7 +61,11 @@ class CheckReport(Struct, frozen=True):
 
 
 def check(options: CheckOptions, *, as_json: bool) -> int:
-    """Measure and print. Return 1 if something is bad, else 0."""
+    """Measure and print. Return 1 if something is bad, else 0. Raise ConfigError, before anything is measured."""
+    if options.nats:
+        check_url(options.fleet.nats.url)
+    if options.etcd:
+        discovery.client_of(options.fleet.discovery)
     found = _measure(options)
     judged = verdicts(found)
     if as_json:
@@ -103,11 +108,9 @@ def _no_etcd(fleet: FleetConfig) -> str:
 
 
 def _tried(measure: Callable[[], T | Unmeasured]) -> T | Unmeasured:
-    """Return what was measured; an error that the probe does not know spoils this part alone. Raise ConfigError."""
+    """Return what was measured; an error that the probe does not know spoils this part alone."""
     try:
         return measure()
-    except ConfigError:
-        raise
     except (HeadraceError, OSError, ValueError, RuntimeError) as wrong:
         return Unmeasured(f"{type(wrong).__name__}: {wrong}", wanted=True)
 

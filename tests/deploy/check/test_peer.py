@@ -165,7 +165,11 @@ def test_what_is_no_peer_is_said(said: bytes, reason: str) -> None:
 
 def test_a_peer_that_never_greets_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MESSAGE_S", 0.3)
-    with a_peer(lambda connection, end: connection.recv(1) and None) as address:
+
+    def wait(connection: socket.socket, end: Wire) -> None:
+        connection.recv(1)
+
+    with a_peer(wait) as address:
         assert isinstance(peer.measure(address), Unmeasured)
 
 

@@ -52,7 +52,12 @@ def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int] | N
 def test_messages_and_bytes_follow_each_other(ends: tuple[socket.socket, socket.socket]) -> None:
     one, other = map(wire_of, ends)
     size_bytes = 3 * PIECE_BYTES + 1
-    sending = threading.Thread(target=lambda: (one.send(frames.ProbeEcho(1)), one.send_bytes(size_bytes)))
+
+    def send() -> None:
+        one.send(frames.ProbeEcho(1))
+        one.send_bytes(size_bytes)
+
+    sending = threading.Thread(target=send)
     sending.start()
     assert frames.question(other.receive()) == frames.ProbeEcho(1)
     other.receive_bytes(size_bytes)
