@@ -30,7 +30,7 @@ CLOCK_S, CLOCK_PAUSE_S, CLOCK_LIMIT_S = 1.1, 0.05, 2.0
 """etcd says the time in whole seconds: asked for a little more than one, it shows when a second begins."""
 HEAD_LIMIT_BYTES = 1 << 16
 ALL_ALARMS = 0
-"""etcd's AlarmRequest.GET."""
+"""The action of an AlarmRequest that lists alarms."""
 
 REACH = "start etcd, or give its address: --etcd, discovery.endpoints of every service"
 _USER = (

@@ -21,7 +21,7 @@ ECHOES = 40
 STREAMS = 4
 FIRST_BYTES = 256 << 10
 ENOUGH_S, WANTED_S = 0.25, 0.5
-"""A transfer of less than ENOUGH_S is repeated with more bytes, so many that it would take WANTED_S."""
+"""A transfer of less than ENOUGH_S is repeated with as many bytes as would take WANTED_S."""
 GROWTH = 16
 """The most by which a transfer grows at once: the first ones are slower than the network."""
 
@@ -135,6 +135,6 @@ def _roads(welcome: frames.ProbeWelcome) -> tuple[Road, ...]:
     why = f"; the package nixl is not installed {lacking}" if lacking else ""
     return (
         Road("sockets", there=True),
-        Road("CUDA IPC", there=False, reason="it joins GPUs of one machine, not two machines"),
-        Road("NIXL", there=False, reason=f"this version of Headrace has no NIXL road{why}"),
+        Road("CUDA IPC", there=False, reason="It joins GPUs of one machine, not two machines"),
+        Road("NIXL", there=False, reason=f"This version of Headrace has no NIXL road{why}"),
     )

@@ -76,7 +76,7 @@ class ProbeServer:
                 connection.close()
 
     def close(self) -> None:
-        """End everything."""
+        """End all connections, and `run`."""
         with suppress(OSError):  # wakes `accept`
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()

@@ -158,9 +158,10 @@ def _discovery(etcd: DiscoveryMeasured) -> Iterator[Verdict]:
         meaning = f"It has raised the alarm {', '.join(etcd.faults)}: processes cannot join."
     advice = "compact and defragment etcd, then `etcdctl alarm disarm`; --auto-compaction-retention"
     yield _verdict("etcd server", "bad" if etcd.faults else "ok", shown, meaning, advice)
-    meaning = "Each process renews its lease (10 s) every 2 s, and gives a call up after 2 s. No request waits for it."
+    renewing = "Each process renews its lease (10 s) every 2 s, and gives a call up after 2 s. No request waits for it."
     advice = "a faster disk for etcd, or a nearer one; discovery.lease_ttl_s of every service, such as 20"
-    for name, took_s in (("etcd read", etcd.read_s), ("etcd write", etcd.write_s)):
+    reading = "Processes read all keys when they start, and after an outage of etcd."
+    for name, took_s, meaning in (("etcd read", etcd.read_s, reading), ("etcd write", etcd.write_s, renewing)):
         state: State = "bad" if took_s >= LATE_CALL_S else "warn" if took_s >= SLOW_CALL_S else "ok"
         yield _verdict(name, state, _time(took_s), meaning, advice, took_s, "s")
     whole = etcd.value_bytes >= LEAST_VALUE_BYTES
@@ -305,6 +306,8 @@ def _clock(name: str, bounds: ClockBounds) -> Verdict:
 
 
 def _time(seconds: float) -> str:
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} µs"
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"

@@ -72,7 +72,7 @@ def test_another_version_is_refused_by_name(server: ProbeServer) -> None:
     assert closed(connection)
 
 
-def test_a_measurement_has_so_many_streams_and_no_more(server: ProbeServer) -> None:
+def test_a_measurement_has_a_limit_of_streams(server: ProbeServer) -> None:
     first, _, session = admitted(server.address)
     opened = [first]
     for number in range(frames.MOST_STREAMS):
