@@ -7,7 +7,8 @@ from pathlib import Path
 
 from deploy.local.check import bus, discovery, frames, peer, render, serve
 from deploy.local.check.child import LIMITS_S
-from tests.deploy.check.test_verdicts import CASES, changed, verdicts
+from deploy.local.check.verdicts import verdicts
+from tests.deploy.check.test_verdicts import CASES, changed
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
 PARTS = ("NATS", "etcd", "memory", "disk", "GPU", "peer")

@@ -29,6 +29,8 @@ KEY = f"/{subjects.ROOT}/!check/"
 CLOCK_S, CLOCK_PAUSE_S, CLOCK_LIMIT_S = 1.1, 0.05, 2.0
 """etcd says the time in whole seconds: asked for a little more than one, it shows when a second begins."""
 HEAD_LIMIT_BYTES = 1 << 16
+UNANSWERED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
+"""Refusals of questions about the server itself, which then stay open."""
 ALL_ALARMS = 0
 """The action of an AlarmRequest that lists alarms."""
 
@@ -92,7 +94,7 @@ async def _ask(etcd: EtcdConnection, endpoint: str) -> dict[str, Any]:
         alarms = (await etcd.ask(etcd.maintenance.Alarm, rpc.AlarmRequest(action=ALL_ALARMS))).alarms
         faults = [rpc.AlarmType.Name(each.alarm) for each in alarms]
     except grpc.aio.AioRpcError as wrong:
-        if wrong.code() is not grpc.StatusCode.PERMISSION_DENIED:
+        if wrong.code() not in UNANSWERED:
             raise
     return {
         "address": endpoint,

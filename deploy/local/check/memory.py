@@ -26,7 +26,7 @@ def measure(directory: Path) -> MemoryMeasured:
         free_bytes=about.f_bavail * about.f_frsize if about.f_blocks else None,  # 0 blocks: a tmpfs without a limit
         total_bytes=memory["MemTotal"],
         available_bytes=memory["MemAvailable"],
-        group_limit_bytes=min(_group_limits(), default=None),
+        group_limit_bytes=min(group_limits(), default=None),
         memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
         overcommit=int(Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii")),
         commit_left_bytes=memory["CommitLimit"] - memory["Committed_AS"],
@@ -57,12 +57,16 @@ def _meminfo() -> dict[str, int]:
     return {name: int(number) * 1024 for name, number, *_ in sizes}
 
 
-def _group_limits() -> Iterator[int]:
+def group_limits(root: Path = CGROUPS, memberships: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
     """Yield the memory limits of this process's control groups (version 2), from its own up to the root."""
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+    try:
+        lines = memberships.read_text(encoding="utf-8").splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for line in lines:
         number, _, path = line.split(":", 2)
-        group = CGROUPS / path.lstrip("/")
+        group = root / path.lstrip("/")
         for place in (group, *group.parents) if number == "0" else ():
             limit = place / "memory.max"
-            if place.is_relative_to(CGROUPS) and limit.is_file() and (text := limit.read_text().strip()) != "max":
+            if place.is_relative_to(root) and limit.is_file() and (text := limit.read_text().strip()) != "max":
                 yield int(text)

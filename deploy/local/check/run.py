@@ -6,6 +6,7 @@ Those of this machine come first: they start processes, which gRPC does not like
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -28,12 +29,15 @@ from deploy.local.check.measurements import (
 from deploy.local.check.render import counted, plain, render
 from deploy.local.check.verdicts import Verdict, verdicts
 from deploy.local.check.wire import Address
+from deploy.local.colour import Style, paint
 from deploy.local.show.fleet import FleetConfig
 from shared.bus.nats_connection import check_url
 from shared.errors import HeadraceError
 from shared.version import VERSION
 
 T = TypeVar("T", bound=Struct)
+_STYLES: dict[str, Style] = {"ok": "green", "warn": "yellow", "bad": "red", "skipped": "dim"}
+_STATE = re.compile(r"^(?:ok|warn|bad|skipped)(?= )", re.MULTILINE)
 
 
 class CheckOptions(Struct, frozen=True, kw_only=True):
@@ -72,7 +76,8 @@ def check(options: CheckOptions, *, as_json: bool) -> int:
         report = CheckReport(VERSION, counted(judged), judged, found)
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        print(render(judged, shutil.get_terminal_size().columns))
+        text = render(judged, shutil.get_terminal_size().columns)
+        print(_STATE.sub(lambda word: paint(word[0], _STYLES[word[0]], sys.stdout), text))
     return int(any(each.state == "bad" for each in judged))
 
 

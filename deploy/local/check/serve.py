@@ -30,6 +30,8 @@ MOST_CONNECTIONS = 2 * frames.MOST_STREAMS
 FIRST_MESSAGE_S = 3.0
 """How long a connection may take until its first message is there, in seconds."""
 
+ACCEPT_AGAIN_S = 0.1
+"""The pause after a connection that could not be accepted, in seconds."""
 EVERYWHERE, LOOPBACK = ("0.0.0.0", "::"), ("127.0.0.1", "::1")  # noqa: S104 compared with, not bound
 
 
@@ -54,6 +56,7 @@ class ProbeServer:
             said = getattr(wrong, "strerror", None) or wrong
             raise ConfigError(f"--serve {address[0]}:{address[1]}: {said}") from None
         self.address: Address = self._listening.getsockname()[:2]
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         """Guards all fields below."""
         self._session: ProbeSession | None = None
@@ -64,8 +67,10 @@ class ProbeServer:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._closed.wait(ACCEPT_AGAIN_S):
+                    return
+                continue
             with self._lock:
                 room = len(self._open) < MOST_CONNECTIONS
                 if room:
@@ -77,6 +82,7 @@ class ProbeServer:
 
     def close(self) -> None:
         """End all connections, and `run`."""
+        self._closed.set()
         with suppress(OSError):  # wakes `accept`
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()

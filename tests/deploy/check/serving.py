@@ -45,7 +45,10 @@ def admitted(address: Address) -> tuple[socket.socket, Wire, str]:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         connection, wire = connected(address)
-        answer = greet(wire)
+        try:
+            answer = greet(wire)
+        except (EOFError, OSError):  # no room yet
+            answer = frames.ProbeBusy("closed")
         if isinstance(answer, frames.ProbeWelcome):
             return connection, wire, answer.session
         connection.close()

@@ -21,6 +21,7 @@ from deploy.local.check.child import GRACE_S, LIMITS_S
 from deploy.local.check.run import CheckReport
 from tests.deploy.up_state import up_state
 from tests.servers import free_port, nats_server
+from tests.terminal_screen import terminal_screen
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 300.0
@@ -194,6 +195,16 @@ def files_of(session: int) -> list[str]:
             except OSError:
                 continue
     return found
+
+
+def test_on_a_terminal_the_progress_is_gone_at_the_end_and_states_have_colours(tmp_path: Path) -> None:
+    words = command("--state", str(tmp_path))
+    with terminal_screen(words, {"NO_PROXY": "*"}, cwd=ROOT, rows=200) as terminal:
+        assert terminal.ended() in (0, 1)
+        assert b"measures memory" in terminal.raw
+        assert b"\x1b[32mok\x1b[0m       pool file system: " in terminal.raw
+        assert "measures" not in terminal.text
+        assert any(line == "skipped  NATS: not measured" for line in terminal.lines)
 
 
 def test_the_result_goes_through_a_pipe_that_closes_early(tmp_path: Path) -> None:
