@@ -44,7 +44,8 @@ JSON_HEADER = {"Content-Type": "application/json"}
 
 ServiceName = Literal["frontend", "router", "worker", "kvbm"]
 Role = Literal["aggregated", "prefill", "decode", "encode"]
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error", "handed_over"]
+"""Why an attempt ended. handed_over: a `Generate.prefill_only` has its first token, and another worker decodes."""
 Tier = Literal["device", "host", "disk"]
 Pooling = Literal["", "mean", "last"]
 """How an embedding is made: from the mean of all positions' hidden states, or from the last one; empty: not at all."""
@@ -157,6 +158,8 @@ class ModelCard(Struct, frozen=True):
     kv_layout: KvLayout
     eos_token_ids: tuple[int, ...] = ()
     role: Role = "aggregated"
+    """What the instance does of a request: all of it; prefill: only prompts, which it hands over with their first
+    token; decode: it takes such requests over, and computes a prompt itself where no worker hands it over."""
     ranks: int = 1
     """The number of data-parallel ranks; a candidate is (instance, rank)."""
     lora: tuple[str, ...] = ()
@@ -195,9 +198,14 @@ class ModelCard(Struct, frozen=True):
     digest."""
 
     @property
+    def decodes(self) -> bool:
+        """Whether the instance can answer a whole request. A model is ready only with such an instance."""
+        return self.role in ("aggregated", "decode")
+
+    @property
     def routed(self) -> bool:
-        """Whether routers choose the instance: they choose no other role yet."""
-        return self.role == "aggregated"
+        """Whether routers choose the instance."""
+        return self.decodes or self.role == "prefill"
 
 
 # --- frontend → router: select and reserve in one step
@@ -230,6 +238,8 @@ class Select(Struct, frozen=True, tag="select"):
     wait_limit_s: float = 0.0
     """The longest wait for earlier prompts, in seconds: if no candidate is predicted to begin the request by then, the
     router refuses it as overloaded; 0: no limit."""
+    whole: bool = False
+    """Whether one worker must compute the whole request: an embedding, or log-probabilities of the prompt."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):
@@ -271,6 +281,10 @@ class Selected(Struct, frozen=True, tag="selected"):
     reason: str
     candidates: tuple[Candidate, ...] = ()
     """The best few candidates, best first; empty unless `Select.explain` asked for them."""
+    decode: str = ""
+    """The worker that takes the request over after its first token, as attempt + 1, whose load is reserved there;
+    `instance` computes only the prompt. Empty: `instance` computes all of it."""
+    decode_rank: int = 0
 
 
 class SelectRefused(Struct, frozen=True, tag="refused"):
@@ -304,6 +318,9 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     """The router that made the reservation; it ignores its own message."""
     priority: int = 0
     """The priority of its Select."""
+    delay_s: float = 0.0
+    """The longest time, in seconds, until the worker hears of the attempt, which another one hands over; 0: it hears of
+    it at once."""
 
 
 class Prefilled(Struct, frozen=True, tag="prefilled"):
@@ -527,6 +544,10 @@ class Generate(Struct, frozen=True, tag="generate"):
     wait_left_s: float | None = None
     """The time within which the worker must begin to compute the prompt, in seconds. If it does not, the attempt ends
     with NOT_BEGUN. None: there is no such limit."""
+    prefill_only: bool = False
+    """Whether the attempt ends with its first token, as "handed_over", unless that token ends the request. The worker
+    offers all full blocks of the prompt to its kvbm, also those that it found in its cache. Only for instances whose
+    card has the role prefill."""
 
 
 class Accepted(Struct, frozen=True, tag="accepted"):

@@ -49,6 +49,7 @@ class ModelMetrics(Struct, frozen=True):
     prompt_count: Counter
     output_count: Counter
     migrations: Counter
+    hand_overs: Counter
     cached: tuple[Counter, Counter, Counter]
     """The counters of device, host and disk."""
 
@@ -131,6 +132,9 @@ class Metrics:
         self._migrations = counter(
             "headrace_model_migration", "Attempts that continued or repeated a lost attempt", [MODEL]
         )
+        self._hand_overs = counter(
+            "headrace_hand_overs", "Prompts that one worker computed and another one decodes from", [MODEL]
+        )
         self.lost = counter(
             "headrace_attempts_lost", "Lost attempts, by reason; docs/states.md explains each", ["reason"]
         )
@@ -195,6 +199,7 @@ class Metrics:
                 self._prompt_count.labels(name),
                 self._output_count.labels(name),
                 self._migrations.labels(name),
+                self._hand_overs.labels(name),
                 (
                     self._cached_tokens.labels("device", name),
                     self._cached_tokens.labels("host", name),

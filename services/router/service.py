@@ -223,30 +223,31 @@ class Router:
             self._malformed("select", wrong)
             await self._answer(message, "", SelectRefused("", 0, "bad_request", str(wrong)), arrived)
             return
-        reply, reserved = self._choose(select)
+        reply, reservations = self._choose(select)
         if parent is not None:
             self._trace(select, reply, parent, arrived)
         answered = await self._answer(message, select.model if select.model in self.models else "", reply, arrived)
-        if reserved is None:
+        if not reservations:
             return
-        if not answered:
-            self.models[select.model].load.withdraw((select.request, select.attempt))
-        elif self._follower.other_routers or self._now() < self._joined_by_s:
-            # A router that misses this event learns of the attempt from the worker's report.
-            self._outbox.publish_load(select.model, reserved)
+        for reserved in reservations:
+            if not answered:
+                self.models[select.model].load.withdraw((reserved.request, reserved.attempt))
+            elif self._follower.other_routers or self._now() < self._joined_by_s:
+                # A router that misses this event learns of the attempt from the worker's report.
+                self._outbox.publish_load(select.model, reserved)
         self._selects_since_yield = (self._selects_since_yield + 1) % SELECTS_PER_TURN
         if not self._selects_since_yield and self._follower.other_routers:
             await asyncio.sleep(0)
 
-    def _choose(self, select: Select) -> tuple[SelectReply, Reserved | None]:
+    def _choose(self, select: Select) -> tuple[SelectReply, list[Reserved]]:
         model = self.models.get(select.model)
         if model is None:
             reason = f"no worker has served the model {select.model[:200]} since this router started"
-            return SelectRefused(select.request[:256], select.attempt, "unknown_model", reason), None
+            return SelectRefused(select.request[:256], select.attempt, "unknown_model", reason), []
         selection = model.select(select, self._now())
         if selection.fault is not None:
             self._report_fault(select.model, selection.fault)
-        return selection.reply, selection.reserved
+        return selection.reply, [each for each in (selection.reserved, selection.reserved_decode) if each is not None]
 
     def _trace(self, select: Select, reply: SelectReply, parent: TraceParent, arrived: float) -> None:
         """Make the span of a choice, and note its trace for `headrace explain`."""

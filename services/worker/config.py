@@ -224,6 +224,9 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     cache: str = ".headrace/models"
     """Directory of converted weights, which the machine's workers share."""
     engine: EngineName = "native"
+    role: Literal["aggregated", "prefill", "decode"] = "aggregated"
+    """What the worker does of a request: aggregated: all of it; prefill: prompts, each handed over with its first token
+    through the machine's kvbm; decode: it takes such requests over, and computes prompts where that costs less."""
     block_size: Positive = 16
     """Tokens of a block."""
     capacity_blocks: Natural = 0
@@ -278,6 +281,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         if self.device == "cuda" and self.engine != "native":
             instead = "computes on what vLLM was installed for" if self.engine == "vllm" else "computes nothing"
             raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
+        if fault := self._role_fault():
+            raise ValueError(fault)
         if self.engine == "attached" and self.kvbm.pool:
             raise ValueError("kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm")
         if fault := self._connectors_fault():
@@ -293,6 +298,20 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
         if self.device == "cpu" and self.kv_dtype == "float16":
             raise ValueError("kv_dtype is float16; on a CPU there are float32 and bfloat16")
+
+    def _role_fault(self) -> str:
+        """Return why the worker cannot have its role; empty: it can."""
+        if self.role == "aggregated":
+            return ""
+        if self.engine not in ("native", "simulated"):
+            return f"role is {self.role}, but engine is {self.engine}; only the native and simulated engines have roles"
+        if not self.kvbm.pool:
+            return f"role is {self.role}, but kvbm.pool is empty: blocks are handed over through the machine's kvbm"
+        if self.role == "prefill" and self.kvbm.offload != "filled":
+            return (
+                f"role is prefill, but kvbm.offload is {self.kvbm.offload}; what is handed over must be stored: filled"
+            )
+        return ""
 
     def _connectors_fault(self) -> str:
         """Return which settings of vLLM's connectors contradict each other; empty: none."""

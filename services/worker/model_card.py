@@ -13,7 +13,7 @@ from services.worker.model_facts import read_pooling, read_sampling
 from shared import hashing, subjects
 from shared.chat_templates import NAMES, template_file
 from shared.discovery.announcement import Announcement
-from shared.messages import JSON_HEADER, MODEL_CARD, EventSource, ModelCard
+from shared.messages import JSON_HEADER, MODEL_CARD, EventSource, ModelCard, Role
 from shared.model_file import LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_model_file
 from shared.runtime.lifecycle import Runtime
 
@@ -33,6 +33,7 @@ def card_of(
     device: str = "",
     chat_template: str = "",
     sampling: SamplingConfig = DEFAULT_SAMPLING,
+    role: Role = "aggregated",
 ) -> ModelCard:
     """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
     directory. Reads some MB. Raise ModelError."""
@@ -52,6 +53,7 @@ def card_of(
         ranks=facts.ranks,
         kv_layout=facts.kv_layout,
         eos_token_ids=facts.eos_token_ids,
+        role=role,
         grammars=facts.grammars,
         biases=facts.biases,
         min_tokens=facts.min_tokens,

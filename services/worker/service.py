@@ -242,6 +242,7 @@ class Worker:
             device=self._config.shown_device,
             chat_template=self._config.chat_template,
             sampling=self._config.sampling,
+            role=self._config.role,
         )
         self._metrics.engine_started(self.engine.start_s)
         self._kvbm.engine_ready()

@@ -142,10 +142,11 @@ def overview(
         )
         for each in sorted(catalogue.instances.values(), key=lambda each: (each.service, each.started, each.instance))
     ]
-    unchosen = [
-        f"worker {card.instance} serves {card.model} in the role {card.role!r}, which no router chooses"
+    decoded = {card.model for card in cards if card.decodes}
+    undecoded = [
+        f"worker {card.instance} has the role {card.role} for {card.model}, but no worker decodes for it"
         for card in cards
-        if not card.routed
+        if card.model not in decoded
     ]
     return Overview(
         namespace=namespace,
@@ -155,7 +156,7 @@ def overview(
         models=tuple(_model_row(model, list(served), reports) for model, served in groupby(cards, attrgetter("model"))),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
-        notes=(*notes, *unchosen),
+        notes=(*notes, *undecoded),
         routers=tuple(states),
         stores=tuple(stores),
     )

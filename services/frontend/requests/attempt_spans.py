@@ -4,6 +4,7 @@
     ├─ attempt ─────────────┐ SelectWorker ─▶ CountLoss, Finish, Fail, or the client left
     │  ├─ select            │ SelectWorker ─▶ Selected, SelectRefused, Unrouted; the router's span is below it
     │  └─ (the worker's)    │ queue, onboard, prefill, decode
+    ├─ attempt               HandOver ─▶ as above: the one that decodes after another worker's prefill
     ├─ migration ───────────┘ CountLoss ─▶ the next token: what the client waited for it
     └─ attempt …
 
@@ -21,6 +22,7 @@ from services.frontend.requests.session import (
     DispatchAttempt,
     Fail,
     Finish,
+    HandOver,
     PublishLoad,
     SelectWorker,
 )
@@ -75,6 +77,13 @@ class AttemptSpans:
                 self._attempt.attributes |= {"headrace.instance": action.instance, "headrace.rank": action.rank}
                 if self._migration is not None:
                     self._migration.attributes["headrace.instance"] = action.instance
+            case HandOver(attempt):
+                self._end_attempt(now_ns, "")
+                taken: dict[str, AttributeValue] = {
+                    "headrace.request": self._request,
+                    "headrace.handed_over_by": attempt,
+                }
+                self._attempt = self._begin(self._root, now_ns, taken)
             case PublishLoad(Prefilled()):
                 self._end_migration(now_ns)
             case CountLoss():

@@ -69,6 +69,7 @@ class BusCalls:
                 # Later attempts have waited already.
                 wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
                 time_left_s=max(0.0, request.deadline - loop.time()),
+                whole=bool(request.embedding_size) or request.prompt_only or request.prompt_entries is not None,
             )
         )
         headers = None if stream.spans is None else stream.spans.select_headers
@@ -139,6 +140,7 @@ class BusCalls:
             salt=request.salt,
             priority=request.priority,
             wait_left_s=max(0.0, stream.started + action.wait_s - now) if action.wait_s else None,
+            prefill_only=action.prefill_only,
         )
         subject = subjects.worker(self._runtime.namespace, action.instance, "generate")
         event: Event
@@ -186,7 +188,7 @@ class BusCalls:
             isinstance(answer, SelectRefused)
             and answer.code in ("unknown_model", "no_instances")
             and any(
-                card.model == request.model and card.routed and (not request.lora or request.lora in card.lora)
+                card.model == request.model and card.decodes and (not request.lora or request.lora in card.lora)
                 for card in self._runtime.directory.cards.values()
             )
         )

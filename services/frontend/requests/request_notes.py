@@ -6,7 +6,7 @@ A request that got its answer from its first worker has no note here: the router
 from __future__ import annotations
 
 from services.frontend.protocol.errors import failure_of
-from services.frontend.requests.session import CountLoss, RetryLater
+from services.frontend.requests.session import CountLoss, HandOver, RetryLater
 from shared.errors import HeadraceError, InvalidRequest
 
 
@@ -14,6 +14,11 @@ def lost(action: CountLoss, instance: str, tokens: int) -> str:
     """Return the note of a lost attempt at a worker; `tokens` is the number of output tokens so far."""
     kept = f", after {tokens} tokens, which are kept" if tokens else ""
     return f"lost at {instance or 'no worker'} ({action.loss}){kept}: {action.why}"
+
+
+def handed_over(action: HandOver) -> str:
+    """Return the note of a prompt that was computed, and whose answer another worker decodes."""
+    return f"computed its prompt and handed over to {action.instance}, which decodes"
 
 
 def no_worker(action: RetryLater) -> str:

@@ -248,7 +248,7 @@ class RequestService:
     # --- actions out
 
     def _do(self, stream: Stream, actions: Sequence[sessions.Action]) -> None:
-        tasks, name = self._runtime.tasks, stream.request.id
+        tasks, name, handed_over = self._runtime.tasks, stream.request.id, False
         for action in actions:
             if stream.spans is not None and stream.request.trace is not None:
                 stream.spans.acted(action, stream.request.trace.now_ns())
@@ -263,10 +263,14 @@ class RequestService:
                     self._note(stream, action.attempt, request_notes.no_worker(action))
                     tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
                 case sessions.DispatchAttempt():
-                    stream.worker = action.instance
-                    if action.attempt > 1:
+                    if action.attempt > 1 and not handed_over:
                         stream.metrics.migrations.inc()
+                    stream.worker = action.instance
                     tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
+                case sessions.HandOver():
+                    handed_over = True
+                    stream.metrics.hand_overs.inc()
+                    self._note(stream, action.attempt, request_notes.handed_over(action))
                 case sessions.WithdrawAttempt():
                     self._cancel(action.instance, Cancel(name, action.attempt))
                 case sessions.CountLoss():

@@ -8,7 +8,11 @@
                 │                      │                                          │
                 └────── lost ──────────┴──────────────────────────────────────────┘
 
+    STREAMING ── handed over: the prompt's worker has its first token ──▶ OFFERED to the worker that decodes
     any state ── no choice, stop string, client gone, a limit of time, too many attempts ──▶ ENDED
+
+A router may choose two workers: one computes the prompt, as attempt n, and the other decodes, as attempt n + 1, whose
+load is reserved from the choice on. If either is lost, the request goes on with another choice.
 
 A lost attempt is withdrawn and its reservation released. The next attempt continues after the tokens so far;
 requests/retry.py decides how often.
@@ -160,6 +164,17 @@ class DispatchAttempt(Struct, frozen=True):
     rank: int
     wait_s: float = 0.0
     """Seconds from the request's start within which the worker must begin; 0: the deadline alone counts."""
+    prefill_only: bool = False
+    """Whether another worker decodes: the attempt ends with its first token."""
+
+
+class HandOver(Struct, frozen=True):
+    """The prompt is computed; its worker's attempt is over, and the next action dispatches the one that decodes."""
+
+    attempt: int
+    """The attempt that is over."""
+    instance: str
+    """The worker that decodes."""
 
 
 class EmitTokens(Struct, frozen=True):
@@ -219,6 +234,7 @@ Action = (
     SelectWorker
     | RetryLater
     | DispatchAttempt
+    | HandOver
     | EmitTokens
     | EmitPromptLogprobs
     | WithdrawAttempt
@@ -269,6 +285,12 @@ class Session:
         self._prompt_logprobs = prompt_logprobs
         self.prefilled = False
         """Whether this attempt has brought a token."""
+        self._decoder: tuple[str, int] | None = None
+        """The (instance, rank) that decodes after this attempt, as the attempt after it; None: this attempt decodes."""
+        self._prefill_only = False
+        """Whether this attempt ends with its first token."""
+        self._last_attempt = 0
+        """The highest number of an attempt for which a router has, or may have, a reservation."""
         self._no_choice: HeadraceError | None = None
         """The error of the last choice that found no worker."""
 
@@ -297,6 +319,8 @@ class Session:
                 return self._end([Fail(RequestTimeout(self._retries.error_text(late)))])
             case InstanceGone():
                 gone = bool(self.instance) and self.instance == event.instance
+                if not gone and self._decoder is not None and self._decoder[0] == event.instance:
+                    return self._drop_decoder()
                 return self._attempt_lost("gone", "the worker is gone") if gone else []
             case AttemptLost():
                 lost = self.state is State.STREAMING and event.attempt == self.attempt
@@ -334,11 +358,20 @@ class Session:
         if self.state is not State.CHOOSING or choice.attempt != self.attempt:
             # The answer came too late, or twice. The reservation of a live attempt ends with that attempt.
             live = self.state is not State.ENDED and choice.attempt == self.attempt
-            return [] if live else [PublishLoad(Finished(self.request, choice.attempt))]
+            if live:
+                return []
+            reserved = [choice.attempt, choice.attempt + 1] if choice.decode else [choice.attempt]
+            used = -1 if self.state is State.ENDED else self.attempt
+            return [PublishLoad(Finished(self.request, attempt)) for attempt in reserved if attempt != used]
         self.state = State.OFFERED
         self.instance = choice.instance
+        self._prefill_only = bool(choice.decode)
+        if choice.decode:
+            self._decoder = choice.decode, choice.decode_rank
+            self._last_attempt = self.attempt + 1
         first_try = not (self.tokens or self._retries.may_wait)
-        return [DispatchAttempt(self.attempt, choice.instance, choice.rank, self._wait_s if first_try else 0.0)]
+        wait_s = self._wait_s if first_try else 0.0
+        return [DispatchAttempt(self.attempt, choice.instance, choice.rank, wait_s, prefill_only=self._prefill_only)]
 
     def _on_answer(self, answer: Answer) -> list[Action]:
         match answer:
@@ -392,6 +425,10 @@ class Session:
             case "deadline":
                 late = RequestTimeout(self._retries.error_text("the request's deadline has passed"))
                 return actions + self._end([Fail(late)], withdraw=False)
+            case "handed_over":
+                if not (self._prefill_only and self.prefilled):
+                    return actions + self._attempt_lost("senseless", "it handed over what it must not", withdraw=False)
+                return actions + self._hand_over()
             case "cancelled":  # not at our request
                 return actions + self._attempt_lost(
                     "handed_back", "the worker assumed that this frontend was gone", withdraw=False
@@ -481,6 +518,25 @@ class Session:
             actions.append(EmitTokens(shown, logprobs))
         return actions
 
+    def _hand_over(self) -> list[Action]:
+        """Go on where the prompt's blocks are handed over to; if that worker is gone, with another choice."""
+        decoder, self._decoder = self._decoder, None
+        actions = self._leave(withdraw=False)
+        if decoder is None:
+            return actions + self._next()
+        ended, self.attempt = self.attempt, self._last_attempt
+        self._retries.attempt_started()
+        self.state = State.OFFERED
+        self.instance, rank = decoder
+        return [*actions, HandOver(ended, self.instance), DispatchAttempt(self.attempt, self.instance, rank)]
+
+    def _drop_decoder(self) -> list[Action]:
+        """Give up the worker that was to decode; nothing of the request has come to it yet."""
+        if self._decoder is None:
+            return []
+        self._decoder = None
+        return [PublishLoad(Finished(self.request, self._last_attempt))]
+
     def _attempt_lost(self, loss: Loss, why: str, *, withdraw: bool = True, overloaded: bool = False) -> list[Action]:
         """Go on after a lost attempt: with the next one, or to the end."""
         counted: list[Action] = [CountLoss(loss, self.prefilled, self.attempt, why)]
@@ -492,7 +548,7 @@ class Session:
         return counted + self._leave(withdraw) + self._next()
 
     def _next(self) -> list[Action]:
-        self.attempt += 1
+        self.attempt = self._last_attempt = self._last_attempt + 1
         self._retries.attempt_started()
         return self._ask()
 
@@ -529,8 +585,8 @@ class Session:
         """Leave the attempt: free what it holds at the worker and at the routers."""
         leaving: list[Action] = [WithdrawAttempt(self.instance, self.attempt)] if withdraw and self.instance else []
         self.instance = ""
-        self.prefilled = False
-        return [*leaving, PublishLoad(Finished(self.request, self.attempt))]
+        self.prefilled = self._prefill_only = False
+        return [*leaving, PublishLoad(Finished(self.request, self.attempt)), *self._drop_decoder()]
 
     def _end(self, last: list[Action], *, withdraw: bool = True) -> list[Action]:
         if self.state is State.ENDED:
@@ -547,3 +603,7 @@ class Session:
         assert len(self.tokens) <= self.max_tokens
         assert 0 <= self.prompt_logprobs_due <= self._prompt_logprobs
         assert not (self.prompt_logprobs_due and self.tokens)
+        assert self._decoder is None or (
+            self._prefill_only and self.instance and self._last_attempt == self.attempt + 1
+        )
+        assert self._last_attempt >= self.attempt

@@ -137,7 +137,7 @@ def _models(cards: Iterable[ModelCard]) -> tuple[list[ModelView], int]:
     """Return the models that can be asked for, by name, and how many models there are."""
     by_name: dict[str, list[ModelCard]] = {}
     for card in cards:
-        if card.routed:
+        if card.decodes:
             for name in (card.model, *map(name_of_lora, card.lora)):
                 by_name.setdefault(name, []).append(card)
     views = [

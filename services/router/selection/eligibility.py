@@ -14,6 +14,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from services.router.index.index import CandidateId
+from services.router.index.shared_stores import StoreId, store_id_of
 from shared.messages import ModelCard, Select
 
 Refusal = Literal["no_instances", "all_excluded", "unknown_model"]
@@ -28,6 +29,8 @@ class EligibleCandidate(NamedTuple):
     since_s: float
     prompt_limit_tokens: int
     """Length of the longest prompt that it accepts."""
+    store: StoreId | None = None
+    """The store that it exchanges blocks with, as far as it needs one: prompts are handed over through it."""
 
 
 class NoCandidate(Exception):
@@ -54,7 +57,10 @@ class Eligibility:
         self._ramping: dict[str, float] = {}
         """Instance → when its card came, for instances that ramp up."""
         self._by_lora: dict[str, list[EligibleCandidate]] = {}
-        """LoRA id ("" for none) → its candidates; a memo, emptied when a card comes or goes."""
+        """LoRA id ("" for none) → its candidates that answer whole requests; a memo, emptied when a card comes or
+        goes."""
+        self._prefilling: dict[str, list[EligibleCandidate]] = {}
+        """The same for candidates that only compute prompts."""
         self._shortest_limit_tokens = 0
         """Prompts up to this length have room at every candidate."""
 
@@ -81,10 +87,11 @@ class Eligibility:
 
     def _changed(self) -> None:
         self._by_lora.clear()
+        self._prefilling.clear()
         self._shortest_limit_tokens = min(map(_prompt_limit_tokens, self.cards.values()), default=0)
 
     def eligible(self, select: Select, now_s: float) -> list[EligibleCandidate]:
-        """Return the candidates to choose among, at least one. Raise NoCandidate."""
+        """Return the candidates to choose among for a whole request, at least one. Raise NoCandidate."""
         candidates = self._by_lora.get(select.lora) or self._serving(select.lora)
         if select.excluded:
             excluded = set(select.excluded)
@@ -98,26 +105,42 @@ class Eligibility:
                 candidates = [each for each in candidates if each.instance not in passed_over] or candidates
         return candidates
 
+    def prefilling(self, select: Select, now_s: float) -> list[EligibleCandidate]:
+        """Return the candidates that may compute the prompt alone, perhaps none: here no filter is skipped."""
+        if select.lora not in self._prefilling:
+            self._prefilling[select.lora] = self._candidates("prefill", select.lora)
+        candidates = self._prefilling[select.lora]
+        if not candidates:
+            return candidates
+        passed_over = self.frozen.union(select.excluded, self._not_ramped_up(now_s))
+        limit = select.prompt_tokens
+        return [each for each in candidates if each.instance not in passed_over and limit <= each.prompt_limit_tokens]
+
     def _serving(self, lora: str) -> list[EligibleCandidate]:
-        serving = [card for card in self.cards.values() if card.routed]
-        if not serving:
-            raise NoCandidate("no_instances", f"no instance serves {self._model}")
-        able = [
+        if not any(card.decodes for card in self.cards.values()):
+            only = ": its instances only compute prompts" if self.cards else ""
+            raise NoCandidate("no_instances", f"no instance serves {self._model}{only}")
+        able = self._candidates("", lora)
+        if not able:
+            raise NoCandidate("unknown_model", f"no instance of {self._model} has the LoRA {lora}")
+        self._by_lora[lora] = able
+        return able
+
+    def _candidates(self, role: Literal["prefill", ""], lora: str) -> list[EligibleCandidate]:
+        """Return the candidates that only compute prompts, or those that answer whole requests."""
+        return [
             EligibleCandidate(
                 (card.instance, rank),
                 card.instance,
                 card.capacity_blocks,
                 self._since_s[card.instance],
                 _prompt_limit_tokens(card),
+                store_id_of(card) if card.role in ("prefill", "decode") else None,
             )
-            for card in serving
-            if not lora or lora in card.lora
+            for card in self.cards.values()
+            if (card.role == "prefill" if role else card.decodes) and (not lora or lora in card.lora)
             for rank in range(max(card.ranks, 1))
         ]
-        if not able:
-            raise NoCandidate("unknown_model", f"no instance of {self._model} has the LoRA {lora}")
-        self._by_lora[lora] = able
-        return able
 
     def _not_ramped_up(self, now_s: float) -> set[str]:
         """Return the instances that ramp up and were not drawn for this request."""
@@ -134,7 +157,7 @@ class Eligibility:
         """Assert every invariant."""
         assert self._since_s.keys() == self.cards.keys() >= self._ramping.keys()
         assert all(candidates for candidates in self._by_lora.values())
-        for candidates in self._by_lora.values():
+        for candidates in (*self._by_lora.values(), *self._prefilling.values()):
             assert {each.instance for each in candidates} <= self.cards.keys()
 
 

@@ -91,6 +91,11 @@ class PromptReservation(Struct):
         return self.reserved.instance, self.reserved.rank
 
     @property
+    def due_s(self) -> float:
+        """When the worker has heard of the attempt at the latest."""
+        return self.since_s + self.reserved.delay_s
+
+    @property
     def queued_tokens(self) -> int:
         return 0 if self.prefilled else self.reserved.uncached_tokens
 
@@ -226,7 +231,7 @@ class LoadTracker:
                 if attempt in running:
                     reservation.known = figures is not None
                     reservation.known_s = now_s
-                elif now_s - max(reservation.since_s + grace_s, reservation.known_s) >= unknown_s:
+                elif now_s - max(reservation.due_s + grace_s, reservation.known_s) >= unknown_s:
                     self._forgotten += 1
                     self._drop(attempt)
                     continue

@@ -33,6 +33,7 @@ from services.router.selection.candidates import (
 from services.router.selection.decision_log import DecisionLog, Prediction
 from services.router.selection.eligibility import Eligibility, NoCandidate, Refusal
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
+from services.router.selection.pairs import WorkerPair, choose_pair
 from services.router.selection.policy import Policy
 from services.router.selection.policy_guard import PolicyFault, PolicyGuard
 from services.router.selection.speculation import ExpectedRun, Speculation
@@ -54,6 +55,8 @@ from shared.messages import (
 
 RETRY_AFTER_LIMIT_S = 60.0
 """Upper limit in seconds of `retry_after_s` when a request is refused because its wait would be too long."""
+HAND_OVER_LIMIT_S = 60.0
+"""Longest time in seconds for which a worker that decodes keeps its reservation before it hears of the attempt."""
 _ID_LIMIT = 256
 _EXCLUDED_LIMIT = 4096
 _EXPIRED_PER_TICK = 1000
@@ -66,6 +69,8 @@ class Selection(Struct, frozen=True):
     reply: Selected | SelectRefused
     reserved: Reserved | None = None
     """The new reservation; None if nothing new was reserved."""
+    reserved_decode: Reserved | None = None
+    """The new reservation at the worker that decodes, if that is another one."""
     fault: PolicyFault | None = None
     """What was wrong with the policy, if anything; the reply is valid all the same."""
 
@@ -197,8 +202,13 @@ class ModelRouter:
         except NoCandidate as wrong:
             return Selection(_refused(select, wrong.code, str(wrong)))
         attempt = select.request, select.attempt
-        before = self.load.candidate_of(attempt)
-        if before is not None:
+        prefilling = [] if select.whole or select.max_tokens < 2 else self.eligibility.prefilling(select, now_s)
+        before, after = self.load.candidate_of(attempt), self.load.candidate_of((select.request, select.attempt + 1))
+        if before is not None and after is not None and any(each.id == before for each in prefilling):
+            prefilling = [each for each in prefilling if each.id == before]
+            eligible = [each for each in eligible if each.id == after] or eligible
+        elif before is not None:
+            prefilling = []
             eligible = [each for each in eligible if each.id == before] or eligible
         card = self.cards[eligible[0].instance]
         block_size = card.block_size
@@ -208,7 +218,7 @@ class ModelRouter:
         self.speculation.extend_overlaps(overlaps, findable, select.hashes, now_s)
         remembered = self.history.extend_overlaps(overlaps, findable, select.hashes, now_s)
         load, speed, priority = self.load.load_of, self.load.speeds.get, select.priority
-        candidates = [
+        states = [
             CandidateState(
                 candidate,
                 overlaps.get(candidate, _NOTHING),
@@ -217,8 +227,9 @@ class ModelRouter:
                 speed(instance, UNKNOWN_SPEED),
                 now_s - since_s,
             )
-            for candidate, instance, total_blocks, since_s, _ in eligible
+            for candidate, instance, total_blocks, since_s, _, _ in (*eligible, *prefilling)
         ]
+        candidates = states[: len(eligible)]
         block_bytes = _block_bytes(card.kv_layout)
         request = RoutingRequest(
             prompt_tokens=select.prompt_tokens,
@@ -231,11 +242,24 @@ class ModelRouter:
             disk_s=block_bytes / DISK_BYTES_PER_S,
         )
         choice = self.guard.choose(request, candidates)
+        pair: WorkerPair | None = None
+        if prefilling:
+            stored = [(each.store, state) for each, state in zip((*eligible, *prefilling), states, strict=True)]
+            able = stored[len(eligible) :]
+            if select.wait_limit_s > 0 and before is None:
+                able = [each for each in able if _in_time([each[1]], select)]
+            pair = choose_pair(self.guard, request, able, stored[: len(eligible)], choice.chosen.candidate)
+        if pair is not None and (pair.pays or before is not None):
+            return self._select_pair(select, request, pair, hashes, now_s, repeated=before is not None)
         if select.wait_limit_s > 0 and before is None and not _in_time([choice.chosen.candidate], select):
             in_time = _in_time(candidates, select)
+            if not in_time and pair is not None:
+                return self._select_pair(select, request, pair, hashes, now_s)
             if not in_time:
                 return Selection(_overloaded(select, candidates), fault=choice.fault)
             choice = self.guard.choose(request, in_time)
+        if pair is not None:
+            choice = msgspec.structs.replace(choice, reason=f"{choice.reason}; {pair.comparison}")
         chosen = choice.chosen.candidate
         repeated = chosen.id == before
         reserved = None if repeated else self._reserve(select, request, chosen, now_s)
@@ -253,7 +277,50 @@ class ModelRouter:
             self.decisions.add(selected, request, choice, now_s)
         if select.explain:
             selected = self.decisions.get(attempt).selected
-        return Selection(selected, reserved, choice.fault)
+        return Selection(selected, reserved, fault=choice.fault)
+
+    def _select_pair(
+        self,
+        select: Select,
+        request: RoutingRequest,
+        pair: WorkerPair,
+        hashes: Sequence[int],
+        now_s: float,
+        *,
+        repeated: bool = False,
+    ) -> Selection:
+        """Answer with two workers, and reserve the load of both: that of the one that decodes as the next attempt."""
+        prefill, decode = pair.prefill.chosen.candidate, pair.decode.chosen.candidate
+        taken = msgspec.structs.replace(select, attempt=select.attempt + 1)
+        delay_s = min(select.time_left_s or HAND_OVER_LIMIT_S, HAND_OVER_LIMIT_S)
+        reserved = reserved_decode = None
+        if not repeated:
+            reserved = self._reserve(select, request, prefill, now_s)
+            reserved_decode = self._reserve(taken, request, decode, now_s, delay_s=delay_s)
+        for candidate in (prefill, decode):
+            held = msgspec.structs.replace(candidate, overlap=Overlap(device=candidate.overlap.device))
+            self._speculate(select, hashes, held, (), now_s)
+        answers: list[Selected] = []
+        for asked, choice, why in (
+            (select, pair.prefill, f"computes the prompt, {decode.id[0]} decodes: {pair.comparison}"),
+            (taken, pair.decode, f"decodes what {prefill.id[0]} hands over"),
+        ):
+            chosen = choice.chosen.candidate
+            answer = Selected(
+                request=select.request,
+                attempt=asked.attempt,
+                instance=chosen.id[0],
+                rank=chosen.id[1],
+                router=self._router,
+                overlap=chosen.overlap,
+                reason=f"{choice.reason}; {why}",
+            )
+            if not self.decisions.contains((select.request, asked.attempt), chosen.id):
+                self.decisions.add(answer, request, choice, now_s)
+            answers.append(answer)
+        reply = self.decisions.get((select.request, select.attempt)).selected if select.explain else answers[0]
+        reply = msgspec.structs.replace(reply, decode=decode.id[0], decode_rank=decode.id[1])
+        return Selection(reply, reserved, reserved_decode, pair.prefill.fault or pair.decode.fault)
 
     def _validated_hashes(self, select: Select) -> list[int]:
         """Return the prompt's hashes. Raise ProtocolError, which names the field."""
@@ -288,9 +355,9 @@ class ModelRouter:
         return hashes
 
     def _reserve(
-        self, select: Select, request: RoutingRequest, chosen: CandidateState, now_s: float
+        self, select: Select, request: RoutingRequest, chosen: CandidateState, now_s: float, *, delay_s: float = 0.0
     ) -> Reserved | None:
-        """Reserve the attempt; return None for an attempt that has ended already."""
+        """Reserve the attempt; return None for an attempt that has ended already. `delay_s` is `Reserved.delay_s`."""
         size = request.block_size
         reserved = Reserved(
             request=select.request,
@@ -302,6 +369,7 @@ class ModelRouter:
             blocks=-(-select.prompt_tokens // size) - chosen.overlap.device,
             router=self._router,
             priority=select.priority,
+            delay_s=delay_s,
         )
         self.load.withdraw((select.request, select.attempt))
         return reserved if self.load.add_reservation(reserved, now_s) else None
@@ -331,6 +399,8 @@ class ModelRouter:
         """Apply a load event of this or another router. Raise ProtocolError if a number is negative."""
         match event:
             case Reserved():
+                if not 0 <= event.delay_s <= HAND_OVER_LIMIT_S:
+                    raise ProtocolError(f"Reserved: delay_s is {event.delay_s:g}")
                 if min(event.attempt, event.rank, event.uncached_tokens, event.blocks) < 0:
                     raise ProtocolError("Reserved: a number is negative")
                 # No event would release a reservation at an unknown instance; if it joins later, it reports its

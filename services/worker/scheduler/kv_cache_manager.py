@@ -102,6 +102,10 @@ class KVCacheManager:
         for blank in sequence.blocks[before : sequence.stored]:
             self._pool.release(blank)
         sequence.blocks[before : sequence.stored] = slots
+        if sequence.submit.prefill_only and self.offloading.queues:
+            # The worker that decodes finds the prompt at the kvbm, which may have lost what this device still has.
+            for index in range(before, sequence.stored):
+                self.offloading.enqueue(sequence.content(index))
         if not sequence.begun:
             sequence.count_cached(before)
 

@@ -10,6 +10,7 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
             onboarding: passed over until its blocks are loaded, or until it has waited long enough
 
     waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
+    running ── advance: the first token of an attempt that only prefills ──▶ ended: another worker decodes
     waiting, onboarding ── not admitted in the time that its frontend gave ──▶ ended
     running ── advance: numbers that are not finite ──▶ waiting, alone; the second time ──▶ ended
 
@@ -393,6 +394,8 @@ class Scheduler:
             finish = "stop"
         elif len(tokens) >= sequence.most_tokens:
             finish = "length"
+        elif sequence.submit.prefill_only:
+            finish = "handed_over"
         part = Part(
             sequence.request,
             sequence.attempt,

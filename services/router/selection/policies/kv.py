@@ -102,6 +102,21 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     return uncached, fetched, waiting, running
 
 
+def split_costs(
+    request: RoutingRequest, whole: CandidateState, prefill: CandidateState, decode: CandidateState
+) -> tuple[float, float]:
+    """Return (the cost of a pair, the cost of one worker for all), in prompt tokens. `decode` has the prompt's blocks
+    in its store's memory.
+
+    A prompt that is computed where others decode delays each of them by its time, which counts as patience counts any
+    wait. A worker that only computes prompts delays no decoding, so that there are no neighbours to share steps with.
+    """
+    uncached, fetched, waiting, running = _costs(request, whole)
+    delayed = uncached * whole.load.requests / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
+    computed = sum(_costs(request, prefill)[:3])
+    return computed + sum(_costs(request, decode)), uncached + fetched + waiting + running + delayed
+
+
 def _slowness(usual: float, own: float) -> float:
     """Return the slowness; 1 if the speeds are similar or unknown."""
     if not usual or not own or usual < SIMILAR_SPEED_RATIO * own < SIMILAR_SPEED_RATIO * SIMILAR_SPEED_RATIO * usual:
