@@ -76,6 +76,7 @@ class Engine:
         wait_left_s: float | None = None,
         priority: int = 0,
         salt: str = "",
+        prefill_only: bool = False,
     ) -> None:
         self.scheduler.submit(
             Submit(
@@ -89,6 +90,7 @@ class Engine:
                 wait_left_s=wait_left_s,
                 salt=salt,
                 priority=priority,
+                prefill_only=prefill_only,
             ),
             self.now_s,
         )

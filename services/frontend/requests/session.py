@@ -359,7 +359,7 @@ class Session:
             # The answer came too late, or twice. The reservation of a live attempt ends with that attempt.
             live = self.state is not State.ENDED and choice.attempt == self.attempt
             if live:
-                return []
+                return self._give_back_decoder(choice)
             reserved = [choice.attempt, choice.attempt + 1] if choice.decode else [choice.attempt]
             used = -1 if self.state is State.ENDED else self.attempt
             return [PublishLoad(Finished(self.request, attempt)) for attempt in reserved if attempt != used]
@@ -529,6 +529,14 @@ class Session:
         self.state = State.OFFERED
         self.instance, rank = decoder
         return [*actions, HandOver(ended, self.instance), DispatchAttempt(self.attempt, self.instance, rank)]
+
+    def _give_back_decoder(self, repeated: Selected) -> list[Action]:
+        """Release the worker that decodes by another answer to the question of this attempt, unless this attempt has
+        one itself. No later attempt has its number."""
+        if not repeated.decode or self._decoder is not None:
+            return []
+        self._last_attempt = max(self._last_attempt, self.attempt + 1)
+        return [PublishLoad(Finished(self.request, self.attempt + 1))]
 
     def _drop_decoder(self) -> list[Action]:
         """Give up the worker that was to decode; nothing of the request has come to it yet."""

@@ -22,6 +22,7 @@ from services.frontend.requests.session import (
     Event,
     Fail,
     Finish,
+    HandOver,
     InstanceGone,
     PartReceived,
     PublishLoad,
@@ -64,8 +65,8 @@ RARE = st.integers(0, 7)
 """0 lets it happen."""
 
 
-def selected(attempt: int, instance: str = "w1") -> Selected:
-    return Selected(R, attempt, instance, 0, "r1", Overlap(), "")
+def selected(attempt: int, instance: str = "w1", decode: str = "") -> Selected:
+    return Selected(R, attempt, instance, 0, "r1", Overlap(), "", decode=decode)
 
 
 def part(first: int, tokens: Sequence[int], finish: FinishReason | None = None, attempt: int = 1) -> Part:
@@ -146,6 +147,8 @@ class Sessions(RuleBasedStateMachine):
         """Not yet answered, with the index their stream would begin at."""
         self.streams: dict[tuple[str, int], int] = {}
         """(instance, attempt) of unfinished streams → index of the next token."""
+        self.prefilling: set[tuple[str, int]] = set()
+        """(instance, attempt) of streams that end with their first token."""
         self.pauses: list[RetryLater] = []
         """Under way."""
         self.now_s = 0.0
@@ -171,6 +174,8 @@ class Sessions(RuleBasedStateMachine):
                     self.asks.append(action)
                 case RetryLater():
                     self.pauses.append(action)
+                case HandOver():
+                    assert self.session.tokens, "a prompt is handed over with its first token"
                 case CountLoss():
                     assert action.had_tokens <= bool(self.session.tokens)
                 case DispatchAttempt():
@@ -189,12 +194,12 @@ class Sessions(RuleBasedStateMachine):
                     self.ends.append(action)
 
     @precondition(lambda self: self.asks)
-    @rule(instance=INSTANCES, keep=RARE)
-    def a_router_chooses(self, instance: str, keep: int) -> None:
+    @rule(instance=INSTANCES, keep=RARE, decode=st.sampled_from(["", "", "d1", "w1"]))
+    def a_router_chooses(self, instance: str, keep: int, decode: str = "") -> None:
         """With `keep` of 0, another router will answer the same question again."""
         ask = self.asks.pop(0) if keep else self.asks[0]
-        self.reserved.add(ask.attempt)
-        self.feed(selected(ask.attempt, instance))
+        self.reserved |= {ask.attempt, ask.attempt + 1} if decode else {ask.attempt}
+        self.feed(selected(ask.attempt, instance, decode))
 
     @precondition(lambda self: self.asks)
     @rule(how=st.sampled_from(["unrouted", "away", "no_instances", "all_excluded"]), rare=RARE)
@@ -222,6 +227,8 @@ class Sessions(RuleBasedStateMachine):
         offer, first = self.offers.pop(0)
         if answer in ("accepted", "lost", "faster"):
             self.streams[offer.instance, offer.attempt] = first
+            if offer.prefill_only:
+                self.prefilling.add((offer.instance, offer.attempt))
         if answer == "faster":
             self.send(offer.instance, offer.attempt, 1, None)
         if answer in ("accepted", "faster"):
@@ -251,6 +258,8 @@ class Sessions(RuleBasedStateMachine):
 
     def send(self, instance: str, attempt: int, count: int, finish: FinishReason | None, fate: str = "sent") -> None:
         first = self.streams[instance, attempt]
+        if count and not finish and (instance, attempt) in self.prefilling:
+            count, finish = 1, "handed_over"
         tokens = [100 + at for at in range(first, first + count)]
         self.streams[instance, attempt] = first + count
         if finish:
@@ -313,6 +322,65 @@ def test_a_request_goes_from_ask_to_finish() -> None:
     ]
     last = step(session, PartReceived("w1", part(1, [6, 7], "length")))
     assert last == [EmitTokens([6, 7], None), PublishLoad(Finished(R, 1)), Finish("length")]
+
+
+def handing_over() -> Session:
+    session = Session(R, MAX_TOKENS)
+    session.start()
+    assert step(session, selected(1, "p", "d")) == [DispatchAttempt(1, "p", 0, prefill_only=True)]
+    step(session, Accepted(R, 1))
+    return session
+
+
+def test_a_prompt_that_is_handed_over_goes_on_at_the_worker_that_decodes_without_another_choice() -> None:
+    session = handing_over()
+    assert step(session, PartReceived("p", part(0, [5], "handed_over"))) == [
+        PublishLoad(Prefilled(R, 1, 0, instance="p")),
+        EmitTokens([5], None),
+        PublishLoad(Finished(R, 1)),
+        HandOver(1, "d"),
+        DispatchAttempt(2, "d", 0),
+    ]
+    assert step(session, PartReceived("d", part(1, [6], "stop", attempt=2)))[-2:] == [
+        PublishLoad(Finished(R, 2)),
+        Finish("stop", stop_token=6),
+    ]
+
+
+def test_an_answer_that_ends_with_its_first_token_gives_the_worker_that_decodes_back() -> None:
+    session = handing_over()
+    actions = step(session, PartReceived("p", part(0, [5], "stop")))
+    assert actions[-3:] == [PublishLoad(Finished(R, 1)), PublishLoad(Finished(R, 2)), Finish("stop", stop_token=5)]
+
+
+def test_a_lost_prefill_worker_costs_both_reservations_and_the_next_attempt_has_a_new_number() -> None:
+    session = handing_over()
+    actions = step(session, InstanceGone("p"))
+    assert actions[-3:] == [PublishLoad(Finished(R, 1)), PublishLoad(Finished(R, 2)), SelectWorker(3, 0, ("p",))]
+
+
+def test_without_the_worker_that_decodes_another_one_is_chosen_once_the_prompt_is_computed() -> None:
+    session = handing_over()
+    assert step(session, InstanceGone("d")) == [PublishLoad(Finished(R, 2))]
+    actions = step(session, PartReceived("p", part(0, [5], "handed_over")))
+    assert actions[-2:] == [PublishLoad(Finished(R, 1)), SelectWorker(3, 1, ())]
+
+
+def test_a_worker_that_hands_over_what_it_must_not_is_lost() -> None:
+    session = streaming()
+    actions = step(session, PartReceived("w1", part(0, [5], "handed_over")))
+    assert [one.loss for one in actions if isinstance(one, CountLoss)] == ["senseless"]
+    session = handing_over()
+    actions = step(session, PartReceived("p", part(0, [], "handed_over")))
+    assert [one.loss for one in actions if isinstance(one, CountLoss)] == ["senseless"]
+
+
+def test_a_late_choice_of_a_pair_gives_back_what_is_not_in_use() -> None:
+    session = handing_over()
+    step(session, PartReceived("p", part(0, [5], "handed_over")))
+    assert step(session, selected(1, "p", "e")) == [PublishLoad(Finished(R, 1))]
+    step(session, ClientLeft())
+    assert step(session, selected(3, "p", "d")) == [PublishLoad(Finished(R, 3)), PublishLoad(Finished(R, 4))]
 
 
 def test_only_a_part_that_adds_one_token_to_its_stream_takes_the_short_way() -> None:

@@ -21,6 +21,16 @@ def test_a_full_block_is_offered_once_parents_first() -> None:
     assert kvbm.engine.scheduler.load().offered_blocks == 3
 
 
+def test_a_prompt_that_is_handed_over_is_offered_again_where_it_was_cached() -> None:
+    engine = Engine()
+    offloading = engine.scheduler.kv_cache.offloading
+    offloading.set_enabled(True)
+    for name, prefill_only, offered in (("a", False, 3), ("b", False, 0), ("c", True, 3)):
+        engine.submit(name, PROMPT, max_tokens=1, prefill_only=prefill_only)
+        engine.run()
+        assert len(offloading.offers(64)) == offered
+
+
 def test_at_most_the_given_number_is_offered_at_a_time() -> None:
     kvbm = Kvbm(Engine())
     kvbm.up()

@@ -91,6 +91,24 @@ def test_a_draw_that_failed_ends_its_sequence_with_the_error_and_no_other() -> N
     assert engine.scheduler.load().running == 1
 
 
+def test_an_attempt_that_only_prefills_ends_with_its_first_token_and_leaves_its_blocks() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
+    engine.run()
+    assert engine.output("a") == continuation(PROMPT, 1, 64)
+    assert engine.last("a").finish == "handed_over"
+    engine.submit("a", PROMPT, attempt=2, produced=engine.output("a"), sampling=NO_EOS)
+    engine.run()
+    assert engine.parts["a", 2][0].cached_tokens == 6
+
+
+def test_an_attempt_that_only_prefills_and_is_complete_with_its_first_token_is_not_handed_over() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, max_tokens=1, prefill_only=True)
+    engine.run()
+    assert engine.last("a").finish == "length"
+
+
 def test_a_repeated_prompt_is_found_but_its_last_token_is_computed() -> None:
     engine = Engine()
     engine.submit("a", PROMPT, max_tokens=1)
