@@ -53,6 +53,10 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     """The port of the HTTP API on 127.0.0.1."""
     workers: int | None = None
     """The number of workers (2; with --engine attached 1)."""
+    prefill: int | None = None
+    """The number of workers that only compute prompts, and hand them over; with --decode, instead of --workers."""
+    decode: int | None = None
+    """The number of workers that decode what others hand over."""
     frontends: int | None = None
     """The number of frontends, on one port (2; with one or two cores 1)."""
     routers: int | None = None

@@ -42,6 +42,30 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--model", "/tmp", "--workers", "0"], "error: --workers is 1 to 64"),
         (["up", "--model", "/tmp", "--workers", "65"], "error: --workers is 1 to 64"),
         (["up", "--frontends", "0"], "error: --frontends is 1 to 64"),
+        (
+            ["up", "--prefill", "1"],
+            "error: --prefill and --decode need each other: prompts are handed over from one to the other",
+        ),
+        (
+            ["up", "--prefill", "1", "--decode", "1", "--workers", "2"],
+            "error: --workers: --prefill and --decode say how many there are",
+        ),
+        (
+            ["up", "--prefill", "0", "--decode", "1"],
+            "error: --prefill and --decode are at least 1, and 64 together at most",
+        ),
+        (
+            ["up", "--prefill", "1", "--decode", "64"],
+            "error: --prefill and --decode are at least 1, and 64 together at most",
+        ),
+        (
+            ["up", "--prefill", "1", "--decode", "1", "--engine", "echo"],
+            "error: --prefill and --decode: workers with engine echo have no roles",
+        ),
+        (
+            ["up", "--prefill", "1", "--decode", "1", "--kvbm-bytes", "0"],
+            "error: --prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory",
+        ),
         (["up", "--routers", "0"], "error: --routers is 1 to 64"),
         (["up", "--policy", "fastest"], "error: policy fastest: not one of kv, "),
         (["up", "--simulated", "speed=2"], "error: --simulated needs --engine simulated"),

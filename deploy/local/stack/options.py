@@ -48,7 +48,8 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     usual = default_replicas(len(os.sched_getaffinity(0)))
     frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     attached = flags.engine == "attached"
-    workers = (1 if attached else 2) if flags.workers is None else flags.workers
+    prefill, decode = _roles(flags)
+    workers = prefill + decode or ((1 if attached else 2) if flags.workers is None else flags.workers)
     for flag, number in (("workers", workers), ("frontends", frontends), ("routers", routers)):
         if not 1 <= number <= 64:
             raise ConfigError(f"--{flag} is 1 to 64")
@@ -65,6 +66,10 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     wanted = store_request(
         flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device
     )
+    if prefill and not wanted.pool_bytes:
+        raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
+    if prefill:
+        wanted = replace(wanted, needed=True)
     of_gpus = _gpus(flags)
     access, overrides = _access(flags), _overrides(flags.set)
     vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ())) if flags.engine == "vllm" else ()
@@ -79,6 +84,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         frontends=frontends,
         routers=routers,
         workers=workers,
+        prefill=prefill,
         chat_template=_chat_template(flags),
         sampling=SAMPLING if flags.model == DEFAULT_MODEL else {},
         policy=flags.policy,
@@ -97,6 +103,22 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         overrides=overrides,
     )
     return options, wanted
+
+
+def _roles(flags: UpFlags) -> tuple[int, int]:
+    """Return how many workers compute prompts and how many decode; (0, 0): each does all. Raise ConfigError."""
+    prefill, decode = flags.prefill, flags.decode
+    if prefill is None and decode is None:
+        return 0, 0
+    if prefill is None or decode is None:
+        raise ConfigError("--prefill and --decode need each other: prompts are handed over from one to the other")
+    if flags.workers is not None:
+        raise ConfigError("--workers: --prefill and --decode say how many there are")
+    if flags.engine not in ("native", "simulated"):
+        raise ConfigError(f"--prefill and --decode: workers with engine {flags.engine} have no roles")
+    if not (prefill >= 1 and decode >= 1 and prefill + decode <= 64):
+        raise ConfigError("--prefill and --decode are at least 1, and 64 together at most")
+    return prefill, decode
 
 
 def _chat_template(flags: UpFlags) -> str:

@@ -78,6 +78,8 @@ class UpOptions(Struct, frozen=True):
     """Number of frontends; several share the port."""
     routers: int = 1
     workers: int = 2
+    prefill: int = 0
+    """Number of workers among them that only compute prompts; then all others only decode. 0: each does all."""
     policy: str = "kv"
     discovery: Literal["etcd", "file"] = "etcd"
     engine: str = "native"
@@ -220,6 +222,8 @@ def plan(
             "simulated": options.simulated,
             "kvbm": {"pool": store.pool if store is not None else ""},
         }
+        if options.prefill:
+            settings |= {"role": "prefill" if index < options.prefill else "decode"}
         if options.vllm_python:
             settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
         if options.vllm_gpus:

@@ -222,10 +222,12 @@ def test_block_stores_are_shown_after_the_routers_and_in_the_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(view), type=Overview).stores == (store,)
 
 
-def test_a_worker_in_a_role_that_no_router_chooses_is_in_the_notes() -> None:
-    entries = (instance("worker", "w1"), card("w1"), instance("worker", "w2"), card("w2", role="decode"))
-    view = look(*entries, notes=("no NATS",))
-    assert view.notes == ("no NATS", "worker w2 serves m.x in the role 'decode', which no router chooses")
+def test_a_model_for_which_no_worker_decodes_is_in_the_notes() -> None:
+    prefill = (instance("worker", "w2"), card("w2", role="prefill"))
+    whole = look(instance("worker", "w1"), card("w1", role="decode"), *prefill)
+    assert whole.notes == ()
+    view = look(*prefill, notes=("no NATS",))
+    assert view.notes == ("no NATS", "worker w2 has the role prefill for m.x, but no worker decodes for it")
     assert render(view).splitlines()[-1] == f"note: {view.notes[-1]}"
 
 

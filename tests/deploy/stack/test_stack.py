@@ -72,6 +72,13 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
     assert len(set(observed)) == 5
 
 
+def test_the_first_workers_compute_prompts_and_the_others_decode(tmp_path: Path) -> None:
+    store = BlockStoreOptions("/pool", 1 << 20)
+    stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, store=store))
+    workers = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in range(3)]
+    assert [worker.role for worker in workers] == ["prefill", "decode", "decode"]
+
+
 def test_converted_weights_go_into_the_cache_or_else_into_the_state_directory(tmp_path: Path) -> None:
     for cache, expected in (("/var/cache/headrace", "/var/cache/headrace"), ("", str(STATE_DIR.models))):
         stack = planned(msgspec.structs.replace(OPTIONS, cache=cache))
