@@ -32,6 +32,7 @@ from services.kvbm.layout import describe
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import StoreMetrics
+from services.kvbm.peers.peers import KvbmPeers
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.owners import MOST_OWNERS
 from services.kvbm.pool.prefault import Prefault
@@ -110,7 +111,7 @@ class KvbmService:
         self._metrics.pool_bytes.set(pool.geometry.file_bytes)
         self._replies = ReplySender(runtime.bus, self._metrics)
         self.engines = AttachedEngines()
-        self.layouts = Layouts(runtime, config, pool, self._metrics, lambda: self._announcement.request_update())
+        self.layouts = Layouts(runtime, config, pool, self._metrics, self._layouts_changed)
         self.prefault = Prefault(pool, config.pool.prefault_threads)
         self._announcement = Announcement(runtime.discovery, self._address)
         self._announcement.request_update()
@@ -125,6 +126,9 @@ class KvbmService:
             "release": partial(self._request, wire.RELEASE, wire.SETTLED, LayoutStore.release),
             "discard": partial(self._request, wire.DISCARD, wire.SETTLED, LayoutStore.discard),
         }
+        self.peers: KvbmPeers | None = None
+        if config.peers.listen:
+            self.peers = KvbmPeers(runtime, config.peers, pool.descriptor, self.layouts.open, self._metrics)
         self.door = SocketDoor(pool.path.parent, self._metrics, self._handle, self._hello)
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,6 +140,8 @@ class KvbmService:
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
         await self.door.open()
+        if self.peers is not None:
+            self.peers.open()
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.health.delegate(self._unready, dict)
         self._runtime.notes.find_block = self._find_block
@@ -153,11 +159,17 @@ class KvbmService:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        closed = await self.layouts.close()
+        unread = self.peers is None or await self.peers.close()
+        closed = await self.layouts.close() and unread
         await self._replies.flush()
         await self.door.close()
         if closed:
             self._pool.close()
+
+    def _layouts_changed(self) -> None:
+        if self.peers is not None:
+            self.peers.sync()
+        self._announcement.request_update()
 
     def _own(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.add(self._runtime.tasks.create_task(work))
@@ -340,6 +352,8 @@ class KvbmService:
                 layout.expire()
                 if not tick % ticks_per_retry:
                     layout.retry_space()
+            if self.peers is not None:
+                self.peers.tick()
             if not tick % _TICKS_PER_POLL:
                 self._poll_owners()
             if not tick % _TICKS_PER_GAUGES:
@@ -381,7 +395,8 @@ class KvbmService:
             for operation in (*self._operations, "snapshot", "load", "stat", "control")
         }
         sources = {digest: layout.log.source for digest, layout in self.layouts.open.items()}
-        return self._runtime.address(epoch, operations, layouts=sources)
+        peers = "" if self.peers is None else self.peers.address
+        return self._runtime.address(epoch, operations, layouts=sources, peers=peers)
 
     def _subject(self, operation: str) -> str:
         return subjects.kvbm(self._runtime.namespace, self._runtime.instance, operation)
@@ -389,4 +404,6 @@ class KvbmService:
     def validate(self) -> None:
         """Raise AssertionError where anything contradicts itself. O(slots + records)."""
         self.layouts.validate()
+        if self.peers is not None:
+            self.peers.validate()
         assert self.engines.layouts() <= self.layouts.open.keys(), "an engine is attached to a layout that is not open"
