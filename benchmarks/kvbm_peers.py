@@ -41,7 +41,6 @@ from benchmarks.report import Goal, report
 from services.kvbm.config import KvbmConfig, PeersConfig, PoolConfig
 from services.kvbm.peers.messages import PeerAddress
 from services.kvbm.service import KvbmService, kvbm
-
 from services.kvbm.tickets.results import TicketLimits
 from shared.blocks import Content
 from shared.hashing import content_key, pack_tokens, root_key

@@ -111,6 +111,13 @@ class StoreMetrics:
             "Reads from other machines' kvbms by outcome: whole, part, nothing, full (this pool had no room)",
             ["outcome"],
         )
+        self.peer_fetches = counter(
+            registry,
+            "headrace_kvbm_peer_fetches",
+            "Fetches that asked other machines by outcome: read, nothing (they had none), not worth it (too slow "
+            "for the time), late, fault, full (too many at once: they were not asked)",
+            ["outcome"],
+        )
         self.peer_faults = counter(
             registry,
             "headrace_kvbm_peer_faults",

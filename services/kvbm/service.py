@@ -41,6 +41,7 @@ from services.kvbm.snapshots import send_snapshot
 from services.kvbm.socket_door import SocketDoor
 from services.kvbm.tickets.engines import AttachedEngines
 from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
+from services.kvbm.tickets.packing import unpack_keys
 from services.kvbm.tiers import policies
 from shared import kvbm_messages as wire
 from shared import subjects
@@ -48,6 +49,7 @@ from shared.bus.contract import Message, Subscription
 from shared.discovery.announcement import Announcement
 from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import BusDown, ProtocolError
+from shared.hashing import KEY_BYTES, ContentKey
 from shared.messages import JSON_HEADER, SNAPSHOT_REQUEST, Codec, Note
 from shared.pool.socket_frames import PROTOCOL, Hello
 from shared.runtime.lifecycle import Runtime, settle_memory
@@ -172,7 +174,9 @@ class KvbmService:
         self._announcement.request_update()
 
     def _own(self, work: Coroutine[None, None, None]) -> None:
-        self._tasks.add(self._runtime.tasks.create_task(work))
+        task = self._runtime.tasks.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # --- requests
 
@@ -266,6 +270,40 @@ class KvbmService:
         """Return the one reply if all blocks are in memory; else queue it as the first of several."""
         ask = wire.FETCH.decode(request.payload, request.headers)
         layout = self._layout_of(ask.owner)
+        missing = self._missing(layout, ask)
+        if missing:
+            self._own(self._fetch_from_peers(request, ask, layout, missing))
+            return layout, None
+        return self._fetch_here(request, ask, layout)
+
+    def _missing(self, layout: LayoutStore, ask: wire.Fetch) -> list[ContentKey]:
+        """Return the blocks for which peers are asked before the Fetch is answered; empty: none are."""
+        if self.peers is None:
+            return []
+        layout.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
+        keys = unpack_keys(ask.keys)
+        missing = list(keys[layout.tiers.known(keys) :])
+        return missing if self.peers.cache.is_worth_asking(layout, len(missing)) else []
+
+    async def _fetch_from_peers(
+        self, request: Request, ask: wire.Fetch, layout: LayoutStore, missing: list[ContentKey]
+    ) -> None:
+        """Answer a Fetch after its missing blocks have come from a peer, or will not."""
+        assert self.peers is not None
+        attached = self.engines.get(ask.owner)
+        await self.peers.cache.bring(layout, missing)
+        try:
+            if self.engines.get(ask.owner) is not attached:
+                raise UnknownOwner(ask.owner, "has attached again, or is dead")
+            _, payload = self._fetch_here(request, ask, layout)
+        except Refusal as wrong:
+            self._metrics.refusals.labels(wrong.code).inc()
+            payload = wire.FETCH_REPLY.encode(wire.KvbmRefused(wrong.code, str(wrong)[:REASON_CHARS]), request.headers)
+        if payload is not None:
+            await request.answer(payload, True)
+        layout.settle_soon()
+
+    def _fetch_here(self, request: Request, ask: wire.Fetch, layout: LayoutStore) -> tuple[LayoutStore, bytes | None]:
         span = fetch_span(self._runtime.tracer, request.headers, ask)
         send_later = partial(self._queue_reply, request, span)
         first, complete = layout.fetch(ask, send_later)

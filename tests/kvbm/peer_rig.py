@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
@@ -83,11 +81,13 @@ async def rests(store: Store) -> None:
     store.service.validate()
 
 
-async def read(store: Store, peer: PeerAddress, contents: Sequence[Content], limit_s: float = LIMIT_S) -> ReadBlocks | None:
+async def read(
+    store: Store, peer: PeerAddress, contents: Sequence[Content], limit_s: float = LIMIT_S
+) -> ReadBlocks | None:
     """Read blocks of LAYOUT from a peer."""
     assert store.service.peers is not None
     layout = store.service.layouts.open[LAYOUT.digest]
-    return await store.service.peers.imports.read(peer, layout, keys(contents), limit_s)
+    return await store.service.peers.imports.read(peer, layout, keys(list(contents)), limit_s)
 
 
 def faults(store: Store, reason: str, direction: str = "read") -> float:

@@ -81,8 +81,14 @@ def _ip(*arguments: str) -> None:
 def machine(folder: Path, namespace: str, link: str, host: str) -> Iterator[Machine]:
     (folder / namespace).mkdir()
     started = subprocess.Popen(
-        [*("ip", "netns", "exec", namespace), sys.executable, "-m", "tests.kvbm.peer_machine"]
-        + [str(folder / namespace), f"{host}:7000"],
+        [
+            *("ip", "netns", "exec", namespace),
+            sys.executable,
+            "-m",
+            "tests.kvbm.peer_machine",
+            str(folder / namespace),
+            f"{host}:7000",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -106,22 +112,22 @@ def pair() -> Iterator[tuple[Machine, Machine]]:
         for namespace, _, _ in sides:
             _ip("netns", "add", namespace)
             undo.callback(_ip, "netns", "del", namespace)
-        (one, link, _), (two, other, _) = sides
+        (first, link, _), (second, other, _) = sides
         try:
-            _ip("link", "add", link, "netns", one, "type", "veth", "peer", "name", other, "netns", two)
+            _ip("link", "add", link, "netns", first, "type", "veth", "peer", "name", other, "netns", second)
             for namespace, each, host in sides:
                 _ip("-n", namespace, "addr", "add", f"{host}/24", "dev", each)
                 _ip("-n", namespace, "link", "set", each, "up")
             shape = ("tbf", "rate", RATE, "burst", "64kbit", "latency", "400ms")
-            slow = ["ip", "netns", "exec", one, "tc", "qdisc", "add", "dev", link, "root", *shape]
+            slow = ["ip", "netns", "exec", first, "tc", "qdisc", "add", "dev", link, "root", *shape]
             subprocess.run(slow, check=True, capture_output=True)
         except subprocess.CalledProcessError as wrong:
             pytest.skip(f"this kernel has no veth or no tbf: {wrong.stderr.decode()[-200:]}")
         lender, reader = (undo.enter_context(machine(folder, *side)) for side in sides)
         assert lender.do("store") == {"stored": ALL}
         yield lender, reader
-        for each in (lender, reader):
-            each.until(loans=0, busy=0)
+        for ended in (lender, reader):
+            ended.until(loans=0, busy=0)
 
 
 def whole(lender: Machine, reader: Machine) -> None:

@@ -126,6 +126,11 @@ class LayoutStore:
         """Whether the arena must stay, because a living engine is attached or slots are being copied."""
         return self.tickets.statistics().owners > 0 or self._traffic.under_way > 0
 
+    @property
+    def ended(self) -> bool:
+        """Whether the store is stopped: its slots may be another layout's."""
+        return self._ended
+
     # --- owners
 
     def attach(self, owner: str) -> None:

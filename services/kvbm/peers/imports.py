@@ -71,6 +71,8 @@ class PeerImports:
         self, peer: PeerAddress, layout: LayoutStore, keys: Sequence[ContentKey], limit_s: float
     ) -> ReadBlocks | None:
         assert not self.full, "too many reads"
+        if layout.ended:  # its arena went to another layout while peers were asked
+            return None
         if not self._reads[layout.digest]:
             layout.attach(OWNER)
         self._reads[layout.digest] += 1

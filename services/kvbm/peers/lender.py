@@ -44,18 +44,28 @@ BLOCK_FRAME_BYTES = 128
 
 
 class SendOrder(Struct, frozen=True):
-    """What a thread must send now: for each block its index in the loan, its slot, and its checksum if it is known."""
+    """What a thread must send now."""
 
     number: int
     slots: ArenaMap
     block_bytes: int
-    blocks: list[tuple[int, int, int]]
+    blocks: list[SendBlock]
+
+
+class SendBlock(Struct, frozen=True):
+    """One block of a loan, to be sent if its slot still has this generation: it may have been discarded."""
+
+    index: int
+    slot: int
+    checksum: int
+    """XXH3-64 of the block; 0: not known."""
+    generation: int
 
 
 class _Lent(Struct, frozen=True):
     layout: LayoutStore
     owner: str
-    checksums: list[int]
+    blocks: list[SendBlock]
 
 
 class Lender:
@@ -145,7 +155,15 @@ class Lender:
         deadline_s = asyncio.get_running_loop().time() + self._lend_s
         slots = [each.slot for each in blocks]
         loan = self.loans.open(connection, layout.digest, slots, block_bytes, deadline_s)
-        self._lent[loan] = _Lent(layout, owner, [each.checksum for each in blocks])
+        generations = map(layout.slots.generation, slots)
+        self._lent[loan] = _Lent(
+            layout,
+            owner,
+            [
+                SendBlock(index, each.slot, each.checksum, generation)
+                for index, (each, generation) in enumerate(zip(blocks, generations, strict=True))
+            ],
+        )
         contents = [each.content for each in blocks]
         wire = [StoreBlock(one.key, one.parent, one.tokens, one.lora, one.salt) for one in contents]
         return Lent(ask.number, loan, self._lend_s, wire)
@@ -153,10 +171,10 @@ class Lender:
     def _take(self, connection: int, ask: Take) -> SendOrder:
         if ask.epoch != self.epoch:
             raise LoanRefused("epoch", f"the epoch is {self.epoch}, not {ask.epoch}")
-        _, slots = self.loans.take(connection, ask.loan, ask.indices)
+        self.loans.take(connection, ask.loan, ask.indices)
         lent = self._lent[ask.loan]
         block_bytes = lent.layout.layout.kv.block_bytes
-        blocks = [(index, slot, lent.checksums[index]) for index, slot in zip(ask.indices, slots, strict=True)]
+        blocks = [lent.blocks[index] for index in ask.indices]
         self._metrics.peer_sent_blocks.inc(len(blocks))
         self._metrics.peer_sent_bytes.inc(len(blocks) * block_bytes)
         return SendOrder(ask.number, lent.layout.slots, block_bytes, blocks)

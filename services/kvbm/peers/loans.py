@@ -93,8 +93,8 @@ class Loans:
         self.size_bytes += size_bytes
         return loan
 
-    def take(self, connection: int, loan: int, indices: Sequence[int]) -> tuple[str, list[int]]:
-        """Begin to send these blocks of a loan on a connection. Return the layout and the slots. Raise LoanRefused."""
+    def take(self, connection: int, loan: int, indices: Sequence[int]) -> list[int]:
+        """Begin to send these blocks of a loan on a connection. Return their slots. Raise LoanRefused."""
         assert connection not in self._sending, "a connection sends one take at a time"
         lent = self._loans.get(loan)
         if lent is None or lent.ending:
@@ -103,7 +103,7 @@ class Loans:
             raise LoanRefused("bad_request", f"the loan has blocks 0 to {len(lent.slots) - 1}, each asked for once")
         lent.sending.add(connection)
         self._sending[connection] = loan
-        return lent.layout, [lent.slots[index] for index in indices]
+        return [lent.slots[index] for index in indices]
 
     def arrived(self, connection: int) -> LoanEnds:
         """Record that all has arrived that was sent on the connection, or never will: the connection is closed."""

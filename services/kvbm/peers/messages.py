@@ -302,7 +302,7 @@ def check_counted(counted: PeerAnswer, number: int, most: int) -> int:
 
 
 def plan_takes(indices: Sequence[int], block_bytes: int, streams: int, take_bytes: int) -> list[list[int]]:
-    """Divide the blocks of a read into Takes, in order: each of about `take_bytes`, and one for each stream."""
+    """Divide the blocks of a read into Takes of about `take_bytes`, in order, and of one stream's part at most."""
     if not indices:
         return []
     most = max(1, take_bytes // block_bytes)

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from services.kvbm.config import PeersConfig
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
+from services.kvbm.peers.cache import PeerCache
 from services.kvbm.peers.imports import PeerImports
 from services.kvbm.peers.lender import Lender
 from services.kvbm.peers.messages import PeerAddress
 from services.kvbm.peers.server import PeerServer
 from services.kvbm.peers.sockets import SocketRoad
 from services.kvbm.peers.tls import peer_tls
+from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import advertised
 
@@ -51,6 +53,9 @@ class KvbmPeers:
         )
         self.road = SocketRoad(config, tls, self.server.lender.hello)
         self.imports = PeerImports(self.road, config, metrics)
+        self.cache = PeerCache(self.imports, config, metrics)
+        self._instance = runtime.instance
+        runtime.directory.subscribe(self._directory_changed)
 
     def open(self) -> None:
         """Listen. Raise ConfigError."""
@@ -58,6 +63,7 @@ class KvbmPeers:
 
     async def close(self) -> bool:
         """End all reads and loans. Return False if a thread may still read slots."""
+        await self.cache.close()
         await self.imports.close()
         self.road.close()
         return await self.server.close()
@@ -76,6 +82,16 @@ class KvbmPeers:
             self.road.register(layout.layout, layout.slots)
         self._registered = set(self._layouts)
 
+    def _directory_changed(self, change: DirectoryChange) -> None:
+        if isinstance(change, InstanceUp | InstanceDown) and change.instance.service == "kvbm":
+            peer = change.instance
+            address = parse_address(peer.instance, peer.peers)
+            if isinstance(change, InstanceDown) or address is None:
+                if self.cache.choice.forget(peer.instance):
+                    self.road.gone(peer.instance)
+            elif peer.instance != self._instance:
+                self.cache.choice.learn(address, peer.layouts.keys())
+
     def tick(self) -> None:
         """Do what is due: end loans whose time is over, and show how many there are."""
         self.server.lender.expire()
@@ -87,6 +103,8 @@ class KvbmPeers:
         """Raise AssertionError where anything contradicts itself."""
         self.server.lender.validate()
         self.imports.validate()
+        self.cache.choice.validate()
+        assert self.cache.under_way <= self._config.reads, "too many fetches wait"
 
 
 def parse_address(instance: str, text: str) -> PeerAddress | None:

@@ -195,9 +195,9 @@ class PeerServer:
                 answer = self._in_loop(lambda body=body: self._answer(connection, body))  # type: ignore[misc]
                 if isinstance(answer, SendOrder):
                     self._send(stream, answer)
+                elif isinstance(answer, PeerRefused):
+                    self._refuse(stream, answer)
                 elif answer is not None:
-                    if isinstance(answer, PeerRefused) and answer.of_take:
-                        stream.send_raw(pack_header(BlockHeader(answer.number, 0, 0, 0)))
                     stream.send_frame(PEER_ANSWER.encode(answer))
         except PeerFault as wrong:
             fault = wrong
@@ -211,10 +211,21 @@ class PeerServer:
                 self._loop.call_soon_threadsafe(self._closed, connection, host, fault)
 
     def _send(self, stream: PeerStream, order: SendOrder) -> None:
-        for index, slot, known in order.blocks:
-            with order.slots.slot(slot) as whole, whole[: order.block_bytes] as memory:
-                header = BlockHeader(order.number, index, order.block_bytes, known or xxh3_64_intdigest(memory))
-                stream.send_slot(header, self._pool, order.slots.arena.offset_of(slot), memory)
+        for each in order.blocks:
+            if order.slots.generation(each.slot) != each.generation:
+                reason = f"block {each.index} was discarded, since it may be wrong"
+                self._refuse(stream, PeerRefused(order.number, "unknown_loan", reason, True))
+                return
+            with order.slots.slot(each.slot) as whole, whole[: order.block_bytes] as memory:
+                checksum = each.checksum or xxh3_64_intdigest(memory)
+                header = BlockHeader(order.number, each.index, order.block_bytes, checksum)
+                stream.send_slot(header, self._pool, order.slots.arena.offset_of(each.slot), memory)
+
+    def _refuse(self, stream: PeerStream, refused: PeerRefused) -> None:
+        """Send a refusal; of a Take it stands where the next block would."""
+        if refused.of_take:
+            stream.send_raw(pack_header(BlockHeader(refused.number, 0, 0, 0)))
+        stream.send_frame(PEER_ANSWER.encode(refused))
 
     def _in_loop(self, work: Callable[[], T]) -> T:
         done: Future[T] = Future()

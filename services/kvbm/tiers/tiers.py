@@ -183,6 +183,12 @@ class Tiers:
         there = self._host.resident.places
         return next((index for index, key in enumerate(keys) if key not in there), len(keys))
 
+    def known(self, keys: Sequence[ContentKey]) -> int:
+        """Return how many of these blocks, from the first on, are in either tier, or on their way to memory."""
+        host, on_disk = self._host, self._disk.resident.places
+        missing = (index for index, key in enumerate(keys) if not host.knows(key) and key not in on_disk)
+        return next(missing, len(keys))
+
     def contents(self, keys: Sequence[ContentKey]) -> list[Content]:
         """Return the contents of blocks that are in host memory."""
         return [self._host.resident.content(key) for key in keys]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.kvbm.chains import chain
-from tests.kvbm.peer_rig import address, faults, machines, read
-from tests.kvbm.store_rig import SMALL_BYTES
+from tests.kvbm.peer_rig import address, machines, read
 
 
 async def test_blocks_of_another_machine_are_found_in_this_ones_pool(tmp_path: Path) -> None:

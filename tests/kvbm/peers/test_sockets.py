@@ -233,7 +233,7 @@ async def test_a_connection_of_another_epoch_in_one_read_ends_it(tmp_path: Path)
             self.epoch += 1
             return super().hello()
 
-    async with reader(tmp_path) as (store, engine):
+    async with reader(tmp_path) as (store, _engine):
         with listening(Changes(CONTENTS)) as peer:
             done = await read(store, peer, CONTENTS)
         assert done is None or done.fault is not None

@@ -83,7 +83,11 @@ def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
     good = secured(tmp_path, "l", fleet, fleet)
     assert peer_tls(PEERS) is None
     assert peer_tls(good) is not None
-    for wrong in ({"tls_cert": str(tmp_path / "missing")}, {"tls_ca": str(tmp_path / "l.key")}, {"tls_key": str(fleet)}):
+    for wrong in (
+        {"tls_cert": str(tmp_path / "missing")},
+        {"tls_ca": str(tmp_path / "l.key")},
+        {"tls_key": str(fleet)},
+    ):
         with pytest.raises(ConfigError, match="tls_ca"):
             peer_tls(replace(good, **wrong))
 
@@ -91,4 +95,4 @@ def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [["tls_cert"], ["tls_cert", "tls_key"], ["tls_ca"]])
 def test_the_three_files_need_each_other(names: list[str]) -> None:
     with pytest.raises(ValueError, match="need each other"):
-        PeersConfig(**{name: "file" for name in names})  # type: ignore[arg-type]
+        PeersConfig(**dict.fromkeys(names, "file"))  # type: ignore[arg-type]
