@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -158,23 +158,24 @@ def _measure(
 def _iperf3(program: str, streams: int) -> _Turn:
     """Run iperf3 once; return its rate and the CPU time of both sides."""
     port = free_port()
-    with subprocess.Popen([program, "-s", "-1", "-p", str(port)], stdout=subprocess.DEVNULL) as server:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        asked = [program, "-c", "127.0.0.1", "-p", str(port), "-P", str(streams), "-t", str(TURN_S), "-J"]
-        for _ in range(IPERF3_TRIES):
-            ran = subprocess.run(asked, capture_output=True, check=False)
-            if not ran.returncode:
-                break
-            time.sleep(0.1)
-        else:
-            server.kill()
-            raise SystemExit(f"iperf3 does not run: {ran.stdout.decode()[-300:]}")
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(1)
-        server.terminate()  # `-1` does not always end it
-        server.wait()
+    received: dict[str, float] = {}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    asked = [program, "-c", "127.0.0.1", "-p", str(port), "-P", str(streams), "-t", str(TURN_S), "-J"]
+    with subprocess.Popen(
+        [program, "-s", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            for _ in range(IPERF3_TRIES):
+                ran = subprocess.run(asked, capture_output=True, check=False)
+                received = msgspec.json.decode(ran.stdout or b"{}").get("end", {}).get("sum_received", {})
+                if received.get("bytes"):
+                    break
+                time.sleep(0.1)  # it does not listen yet
+        finally:
+            server.terminate()
+    if not received:
+        raise SystemExit(f"iperf3 does not run: {ran.stdout.decode()[-300:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    received = msgspec.json.decode(ran.stdout)["end"]["sum_received"]
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return _Turn(received["bits_per_second"] / 8e9, cpu_s / (received["bytes"] / 1e9))
 

@@ -95,7 +95,8 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     listen: str = ""
     """The address at which kvbms of other machines may read blocks, as HOST:PORT, or PORT on 127.0.0.1; port 0 takes a
-    free one. Empty: none may, and this kvbm reads none. Without TLS, whoever reaches the port can read the blocks."""
+    free one. Empty: none may, and this kvbm reads none. Without TLS, every process that reaches the port can
+    read the blocks."""
     advertise: str = ""
     """The host at which other machines reach this one, for the address book; empty: that of `listen`, or the machine's
     name if that is any address."""

@@ -134,7 +134,11 @@ class StoreMetrics:
             registry, "headrace_kvbm_spills_waiting_blocks", "Blocks that wait to be written to disk"
         )
         self.tickets = gauge(registry, "headrace_kvbm_tickets", "Open tickets, by kind", ["kind"])
-        self.owners = gauge(registry, "headrace_kvbm_owners", "Engine processes attached")
+        self.owners = gauge(
+            registry,
+            "headrace_kvbm_owners",
+            "Engine processes attached, and reads by and from other machines under way",
+        )
         self.layouts = gauge(registry, "headrace_kvbm_layouts", "Layouts that have an arena")
         self.disks = gauge(registry, "headrace_kvbm_disks", "Disk tiers of the layouts, by state", ["state"])
         self.pool_bytes = gauge(registry, "headrace_kvbm_pool_bytes", "Size of the pool in bytes")

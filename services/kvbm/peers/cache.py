@@ -46,7 +46,7 @@ class PeerCache:
         return len(self._tasks)
 
     def is_worth_asking(self, layout: LayoutStore, missing: int) -> bool:
-        """Return whether a Fetch that misses so many blocks may wait for peers."""
+        """Return whether a Fetch that misses `missing` blocks may wait for peers."""
         if self._config.wait_s <= 0 or missing < self._config.least_blocks or not self.choice.known:
             return False
         if not self.choice.candidates(layout.digest, self._now()):

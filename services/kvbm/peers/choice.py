@@ -29,7 +29,7 @@ REST_MOST_S = 60.0
 
 
 class KnownPeer(Struct):
-    """One peer."""
+    """A peer, with its measured rate and its rest after a fault."""
 
     address: PeerAddress
     layouts: frozenset[str]

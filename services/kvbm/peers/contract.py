@@ -42,21 +42,27 @@ class PeerRoad(Protocol):
 
     def register(self, layout: StoreLayout, slots: ArenaMap) -> None:
         """Make the slots of a layout readable by peers, and writable by `read`."""
+        ...
 
     def unregister(self, digest: str) -> None:
         """Undo `register`: the layout's slots are unmapped next. Nothing reads or writes them."""
+        ...
 
     def describe(self) -> PeerHello:
         """Return what a peer must know of this kvbm before it reads."""
+        ...
 
     async def leading(self, peer: PeerAddress, layout: StoreLayout, keys: Sequence[ContentKey], limit_s: float) -> int:
         """Return how many leading blocks the peer has in memory. Raise PeerFault."""
+        ...
 
     async def read(
         self, peer: PeerAddress, layout: StoreLayout, keys: Sequence[ContentKey], place: PlaceBlocks, limit_s: float
     ) -> ReadBlocks:
         """Read the leading blocks of these keys that the peer has into the slots that `place` returns. Raise PeerFault
         where nothing was read."""
+        ...
 
     def gone(self, instance: str) -> None:
         """End all that is under way with a peer that has left; its connections are closed."""
+        ...

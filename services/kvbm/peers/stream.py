@@ -97,7 +97,7 @@ class PeerStream:
         self._send(pack_frame(body))
 
     def receive_frame(self, most_bytes: int) -> bytes:
-        """Receive one message of at most so many bytes. Raise PeerFault."""
+        """Receive one message of at most `most_bytes`. Raise PeerFault."""
         length = frame_length(self._receive(LENGTH_BYTES))
         if length > most_bytes:
             raise PeerFault("garbage", f"a frame of {length} bytes, where at most {most_bytes} are allowed")

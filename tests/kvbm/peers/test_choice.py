@@ -107,5 +107,5 @@ class ChoiceMachine(RuleBasedStateMachine):
         assert len(self.choice.candidates("l", self.now_s)) <= 2
 
 
-ChoiceMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+ChoiceMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestChoiceMachine = ChoiceMachine.TestCase

@@ -165,5 +165,5 @@ class LoanMachine(RuleBasedStateMachine):
         assert not self.held
 
 
-LoanMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+LoanMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestLoanMachine = LoanMachine.TestCase
