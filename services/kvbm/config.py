@@ -109,7 +109,7 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Path of a PEM file with the authority whose certificates are believed, in both directions."""
     streams: Annotated[int, Meta(ge=1, le=16)] = 4
     """The number of connections over which the blocks of one read come."""
-    take_bytes: Positive = 8 << 20
+    take_bytes: Positive = 16 << 20
     """The approximate number of bytes that a connection is asked for at once."""
     reads: Annotated[int, Meta(ge=1, le=64)] = 4
     """The number of reads from other machines at once; one that finds no place behaves as a miss."""

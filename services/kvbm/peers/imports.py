@@ -24,8 +24,8 @@ from shared.hashing import ContentKey
 from shared.kvbm_messages import StoreBlock
 from shared.rate_limited_log import RateLimitedLog
 
-OWNER = "peers"
-"""The owner of the store tickets. No engine can have the name, since its file would need it."""
+OWNER = "peer:reads"
+"""The owner of the store tickets. No engine can have the name, since a file of engines has no colon in it."""
 
 
 class PeerImports:

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.errors import HeadraceError, ProtocolError
 from shared.kvbm_messages import StoreBlock, StoreLayout
@@ -108,11 +108,13 @@ class PeerAddress(Struct, frozen=True):
 
 # --- questions
 
+QuestionNumber = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+
 
 class Count(Struct, frozen=True, tag="count"):
     """Ask how many leading blocks of these keys are in the lender's memory."""
 
-    number: int
+    number: QuestionNumber
     layout: str
     keys: bytes
 
@@ -120,7 +122,7 @@ class Count(Struct, frozen=True, tag="count"):
 class Borrow(Struct, frozen=True, tag="borrow"):
     """Ask for the leading blocks of these keys, pinned."""
 
-    number: int
+    number: QuestionNumber
     epoch: int
     layout: StoreLayout
     keys: bytes
@@ -129,7 +131,7 @@ class Borrow(Struct, frozen=True, tag="borrow"):
 class Take(Struct, frozen=True, tag="take"):
     """Ask for the bytes of these blocks of a loan, on any connection."""
 
-    number: int
+    number: QuestionNumber
     epoch: int
     loan: int
     indices: list[int]
@@ -142,7 +144,7 @@ class Received(Struct, frozen=True, tag="received"):
 class Return(Struct, frozen=True, tag="return"):
     """End a loan. Idempotent."""
 
-    number: int
+    number: QuestionNumber
     loan: int
 
 

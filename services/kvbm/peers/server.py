@@ -57,7 +57,6 @@ _log = logging.getLogger(__name__)
 class _Connection(Struct, eq=False):
     number: int
     stream: PeerStream
-    thread: threading.Thread | None = None
     timer: asyncio.TimerHandle | None = None
     late: bool = False
 
@@ -133,15 +132,28 @@ class PeerServer:
                 )
                 accepted.close()
                 continue
-            self._numbers += 1
-            connection = _Connection(self._numbers, PeerStream(accepted))
-            self._connections[connection.number] = connection
-            self._none_left.clear()
-            self._arm(connection, HANDSHAKE_S)
-            connection.thread = threading.Thread(
-                target=self._serve, args=(connection, address[0]), name=f"peer-{connection.number}", daemon=True
-            )
-            connection.thread.start()
+            try:
+                self._begin(PeerStream(accepted), address[0])
+            except (OSError, RuntimeError) as wrong:  # it is closed already, or there can be no further thread
+                self.faults.warn("peers", f"a connection of {address[0]} was closed: {wrong}")
+                accepted.close()
+
+    def _begin(self, stream: PeerStream, host: str) -> None:
+        """Serve a connection in a thread. Raise RuntimeError where there can be none."""
+        self._numbers += 1
+        connection = _Connection(self._numbers, stream)
+        thread = threading.Thread(
+            target=self._serve, args=(connection, host), name=f"peer-{connection.number}", daemon=True
+        )
+        self._connections[connection.number] = connection
+        self._none_left.clear()
+        self._arm(connection, HANDSHAKE_S)
+        try:
+            thread.start()
+        except RuntimeError:
+            stream.close()
+            self._closed(connection, host, PeerFault("closed", "there can be no further thread"))
+            raise
 
     # --- in the event loop
 

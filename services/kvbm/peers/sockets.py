@@ -263,7 +263,10 @@ class SocketRoad:
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         """Run `work` in a thread. If this is cancelled, its connection is cut, and the thread is awaited."""
-        job = self._loop.run_in_executor(self._threads, work, *arguments)
+        try:
+            job = self._loop.run_in_executor(self._threads, work, *arguments)
+        except RuntimeError as wrong:
+            raise PeerFault("unreachable", f"there is no thread for it: {wrong}") from None
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
