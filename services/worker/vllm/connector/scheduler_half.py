@@ -205,10 +205,10 @@ class SchedulerHalf:
         """Return what `VllmBlocks.placed_in_memory` does."""
         return self.blocks.placed_in_memory(request)
 
-    def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> None:
+    def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> int:
         """Do what `VllmBlocks.offer_computed` does."""
         with self._turn:
-            self.blocks.offer_computed(request, tokens, blocks)
+            return self.blocks.offer_computed(request, tokens, blocks)
 
     def rename(self, identity: Identity) -> None:
         """Use another layout from now on: the blocks that were stored so far are not this engine's any longer."""

@@ -249,6 +249,8 @@ class Engine:
         self._draw = draw
         self._depth = depth
         self._steps: deque[_Step] = deque()
+        self._due: dict[str, int] = {}
+        """Request → computed tokens from which on its blocks are offered again, as the connector does."""
         self._pending: dict[str, int] = {}
         """Request → ranks that have said that its load has ended."""
 
@@ -302,7 +304,8 @@ class Engine:
             if len(self.running) >= 6 or not self._schedule_waiting(request, step):
                 break
         for work in step.work:
-            self._offer(work.request)
+            if work.request.computed - work.request.in_flight >= self._due.get(work.request.name, 0):
+                self._offer(work.request)
         self._launch(step, self.half.orders())
         for work in step.work:
             work.request.computed += work.tokens
@@ -356,6 +359,7 @@ class Engine:
             self.pool.touch(cached)
             request.blocks = list(cached)
         self._allocate(request, needed)
+        self._due.pop(request.name, None)
         self.half.place(request.name, [block.block_id for block in request.blocks], external)
         request.computed = computed
         if external:
@@ -414,10 +418,11 @@ class Engine:
 
     def _offer(self, request: Request) -> None:
         computed = min(request.computed - request.in_flight, len(request.tokens))
-        self.half.offer_computed(request.name, computed, lambda: request.blocks)
+        self._due[request.name] = self.half.offer_computed(request.name, computed, lambda: request.blocks)
 
     def _finish(self, request: Request, *, keep_blocks: bool = False) -> None:
         self._offer(request)
+        del self._due[request.name]
         self.half.forget(request.name)
         request.state = "finished"
         if not keep_blocks:
