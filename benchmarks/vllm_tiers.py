@@ -476,7 +476,9 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
-    """Return the goals. A figure whose yardstick is missing is None, and its goal is missed."""
+    """Return the goals of the parts that were measured. A figure whose yardstick is missing is None, and its goal is
+    missed."""
+    measured = {(row["what"], row.get("model")) for row in rows}
 
     def value(what: str, model: str, side: str, key: str) -> float | None:
         row = _found(rows, what, model, side)
@@ -485,11 +487,12 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
     goals: list[Goal] = []
     for model, tokens in PROMPT.items():
         ours = value("first token", model, "headrace", "first_ms")
-        for side, most in (("recompute", 0.25), ("offloading", 1.1), ("lmcache", 1.0)):
+        yardsticks = (("recompute", 0.25), ("offloading", 1.1), ("lmcache", 1.0))
+        for side, most in yardsticks if ("first token", model) in measured else ():
             ratio = _ratio(ours, value("first token", model, side, "first_ms"))
             name = f"first token of {tokens} tokens ({model}), headrace to {side}"
             goals.append(Goal(name, ratio, "times", most, ratio is not None and ratio <= most))
-        for side in ("idle", "recompute"):
+        for side in ("idle", "recompute") if ("decode", model) in measured else ():
             ratio = _ratio(value("decode", model, "headrace", "tok_s"), value("decode", model, side, "tok_s"))
             name = f"tokens a second while blocks are stored ({model}), headrace to {side}"
             goals.append(Goal(name, ratio, "times", 0.97, ratio is not None and ratio >= 0.97))
@@ -497,6 +500,8 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
         ("moved", "moved_tokens", "stayed_tokens", 1.0),
         ("killed", "after_tokens", "before_tokens", 0.95),
     ):
+        if (what, "tiny") not in measured:
+            continue
         ratio = _ratio(value(what, "tiny", "headrace", above), value(what, "tiny", "headrace", below))
         goals.append(Goal(f"hits, {what}", ratio, "times", least, ratio is not None and ratio >= least))
     return goals

@@ -84,3 +84,11 @@ def test_goals_compare_with_each_side_and_a_missing_yardstick_misses() -> None:
     assert (found["hits, killed"].value, found["hits, killed"].met) == (0.9, False)
     lmcache = found["first token of 4096 tokens (tiny), headrace to lmcache"]
     assert (lmcache.value, lmcache.met) == (None, False)
+
+
+def test_parts_that_were_not_measured_have_no_goals() -> None:
+    rows = [row for row in rows_of("headrace", 20.0, 98.0) if row["what"] == "decode"]
+    assert [goal.name for goal in goals_of(rows)] == [
+        "tokens a second while blocks are stored (tiny), headrace to idle",
+        "tokens a second while blocks are stored (tiny), headrace to recompute",
+    ]
