@@ -217,8 +217,8 @@ class VllmBlocks:
 
     def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> int:
         """The first `tokens` tokens of the request are computed, and the step that did so is processed. `blocks`
-        returns the request's blocks. Return the number of tokens from which on this must be called again, unless
-        vLLM allocates for the request anew."""
+        returns the request's blocks. Return the number of tokens from which on this must be called again; after a
+        `place` it must be called at once."""
         entry = self._requests.get(request)
         if entry is None:
             return NEVER
