@@ -143,6 +143,15 @@ class DrawerWorld:
         if connection.answers:
             connection.send(connection.answers.popleft())
 
+    def pass_frames(self) -> None:
+        """The kvbm handles all requests, and each engine gets one more answer."""
+        self.accept()
+        for connection in self.connections:
+            connection.receive()
+            while connection.asked:
+                self.carry(connection)
+            self.deliver(connection)
+
     def drop_ended(self) -> None:
         for connection in list(self.connections):
             connection.receive()
@@ -217,12 +226,7 @@ class DrawerWorld:
         assert self.drawer is not None
         self.now_s += 0.05
         self.step(engine)
-        self.accept()
-        for connection in self.connections:
-            connection.receive()
-            while connection.asked:
-                self.carry(connection)
-            self.deliver(connection)
+        self.pass_frames()
         while any(rank.steps is not None and not rank.steps.idle for rank in engine.ranks):
             self.copy(engine, 0)
         while self.drawer.reads:

@@ -36,6 +36,9 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.world.start_engine(seed + each)
         if up:
             self.world.settle()
+            for prompt in PROMPTS:
+                self.world.add(self.engine(0), prompt, 1, "")
+                self.world.settle()
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -74,6 +77,17 @@ class ConnectorMachine(RuleBasedStateMachine):
     def ask(self, which: int, prompt: list[int], most: int, salt: str) -> None:
         if len(self.engine(which).requests) < MOST_LIVING:
             self.world.add(self.engine(which), prompt, most, salt)
+
+    @rule(which=ANY, prompt=st.sampled_from(PROMPTS), times=st.integers(1, 4), copied=st.integers(0, 8))
+    def load(self, which: int, prompt: list[int], times: int, copied: int) -> None:
+        """An engine asks for what the kvbm may have, and goes on while it is being loaded."""
+        self.clear(which)
+        self.ask(which, prompt, 1, "")
+        for _ in range(times):
+            self.world.step(self.engine(which))
+            self.world.pass_frames()
+        self.copy(which, 0, copied)
+        self.world.step(self.engine(which))
 
     @rule(which=ANY, times=st.integers(1, 4))
     def step(self, which: int, times: int) -> None:
