@@ -10,8 +10,8 @@ Of two models, a tiny one with random weights (prompts of 4,096 tokens) and `--m
 - first token: a prompt is asked for, until the side's store has it. Then the device's prefix cache is emptied by vLLM's
   own `/reset_prefix_cache`, which leaves the store as it is, and the prompt is asked for again. A request that found
   less than the whole prompt in the store counts as `short`.
-- decode: tokens a second of some streams, from the first token to the last. Their blocks are stored as they fill. `idle` is the
-  side headrace with `offload` off, which stores nothing.
+- decode: tokens a second of some streams, from the first token to the last. Their blocks are stored as they fill.
+  `idle` is the side headrace with `offload` off, which stores nothing.
 
 Of the tiny model alone, because the numbers of tokens do not depend on it:
 
