@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -199,11 +199,14 @@ async def connect_clients(frontend: FrontendProcess, count: int, prompt_tokens: 
 
 
 @asynccontextmanager
-async def stack(key: str = "", trace_share: float | None = None) -> AsyncIterator[tuple[FrontendProcess, Peers]]:
+async def stack(
+    key: str = "", trace_share: float | None = None, *, added: Mapping[str, str] | None = None, tree: Path = ROOT
+) -> AsyncIterator[tuple[FrontendProcess, Peers]]:
     """Start everything and yield once the frontend is ready. It has a core of its own if the machine has two.
 
     With `key` the frontend requires that API key, with limits that the measurement does not reach. With `trace_share`
-    it traces that share of requests; a collector in this process takes the spans.
+    it traces that share of requests; a collector in this process takes the spans. `added` has more settings, by the
+    names of their environment variables. The frontend is that of `tree`, a checkout.
     """
     with tempfile.TemporaryDirectory() as folder:
         discovered = Path(folder) / "discovery"
@@ -222,12 +225,12 @@ async def stack(key: str = "", trace_share: float | None = None) -> AsyncIterato
                 limits = f"requests_per_minute = {MANY}, tokens_per_minute = {MANY}, concurrency = {MANY}"
                 keys.write_text(f'bench = {{ sha256 = "{digest}", {limits} }}\n', encoding="utf-8")
             asks = ["--access-keys-file", str(keys)] if key else []
-            async with await asyncio.start_server(_take_spans, "127.0.0.1", free_port()) as collector:
+            async with await asyncio.start_server(take_spans, "127.0.0.1", free_port()) as collector:
                 if trace_share is not None:
                     port = collector.sockets[0].getsockname()[1]
                     asks += ["--trace-endpoint", f"http://127.0.0.1:{port}/v1/traces"]
                     asks += ["--trace-sample", str(trace_share)]
-                async with _process(server.url, discovered, asks) as (pid, port):
+                async with _process(server.url, discovered, asks, added or {}, tree) as (pid, port):
                     frontend = FrontendProcess(pid, port, key)
                     yield frontend, peers
             await discovery.close()
@@ -236,7 +239,7 @@ async def stack(key: str = "", trace_share: float | None = None) -> AsyncIterato
             server.stop()
 
 
-async def _take_spans(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def take_spans(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer each request of one exporter with 200."""
     try:
         while True:
@@ -249,7 +252,9 @@ async def _take_spans(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 
 @asynccontextmanager
-async def _process(nats_url: str, discovered: Path, more: list[str]) -> AsyncIterator[tuple[int, int]]:
+async def _process(
+    nats_url: str, discovered: Path, more: list[str], added: Mapping[str, str], tree: Path
+) -> AsyncIterator[tuple[int, int]]:
     """Start the process; yield its PID and its port."""
     port = free_port()
     flags = [
@@ -259,7 +264,7 @@ async def _process(nats_url: str, discovered: Path, more: list[str]) -> AsyncIte
         *more,
     ]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.frontend", *flags), env=environment(), cwd=ROOT
+        *(sys.executable, "-m", "services.frontend", *flags), env=environment() | dict(added), cwd=tree
     )
     if len(cores := sorted(os.sched_getaffinity(0))) > 1:
         os.sched_setaffinity(process.pid, cores[:1])

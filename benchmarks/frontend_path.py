@@ -62,11 +62,11 @@ async def _measure(streams: int, step_s: float, seconds: float, key: str, trace_
         idle_bytes = rss_bytes(frontend.pid)
         clients = await connect_clients(frontend, streams, PROMPT_TOKENS)
         await peers.streaming(streams)
-        await _stream(peers, step_s, WARM_UP_S)
+        await stream(peers, step_s, WARM_UP_S)
         before, tokens, events = cpu_of(frontend.pid), peers.tokens, _events(clients)
         over = asyncio.Event()
         asking = asyncio.create_task(_worst_live_s(frontend, over))
-        await _stream(peers, step_s, seconds)
+        await stream(peers, step_s, seconds)
         over.set()
         after, tokens, events = cpu_of(frontend.pid), peers.tokens - tokens, _events(clients) - events
         row = {
@@ -86,7 +86,7 @@ async def _measure(streams: int, step_s: float, seconds: float, key: str, trace_
     return row
 
 
-async def _stream(peers: Peers, step_s: float, seconds: float) -> None:
+async def stream(peers: Peers, step_s: float, seconds: float) -> None:
     """Make steps at their times, then wait for the last one's events."""
     loop = asyncio.get_running_loop()
     due_s = loop.time()

@@ -118,9 +118,11 @@ def ours(
     directory: Path,
     *,
     worker: Mapping[str, str],
+    added: Mapping[str, Mapping[str, str]] | None = None,
     profile: str = "",
 ) -> AbstractContextManager[RunningStack]:
-    """Run our stack. `worker` has the workers' settings, by the names of their environment variables.
+    """Run our stack. `worker` has the workers' settings, by the names of their environment variables, `added` more of
+    each service.
 
     `profile` is frontend, router or worker (the first one's shell); cProfile's table is printed at the end.
     """
@@ -131,6 +133,8 @@ def ours(
         "worker": {"HEADRACE_CAPACITY_BLOCKS": str(CAPACITY_BLOCKS), "HEADRACE_BLOCK_SIZE": str(BLOCK_SIZE), **worker},
         "router": {"HEADRACE_LOAD_RAMP_S": "0"},  # both workers are new
     }
+    for service, more in (added or {}).items():
+        settings[service] = settings.get(service, {}) | dict(more)
     return launched(options, directory, settings, profile=profile)
 
 

@@ -12,11 +12,14 @@ with the thread that started it (PR_SET_PDEATHSIG), so none outlives its tests.
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,24 +33,48 @@ _START_LIMIT_S = 180.0
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-_picked: set[int] = set()
-"""The ports that this process was given before; a caller may bind its port late."""
+_FIRST_PORT = 10_000
+_SHARE = 50
+"""Ports that a process takes for itself at once."""
+_left: list[int] = []
+"""The ports that are this process's and were not given yet; a caller may bind its port late."""
+_held: list[int] = []
+"""Open files whose locks say which ports are this process's; they end with it."""
 
 
 def free_port() -> int:
-    """A free loopback port that neither a client's ephemeral port nor `headrace up` can take; another one each time."""
-    for _ in range(1000):
-        port = random.randint(10_000, servers.FIRST_PORT - 1)
-        if port in _picked:
-            continue
+    """A free loopback port that neither a client's ephemeral port nor `headrace up` can take; another one each time.
+
+    Test processes of one user never get the same one, though each may bind its port late.
+    """
+    while True:
+        if not _left:
+            _left.extend(_share())
+        port = _left.pop()
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        _picked.add(port)
         return port
-    raise RuntimeError(f"no free port from 10000 to {servers.FIRST_PORT - 1}")
+
+
+def _share() -> list[int]:
+    """Ports that no other process of this user has. The kernel gives them back when this one ends."""
+    locks = Path(tempfile.gettempdir(), f"headrace-test-ports-{os.getuid()}")
+    locks.mkdir(mode=0o700, exist_ok=True)
+    starts = list(range(_FIRST_PORT, servers.FIRST_PORT, _SHARE))
+    random.shuffle(starts)
+    for start in starts:
+        lock = os.open(locks / str(start), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        _held.append(lock)
+        return random.sample(range(start, start + _SHARE), _SHARE)
+    raise RuntimeError(f"test processes have all ports from {_FIRST_PORT} to {servers.FIRST_PORT - 1}")
 
 
 class Server(Protocol):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import subprocess
+import sys
+from contextlib import ExitStack
 
 import pytest
 
-from tests.servers import EtcdServer, NatsServer, Server
+from tests.integration.stack import ROOT
+from tests.servers import EtcdServer, NatsServer, Server, free_port
+
+DRAWING = "from tests.servers import free_port; print(*(free_port() for _ in range(120)), flush=True); input()"
+"""A program that draws ports, binds none, and stays."""
 
 
 @pytest.fixture(params=["own_nats", "own_etcd"])
@@ -36,3 +44,17 @@ def test_a_frozen_server_answers_after_a_thaw(own_nats: NatsServer) -> None:
 
 def test_a_wiped_etcd_starts_again(own_etcd: EtcdServer) -> None:
     own_etcd.wipe()
+
+
+def test_processes_that_bind_late_never_get_the_same_port() -> None:
+    drawn = [free_port() for _ in range(120)]
+    with ExitStack() as started:
+        for _ in range(2):
+            command = [sys.executable, "-c", DRAWING]
+            other = started.enter_context(
+                subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            assert other.stdout is not None
+            drawn += map(int, re.findall(r"\d+", other.stdout.readline()))
+    assert len(drawn) == len(set(drawn)) == 360
+    assert all(10_000 <= port < 20_000 for port in drawn)

@@ -23,6 +23,7 @@ from deploy.local.usage import (
     AddressFlags,
     BenchFlags,
     ChatFlags,
+    CheckFlags,
     ClearFlags,
     ClientFlags,
     CompletionFlags,
@@ -67,6 +68,8 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     try:
         match parse(words):
+            case CheckFlags() as flags:
+                return _check(flags)
             case UpFlags() as flags:
                 return _up(flags)
             case PullFlags() as flags:
@@ -247,8 +250,6 @@ def _operate(flags: WorkerFlags | LoraFlags) -> int:
 @contextmanager
 def _fleet(flags: AddressFlags) -> Iterator[FleetConfig]:
     """Yield the addresses of the fleet: those in the flags, else those of the `up` that runs here."""
-    from deploy.local.show.fleet import fleet_config
-
     state_dir = flags.state_dir
     running = _running(state_dir)
     if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
@@ -256,19 +257,58 @@ def _fleet(flags: AddressFlags) -> Iterator[FleetConfig]:
             f"no `up` runs with --state {state_dir.home}; start one with `./headrace up`, "
             "or name the servers of another fleet with --etcd and --nats"
         )
-    if running and flags.nats in ("", running.get("nats")):
-        config = fleet_config(namespace=flags.namespace, nats="", etcd=flags.etcd, file=state_dir.fleet)
-    else:  # do not send the password of this NATS to another one
-        config = fleet_config(
-            namespace=flags.namespace,
-            nats=flags.nats,
-            etcd=flags.etcd or running.get("etcd", ""),
-            path="" if flags.etcd else running.get("discovery", ""),
-        )
+    config = _fleet_config(flags, running)
     try:
         yield config
     except DiscoveryDown as wrong:
         raise DiscoveryDown(f"{wrong}; does `./headrace up` run? (--state, or --nats and --etcd)") from None
+
+
+def _fleet_config(flags: AddressFlags, running: dict[str, Any]) -> FleetConfig:
+    """Return the addresses in the flags, else those of the `up` with the record `running`, which may be empty."""
+    from deploy.local.show.fleet import fleet_config
+
+    if running and flags.nats in ("", running.get("nats")):
+        return fleet_config(namespace=flags.namespace, nats="", etcd=flags.etcd, file=flags.state_dir.fleet)
+    return fleet_config(  # do not send the password of this NATS to another one
+        namespace=flags.namespace,
+        nats=flags.nats,
+        etcd=flags.etcd or running.get("etcd", ""),
+        path="" if flags.etcd else running.get("discovery", ""),
+    )
+
+
+def _check(flags: CheckFlags) -> int:
+    from deploy.local.check.run import CheckOptions, check
+    from deploy.local.check.serve import serve
+    from deploy.local.check.wire import parse_address
+    from deploy.local.stack.block_store import store_request
+    from deploy.local.stack.private_pool import MEMORY
+
+    address = {name: parse_address(getattr(flags, name) or "") for name in ("serve", "peer")}
+    for name, parsed in address.items():
+        if parsed is None and getattr(flags, name) not in (None, ""):
+            raise ConfigError(f"--{name} {getattr(flags, name)}: not HOST:PORT")
+    if flags.serve is not None:
+        if flags.peer or flags.json or address["serve"] is None:
+            raise ConfigError("--serve answers another machine: give HOST:PORT, and neither --peer nor --json")
+        return serve(address["serve"])
+    running, variables = _running(flags.state_dir), environment()
+    fleet = _fleet_config(flags, running)
+    device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    options = CheckOptions(
+        fleet=fleet,
+        nats=bool(flags.nats or running.get("nats") or "HEADRACE_NATS_URL" in variables),
+        etcd=fleet.discovery.backend == "etcd"
+        and bool(flags.etcd or running.get("etcd") or "HEADRACE_DISCOVERY_ENDPOINTS" in variables),
+        pool=flags.kvbm_pool or MEMORY,
+        pool_bytes=store_request(flags.kvbm_bytes, None, "", engine="native", device=device).pool_bytes,
+        pool_named=bool(flags.kvbm_bytes),
+        disk=flags.kvbm_disk or flags.state_dir.home,
+        disk_named=flags.kvbm_disk is not None,
+        peer=address["peer"],
+    )
+    return check(options, as_json=flags.json)
 
 
 def _watch(flags: StatusFlags, every_s: float) -> int:

@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin
 from msgspec import Struct
 from msgspec.structs import fields
 
-from deploy.local.usage import COMMANDS, WORD, flag_value
+from deploy.local.usage import COMMANDS, OPTIONAL, WORD, flag_value
 
 _SCRIPT = """\
 _headrace() {{
@@ -49,7 +49,7 @@ def _flags(schema: type[Struct]) -> Iterator[str]:
             offered += get_args(kind)
             continue
         offered.append(flag)
-        if kind is not bool and placeholder != "[SECONDS]":
+        if kind is not bool and placeholder not in OPTIONAL:
             words = " ".join(get_args(kind)) if get_origin(kind) is Literal else ""
             yield f'                {flag}) offered="{words}" ;;'
     yield f'                *) offered="{" ".join(offered)}" ;;'

@@ -26,8 +26,10 @@ Size = Annotated[str, "SIZE"]
 Numbers = Annotated[str, "N,…"]
 Pairs = Annotated[list[str], "KEY=VALUE"]
 Seconds = Annotated[float, "[SECONDS]"]
-"""A number that may be left out after its flag: it is then WATCH_S."""
+Listening = Annotated[str, "[HOST:PORT]"]
 WATCH_S = 2.0
+OPTIONAL: dict[str | None, Any] = {"[SECONDS]": WATCH_S, "[HOST:PORT]": "127.0.0.1:8770"}
+"""Values that may be left out after their flag, by their placeholder: what they are then."""
 WORD = "WORD"
 Word = Annotated[str, WORD]
 """A word after the command; the other fields are flags, with the second part of their type in place of the value."""
@@ -195,6 +197,21 @@ class StatusFlags(FleetFlags, frozen=True, kw_only=True):
     """The seconds between two views, until Ctrl-C, with requests and tokens a second (2)."""
 
 
+class CheckFlags(FleetFlags, frozen=True, kw_only=True):
+    """Measure what this machine, its servers and another machine can do, and say what to set (docs/check.md)."""
+
+    kvbm_pool: Directory | None = None
+    """The directory for the block store's memory (/dev/shm)."""
+    kvbm_bytes: Size = ""
+    """The size of the block store that is planned (that of `up`)."""
+    kvbm_disk: Directory | None = None
+    """The directory of its disk tier, or one on the same disk (that of --state)."""
+    peer: Address = ""
+    """The machine to measure the way to, where `headrace check --serve` runs."""
+    serve: Listening | None = None
+    """The address at which to answer another machine's --peer, until Ctrl-C (127.0.0.1:8770)."""
+
+
 class TopFlags(AddressFlags, frozen=True, kw_only=True):
     """Show a running fleet live in this terminal (docs/top.md)."""
 
@@ -341,6 +358,7 @@ class CompletionFlags(Struct, frozen=True, kw_only=True):
 
 
 COMMANDS: dict[str, type[Struct]] = {
+    "check": CheckFlags,
     "up": UpFlags,
     "pull": PullFlags,
     "status": StatusFlags,
@@ -420,8 +438,9 @@ def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: boo
             command.add_argument(flag, choices=get_args(kind), **options)
         elif get_origin(kind) is list:
             command.add_argument(flag, action="append", metavar=placeholder, **options)
-        elif placeholder == "[SECONDS]":
-            command.add_argument(flag, nargs="?", type=kind, const=WATCH_S, metavar="SECONDS", **options)
+        elif placeholder in OPTIONAL:
+            metavar = str(placeholder).strip("[]")
+            command.add_argument(flag, nargs="?", type=kind, const=OPTIONAL[placeholder], metavar=metavar, **options)
         else:
             command.add_argument(flag, type=kind, metavar=placeholder, **options)
 

@@ -333,7 +333,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The worker's instance id."""
     model_name: str
     worker: WorkerConfig
-    """The worker's settings, without those of NATS, discovery and metrics: their passwords would be in the argument."""
+    """The worker's settings, without those of NATS, discovery and metrics: their passwords would be in the argument. Of
+    `observe` it has those of the logs."""
     parent_pid: int
     """Process id of the shell; the engine does not outlive it."""
 
@@ -341,5 +342,6 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def of(config: WorkerConfig, model_name: str, instance: str, *, parent_pid: int) -> EngineConfig:
         """Return the engine's part of a worker's settings."""
         plain = ServiceConfig()
-        own = replace(config, nats=plain.nats, discovery=plain.discovery, observe=plain.observe)
+        logs = replace(plain.observe, log_level=config.observe.log_level, log_format=config.observe.log_format)
+        own = replace(config, nats=plain.nats, discovery=plain.discovery, observe=logs)
         return EngineConfig(instance=instance, model_name=model_name, worker=own, parent_pid=parent_pid)

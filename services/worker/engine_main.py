@@ -7,12 +7,12 @@ inside functions here. It ends on Shutdown, when the runner fails, and when the 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,7 +29,9 @@ from services.worker.messages import Failed, Loading, Ready
 from services.worker.model_facts import facts_of
 from services.worker.runner import Runner
 from shared.errors import ConfigError, ModelError
+from shared.runtime import logs
 
+_log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 1e-4
 """Seconds after which a copying thread gets the interpreter while the loop goes on. With a free core it began 0.22 ms
@@ -41,6 +43,8 @@ def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after Shutdown or when the shell has gone, 1 after Failed."""
     config = msgspec.json.decode(arguments[0], type=EngineConfig)
     _die_with(config.parent_pid)
+    observe = config.worker.observe
+    logs.start("worker", config.instance, observe.log_level, observe.log_format, model=config.model_name)
     # The shell answers a signal to the whole process group (Ctrl-C): it drains, then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -67,7 +71,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     except PeerGone:
         raise
     except Exception as wrong:  # noqa: BLE001 - the engine's edge, as below
-        traceback.print_exc()
+        _log.exception("the model cannot be loaded")
         return Failed(reason=f"{type(wrong).__name__}: {wrong}")
     with closing(runner):
         try:
@@ -77,7 +81,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
         except ConfigError as wrong:
             return Failed(reason=str(wrong), model=True)
         except Exception as wrong:  # noqa: BLE001 - the engine's edge: the shell learns of every failure of a runner
-            traceback.print_exc()
+            _log.exception("the engine failed")
             first = _first(wrong)
             return Failed(reason=f"{type(first).__name__}: {first}")
     return None

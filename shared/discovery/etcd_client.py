@@ -49,6 +49,7 @@ class EtcdConnection:
         self.auth = rpc.AuthStub(channel)
         self.kv = rpc.KVStub(channel)
         self.lease = rpc.LeaseStub(channel)
+        self.maintenance = rpc.MaintenanceStub(channel)
         self.watch = rpc.WatchStub(channel)
         self.metadata: tuple[tuple[str, str], ...] = ()
         """The token of the login; it goes as metadata, since gRPC refuses call credentials without TLS."""

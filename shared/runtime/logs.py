@@ -76,6 +76,12 @@ def start(service: ServiceName, instance: str, level: str, form: LogFormat = "te
     logging.basicConfig(level=level.upper(), handlers=[output], force=True)
 
 
+def level() -> str:
+    """Return the level from which on this process logs now; info where `start` was not called and it is another one."""
+    name: str = logging.getLevelName(logging.getLogger().level).lower()
+    return name if name in LEVELS else "info"
+
+
 class LogLevel:
     """The level of this process's logs, which may change for a time."""
 

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from shared.config import TraceConfig
 from shared.metrics import counter
+from shared.rate_limited_log import RateLimitedLog
 from shared.tracing.exporter import SpanQueue, open_exporter
 from shared.tracing.sampler import DoorSampler
 from shared.tracing.spans import SpanIds, SpanRecord
@@ -49,6 +50,7 @@ class Tracer:
         self._draw = draw
         self.now_ns = now_ns
         self.ids = SpanIds(draw)
+        self._log = RateLimitedLog()
         self._refused = counter(
             registry,
             "headrace_malformed_traceparents",
@@ -60,6 +62,7 @@ class Tracer:
         given = None
         if traceparents and (given := parse(traceparents)) is None:
             self._refused.inc()
+            self._log.warn("traceparent", "a client's header is malformed, or there more than once, and is ignored")
         now_s = asyncio.get_running_loop().time()
         if not self._sampler.decide(given, self._draw.random(), now_s):
             return None

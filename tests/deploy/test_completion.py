@@ -53,6 +53,8 @@ def offered(file: Path, *words: str) -> list[str]:
         (["up", "--port", "8001", "--tls-"], ["--tls-cert", "--tls-key"]),
         (["up", "--keys", "k"], []),
         (["status", "--watch", "--j"], ["--json"]),
+        (["check", "--serve", "--j"], ["--json"]),
+        (["check", "--peer", ""], []),
         (["completion", "z"], ["zsh"]),
         (["no-such-command", ""], []),
     ],

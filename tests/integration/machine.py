@@ -189,7 +189,7 @@ class Wire:
     async def begin(self, name: str, tokens: list[int], max_tokens: int = 8, logprobs: int = -1) -> str:
         """Returns the request's name once the worker has taken it."""
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs)
-        asked = request(secrets.token_hex(8), tokens, sampling=sampling)
+        asked = request(secrets.token_hex(8), tokens, sampling=sampling, time_left_s=LIMIT_S)
         reply = await (await self.peer(name)).generate(asked)
         assert isinstance(reply, Accepted), reply
         return asked.request

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import select
 import signal
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.config import Dtype, KVConnectorConfig, SimulatedConfig, WorkerConfig
@@ -36,6 +39,7 @@ from services.worker.mover import Copy
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import HostCopier
 from shared.blocks import Content
+from shared.config import ObserveConfig
 from shared.errors import ModelError
 from shared.hashing import ContentKey, pack_tokens, unpack_tokens
 from shared.kvbm_messages import StoreLayout
@@ -219,6 +223,25 @@ async def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
     with pytest.raises(PeerGone):
         await engine.receive()
     assert await engine.end(LIMIT_S) == 1
+
+
+async def test_what_it_logs_is_one_line_in_the_form_of_its_worker(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    config = replace(echo(tmp_path), observe=ObserveConfig(log_format="json", log_level="debug"))
+    engine = await EngineProcess.start(config, "tiny", "w1", module="tests.worker.breaking_engine")
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            failed = await engine.receive()
+        assert failed == Failed(reason="RuntimeError: weights\nof two lines")
+    finally:
+        await engine.end(LIMIT_S)
+    [line] = capfd.readouterr().err.splitlines()
+    record = json.loads(line)
+    assert [record[name] for name in ("service", "instance", "model", "level")] == ["worker", "w1", "tiny", "error"]
+    assert record["message"] == "the model cannot be loaded"
+    assert "RuntimeError" in record["traceback"]
 
 
 def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

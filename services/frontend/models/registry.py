@@ -41,6 +41,7 @@ from services.frontend.models.model import (
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages import Instance, ModelCard
+from shared.rate_limited_log import RateLimitedLog
 
 RETRY_S = 5.0
 """Seconds between two attempts to load a model."""
@@ -149,6 +150,7 @@ class ModelRegistry:
         self._entries: dict[str, _Entry] = {}
         self._loras = LoraNames()
         self._hidden: set[str] = set()
+        self._limited_log = RateLimitedLog()
         """The names of LoRAs that were reported because a base model has them; at most as many as there are models."""
         self._loaded = asyncio.Event()
         """Set after every attempt to load a model."""
@@ -277,7 +279,7 @@ class ModelRegistry:
 
     def _add(self, card: ModelCard) -> None:
         if card.model not in self._entries and len(self._entries) >= MODELS_LIMIT:
-            _log.error("model %s is left out: %d models are known already", card.model, MODELS_LIMIT)
+            self._limited_log.error("models", f"{card.model} is left out: {MODELS_LIMIT} models are known already")
             return
         entry = self._entries.setdefault(card.model, _Entry(self._instances))
         entry.cards[card.instance] = card

@@ -14,12 +14,14 @@ from math import ceil
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import ShellEnd
 from services.worker.engine.vllm_python import check_vllm_python
 from services.worker.messages import EngineOrder, EngineReport, Shutdown, Submit
 from shared.config import environment
+from shared.runtime import logs
 
 PROGRAMS = {
     "native": "services.worker.engine_main",
@@ -44,14 +46,17 @@ class EngineProcess:
     @staticmethod
     async def start(config: WorkerConfig, model_name: str, instance: str, *, module: str = "") -> EngineProcess:
         """Return when the process runs; it reports Loading and Ready by itself. `instance` is the worker's id, `module`
-        the engine's program where it is not that of `config.engine`. Raise ModelError where vLLM's Python is not one
-        that can run it."""
+        the engine's program where it is not that of `config.engine`. It logs from the level on that this process has
+        now. Raise ModelError where vLLM's Python is not one that can run it."""
         python = sys.executable
         if config.engine == "vllm":
             python = await asyncio.to_thread(check_vllm_python, config.vllm_python)
         ours, theirs = socket.socketpair()
         with theirs:
-            engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
+            observe = replace(config.observe, log_level=logs.level())
+            engine_config = EngineConfig.of(
+                replace(config, observe=observe), model_name, instance, parent_pid=os.getpid()
+            )
             command = [python, "-m", module or PROGRAMS[config.engine], msgspec.json.encode(engine_config).decode()]
             process = _spawn([*command, str(theirs.fileno())], theirs.fileno(), engine_environment(config))
         return EngineProcess(process, await ShellEnd.open(ours))

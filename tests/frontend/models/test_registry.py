@@ -262,3 +262,22 @@ async def test_a_new_card_is_loaded_at_once_while_another_waits_for_its_next_att
         await w.until("/health", lambda shown: bool(shown.get("cards_not_loaded")))
         await w.announce("w4", worker("w4", 4.0, directory, files["better"]))
         await until_rendered(w, "better")
+
+
+async def test_models_beyond_the_limit_are_left_out_make_no_series_and_are_one_line_of_the_log(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "MODELS_LIMIT", 2)
+    async with world(directory) as w, clients(w) as (client, _):
+        for number in range(50):
+            await w.announce(f"x{number}", card_entry(f"x{number}", directory, f"model-{number}"))
+        await w.announce("last", card_entry("last", directory, lora=("after-all",)))
+        await w.until("/v1/models", lambda answer: "after-all" in {one["id"] for one in answer["data"]})
+        assert {model.id for model in (await client.models.list()).data} == {MODEL, "model-0", "after-all"}
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="model-49", prompt="x")
+        values = {sample.labels.get("model") for family in w.registry.collect() for sample in family.samples}
+        assert values <= {None, "", MODEL, "model-0"}
+    lines = [text for record in caplog.records if "is left out" in (text := record.getMessage())]
+    assert len(lines) == 1
+    assert "model-1 is left out: 2 models are known already" in lines[0]

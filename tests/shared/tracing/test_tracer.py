@@ -41,6 +41,17 @@ async def test_a_malformed_header_gets_a_new_trace_and_is_counted() -> None:
     assert registry.get_sample_value("headrace_malformed_traceparents_total") == 1
 
 
+async def test_a_flood_of_malformed_headers_is_logged_once_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    traces = tracer(registry, sample=0.0)
+    for number in range(1000):
+        assert traces.begin([f"hostile-{number}\n"]) is None
+    assert registry.get_sample_value("headrace_malformed_traceparents_total") == 1000
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("traceparent: a client's header is malformed")
+    assert "hostile" not in line
+
+
 async def test_without_an_endpoint_there_is_no_tracer() -> None:
     async with open_tracer(TraceConfig(), CollectorRegistry(), {}, Random(1)) as nothing:
         assert nothing is None

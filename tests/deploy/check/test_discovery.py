@@ -1,0 +1,103 @@
+"""deploy/local/check/discovery.py: against real etcd servers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.local.check import discovery
+from deploy.local.check.measurements import DiscoveryMeasured, Unmeasured
+from shared.config import DiscoveryConfig
+from shared.discovery.etcd_client import EtcdClient, EtcdConnection, rpc
+from shared.errors import ConfigError
+from tests.servers import EtcdServer, etcd_server
+
+
+def measured(endpoint: str, user: str = "", password: str = "") -> DiscoveryMeasured | Unmeasured:
+    return discovery.measure(DiscoveryConfig(endpoints=(endpoint,), user=user, password=password))
+
+
+def ask(endpoint: str, *requests: tuple[str, str, object]) -> list[Any]:
+    """The answers of etcd to requests of (stub, method, message)."""
+
+    async def run() -> list[Any]:
+        client = EtcdClient((endpoint,), "", "", lambda: None)
+
+        async def all_of_them(etcd: EtcdConnection) -> list[Any]:
+            return [await etcd.ask(getattr(getattr(etcd, stub), method), message) for stub, method, message in requests]
+
+        try:
+            return await client.call(all_of_them)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def test_a_server_of_this_machine_is_measured_and_keeps_nothing(own_etcd: EtcdServer) -> None:
+    found = measured(own_etcd.endpoint)
+    assert isinstance(found, DiscoveryMeasured)
+    assert found.read_s > 0
+    assert found.write_s > 0
+    assert (found.version, found.value_bytes, found.faults) == ("3.5.1", 64 << 10, ())
+    assert found.database_bytes > 0
+    assert found.clock is not None
+    assert found.clock.least_s <= 0 <= found.clock.most_s
+    all_keys = rpc.RangeRequest(key=b"\0", range_end=b"\0")
+    [keys] = ask(own_etcd.endpoint, ("kv", "Range", all_keys))
+    assert list(keys.kvs) == []
+
+
+def test_a_server_at_a_socket_is_measured_without_its_clock(tmp_path: Path) -> None:
+    with etcd_server(tmp_path, socket=True) as server:
+        found = measured(server.endpoint)
+    assert isinstance(found, DiscoveryMeasured)
+    assert found.clock is None
+
+
+def test_an_alarm_is_found(own_etcd: EtcdServer) -> None:
+    raised = rpc.AlarmRequest(action=1, alarm=rpc.AlarmType.Value("NOSPACE"))
+    ask(own_etcd.endpoint, ("maintenance", "Alarm", raised))
+    found = measured(own_etcd.endpoint)
+    assert isinstance(found, Unmeasured), "no key can be written"
+    assert "space exceeded" in found.reason
+    assert "defragment" in found.advice
+    assert found.wanted
+
+
+def test_a_server_with_users_says_which_settings_are_wrong(own_etcd: EtcdServer) -> None:
+    root = rpc.AuthUserAddRequest(name="root", password="right")
+    ask(
+        own_etcd.endpoint,
+        ("auth", "UserAdd", root),
+        ("auth", "RoleAdd", rpc.AuthRoleAddRequest(name="root")),
+        ("auth", "UserGrantRole", rpc.AuthUserGrantRoleRequest(user="root", role="root")),
+        ("auth", "UserAdd", rpc.AuthUserAddRequest(name="stranger", password="right")),
+        ("auth", "AuthEnable", rpc.AuthEnableRequest()),
+    )
+    for user, password in (("", ""), ("root", "very-wrong"), ("stranger", "right")):
+        found = measured(own_etcd.endpoint, user, password)
+        assert isinstance(found, Unmeasured), user
+        assert "discovery.password" in found.advice, found
+        assert "very-wrong" not in found.reason
+    assert isinstance(measured(own_etcd.endpoint, "root", "right"), DiscoveryMeasured)
+
+
+def test_a_server_that_is_frozen_or_gone_is_said(own_etcd: EtcdServer) -> None:
+    own_etcd.freeze()
+    frozen = measured(own_etcd.endpoint)
+    own_etcd.kill()
+    gone = measured(own_etcd.endpoint)
+    for found in (frozen, gone):
+        assert isinstance(found, Unmeasured)
+        assert found.wanted
+        assert own_etcd.endpoint in found.reason
+        assert "--etcd" in found.advice
+
+
+def test_what_is_no_endpoint_is_wrong_usage() -> None:
+    with pytest.raises(ConfigError, match="neither host:port nor unix:PATH"):
+        measured("somewhere")
