@@ -99,6 +99,8 @@ class Instance(Struct, frozen=True):
     state: str = ""
     """Why a worker takes no requests although it lives: draining, drained or asleep; empty: no operator asked for
     that."""
+    peers: str = ""
+    """HOST:PORT at which kvbms of other machines can read this kvbm's blocks; empty: they cannot."""
 
 
 class KvLayout(Struct, frozen=True, omit_defaults=True):

@@ -90,6 +90,60 @@ class StatisticsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds between two log lines about each layout; 0 writes none."""
 
 
+class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks of other machines: kvbms that listen read one another's memory."""
+
+    listen: str = ""
+    """The address at which kvbms of other machines may read blocks, as HOST:PORT, or PORT on 127.0.0.1; port 0 takes a
+    free one. Empty: none may, and this kvbm reads none. Without TLS, every process that reaches the port can
+    read the blocks."""
+    advertise: str = ""
+    """The host at which other machines reach this one, for the address book; empty: that of `listen`, or the machine's
+    name if that is any address."""
+    tls_cert: str = ""
+    """Path of a PEM file with this machine's certificate; kvbms then speak only TLS 1.3 to each other. Empty: no
+    TLS."""
+    tls_key: str = ""
+    """Path of a PEM file with the key of `tls_cert`, without a passphrase."""
+    tls_ca: str = ""
+    """Path of a PEM file with the authority whose certificates are believed, in both directions."""
+    streams: Annotated[int, Meta(ge=1, le=16)] = 4
+    """The number of connections over which the blocks of one read come."""
+    take_bytes: Positive = 16 << 20
+    """The approximate number of bytes that a connection is asked for at once."""
+    reads: Annotated[int, Meta(ge=1, le=64)] = 4
+    """The number of reads from other machines at once; one that finds no place behaves as a miss."""
+    read_s: Seconds = 10.0
+    """Seconds that a read may take at most."""
+    connections: Annotated[int, Meta(ge=1, le=1024)] = 64
+    """The number of connections that other machines may have to this one, each with a thread."""
+    loans: Positive = 64
+    """The number of reads by other machines at once."""
+    lent_bytes: Positive = 1 << 30
+    """The number of bytes that other machines may be reading at once."""
+    lend_s: Seconds = 30.0
+    """Seconds for which the blocks of one read by another machine are held at most."""
+    wait_s: Annotated[float, Meta(ge=0, le=60)] = 0.25
+    """Seconds that a Fetch waits at most for blocks of other machines; 0: they are not asked."""
+    least_blocks: Positive = 8
+    """The number of missing blocks, and of blocks that a machine has, from which on they are worth reading."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which becomes a ConfigError, for settings that contradict each other."""
+        if len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) > 1:
+            raise ValueError("tls_cert, tls_key and tls_ca need each other")
+        if self.listen:
+            self.address  # noqa: B018 - raises
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and port of `listen`. Raise ValueError."""
+        host, _, port = self.listen.rpartition(":")
+        if not port.isascii() or not port.isdecimal() or int(port) > 0xFFFF:
+            raise ValueError(f"listen: {self.listen!r} is not HOST:PORT")
+        return host.strip("[]") or "127.0.0.1", int(port)
+
+
 class KvbmConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of kvbm."""
 
@@ -98,3 +152,4 @@ class KvbmConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only
     tiers: TiersConfig = TiersConfig()
     tickets: TicketLimits = TicketLimits()
     statistics: StatisticsConfig = StatisticsConfig()
+    peers: PeersConfig = PeersConfig()

@@ -88,13 +88,57 @@ class StoreMetrics:
             "Blocks that could not be read or written",
             ["operation", "reason"],
         )
+        self.peer_sent_blocks = counter(
+            registry, "headrace_kvbm_peer_sent_blocks", "Blocks that other machines' kvbms were sent"
+        )
+        self.peer_sent_bytes = counter(
+            registry, "headrace_kvbm_peer_sent_bytes", "Bytes of blocks that other machines' kvbms were sent"
+        )
+        self.peer_read_blocks = counter(
+            registry, "headrace_kvbm_peer_read_blocks", "Blocks that were read from other machines' kvbms and published"
+        )
+        self.peer_read_bytes = counter(
+            registry,
+            "headrace_kvbm_peer_read_bytes",
+            "Bytes of blocks that were read from other machines and published",
+        )
+        self.peer_read_seconds = histogram(
+            registry, "headrace_kvbm_peer_read_seconds", "Time of one read from another machine's kvbm", STEP_SECONDS
+        )
+        self.peer_reads = counter(
+            registry,
+            "headrace_kvbm_peer_reads",
+            "Reads from other machines' kvbms by outcome: whole, part, nothing, full (this pool had no room)",
+            ["outcome"],
+        )
+        self.peer_fetches = counter(
+            registry,
+            "headrace_kvbm_peer_fetches",
+            "Fetches that asked other machines by outcome: read, nothing (they had none), not worth it (too slow "
+            "for the time), late, fault, full (too many at once: they were not asked)",
+            ["outcome"],
+        )
+        self.peer_faults = counter(
+            registry,
+            "headrace_kvbm_peer_faults",
+            "Faults between this kvbm and those of other machines, by direction (lend, read) and reason",
+            ["direction", "reason"],
+        )
+        self.peer_loans = gauge(registry, "headrace_kvbm_peer_loans", "Reads by other machines that are under way")
+        self.peer_lent_bytes = gauge(
+            registry, "headrace_kvbm_peer_lent_bytes", "Bytes that are held for reads by other machines"
+        )
         self.slots = gauge(registry, "headrace_kvbm_slots", "Slots of the host tier, by state", ["state"])
         self.records = gauge(registry, "headrace_kvbm_disk_records", "Records of the disk tier, by state", ["state"])
         self.spills_waiting = gauge(
             registry, "headrace_kvbm_spills_waiting_blocks", "Blocks that wait to be written to disk"
         )
         self.tickets = gauge(registry, "headrace_kvbm_tickets", "Open tickets, by kind", ["kind"])
-        self.owners = gauge(registry, "headrace_kvbm_owners", "Engine processes attached")
+        self.owners = gauge(
+            registry,
+            "headrace_kvbm_owners",
+            "Engine processes attached, and reads by and from other machines under way",
+        )
         self.layouts = gauge(registry, "headrace_kvbm_layouts", "Layouts that have an arena")
         self.disks = gauge(registry, "headrace_kvbm_disks", "Disk tiers of the layouts, by state", ["state"])
         self.pool_bytes = gauge(registry, "headrace_kvbm_pool_bytes", "Size of the pool in bytes")

@@ -32,6 +32,7 @@ from services.kvbm.layout import describe
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import StoreMetrics
+from services.kvbm.peers.peers import KvbmPeers
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.owners import MOST_OWNERS
 from services.kvbm.pool.prefault import Prefault
@@ -40,6 +41,7 @@ from services.kvbm.snapshots import send_snapshot
 from services.kvbm.socket_door import SocketDoor
 from services.kvbm.tickets.engines import AttachedEngines
 from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
+from services.kvbm.tickets.packing import unpack_keys
 from services.kvbm.tiers import policies
 from shared import kvbm_messages as wire
 from shared import subjects
@@ -47,6 +49,7 @@ from shared.bus.contract import Message, Subscription
 from shared.discovery.announcement import Announcement
 from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import BusDown, ProtocolError
+from shared.hashing import KEY_BYTES, ContentKey
 from shared.messages import JSON_HEADER, SNAPSHOT_REQUEST, Codec, Note
 from shared.pool.socket_frames import PROTOCOL, Hello
 from shared.runtime.lifecycle import Runtime, settle_memory
@@ -110,7 +113,7 @@ class KvbmService:
         self._metrics.pool_bytes.set(pool.geometry.file_bytes)
         self._replies = ReplySender(runtime.bus, self._metrics)
         self.engines = AttachedEngines()
-        self.layouts = Layouts(runtime, config, pool, self._metrics, lambda: self._announcement.request_update())
+        self.layouts = Layouts(runtime, config, pool, self._metrics, self._layouts_changed)
         self.prefault = Prefault(pool, config.pool.prefault_threads)
         self._announcement = Announcement(runtime.discovery, self._address)
         self._announcement.request_update()
@@ -125,6 +128,9 @@ class KvbmService:
             "release": partial(self._request, wire.RELEASE, wire.SETTLED, LayoutStore.release),
             "discard": partial(self._request, wire.DISCARD, wire.SETTLED, LayoutStore.discard),
         }
+        self.peers: KvbmPeers | None = None
+        if config.peers.listen:
+            self.peers = KvbmPeers(runtime, config.peers, pool.descriptor, self.layouts.open, self._metrics)
         self.door = SocketDoor(pool.path.parent, self._metrics, self._handle, self._hello)
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,6 +142,8 @@ class KvbmService:
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
         await self.door.open()
+        if self.peers is not None:
+            self.peers.open()
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.health.delegate(self._unready, dict)
         self._runtime.notes.find_block = self._find_block
@@ -153,14 +161,22 @@ class KvbmService:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        closed = await self.layouts.close()
+        unread = self.peers is None or await self.peers.close()
+        closed = await self.layouts.close() and unread
         await self._replies.flush()
         await self.door.close()
         if closed:
             self._pool.close()
 
+    def _layouts_changed(self) -> None:
+        if self.peers is not None:
+            self.peers.sync()
+        self._announcement.request_update()
+
     def _own(self, work: Coroutine[None, None, None]) -> None:
-        self._tasks.add(self._runtime.tasks.create_task(work))
+        task = self._runtime.tasks.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # --- requests
 
@@ -254,6 +270,40 @@ class KvbmService:
         """Return the one reply if all blocks are in memory; else queue it as the first of several."""
         ask = wire.FETCH.decode(request.payload, request.headers)
         layout = self._layout_of(ask.owner)
+        missing = self._missing(layout, ask)
+        if missing:
+            self._own(self._fetch_from_peers(request, ask, layout, missing))
+            return layout, None
+        return self._fetch_here(request, ask, layout)
+
+    def _missing(self, layout: LayoutStore, ask: wire.Fetch) -> list[ContentKey]:
+        """Return the blocks for which peers are asked before the Fetch is answered; empty: none are."""
+        if self.peers is None:
+            return []
+        layout.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
+        keys = unpack_keys(ask.keys)
+        missing = list(keys[layout.tiers.known(keys) :])
+        return missing if self.peers.cache.is_worth_asking(layout, len(missing)) else []
+
+    async def _fetch_from_peers(
+        self, request: Request, ask: wire.Fetch, layout: LayoutStore, missing: list[ContentKey]
+    ) -> None:
+        """Answer a Fetch after its missing blocks have come from a peer, or will not."""
+        assert self.peers is not None
+        attached = self.engines.get(ask.owner)
+        await self.peers.cache.bring(layout, missing)
+        try:
+            if self.engines.get(ask.owner) is not attached:
+                raise UnknownOwner(ask.owner, "has attached again, or is dead")
+            _, payload = self._fetch_here(request, ask, layout)
+        except Refusal as wrong:
+            self._metrics.refusals.labels(wrong.code).inc()
+            payload = wire.FETCH_REPLY.encode(wire.KvbmRefused(wrong.code, str(wrong)[:REASON_CHARS]), request.headers)
+        if payload is not None:
+            await request.answer(payload, True)
+        layout.settle_soon()
+
+    def _fetch_here(self, request: Request, ask: wire.Fetch, layout: LayoutStore) -> tuple[LayoutStore, bytes | None]:
         span = fetch_span(self._runtime.tracer, request.headers, ask)
         send_later = partial(self._queue_reply, request, span)
         first, complete = layout.fetch(ask, send_later)
@@ -340,6 +390,8 @@ class KvbmService:
                 layout.expire()
                 if not tick % ticks_per_retry:
                     layout.retry_space()
+            if self.peers is not None:
+                self.peers.tick()
             if not tick % _TICKS_PER_POLL:
                 self._poll_owners()
             if not tick % _TICKS_PER_GAUGES:
@@ -381,7 +433,8 @@ class KvbmService:
             for operation in (*self._operations, "snapshot", "load", "stat", "control")
         }
         sources = {digest: layout.log.source for digest, layout in self.layouts.open.items()}
-        return self._runtime.address(epoch, operations, layouts=sources)
+        peers = "" if self.peers is None else self.peers.address
+        return self._runtime.address(epoch, operations, layouts=sources, peers=peers)
 
     def _subject(self, operation: str) -> str:
         return subjects.kvbm(self._runtime.namespace, self._runtime.instance, operation)
@@ -389,4 +442,6 @@ class KvbmService:
     def validate(self) -> None:
         """Raise AssertionError where anything contradicts itself. O(slots + records)."""
         self.layouts.validate()
+        if self.peers is not None:
+            self.peers.validate()
         assert self.engines.layouts() <= self.layouts.open.keys(), "an engine is attached to a layout that is not open"

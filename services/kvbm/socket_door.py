@@ -31,6 +31,8 @@ MOST_CONNECTIONS = MOST_OWNERS
 """The most connections at once: one an engine. One more is closed."""
 MOST_UNSENT_BYTES = 1 << 22
 """The most bytes of answers that a client has not read. With more, its connection is closed."""
+ACCEPT_RETRY_S = 0.5
+"""Seconds after which connections are accepted again, when there were no file descriptors for one."""
 CLOSE_S = 1.0
 """Seconds that a client has to read its last answers when kvbm stops."""
 _READ_BYTES = 1 << 16
@@ -54,7 +56,9 @@ class SocketDoor:
         self._metrics = metrics
         self._handle = handle
         self._hello = hello
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
+        self._welcomes: set[asyncio.Task[None]] = set()
+        """Connections that were accepted, and are not in `_connections` yet."""
         self._stopping = False
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
@@ -73,19 +77,27 @@ class SocketDoor:
             self.path.unlink(missing_ok=True)  # of a kvbm that was killed
             listening.bind(str(self.path))
             self.path.chmod(0o600)  # before it listens
-            self._server = await asyncio.start_unix_server(self._connected, sock=listening, backlog=MOST_CONNECTIONS)
-        except (OSError, NotImplementedError) as wrong:  # an event loop need not have Unix sockets
+            listening.listen(MOST_CONNECTIONS)
+            # Not asyncio's server: one that is closed forgets the connections that it has just accepted.
+            self._listening = listening
+            self._watch(listening)
+        except (OSError, NotImplementedError) as wrong:  # an event loop need not have sockets
+            self._listening = None
             listening.close()
             _log.warning("no socket at %s: %s; engines reach this kvbm over NATS only", self.path, wrong)
 
     async def stop_reading(self) -> None:
         """Accept no connection and no request any longer. Answers can still be sent."""
-        if self._server is None:
+        if self._listening is None:
             return
         self._stopping = True
-        self._server.close()
+        asyncio.get_running_loop().remove_reader(self._listening)
+        self._listening.close()
+        self._listening = None
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
+        if self._welcomes:
+            await asyncio.wait(self._welcomes)
         tasks = list(self._connections.values())
         for task in tasks:
             task.cancel()
@@ -106,10 +118,36 @@ class SocketDoor:
                 await asyncio.wait(late)
         self._connections.clear()
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= MOST_CONNECTIONS:
+    def _watch(self, listening: socket.socket) -> None:
+        if listening is self._listening:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Take one connection that waits; if more do, the loop calls again."""
+        try:
+            accepted, _ = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as wrong:  # out of file descriptors: the socket stays readable, so wait before the next try
+            self.refused.warn("socket", f"a connection could not be accepted: {wrong.strerror}")
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listening)
+            loop.call_later(ACCEPT_RETRY_S, self._watch, listening)
+            return
+        accepted.setblocking(False)
+        if len(self._connections) + len(self._welcomes) >= MOST_CONNECTIONS:
             self.refused.warn("socket", f"a connection was closed, as there are {MOST_CONNECTIONS} already")
-            writer.transport.abort()
+            accepted.close()
+            return
+        welcome = asyncio.create_task(self._welcome(accepted))
+        self._welcomes.add(welcome)
+        welcome.add_done_callback(self._welcomes.discard)
+
+    async def _welcome(self, accepted: socket.socket) -> None:
+        try:
+            reader, writer = await asyncio.open_connection(sock=accepted)
+        except OSError:  # the client is gone
+            accepted.close()
             return
         writer.write(encode_frame(self._hello()))
         self._connections[writer] = asyncio.create_task(self._serve(reader, writer))

@@ -52,6 +52,10 @@ class Arena(Struct, frozen=True):
     def size_bytes(self) -> int:
         return self.slot_bytes * self.slots
 
+    def offset_of(self, slot: int) -> int:
+        """Return where a slot begins in the file."""
+        return self.offset + slot * self.slot_bytes
+
 
 class PoolGeometry(Struct, frozen=True):
     """The layout of one pool file; made by `of`."""

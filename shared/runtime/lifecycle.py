@@ -111,6 +111,7 @@ class Runtime:
         api: str = "",
         layouts: dict[str, EventSource] | None = None,
         state: str = "",
+        peers: str = "",
     ) -> dict[str, bytes]:
         """Return the key and value of this process's address book entry under the lease of `epoch`."""
         entry = Instance(
@@ -129,6 +130,7 @@ class Runtime:
             layouts=layouts or {},
             pid_namespace=pid_namespace(),
             state=state,
+            peers=peers,
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}

@@ -55,10 +55,9 @@ def test_usage_without_details_is_a_prompt_that_was_computed() -> None:
     assert cached_of({"prompt_tokens_details": {"cached_tokens": 64}}) == 64
 
 
-def test_a_rate_counts_only_while_all_streams_run() -> None:
-    assert rate_of([[0.0, 1.0, 2.0, 3.0], [1.0, 1.5, 2.0]]) == pytest.approx(3.0)
-    with pytest.raises(ValueError, match="at the same time"):
-        rate_of([[0.0, 1.0], [2.0, 3.0]])
+def test_a_rate_counts_from_the_first_token_to_the_last_even_where_streams_come_one_after_the_other() -> None:
+    assert rate_of([[0.0, 1.0, 2.0, 3.0], [1.0, 1.5, 2.0]]) == pytest.approx(2.0)
+    assert rate_of([[0.0, 1.0], [2.0, 3.0]]) == pytest.approx(1.0)
 
 
 def test_the_reason_of_a_failed_start_is_the_first_error_and_no_warning() -> None:
@@ -84,3 +83,11 @@ def test_goals_compare_with_each_side_and_a_missing_yardstick_misses() -> None:
     assert (found["hits, killed"].value, found["hits, killed"].met) == (0.9, False)
     lmcache = found["first token of 4096 tokens (tiny), headrace to lmcache"]
     assert (lmcache.value, lmcache.met) == (None, False)
+
+
+def test_parts_that_were_not_measured_have_no_goals() -> None:
+    rows = [row for row in rows_of("headrace", 20.0, 98.0) if row["what"] == "decode"]
+    assert [goal.name for goal in goals_of(rows)] == [
+        "tokens a second while blocks are stored (tiny), headrace to idle",
+        "tokens a second while blocks are stored (tiny), headrace to recompute",
+    ]

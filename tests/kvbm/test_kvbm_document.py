@@ -13,7 +13,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, StatisticsConfig, TiersConfig
+from services.kvbm.config import DiskConfig, KvbmConfig, PeersConfig, PoolConfig, StatisticsConfig, TiersConfig
 from services.kvbm.tickets.errors import RefusalCode
 from services.kvbm.tickets.results import TicketLimits
 from services.kvbm.tiers.host_slots import SlotState
@@ -26,6 +26,7 @@ from tests.kvbm.test_main import kvbm_process, there
 
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCUMENTS / "kvbm.md").read_text(encoding="utf-8")
+PEERS = (DOCUMENTS / "peers.md").read_text(encoding="utf-8")
 STATES = (DOCUMENTS / "states.md").read_text(encoding="utf-8").partition("# A block's states")[2]
 POLICY, ENGINE = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 
@@ -37,6 +38,7 @@ def test_the_settings_and_their_defaults_are_those_that_there_are() -> None:
         "tiers": TiersConfig,
         "tickets": TicketLimits,
         "statistics": StatisticsConfig,
+        "peers": PeersConfig,
     }
     common = {"namespace", "nats", "discovery", "observe", "trace"}
     assert {field.name for field in msgspec.structs.fields(KvbmConfig)} == {*tables, *common}
@@ -46,7 +48,7 @@ def test_the_settings_and_their_defaults_are_those_that_there_are() -> None:
         for table, config in tables.items()
         for field in msgspec.structs.fields(config)
     }
-    written = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| ?(.*?) ?\|", TEXT, re.M)
+    written = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| ?(.*?) ?\|", TEXT + PEERS, re.M)
     assert dict(written) == expected
 
 

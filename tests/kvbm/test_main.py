@@ -14,7 +14,9 @@ from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig, environment
 from shared.discovery.file import FileDiscovery
+from shared.errors import Unavailable
 from shared.messages import INSTANCE, JSON_HEADER, Instance
+from shared.pool.lock import kvbm_of
 from tests.kvbm.chains import chain
 from tests.kvbm.processes import OWNER, ended, running
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, NAMESPACE, Engine
@@ -23,18 +25,20 @@ WORKER = "w1"
 
 
 @asynccontextmanager
-async def kvbm_process(nats_url: str, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def kvbm_process(
+    nats_url: str, folder: Path, *more: str, discovery: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start a kvbm when entered; end it when left, if the test did not. Its pool and disk outlive it."""
     flags = [
         *("--namespace", NAMESPACE),
         *("--nats-url", nats_url),
         *("--discovery-backend", "file"),
-        *("--discovery-path", str(folder / "discovery")),
+        *("--discovery-path", str(discovery or folder / "discovery")),
         *("--discovery-lease-ttl-s", "2"),
         *("--pool-directory", str(folder / "pool"), "--pool-size-bytes", str(4 << 20)),
         *("--disk-directory", str(folder / "disk"), "--disk-limit-bytes", str(8 << 20)),
         *("--disk-min-free-bytes", "0", "--tiers-disk-sightings", "1"),
-        *("--tickets-store-time-s", "0.5"),
+        *(more or ("--tickets-store-time-s", "0.5")),
     ]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.kvbm", *flags, env=environment(), stderr=asyncio.subprocess.PIPE
@@ -120,3 +124,42 @@ async def test_a_pool_that_another_kvbm_has_ends_the_second_one_with_its_name(na
             _, said = await second.communicate()
         assert second.returncode == 2
         assert f"another kvbm runs here, process {first.pid}" in said.decode()
+
+
+async def test_two_kvbms_find_each_other_and_one_serves_what_the_other_has(nats_url: str, tmp_path: Path) -> None:
+    bus = await connect(NatsConfig(url=nats_url), "test")
+    contents = chain(*range(1, 41))
+    listen = ("--peers-listen", "127.0.0.1:0", "--peers-wait-s", "0.4", "--tickets-store-time-s", "10")
+    one, two = tmp_path / "one", tmp_path / "two"
+    async with (
+        kvbm_process(nats_url, one, *listen, discovery=tmp_path / "discovery"),
+        kvbm_process(nats_url, two, *listen, discovery=tmp_path / "discovery") as reader,
+    ):
+        engines = [Engine(bus, folder / "pool", "mine", WORKER, LAYOUT) for folder in (one, two)]
+        for engine, folder in zip(engines, (one, two), strict=True):
+            async with asyncio.timeout(LIMIT_S):
+                while not (folder / "pool" / "owners").exists() or not kvbm_of(folder / "pool"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            await attached(engine)
+        assert await engines[0].store(contents) == 40
+        async with asyncio.timeout(LIMIT_S):
+            while await engines[1].load(contents) != (40, 0):  # noqa: ASYNC110 - the address book takes a moment
+                await asyncio.sleep(0.02)
+        reader.send_signal(signal.SIGTERM)
+        _, said = await reader.communicate()
+        assert reader.returncode == 0, said.decode()
+    for engine in engines:
+        engine.die()
+    await bus.drain()
+
+
+async def attached(engine: Engine) -> None:
+    """Attach, as soon as the kvbm subscribes."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                await engine.attach()
+            except Unavailable:
+                await asyncio.sleep(0.02)
+            else:
+                return

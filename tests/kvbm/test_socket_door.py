@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import stat
 from collections import deque
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.kvbm import socket_door
 from services.kvbm.config import PoolConfig, TiersConfig
 from services.kvbm.socket_door import MOST_CONNECTIONS
 from shared import kvbm_messages as wire
@@ -209,6 +211,22 @@ async def test_a_kvbm_that_stops_removes_its_socket_and_the_next_one_replaces_on
     assert not path.exists()
 
 
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_client_that_connects_while_kvbm_stops_is_closed(tmp_path: Path, turns: int) -> None:
+    world = World(settings(tmp_path))
+    with socket.socket(socket.AF_UNIX) as client:
+        async with running(world) as store:
+            client.connect(str(Path(world.config.pool.directory) / SOCKET))
+            for _ in range(turns):  # until the loop has accepted it
+                await asyncio.sleep(0)
+            await store.service.door.stop_reading()
+            await store.service.door.close()
+        client.settimeout(LIMIT_S)
+        with suppress(ConnectionResetError):
+            while await asyncio.to_thread(client.recv, 1 << 16):
+                pass
+
+
 async def test_tickets_end_with_the_engine_and_not_with_its_connection(tmp_path: Path) -> None:
     async with serving(tmp_path) as store:
         async with engine(store, "a") as a:
@@ -229,3 +247,22 @@ async def test_without_room_for_the_path_kvbm_says_so_and_serves_over_nats(
         assert "no socket at" in caplog.text
         a = await store.world.attached("a")
         assert await a.store(chain(1)) == 1
+
+
+async def test_without_file_descriptors_a_connection_waits_and_kvbm_does_not_spin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_door, "ACCEPT_RETRY_S", 0.01)
+    world = World(settings(tmp_path))
+    async with running(world) as store, connected(world) as first:
+        assert isinstance(await first.read(), Hello)
+        with socket.socket(socket.AF_UNIX) as client:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+                client.connect(str(store.service.door.path))
+                await until(lambda: store.service.door.refused.count > 0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            client.settimeout(LIMIT_S)
+            assert await asyncio.to_thread(client.recv, 1 << 16), "it says hello"

@@ -29,9 +29,10 @@ VARIABLES = {
 }
 
 
-def connector(pool: Path) -> dict[str, Any]:
+def connector(pool: Path, timeout_s: float = 2.0) -> dict[str, Any]:
     """Return the fields of --kv-transfer-config for our connector on this pool."""
-    config = WorkerConfig(model="", engine="vllm", kvbm=KVConnectorConfig(pool=str(pool), wait_s=60, verify=True))
+    kvbm = KVConnectorConfig(pool=str(pool), wait_s=60, timeout_s=timeout_s, verify=True)
+    config = WorkerConfig(model="", engine="vllm", kvbm=kvbm)
     transfer = kv_transfer(config)
     assert transfer is not None
     return transfer

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import pytest
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.pool.lock import kvbm_of
-from tests.integration.fleet import Fleet, fleet
+from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 from tests.vllm.serve import BLOCK, LIMIT_S, Serve, completion, connector
@@ -58,7 +59,11 @@ class World:
         self._services.wait_ready("kvbm")
 
     def kill_kvbm(self) -> None:
-        self._services.services["kvbm"].kill()
+        self.kvbm.kill()
+
+    @property
+    def kvbm(self) -> Service:
+        return self._services.services["kvbm"]
 
     def layout(self) -> wire.LayoutState:
         """Return what the kvbm says of the one layout."""
@@ -142,6 +147,28 @@ def test_requests_that_are_aborted_and_preempted_leave_nothing(world: World) -> 
         what="no ticket is open",
     )
     one.forget()  # it succeeds only where no block is held
+
+
+def test_while_the_kvbm_is_frozen_requests_are_computed_and_after_it_blocks_are_exchanged_again(world: World) -> None:
+    one = world.engines[0]
+    for prompt in PROMPTS:
+        one.ask(prompt)
+    world.stored(36)
+    kvbm = world.kvbm.process
+    kvbm.send_signal(signal.SIGSTOP)
+    try:
+        one.forget()
+        assert [one.ask(prompt)[0] for prompt in PROMPTS] == world.right
+        eventually(
+            lambda: one.ask([7, 8, 9], 2)[0] and one.metric("headrace_kvbm_attached") == 0,
+            limit_s=LIMIT_S,
+            what="the engine has given it up",
+        )
+    finally:
+        kvbm.send_signal(signal.SIGCONT)
+    one.attach()
+    one.forget()
+    assert [one.ask(prompt) for prompt in PROMPTS] == [(tokens, 12 * BLOCK) for tokens in world.right]
 
 
 def test_after_kills_of_engine_and_kvbm_the_answers_are_right(world: World) -> None:

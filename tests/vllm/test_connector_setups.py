@@ -19,6 +19,8 @@ pytestmark = needs_vllm
 PROMPT = [5 + (index * 7 + 3) % 290 for index in range(400)]
 BLOCKS = 12
 """Those of the prompt that can be loaded."""
+TIMEOUT_S = 30.0
+"""Seconds for each answer of the kvbm: ranks that spin on all cores may leave it none for a while."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def chain(pool: Path, folder: Path) -> dict[str, Any]:
     """Our connector, then vLLM's own example, which stores whole prompts in files."""
     example: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     example |= {"kv_connector_extra_config": {"shared_storage_path": str(folder / "example")}}
-    both = {"connectors": [connector(pool), example]}
+    both = {"connectors": [connector(pool, TIMEOUT_S), example]}
     policy = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     return {"kv_connector": "MultiConnector", **policy, "kv_connector_extra_config": both}
 
@@ -71,7 +73,7 @@ def test_blocks_come_back_and_the_answer_stays(
     setup: str, model: Path, kvbm: tuple[Path, Fleet], right: list[int], tmp_path: Path
 ) -> None:
     pool, services = kvbm
-    transfer = chain(pool, tmp_path) if setup == "a chain" else connector(pool)
+    transfer = chain(pool, tmp_path) if setup == "a chain" else connector(pool, TIMEOUT_S)
     serve = Serve(model, tmp_path / "serve.log", transfer, SETUPS[setup], ranks=2 if SETUPS[setup] else 1)
 
     def committed() -> float:

@@ -14,8 +14,10 @@ errors of `errors.py`; they have changed nothing then, except as `TicketExpired`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+from msgspec import Struct
 
 from services.kvbm.config import KvbmConfig
 from services.kvbm.disk.disk import Disk
@@ -45,11 +47,21 @@ from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.tiers import Tiers
 from shared import kvbm_messages as wire
 from shared.blocks import Content
-from shared.hashing import KEY_BYTES
+from shared.hashing import KEY_BYTES, ContentKey
 from shared.messages import Note, Tier
 from shared.pool.map import ArenaMap
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
+
+
+class LentBlock(Struct, frozen=True):
+    """A block that a peer may read, held in its slot."""
+
+    slot: int
+    content: Content
+    checksum: int
+    """XXH3-64 of its bytes; 0: not known."""
+
 
 _TICKET_BITS = 48
 """Ticket ids begin with a random number of this many bits, so that no ticket of another kvbm is mistaken for one of
@@ -114,6 +126,11 @@ class LayoutStore:
         """Whether the arena must stay, because a living engine is attached or slots are being copied."""
         return self.tickets.statistics().owners > 0 or self._traffic.under_way > 0
 
+    @property
+    def ended(self) -> bool:
+        """Whether the store is stopped: its slots may be another layout's."""
+        return self._ended
+
     # --- owners
 
     def attach(self, owner: str) -> None:
@@ -148,16 +165,20 @@ class LayoutStore:
         """Grant slots to write to."""
         self.tickets.check_block_count(len(ask.blocks))
         contents = to_contents(ask.blocks, self._block_size)
-        granted = self.tickets.store(ask.owner, contents, self._now())
-        for slot in granted.slots:
-            self.slots.grant(slot)
-        self._checksums.clear(granted.slots)
+        granted = self._grant(ask.owner, contents)
         self._metrics.count_offer(len(granted.slots), granted.known, granted.declined)
         if granted.declined:
             self._note_declined(contents, granted)
-        self._changed(granted.events)
         time_left_s = self.tickets.limits.store_time_s
         return wire.Granted(granted.ticket, time_left_s, granted.indices, pack_slots(granted.slots))
+
+    def _grant(self, owner: str, contents: Sequence[Content]) -> Offered:
+        granted = self.tickets.store(owner, contents, self._now())
+        for slot in granted.slots:
+            self.slots.grant(slot)
+        self._checksums.clear(granted.slots)
+        self._changed(granted.events)
+        return granted
 
     def _note_declined(self, contents: Sequence[Content], offered: Offered) -> None:
         now_s = self._now()
@@ -176,12 +197,16 @@ class LayoutStore:
         """Publish the blocks of these slots: they can be found from now on."""
         slots = unpack_slots(ask.slots)
         written = dict(zip(slots, unpack_checksums(ask.checksums, len(slots)), strict=True))
-        events = self.tickets.commit(ask.owner, ask.ticket, written.keys(), self._now())
+        self._publish(ask.owner, ask.ticket, written)
+        self._metrics.count_commit(len(written), self._block_bytes)
+        return wire.Settled()
+
+    def _publish(self, owner: str, ticket: int, written: Mapping[int, int]) -> None:
+        """Publish slots, each with its checksum."""
+        events = self.tickets.commit(owner, ticket, written.keys(), self._now())
         for slot, checksum in written.items():  # a slot that was freed after all is granted again before it is read
             self._checksums.set(slot, checksum)
         self._changed(events)
-        self._metrics.count_commit(len(written), self._block_bytes)
-        return wire.Settled()
 
     def abort(self, ask: wire.Abort) -> wire.Settled:
         """End a store ticket; nothing is published."""
@@ -225,6 +250,34 @@ class LayoutStore:
             )
         self._discarded(slots, events, "discarded")
         return wire.Settled()
+
+    # --- other machines' kvbms
+
+    def leading(self, keys: Sequence[ContentKey]) -> int:
+        """Return how many of these blocks, from the first on, are in memory."""
+        return self.tiers.leading(keys)
+
+    def lend(self, owner: str, keys: Sequence[ContentKey]) -> list[LentBlock]:
+        """Hold what is in memory of the prefix, until `owner_dead`. The owner has attached."""
+        held = self.tickets.lend(owner, keys, self._now())
+        contents = self.tiers.contents(keys[: len(held.slots)])
+        self.settle_soon()
+        return [
+            LentBlock(slot, content, self._checksums.get(slot))
+            for slot, content in zip(held.slots, contents, strict=True)
+        ]
+
+    def reserve(self, owner: str, blocks: Sequence[wire.StoreBlock]) -> Offered:
+        """Grant slots for blocks that are read from a peer: as for an engine's store."""
+        granted = self._grant(owner, to_contents(blocks, self._block_size))
+        self.settle_soon()
+        return granted
+
+    def publish(self, owner: str, ticket: int, written: Mapping[int, int]) -> None:
+        """Publish reserved slots that were read whole, each with its checksum; the others are free. Raise
+        TicketExpired."""
+        self._publish(owner, ticket, written)
+        self.settle_soon()
 
     def _discarded(self, slots: Collection[int], events: list[TierEvent], why: EvictionReason) -> None:
         for slot in slots:

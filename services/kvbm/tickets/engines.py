@@ -69,6 +69,10 @@ class AttachedEngines:
             raise UnknownOwner(owner)
         return known.layout
 
+    def get(self, owner: str) -> AttachedEngine | None:
+        """Return the owner's latest Attach: another object after each."""
+        return self._attached.get(owner)
+
     def of_worker(self, worker: str) -> list[tuple[str, str]]:
         """Return (owner, layout) of each engine of the worker."""
         return [(owner, engine.layout) for owner, engine in self._attached.items() if engine.worker == worker]

@@ -8,6 +8,7 @@
 
     fetch ──▶ reading ──release, attach, death, deadline ──▶ ended: its slots are no longer held
                  └◀─┘ a read of the disk has ended: more of the prefix is there, or it is shorter
+    lend  ──▶ reading, without a deadline: the network may send a slot, and looks at no generation
 
 An owner is one engine process. It proves that it has stopped writing by ending the ticket or by attaching again; its
 death, which the kernel's lock on its file proves, does the same. A deadline proves nothing about a writer, so no other
@@ -27,9 +28,10 @@ to an engine. Spills, and the disk's failing and coming up, are between the shel
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -63,6 +65,7 @@ class _Fetch(Struct):
     from_disk: set[int]
     """The indices of slots whose blocks come from disk."""
     deadline_s: float
+    """Infinite for what is lent."""
 
 
 class Tickets:
@@ -78,7 +81,7 @@ class Tickets:
         self._owners: dict[str, _Owner] = {}
         self._stores: OrderedDict[int, _Store] = OrderedDict()
         self._fetches: OrderedDict[int, _Fetch] = OrderedDict()
-        """Both dicts are ordered by deadline: all tickets of a kind last equally long."""
+        """Both dicts are ordered by deadline: all tickets of a kind last equally long. What is lent comes first."""
         self._expired: dict[int, _Store] = {}
         """Expired stores, which wait for their owners."""
         self._waiting: dict[int, set[int]] = {}
@@ -196,6 +199,19 @@ class Tickets:
             self._waiting.setdefault(found.slots[index], set()).add(ticket)
         return replace(found, ticket=ticket)
 
+    def lend(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> HeldPrefix:
+        """Hold what is in memory of the longest prefix, until the owner releases it or ends. Raise as `fetch`."""
+        known = self._admit(owner, len(keys), now_s)
+        if len(set(keys)) != len(keys):
+            raise BadRequest("the prefix has a block twice")
+        found = self._tiers.fetch(keys, memory_only=True)
+        if not found.slots:
+            return found
+        ticket = self._open(known)
+        self._fetches[ticket] = _Fetch(owner, list(found.slots), len(found.slots), set(), math.inf)
+        self._fetches.move_to_end(ticket, last=False)
+        return replace(found, ticket=ticket)
+
     def release(self, owner: str, ticket: int) -> None:
         """End a fetch ticket: its owner has stopped reading. Unknown tickets are ignored. Raise BadRequest."""
         fetch = self._fetches.get(ticket)
@@ -278,7 +294,8 @@ class Tickets:
     def expire(self, now_s: float) -> list[ExpiredTicket]:
         """Expire all tickets whose deadline has come."""
         due = list(takewhile(lambda ticket: self._stores[ticket].deadline_s <= now_s, self._stores))
-        due += takewhile(lambda ticket: self._fetches[ticket].deadline_s <= now_s, self._fetches)
+        timed = dropwhile(lambda ticket: math.isinf(self._fetches[ticket].deadline_s), self._fetches)
+        due += takewhile(lambda ticket: self._fetches[ticket].deadline_s <= now_s, timed)
         return [self._expire(ticket) for ticket in due]
 
     def _expire(self, ticket: int) -> ExpiredTicket:
@@ -390,6 +407,6 @@ class Tickets:
         assert waiting == self._waiting, "fetches wait for other slots than are loading"
         for deadlines in (
             [store.deadline_s for store in self._stores.values()],
-            [fetch.deadline_s for fetch in self._fetches.values()],
+            [0.0 if math.isinf(fetch.deadline_s) else fetch.deadline_s for fetch in self._fetches.values()],
         ):
             assert deadlines == sorted(deadlines), "tickets out of order"

@@ -115,10 +115,10 @@ class Tiers:
 
     # --- workers read
 
-    def fetch(self, keys: Sequence[ContentKey]) -> HeldPrefix:
+    def fetch(self, keys: Sequence[ContentKey], *, memory_only: bool = False) -> HeldPrefix:
         """Hold the longest prefix of `keys` that is in either tier, within the limit of held slots and the room for
-        reads. No two keys are equal."""
-        slots, missing = self._hold_prefix(keys)
+        reads; with `memory_only` that can be read now. No two keys are equal."""
+        slots, missing = self._hold_prefix(keys[: self.leading(keys)] if memory_only else keys)
         reads: list[Read] = []
         events: list[TierEvent] = []
         for index in missing:
@@ -177,6 +177,21 @@ class Tiers:
     def release(self, slots: Iterable[int]) -> None:
         """Remove one hold from each of these slots: a fetch has stopped reading them."""
         self._host.release(slots)
+
+    def leading(self, keys: Sequence[ContentKey]) -> int:
+        """Return how many of these blocks, from the first on, are in host memory and can be read now."""
+        there = self._host.resident.places
+        return next((index for index, key in enumerate(keys) if key not in there), len(keys))
+
+    def known(self, keys: Sequence[ContentKey]) -> int:
+        """Return how many of these blocks, from the first on, are in either tier, or on their way to memory."""
+        host, on_disk = self._host, self._disk.resident.places
+        missing = (index for index, key in enumerate(keys) if not host.knows(key) and key not in on_disk)
+        return next(missing, len(keys))
+
+    def contents(self, keys: Sequence[ContentKey]) -> list[Content]:
+        """Return the contents of blocks that are in host memory."""
+        return [self._host.resident.content(key) for key in keys]
 
     def is_in_host(self, key: ContentKey) -> bool:
         """Return whether a block is in host memory, or on its way there."""

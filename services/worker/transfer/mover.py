@@ -90,6 +90,8 @@ class TransferMover:
             lane.cancel(batch)
 
     def ended(self) -> list[Copied]:
+        if not self._ended:  # a batch that ends now makes the descriptor readable
+            return []
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
@@ -115,6 +117,6 @@ class TransferMover:
 
     def _on_ended(self, copied: Copied) -> None:
         with self._ended_lock:
-            if not self._ended:  # otherwise the eventfd is readable, or `ended` is about to take this one too
+            self._ended.append(copied)  # before the descriptor is readable: `ended` looks here first
+            if len(self._ended) == 1:  # otherwise it is readable, or `ended` is about to take this one too
                 os.eventfd_write(self._wake, 1)
-            self._ended.append(copied)

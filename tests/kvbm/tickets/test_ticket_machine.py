@@ -259,6 +259,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.readable(reader, fetched.slots[: fetched.ready])
             self.readers.append(reader)
 
+    @precondition(lambda self: self.free_owners() and self.told["host"])
+    @rule(pick=picks, which=picks)
+    def lend(self, pick: int, which: int) -> None:
+        """Hold a chain for a peer: its slots stay as they are until it is released or its owner ends, however late."""
+        owner = self.free_owners()[pick % len(self.free_owners())]
+        known = sorted(self.told["host"])
+        wanted = PATHS[known[which % len(known)]]
+        held = self.tickets.lend(owner, wanted, self.now_s)
+        assert not held.reads
+        assert not held.loading
+        assert set(wanted[: len(held.slots)]) <= self.told["host"].keys()
+        if held.ticket:
+            reader = Reader(owner, held.ticket, wanted)
+            self.readable(reader, held.slots)
+            self.readers.append(reader)
+
     @precondition(lambda self: self.readers)
     @rule(pick=picks)
     def copy_and_release(self, pick: int) -> None:
@@ -458,6 +474,7 @@ def disorder(machine: StoreMachine, draw: Random, steps: int) -> None:
             lambda: machine.fetch_known(number(), number()),
         ),
         (5, machine.free_owners, lambda: machine.fetch_any(number(), path())),
+        (5, lambda: machine.free_owners() and machine.told["host"], lambda: machine.lend(number(), number())),
         (5, lambda: machine.writers, lambda: machine.write(number(), draw.random() < 0.5)),
         (8, lambda: machine.writers, lambda: machine.commit(number(), draw.randrange(4))),
         (2, lambda: machine.writers, lambda: machine.abort(number())),

@@ -43,6 +43,8 @@ HOLD_S = 2.0
 MOST_QUESTIONS = 8
 """Most questions of one request: it is preempted, a load fails, or its cached prefix on the device changes. Questions
 that are asked again because vLLM has no room are not counted."""
+NEVER = 1 << 62
+"""A number of tokens that no request reaches."""
 RESERVE_SHARE = 1 / 16
 """Share of the blocks that stay free for requests: no free block beyond it is held for a copy."""
 
@@ -186,6 +188,8 @@ class VllmBlocks:
         """vLLM has allocated blocks for the request, of which `tokens` tokens are to be loaded as `find` said; 0:
         none."""
         entry = self._requests.get(request)
+        if entry is not None:
+            entry.prefix = -1
         if entry is None or entry.lookup is None:
             assert not tokens, f"request {request} is to load what was not found"
             return
@@ -211,18 +215,26 @@ class VllmBlocks:
         lookup = None if entry is None else entry.lookup
         return 0 if lookup is None else lookup.begun * self._block_size
 
-    def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> None:
+    def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> int:
         """The first `tokens` tokens of the request are computed, and the step that did so is processed. `blocks`
-        returns the request's blocks."""
+        returns the request's blocks. Return the number of tokens from which on this must be called again; after a
+        `place` it must be called at once."""
         entry = self._requests.get(request)
         if entry is None:
-            return
+            return NEVER
         if not 0 <= entry.prefix <= tokens:
             entry.prefix = tokens
         full = tokens // self._block_size
-        if tokens == entry.prefix or full <= entry.offered or not (self._connected and self._stores):
-            return
-        full = min(full, entry.offered + MOST_LOOKED_AT)
+        if tokens == entry.prefix:
+            return tokens + 1
+        if full > entry.offered and self._connected and self._stores:
+            most = entry.offered + MOST_LOOKED_AT
+            self._offer_blocks(entry, min(full, most), blocks)
+            if full > most:
+                return tokens
+        return (full + 1) * self._block_size
+
+    def _offer_blocks(self, entry: _Request, full: int, blocks: Callable[[], Sequence[PoolBlock]]) -> None:
         missing = [index for index in range(entry.offered, full) if entry.chain.key(index) not in self._known]
         entry.offered = full
         if not missing:
@@ -294,6 +306,8 @@ class VllmBlocks:
         self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])
 
     def fetch_changes(self) -> tuple[list[FetchRequest], list[int]]:
+        if not (self._new or self._lookups or self._abandoned):
+            return [], []
         self._expire()
         new = [FetchRequest(lookup.number, lookup.keys) for lookup in self._new]
         self._lookups.update((lookup.number, lookup) for lookup in self._new)

@@ -89,6 +89,8 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._manager: Any = None
         self._requests: dict[str, Any] = {}
         """vLLM's requests whose blocks are exchanged."""
+        self._due: dict[str, int] = {}
+        """Request → computed tokens from which on its blocks must be looked at."""
         self._identity: Identity
         self._resets = 0
 
@@ -123,6 +125,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._due.pop(request.request_id, None)
         ids = blocks.get_block_ids()[0] if num_external_tokens else ()
         self._half.place(request.request_id, ids, num_external_tokens)
 
@@ -132,8 +135,11 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        requests, due = self._requests, self._due
         for name in scheduler_output.num_scheduled_tokens:
-            self._offer(name)
+            request = requests.get(name)
+            if request is not None and request.num_computed_tokens - request.num_in_flight_tokens >= due.get(name, 0):
+                self._offer(request)
         return StepOrders(self._half.orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -141,8 +147,9 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._half.take_reports(reports.packed if isinstance(reports, StepReports) else ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._offer(request.request_id)
-        self._requests.pop(request.request_id, None)
+        if self._requests.pop(request.request_id, None) is not None:
+            self._offer(request)
+        self._due.pop(request.request_id, None)
         self._half.forget(request.request_id)
         return False, None
 
@@ -156,18 +163,16 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._half.rename(renamed(self._identity, self._resets))
         return True
 
-    def _offer(self, name: str) -> None:
+    def _offer(self, request: Any) -> None:
         """Offer the blocks that processed steps have filled."""
-        request = self._requests.get(name)
-        if request is None:
-            return
+        name = request.request_id
 
         def blocks() -> Sequence[PoolBlock]:
             return cast(Sequence[PoolBlock], self._manager.get_blocks(name).blocks[0])
 
         # Drafts that were accepted after the last token count as computed, but are no tokens of the request.
         computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        self._half.offer_computed(name, computed, blocks)
+        self._due[name] = self._half.offer_computed(name, computed, blocks)
 
     @property
     def _half(self) -> SchedulerHalf:

@@ -40,6 +40,8 @@ ASK_AGAIN_S = 0.0005
 KEEP_S = 0.5
 """Seconds without a step after which the link is looked after; and between two such looks."""
 
+_NO_BLOCKS = "no blocks are exchanged"
+
 _log = logging.getLogger(__name__)
 
 
@@ -150,7 +152,7 @@ class SchedulerHalf:
             for message in messages:
                 self._take_message(connector, message, now_s)
         if self._client.trouble and not self.link.kvbm:
-            self._limited_log.warn("no blocks are exchanged", self._client.trouble)
+            self._limited_log.warn(_NO_BLOCKS, self._client.trouble)
 
     def orders(self) -> bytes:
         """Return the orders of the step that is being scheduled, as `STEP_ORDERS`; empty: none."""
@@ -203,10 +205,10 @@ class SchedulerHalf:
         """Return what `VllmBlocks.placed_in_memory` does."""
         return self.blocks.placed_in_memory(request)
 
-    def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> None:
+    def offer_computed(self, request: str, tokens: int, blocks: Callable[[], Sequence[PoolBlock]]) -> int:
         """Do what `VllmBlocks.offer_computed` does."""
         with self._turn:
-            self.blocks.offer_computed(request, tokens, blocks)
+            return self.blocks.offer_computed(request, tokens, blocks)
 
     def rename(self, identity: Identity) -> None:
         """Use another layout from now on: the blocks that were stored so far are not this engine's any longer."""
@@ -268,9 +270,10 @@ class SchedulerHalf:
                 connector.handle(news, now_s)
             return
         if message.kvbm:
+            self._limited_log.reset(_NO_BLOCKS)  # so that the end of this link is in the log, however soon it comes
             _log.info("blocks are exchanged with kvbm %s, layout %s", message.kvbm, message.layout)
         elif message.reason:
-            self._limited_log.warn("no blocks are exchanged", message.reason)
+            self._limited_log.warn(_NO_BLOCKS, message.reason)
         self.link = message
 
     def _take_facts(self, rank: int, facts: RankFacts) -> None:

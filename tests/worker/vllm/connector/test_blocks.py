@@ -12,6 +12,7 @@ from services.worker.vllm.connector.blocks import (
     LOAD_S,
     MOST_QUESTIONS,
     MOST_UNPLACED,
+    NEVER,
     VllmBlocks,
     VllmPool,
 )
@@ -59,6 +60,36 @@ def test_after_a_preemption_the_same_holds_again() -> None:
     blocks.offer_computed("r", 2, lambda: held)
     assert blocks.offers(10) == []
     blocks.offer_computed("r", 8, lambda: held)
+    assert len(blocks.offers(10)) == 2
+
+
+def test_the_answer_to_an_offer_says_from_which_token_on_there_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, pool = made()
+    held = pool.allocate(6)
+    for index, block in enumerate(held):
+        pool.cache(block, ("name", index))
+    assert blocks.offer_computed("unknown", 5, lambda: held) == NEVER
+    assert blocks.offer_computed("r", 4, lambda: held) == 5, "its own first step is not processed"
+    assert blocks.offer_computed("r", 5, lambda: held) == 6
+    assert len(blocks.offers(10)) == 2
+    assert blocks.offer_computed("r", 6, lambda: held) == 8
+    monkeypatch.setattr(bounds, "MOST_LOOKED_AT", 1)
+    assert blocks.offer_computed("r", 10, lambda: held) == 10, "it has not looked at all of them"
+    assert blocks.offer_computed("r", 10, lambda: held) == 12
+
+
+def test_after_blocks_were_allocated_again_a_longer_cached_prefix_waits_for_its_own_first_step_too() -> None:
+    blocks, pool = made()
+    held = pool.allocate(6)
+    for index, block in enumerate(held):
+        pool.cache(block, ("name", index))
+    blocks.offer_computed("r", 0, lambda: held)
+    blocks.offer_computed("r", 4, lambda: held)
+    assert len(blocks.offers(10)) == 2
+    blocks.place("r", (), 0)  # preempted, and scheduled with what another request may compute in the same step
+    blocks.offer_computed("r", 8, lambda: held)
+    assert blocks.offers(10) == []
+    blocks.offer_computed("r", 9, lambda: held)
     assert len(blocks.offers(10)) == 2
 
 

@@ -6,64 +6,18 @@ from __future__ import annotations
 import asyncio
 import select
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import msgspec
 import pytest
 
 from services.kvbm.layout.layout import LayoutStore
-from services.worker.kv_connector.pool_attachment import MappedPool
 from services.worker.vllm.connector import scheduler_half, socket_client
-from services.worker.vllm.connector.settings import ConnectorSettings
-from shared.pool.format import PoolUnfit
-from shared.pool.lock import SOCKET
-from shared.pool.socket_frames import Hello, encode_frame
-from tests.kvbm.store_rig import LIMIT_S, Store, World, running, serving, settings, until
+from tests.kvbm.store_rig import LIMIT_S, World, running, serving, settings, until
+from tests.worker.vllm.connector.engines import PROMPT, answer, attached, connector_settings, engine, no_ticket, steps
 from tests.worker.vllm.connector.vllm_shaped import Engine, Request
-
-PROMPT = [1, 2, 1, 1, 2, 2, 1, 2, 1]
-"""Four blocks can be loaded: the last token is always computed."""
-
-
-def connector_settings(directory: Path, **fields: Any) -> ConnectorSettings:
-    return ConnectorSettings(pool=str(directory / "pool"), timeout_s=1.0, verify=True, **fields)
-
-
-@asynccontextmanager
-async def engine(directory: Path, name: str, draw: Random | None = None, **fields: Any) -> AsyncIterator[Engine]:
-    """Run an engine that is attached."""
-    options = {key: fields.pop(key) for key in ("blocks", "ranks", "depth", "drafts") if key in fields}
-    made = Engine(connector_settings(directory, **fields), draw or Random(0), time.monotonic, name=name, **options)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-async def steps(engine: Engine, met: Callable[[], bool]) -> None:
-    """Step until `met()` holds."""
-    async with asyncio.timeout(LIMIT_S):
-        while not met():
-            engine.step()
-            engine.half.blocks.validate()
-            await asyncio.sleep(0.0005)
-
-
-async def attached(engine: Engine) -> None:
-    await steps(engine, lambda: bool(engine.half.link.kvbm))
-
-
-async def answer(engine: Engine, name: str, prompt: list[int] = PROMPT, **fields: Any) -> Request:
-    """Have the engine answer a prompt, and come to rest."""
-    request = Request(name, prompt, fields.pop("most", 3), fields.pop("salt", ""))
-    engine.add(request)
-    await steps(engine, lambda: not engine.has_work)
-    return request
 
 
 async def test_what_one_engine_has_computed_another_one_loads(tmp_path: Path) -> None:
@@ -221,6 +175,19 @@ async def test_an_idle_engine_attaches_to_a_kvbm_that_was_started_again(
             assert (await answer(other, "r3", salt="s")).loaded_blocks == 4
 
 
+async def test_each_end_of_a_link_is_in_the_log_however_soon_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(socket_client, "RETRY_S", 0.01)
+    async with engine(tmp_path, "a") as one:
+        for life in (1, 2):
+            async with serving(tmp_path, instance=f"b{life}"):
+                await attached(one)
+                caplog.clear()
+            await steps(one, lambda: not one.half.link.kvbm)
+            assert "no blocks are exchanged: " in caplog.text
+
+
 async def test_a_block_that_was_evicted_before_its_copy_is_stored_when_it_is_computed_again(tmp_path: Path) -> None:
     async with serving(tmp_path), engine(tmp_path, "a") as one, engine(tmp_path, "b") as other:
         await attached(one)
@@ -303,112 +270,3 @@ async def test_whatever_happens_bytes_are_right_and_nothing_is_left(
                     store.lose()
     for each in engines:
         each.close()
-
-
-async def no_ticket(store: Store) -> None:
-    """Wait until the kvbm holds nothing for anybody."""
-
-    def met() -> bool:
-        now = [layout.tickets.statistics() for layout in store.service.layouts.open.values()]
-        return not any(each.stores or each.fetches or each.expired for each in now)
-
-    await until(met)
-
-
-# --- what goes wrong
-
-
-def damage(store: Store) -> None:
-    """Change a byte of every slot of the pool."""
-    for layout in store.service.layouts.open.values():
-        for slot in range(layout.slots.arena.slots):
-            with layout.slots.slot(slot) as memory:
-                memory[5] ^= 1
-
-
-async def test_blocks_with_other_bytes_than_were_stored_are_computed_and_discarded(tmp_path: Path) -> None:
-    async with serving(tmp_path) as store, engine(tmp_path, "a", checksums=True) as one:
-        await attached(one)
-        await answer(one, "r1")
-        damage(store)
-        async with engine(tmp_path, "b", checksums=True) as other:
-            await attached(other)
-            await answer(other, "r2")
-            assert other.failed_loads == 1
-            told = other.half.new_stats()
-            assert told is not None
-            assert told[0].damaged_blocks > 0
-            [layout] = store.service.layouts.open.values()
-            await until(lambda: layout.tiers.statistics().host.ready == 5)  # computed and stored again
-            async with engine(tmp_path, "c", checksums=True) as third:
-                await attached(third)
-                assert (await answer(third, "r3")).loaded_blocks == 4
-                assert third.failed_loads == 0
-
-
-async def test_a_rank_that_cannot_map_the_pool_loads_nothing_and_no_request_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tmp_path), engine(tmp_path, "a") as one, engine(tmp_path, "b", ranks=1) as other:
-        await attached(one)
-        await answer(one, "r1")
-        monkeypatch.setattr(MappedPool, "map", _unfit)
-        await attached(other)
-        request = await answer(other, "r2")
-        assert request.loaded_blocks == 4
-        assert other.failed_loads == 1
-        assert not other.half.link.kvbm
-        assert "cannot be mapped" in other.half.link.reason
-        assert (await answer(other, "r3", salt="s")).loaded_blocks == 0
-
-
-def _unfit(*_: object) -> None:
-    raise PoolUnfit("the pool cannot be mapped")
-
-
-async def test_requests_are_computed_while_the_kvbm_does_not_answer(tmp_path: Path) -> None:
-    world = World(settings(tmp_path))
-    async with running(world) as store, engine(tmp_path, "a", wait_s=0.05) as one, engine(tmp_path, "b") as other:
-        await attached(one)
-        await attached(other)
-        await answer(other, "r1")
-
-        async def silent(*_: object) -> None:
-            return
-
-        store.service.door._handle = silent  # as frozen: it reads and does not answer
-        request = await answer(one, "r2")
-        assert request.loaded_blocks == 0
-        assert one.half.blocks.late == 1
-        assert not one.half.link.kvbm
-
-
-async def test_a_kvbm_with_another_protocol_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "pool").mkdir(mode=0o700)
-
-    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(encode_frame(Hello(99, "k")))
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    listening = await asyncio.start_unix_server(talk, tmp_path / "pool" / SOCKET)
-    async with listening, engine(tmp_path, "a") as one:
-        await steps(one, lambda: "speaks protocol 99" in one.half._client.trouble)
-        assert (await answer(one, "r1")).loaded_blocks == 0
-
-
-@pytest.mark.parametrize("after", range(0, 14, 2))
-async def test_a_request_that_is_aborted_at_any_step_leaves_nothing(tmp_path: Path, after: int) -> None:
-    async with serving(tmp_path) as store, engine(tmp_path, "a") as one:
-        await attached(one)
-        await answer(one, "r1")
-        one.pool.clear()
-        one.add(Request("r2", PROMPT, 9, ""))
-        for _ in range(after):
-            one.step()
-            await asyncio.sleep(0.001)
-        one.abort("r2")
-        await steps(one, lambda: not one.has_work)
-        assert one.pool.held == []
-        await no_ticket(store)

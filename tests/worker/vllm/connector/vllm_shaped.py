@@ -30,6 +30,7 @@ from services.worker.vllm.connector.orders import RankFacts
 from services.worker.vllm.connector.scheduler_half import Identity, SchedulerHalf
 from services.worker.vllm.connector.settings import ConnectorSettings
 from services.worker.vllm.connector.worker_half import WorkerHalf
+from tests.worker.vllm.connector.step_mover import StepMover
 
 BLOCK = 2
 """Tokens of a block."""
@@ -116,7 +117,10 @@ class Pool:
 class Rank:
     """One rank's memory, and its half of the connector."""
 
-    def __init__(self, number: int, blocks: int, clock: Callable[[], float], pool: Path, *, verify: bool) -> None:
+    def __init__(
+        self, number: int, blocks: int, clock: Callable[[], float], pool: Path, *, verify: bool, threads: bool
+    ) -> None:
+        """`threads`: it copies as it does in earnest, at any time; else as the test says, through `steps`."""
         self.number = number
         self._blocks = blocks
         size = LAYERS * 2 * blocks * FRAGMENT_BYTES
@@ -133,9 +137,11 @@ class Rank:
             for layer in range(LAYERS)
         }
         shape = block_shape(places, blocks, block_axis=1)
-        mover = TransferMover(HostCopier(shape, self.memory), clock, most_blocks=2, verify=verify)
-        facts = RankFacts(shape.block_bytes, blocks, "tests")
-        self.half = WorkerHalf(mover, facts, number, OwnerName(pool, ""), MappedPool(pool))
+        copier = HostCopier(shape, self.memory)
+        self.steps = StepMover(copier, clock) if not threads else None
+        mover = self.steps or TransferMover(copier, clock, most_blocks=2, verify=verify)
+        self.facts = RankFacts(shape.block_bytes, blocks, "tests")
+        self.half = WorkerHalf(cast(TransferMover, mover), self.facts, number, OwnerName(pool, ""), MappedPool(pool))
 
     def write(self, block: int, offset: int, prefix: Sequence[int]) -> None:
         """Compute the last token of `prefix`, at this place of a block."""
@@ -147,11 +153,18 @@ class Rank:
             assert bytes(self.memory[place : place + TOKEN_BYTES]) == content, "wrong bytes"
 
     def _places(self, block: int, offset: int, prefix: Sequence[int]) -> list[tuple[int, bytes]]:
-        found = []
-        for fragment in range(2 * LAYERS):
-            place = (fragment * self._blocks + block) * FRAGMENT_BYTES + offset * TOKEN_BYTES
-            found.append((place, shake_128(repr((self.number, fragment, list(prefix))).encode()).digest(TOKEN_BYTES)))
-        return found
+        return [
+            (
+                (fragment * self._blocks + block) * FRAGMENT_BYTES + offset * TOKEN_BYTES,
+                token_bytes(self.number, fragment, prefix),
+            )
+            for fragment in range(2 * LAYERS)
+        ]
+
+
+def token_bytes(rank: int, fragment: int, prefix: Sequence[int]) -> bytes:
+    """Return the right bytes of the last token of `prefix`, in one fragment of a rank's memory."""
+    return shake_128(repr((rank, fragment, list(prefix))).encode()).digest(TOKEN_BYTES)
 
 
 class Request:
@@ -216,13 +229,16 @@ class Engine:
         ranks: int = 1,
         depth: int = 1,
         drafts: int = 0,
+        threads: bool = True,
     ) -> None:
-        """With `drafts`, a step guesses that number of tokens after a request's last one, and computes them."""
+        """With `drafts`, a step guesses that number of tokens after a request's last one, and computes them. `threads`
+        is that of Rank."""
         assert depth == 1 or not drafts
         identity = Identity(MODEL, "w", "uint8", LAYERS, 1, TOKEN_BYTES, BLOCK, blocks, ranks, name)
         self.pool = Pool(blocks)
         self.half = SchedulerHalf(settings, identity, cast(VllmPool, self.pool), clock)
-        self.ranks = [Rank(each, blocks, clock, Path(settings.pool), verify=settings.verify) for each in range(ranks)]
+        directory, verify = Path(settings.pool), settings.verify
+        self.ranks = [Rank(each, blocks, clock, directory, verify=verify, threads=threads) for each in range(ranks)]
         self.requests: dict[str, Request] = {}
         """All that hold anything; an aborted one stays until its load has ended."""
         self.waiting: deque[Request] = deque()
@@ -233,6 +249,8 @@ class Engine:
         self._draw = draw
         self._depth = depth
         self._steps: deque[_Step] = deque()
+        self._due: dict[str, int] = {}
+        """Request → computed tokens from which on its blocks are offered again, as the connector does."""
         self._pending: dict[str, int] = {}
         """Request → ranks that have said that its load has ended."""
 
@@ -286,7 +304,8 @@ class Engine:
             if len(self.running) >= 6 or not self._schedule_waiting(request, step):
                 break
         for work in step.work:
-            self._offer(work.request)
+            if work.request.computed - work.request.in_flight >= self._due.get(work.request.name, 0):
+                self._offer(work.request)
         self._launch(step, self.half.orders())
         for work in step.work:
             work.request.computed += work.tokens
@@ -340,6 +359,7 @@ class Engine:
             self.pool.touch(cached)
             request.blocks = list(cached)
         self._allocate(request, needed)
+        self._due.pop(request.name, None)
         self.half.place(request.name, [block.block_id for block in request.blocks], external)
         request.computed = computed
         if external:
@@ -398,10 +418,11 @@ class Engine:
 
     def _offer(self, request: Request) -> None:
         computed = min(request.computed - request.in_flight, len(request.tokens))
-        self.half.offer_computed(request.name, computed, lambda: request.blocks)
+        self._due[request.name] = self.half.offer_computed(request.name, computed, lambda: request.blocks)
 
     def _finish(self, request: Request, *, keep_blocks: bool = False) -> None:
         self._offer(request)
+        del self._due[request.name]
         self.half.forget(request.name)
         request.state = "finished"
         if not keep_blocks:

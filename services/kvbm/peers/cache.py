@@ -1,0 +1,103 @@
+"""The cluster-wide cache: for a Fetch that this machine cannot serve whole, other machines' kvbms are asked.
+
+    Fetch ──▶ is it worth it? ──no──▶ answered at once, as without peers
+                │ yes
+                ▼
+              Count: a few peers at once ──▶ the one with most blocks ──▶ a read of as many as the time allows
+                └── no answer, no blocks, a fault, or `wait_s` is over ──▶ the Fetch is answered with what is here
+
+A Fetch waits for `wait_s` at most. A read that takes longer goes on, and the next Fetch finds its blocks. At most as
+many Fetches wait as there may be reads at once; any further one is answered at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from services.kvbm.config import PeersConfig
+from services.kvbm.layout.layout import LayoutStore
+from services.kvbm.metrics import StoreMetrics
+from services.kvbm.peers.choice import PeerChoice
+from services.kvbm.peers.imports import PeerImports
+from services.kvbm.peers.messages import PeerAddress, PeerFault
+from shared.hashing import ContentKey
+
+ASKED_MOST = 4
+"""The most peers that are asked for one Fetch."""
+ASK_SHARE = 0.5
+"""The share of `wait_s` that the answers to Count may take."""
+
+
+class PeerCache:
+    """The Fetches of one kvbm that wait for peers."""
+
+    def __init__(self, imports: PeerImports, config: PeersConfig, metrics: StoreMetrics) -> None:
+        self.choice = PeerChoice(config.least_blocks, ASKED_MOST)
+        self._tasks: set[asyncio.Task[str]] = set()
+        self._imports = imports
+        self._config = config
+        self._metrics = metrics
+        self._now = asyncio.get_running_loop().time
+
+    @property
+    def under_way(self) -> int:
+        """The number of Fetches for which peers are asked or read."""
+        return len(self._tasks)
+
+    def is_worth_asking(self, layout: LayoutStore, missing: int) -> bool:
+        """Return whether a Fetch that misses `missing` blocks may wait for peers."""
+        if self._config.wait_s <= 0 or missing < self._config.least_blocks or not self.choice.known:
+            return False
+        if not self.choice.candidates(layout.digest, self._now()):
+            return False
+        if self._imports.full or self.under_way >= self._config.reads:
+            self._metrics.peer_fetches.labels("full").inc()
+            return False
+        return True
+
+    async def bring(self, layout: LayoutStore, keys: Sequence[ContentKey]) -> None:
+        """Bring leading blocks of these keys, which are not here, from the peer that has most. Return after `wait_s` at
+        the latest; what is under way then goes on."""
+        task = asyncio.create_task(self._bring(layout, keys, self._now() + self._config.wait_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.wait([task], timeout=self._config.wait_s)
+        self._metrics.peer_fetches.labels(task.result() if task.done() and not task.cancelled() else "late").inc()
+
+    async def close(self) -> None:
+        """End what is under way."""
+        while self._tasks:
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
+    async def _bring(self, layout: LayoutStore, keys: Sequence[ContentKey], deadline_s: float) -> str:
+        candidates = self.choice.candidates(layout.digest, self._now())
+        counts = await asyncio.gather(*(self._ask(peer, layout, keys) for peer in candidates))
+        blocks, best = max(zip(counts, range(len(counts), 0, -1), strict=True), default=(0, 0))
+        if not blocks:
+            return "nothing"
+        peer = candidates[len(counts) - best]
+        block_bytes = layout.layout.kv.block_bytes
+        wanted = self.choice.worth(peer.instance, blocks, block_bytes, deadline_s - self._now())
+        if not wanted:
+            return "not worth it"
+        if self._imports.full:
+            return "full"
+        done = await self._imports.read(peer, layout, keys[:wanted], self._config.read_s)
+        if done is None or done.fault is not None:
+            self.choice.failed(peer.instance, self._now())
+            return "fault"
+        self.choice.read_done(peer.instance, len(done.written) * block_bytes, done.took_s)
+        return "read" if done.written else "nothing"
+
+    async def _ask(self, peer: PeerAddress, layout: LayoutStore, keys: Sequence[ContentKey]) -> int:
+        """Return how many leading blocks a peer has; 0 if it does not answer in time."""
+        limit_s = ASK_SHARE * self._config.wait_s
+        try:
+            return await self._imports.road.leading(peer, layout.layout, keys, limit_s)
+        except PeerFault as wrong:
+            self._imports.count_fault(peer, wrong)
+            self.choice.failed(peer.instance, self._now())
+            return 0

@@ -1,0 +1,116 @@
+"""All that one kvbm has to do with those of other machines: the port at which it lends, and the road by which it reads.
+
+layouts open and close ──▶ sync ──▶ the road           stop: no read, then no connection, then the pool is unmapped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from services.kvbm.config import PeersConfig
+from services.kvbm.layout.layout import LayoutStore
+from services.kvbm.metrics import StoreMetrics
+from services.kvbm.peers.cache import PeerCache
+from services.kvbm.peers.imports import PeerImports
+from services.kvbm.peers.lender import Lender
+from services.kvbm.peers.messages import PeerAddress
+from services.kvbm.peers.server import PeerServer
+from services.kvbm.peers.sockets import SocketRoad
+from services.kvbm.peers.tls import peer_tls
+from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
+from shared.runtime.lifecycle import Runtime
+from shared.runtime.observe import advertised
+
+_EPOCH_BITS = 63
+_LOAN_BITS = 48
+
+
+class KvbmPeers:
+    """The peers of one kvbm, if `peers.listen` is set."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: PeersConfig,
+        pool: int,
+        layouts: Mapping[str, LayoutStore],
+        metrics: StoreMetrics,
+    ) -> None:
+        """`pool` is the descriptor of the pool's file. Raise ConfigError where a certificate cannot be read."""
+        tls = peer_tls(config)
+        epoch = 1 + runtime.draw.getrandbits(_EPOCH_BITS)
+        first_loan = 1 + runtime.draw.getrandbits(_LOAN_BITS)
+        self._config = config
+        self._layouts = layouts
+        self._metrics = metrics
+        self._registered: set[str] = set()
+        self.server = PeerServer(
+            config,
+            tls,
+            pool,
+            metrics,
+            lambda cut: Lender(runtime.instance, epoch, config, layouts, metrics, cut, first_loan=first_loan),
+        )
+        self.road = SocketRoad(config, tls, self.server.lender.hello)
+        self.imports = PeerImports(self.road, config, metrics)
+        self.cache = PeerCache(self.imports, config, metrics)
+        self._instance = runtime.instance
+        runtime.directory.subscribe(self._directory_changed)
+
+    def open(self) -> None:
+        """Listen. Raise ConfigError."""
+        self.server.open()
+
+    async def close(self) -> bool:
+        """End all reads and loans. Return False if a thread may still read slots."""
+        await self.cache.close()
+        await self.imports.close()
+        self.road.close()
+        return await self.server.close()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT for the address book."""
+        host = self._config.advertise or advertised(self._config.address[0])
+        return f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
+
+    def sync(self) -> None:
+        """Register the layouts that are open now, and no others."""
+        for digest in self._registered - self._layouts.keys():
+            self.road.unregister(digest)
+        for layout in self._layouts.values():
+            self.road.register(layout.layout, layout.slots)
+        self._registered = set(self._layouts)
+
+    def _directory_changed(self, change: DirectoryChange) -> None:
+        if isinstance(change, InstanceUp | InstanceDown) and change.instance.service == "kvbm":
+            peer = change.instance
+            address = parse_address(peer.instance, peer.peers)
+            if isinstance(change, InstanceDown) or address is None:
+                if self.cache.choice.forget(peer.instance):
+                    self.road.gone(peer.instance)
+            elif peer.instance != self._instance:
+                self.cache.choice.learn(address, peer.layouts.keys())
+
+    def tick(self) -> None:
+        """Do what is due: end loans whose time is over, and show how many there are."""
+        self.server.lender.expire()
+        loans = self.server.lender.loans
+        self._metrics.peer_loans.set(len(loans))
+        self._metrics.peer_lent_bytes.set(loans.size_bytes)
+
+    def validate(self) -> None:
+        """Raise AssertionError where anything contradicts itself."""
+        self.server.lender.validate()
+        self.imports.validate()
+        self.cache.choice.validate()
+        assert self.cache.under_way <= self._config.reads, "too many fetches wait"
+
+
+def parse_address(instance: str, text: str) -> PeerAddress | None:
+    """Return what an address book entry says; None if it is no HOST:PORT."""
+    try:
+        host, port = PeersConfig(listen=text).address
+    except ValueError:
+        return None
+    return PeerAddress(instance, host, port) if port > 0 else None

@@ -1,0 +1,252 @@
+"""The port at which other machines' kvbms read blocks: a thread for each connection, which asks the event loop.
+
+    thread   hello ──▶ question ──▶ loop: Lender.answer ──▶ the answer, or a SendOrder: blocks, straight from the pool
+    loop     a timer for each connection: it is cut when no question comes, or what it is sent does not go out
+
+A connection is closed, with all that the kernel has queued for it, before the loop is informed: from then on its slots
+may be used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+from msgspec import Struct
+from xxhash import xxh3_64_intdigest
+
+from services.kvbm.config import PeersConfig
+from services.kvbm.metrics import StoreMetrics
+from services.kvbm.peers.lender import Lender, SendOrder
+from services.kvbm.peers.messages import (
+    PEER_ANSWER,
+    PEER_QUESTION,
+    QUESTION_BYTES_MOST,
+    BlockHeader,
+    PeerAnswer,
+    PeerFault,
+    PeerRefused,
+    pack_header,
+)
+from services.kvbm.peers.stream import PeerStream
+from services.kvbm.peers.tls import PeerTls
+from shared.errors import ConfigError, ProtocolError
+from shared.rate_limited_log import RateLimitedLog
+
+HANDSHAKE_S = 10.0
+"""Seconds for TLS and the first question of a connection."""
+IDLE_S = 120.0
+"""Seconds without a question, after which a connection is closed."""
+CLOSE_S = 5.0
+"""Seconds that the threads have at the end."""
+_LOOP_S = 60.0
+"""Seconds that a thread waits for the event loop."""
+_NO_CONNECTION = 0.1
+"""Seconds until the next try, when the process has no descriptor left for a connection."""
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class _Connection(Struct, eq=False):
+    number: int
+    stream: PeerStream
+    timer: asyncio.TimerHandle | None = None
+    late: bool = False
+
+
+class PeerServer:
+    """The listening side, made in the event loop. `make_lender` gets the method that cuts a connection."""
+
+    def __init__(
+        self,
+        config: PeersConfig,
+        tls: PeerTls | None,
+        pool: int,
+        metrics: StoreMetrics,
+        make_lender: Callable[[Callable[[int], None]], Lender],
+    ) -> None:
+        self.lender = make_lender(self._cut)
+        self.faults = RateLimitedLog()
+        """Connections that were closed or refused for a fault."""
+        self.port = 0
+        """The port that it listens at; 0: it does not."""
+        self._config = config
+        self._tls = tls
+        self._pool = pool
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._connections: dict[int, _Connection] = {}
+        self._listening: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._numbers = 0
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+
+    def open(self) -> None:
+        """Listen. Raise ConfigError."""
+        host, port = self._config.address
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listening = socket.create_server((host, port), family=family, backlog=self._config.connections)
+        except OSError as wrong:
+            raise ConfigError(f"peers.listen: cannot listen on {host}:{port}: {wrong.strerror}") from None
+        self._listening.setblocking(False)
+        self.port = self._listening.getsockname()[1]
+        self._accepting = self._loop.create_task(self._accept(self._listening))
+
+    async def close(self) -> bool:
+        """Cut all connections and wait for their threads. Return False if one did not end: it may still read slots."""
+        if self._accepting is not None and self._listening is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+            self._listening.close()
+        for number in list(self._connections):
+            self._cut(number)
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._none_left.wait()
+        except TimeoutError:
+            _log.error("%d connections of peers did not end in %g s", len(self._connections), CLOSE_S)
+            return False
+        return True
+
+    async def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                accepted, address = await self._loop.sock_accept(listening)
+            except OSError as wrong:
+                self.faults.error("peers", f"cannot accept a connection: {wrong.strerror}")
+                await asyncio.sleep(_NO_CONNECTION)
+                continue
+            if len(self._connections) >= self._config.connections:
+                self._metrics.peer_faults.labels("lend", "full").inc()
+                self.faults.warn(
+                    "peers", f"a connection of {address[0]} was closed, as there are {len(self._connections)}"
+                )
+                accepted.close()
+                continue
+            try:
+                self._begin(PeerStream(accepted), address[0])
+            except (OSError, RuntimeError) as wrong:  # it is closed already, or there can be no further thread
+                self.faults.warn("peers", f"a connection of {address[0]} was closed: {wrong}")
+                accepted.close()
+
+    def _begin(self, stream: PeerStream, host: str) -> None:
+        """Serve a connection in a thread. Raise RuntimeError where there can be none."""
+        self._numbers += 1
+        connection = _Connection(self._numbers, stream)
+        thread = threading.Thread(
+            target=self._serve, args=(connection, host), name=f"peer-{connection.number}", daemon=True
+        )
+        self._connections[connection.number] = connection
+        self._none_left.clear()
+        self._arm(connection, HANDSHAKE_S)
+        try:
+            thread.start()
+        except RuntimeError:
+            stream.close()
+            self._closed(connection, host, PeerFault("closed", "there can be no further thread"))
+            raise
+
+    # --- in the event loop
+
+    def _cut(self, number: int) -> None:
+        connection = self._connections.get(number)
+        if connection is not None:
+            connection.stream.cut()
+
+    def _arm(self, connection: _Connection, limit_s: float) -> None:
+        if connection.timer is not None:
+            connection.timer.cancel()
+        connection.timer = self._loop.call_later(limit_s, self._expired, connection)
+
+    def _expired(self, connection: _Connection) -> None:
+        connection.late = True
+        connection.stream.cut()
+
+    def _answer(self, connection: _Connection, body: bytes) -> PeerAnswer | SendOrder | None:
+        question = PEER_QUESTION.decode(body)
+        answer = self.lender.answer(connection.number, question)
+        self._arm(connection, self._config.lend_s if isinstance(answer, SendOrder) else IDLE_S)
+        if isinstance(answer, PeerRefused):
+            self._metrics.peer_faults.labels("lend", "refused").inc()
+            self.faults.warn("peers", f"a peer was refused: {answer.reason}")
+        return answer
+
+    def _closed(self, connection: _Connection, host: str, fault: PeerFault) -> None:
+        if connection.timer is not None:
+            connection.timer.cancel()
+        self._connections.pop(connection.number, None)
+        sending = self.lender.loans.is_busy(connection.number)
+        self.lender.closed(connection.number)
+        if sending or fault.code != "closed":  # an idle connection may be closed at any time
+            code = "late" if connection.late and fault.code == "closed" else fault.code
+            self._metrics.peer_faults.labels("lend", code).inc()
+            self.faults.warn("peers", f"the connection of {host} was closed: {code}: {fault}")
+        if not self._connections:
+            self._none_left.set()
+
+    # --- in a connection's thread
+
+    def _serve(self, connection: _Connection, host: str) -> None:
+        stream = connection.stream
+        fault = PeerFault("closed", "closed")
+        try:
+            if self._tls is not None:
+                stream.encrypt(self._tls.lender, server=True)
+            stream.send_frame(PEER_ANSWER.encode(self._in_loop(self.lender.hello)))
+            while True:
+                body = stream.receive_frame(QUESTION_BYTES_MOST)
+                answer = self._in_loop(lambda body=body: self._answer(connection, body))  # type: ignore[misc]
+                if isinstance(answer, SendOrder):
+                    self._send(stream, answer)
+                elif isinstance(answer, PeerRefused):
+                    self._refuse(stream, answer)
+                elif answer is not None:
+                    stream.send_frame(PEER_ANSWER.encode(answer))
+        except PeerFault as wrong:
+            fault = wrong
+        except ProtocolError as wrong:
+            fault = PeerFault("garbage", str(wrong)[:200])
+        except (RuntimeError, TimeoutError):
+            pass  # the event loop has ended, or stands still
+        finally:
+            stream.close()
+            with suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self._closed, connection, host, fault)
+
+    def _send(self, stream: PeerStream, order: SendOrder) -> None:
+        for each in order.blocks:
+            if order.slots.generation(each.slot) != each.generation:
+                reason = f"block {each.index} was discarded, since it may be wrong"
+                self._refuse(stream, PeerRefused(order.number, "unknown_loan", reason, True))
+                return
+            with order.slots.slot(each.slot) as whole, whole[: order.block_bytes] as memory:
+                checksum = each.checksum or xxh3_64_intdigest(memory)
+                header = BlockHeader(order.number, each.index, order.block_bytes, checksum)
+                stream.send_slot(header, self._pool, order.slots.arena.offset_of(each.slot), memory)
+
+    def _refuse(self, stream: PeerStream, refused: PeerRefused) -> None:
+        """Send a refusal; of a Take it stands where the next block would."""
+        if refused.of_take:
+            stream.send_raw(pack_header(BlockHeader(refused.number, 0, 0, 0)))
+        stream.send_frame(PEER_ANSWER.encode(refused))
+
+    def _in_loop(self, work: Callable[[], T]) -> T:
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except Exception as wrong:  # noqa: BLE001 - the thread raises it, and closes its connection
+                done.set_exception(wrong)
+
+        self._loop.call_soon_threadsafe(run)
+        return done.result(_LOOP_S)

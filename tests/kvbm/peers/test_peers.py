@@ -1,0 +1,69 @@
+"""Peers are found in the address book, and forgotten when they leave it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.kvbm.config import PeersConfig
+from services.kvbm.peers.messages import PeerAddress
+from services.kvbm.peers.peers import parse_address
+from shared import subjects
+from shared.discovery.contract import Registration
+from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance
+from tests.fakes.memory_discovery import MemoryDiscovery
+from tests.kvbm.peer_rig import PEERS
+from tests.kvbm.store_rig import LAYOUT, LIMIT_S, NAMESPACE, Store, serving, until
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"), [("10.0.0.1:70", "10.0.0.1", 70), ("[::1]:70", "::1", 70), (":70", "127.0.0.1", 70)]
+)
+def test_an_address_has_a_host_and_a_port(text: str, host: str, port: int) -> None:
+    assert parse_address("i", text) == PeerAddress("i", host, port)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", "host:0", "host:70000", "host:-1", "host:x"])
+def test_what_is_no_address_is_none(text: str) -> None:
+    assert parse_address("i", text) is None
+
+
+def test_a_setting_that_is_no_address_is_refused() -> None:
+    for wrong in ("host", "host:70000"):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            PeersConfig(listen=wrong)
+
+
+async def registered(store: Store, instance: str, peers: str) -> Registration:
+    entry = Instance(
+        *(NAMESPACE, "kvbm", instance, 1, "there", 1, 0.0, "1"),
+        subjects={"control": subjects.control(NAMESPACE, "kvbm", instance)},
+        layouts={LAYOUT.digest: EventSource("tcp://there:1", "")},
+        peers=peers,
+    )
+    key = subjects.instance_key(NAMESPACE, "kvbm", instance)
+    return await MemoryDiscovery(store.world.store).register(lambda _: {key: INSTANCE.encode(entry, JSON_HEADER)})
+
+
+async def test_kvbms_of_the_address_book_are_peers_until_they_leave_it(tmp_path: Path) -> None:
+    async with serving(tmp_path, peers=PEERS) as store:
+        assert store.service.peers is not None
+        known = store.service.peers.cache.choice.known
+        one = await registered(store, "one", "10.0.0.1:70")
+        two = await registered(store, "two", "")
+        await until(lambda: "two" in store.runtime.directory.instances)
+        assert {name: peer.address.host for name, peer in known.items()} == {"one": "10.0.0.1"}
+        await one.close()
+        await until(lambda: not known)
+        await two.close()
+
+
+async def test_a_kvbm_without_a_port_has_no_peers(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store:
+        async with asyncio.timeout(LIMIT_S):
+            while (entry := await store.entry()) is None:  # noqa: ASYNC110 - it is in discovery
+                await asyncio.sleep(0.002)
+        assert store.service.peers is None
+        assert entry.peers == ""
