@@ -12,6 +12,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import openai
 import pytest
 
 from shared import subjects
-from tests.integration.fleet import Fleet, fleet
+from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
@@ -30,6 +31,10 @@ DECODERS = ("decode 1", "decode 2")
 GREEDY: dict[str, Any] = {"temperature": 0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.95, "presence_penalty": 0.6}
 TOKENS = 24
+
+
+def shows(worker: Service, metric: str) -> bool:
+    return worker.metric(metric) >= 1
 
 
 class Rig:
@@ -57,11 +62,8 @@ class Rig:
         self.services.wait_ready()
         for name in ("prefill", *DECODERS):
             worker = self.services.services[name]
-            eventually(
-                lambda worker=worker: worker.metric("headrace_kvbm_attached") == 1,
-                limit_s=LIMIT_S,
-                what=f"{name} has attached",
-            )
+            attached = partial(shows, worker, "headrace_kvbm_attached")
+            eventually(attached, limit_s=LIMIT_S, what=f"{name} has attached")
 
     @property
     def hand_overs(self) -> float:
@@ -130,11 +132,8 @@ def busy(rig: Rig, client: openai.OpenAI) -> Iterator[None]:
     try:
         for name in DECODERS:
             worker = rig.services.services[name]
-            eventually(
-                lambda worker=worker: worker.metric("headrace_inflight_requests") >= 1,
-                limit_s=LIMIT_S,
-                what=f"{name} decodes",
-            )
+            decodes = partial(shows, worker, "headrace_inflight_requests")
+            eventually(decodes, limit_s=LIMIT_S, what=f"{name} decodes")
         yield
     finally:
         ended.set()

@@ -44,6 +44,19 @@ WRONG = [
         "--engine attached --attached-url http://localhost:1 --kvbm-pool p",
         "kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm",
     ),
+    (
+        "--role prefill",
+        "role is prefill, but kvbm.pool is empty: blocks are handed over through the machine's kvbm",
+    ),
+    (
+        "--role decode --engine echo --kvbm-pool p",
+        "role is decode, but engine is echo; only the native and simulated engines have roles",
+    ),
+    (
+        "--role prefill --kvbm-pool p --kvbm-offload evicted",
+        "role is prefill, but kvbm.offload is evicted; what is handed over must be stored: filled",
+    ),
+    ("--role both", "role: Invalid enum value 'both'; role is one of aggregated, prefill, decode"),
     ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
     (
         "--cuda-copy-path teleport",
