@@ -36,6 +36,8 @@ class InstanceRow(Struct, frozen=True):
     http: str
     device: str = ""
     """The device on which a worker computes, such as cpu or cuda:0."""
+    role: str = ""
+    """What a worker does of a request: aggregated, prefill or decode; empty: it is no worker, or has no card."""
     state: str = ""
     """Why a worker takes no requests although it lives: draining, drained or asleep."""
     load: LoadReport | None = None
@@ -125,6 +127,7 @@ def overview(
     catalogue = _catalogue(entries, unreadable)
     cards = [card for _, card in sorted(catalogue.cards.items())]
     devices = {card.instance: card.device for card in catalogue.cards.values()}
+    roles = {card.instance: card.role for card in catalogue.cards.values()}
     instances = [
         InstanceRow(
             service=each.service,
@@ -137,6 +140,7 @@ def overview(
             version=each.version,
             http=each.http,
             device=devices.get(each.instance, ""),
+            role=roles.get(each.instance, ""),
             state=each.state,
             load=reports.get(each.instance),
         )
@@ -239,7 +243,8 @@ def _instance(row: InstanceRow) -> tuple[object, ...]:
     if row.load is not None:
         load = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks, row.load.total_blocks)
     pid = row.pid if row.pid_usable else "-"
-    return (row.service, row.instance, row.epoch, pid, row.machine, row.device, age(row.age_s), *load)
+    service = f"{row.service} ({row.role})" if row.role not in ("", "aggregated") else row.service
+    return (service, row.instance, row.epoch, pid, row.machine, row.device, age(row.age_s), *load)
 
 
 def _model(row: ModelRow) -> tuple[object, ...]:

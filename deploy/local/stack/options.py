@@ -36,7 +36,7 @@ SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
-    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus)"
+    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus|role)"
 )
 """Settings that `--set` refuses: those that connect the processes, and those that `up` must know itself."""
 
@@ -111,7 +111,8 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
     if prefill is None and decode is None:
         return 0, 0
     if prefill is None or decode is None:
-        raise ConfigError("--prefill and --decode need each other: prompts are handed over from one to the other")
+        alone = "without a worker that decodes nothing is answered" if decode is None else "--workers are enough"
+        raise ConfigError(f"--prefill and --decode need each other: {alone}")
     if flags.workers is not None:
         raise ConfigError("--workers: --prefill and --decode say how many there are")
     if flags.engine not in ("native", "simulated"):

@@ -269,6 +269,7 @@ class RequestService:
                     tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
                 case sessions.HandOver():
                     handed_over = True
+                    stream.waiting_since = asyncio.get_running_loop().time()
                     stream.metrics.hand_overs.inc()
                     self._note(stream, action.attempt, request_notes.handed_over(action))
                 case sessions.WithdrawAttempt():

@@ -226,6 +226,8 @@ def test_a_model_for_which_no_worker_decodes_is_in_the_notes() -> None:
     prefill = (instance("worker", "w2"), card("w2", role="prefill"))
     whole = look(instance("worker", "w1"), card("w1", role="decode"), *prefill)
     assert whole.notes == ()
+    assert [row.role for row in whole.instances] == ["decode", "prefill"]
+    assert render(whole).splitlines()[3].startswith("worker (decode)   w1")
     view = look(*prefill, notes=("no NATS",))
     assert view.notes == ("no NATS", "worker w2 has the role prefill for m.x, but no worker decodes for it")
     assert render(view).splitlines()[-1] == f"note: {view.notes[-1]}"
