@@ -163,10 +163,12 @@ async def test_an_answer_that_cannot_be_sent_reserves_nothing_anywhere(fault: st
 @asynccontextmanager
 async def two_with_roles() -> AsyncIterator[tuple[RouterFleet, RouterFleet]]:
     """Run two routers, with one worker that computes prompts and one that decodes for eight requests."""
-    store = {"kvbm": "k", "kvbm_layout": "l"}
-    async with two(RouterConfig(), workers=0, first_worker="elsewhere") as (first, second):
-        await second.knows(await first.worker("p", role="prefill", **store))
-        await second.knows(await first.worker("d", role="decode", **store))
+    config = NO_SPECULATION
+    async with fleet(config, instance="0a") as first, fleet(config, instance="0b", beside=first) as second:
+        for name, role in (("p", "prefill"), ("d", "decode")):
+            await second.knows(await first.worker(name, role=role, kvbm="k", kvbm_layout="l"))
+        for world in (first, second):
+            await until(lambda: world.metric("headrace_router_joins_total", outcome="told") == 1)  # noqa: B023
         await first.workers[-1].reports(*(f"old{number}" for number in range(8)))
         for world in (first, second):
             load = world.router.models[MODEL].load

@@ -131,7 +131,9 @@ def prefilling(made: Eligibility, now_s: float = 0.0, *, tokens: int = 1, **fiel
 
 
 def roles(*cards: ModelCard) -> Eligibility:
-    return eligibility(card("a"), card("d", role="decode"), card("p", role="prefill"), card("q", role="prefill"), *cards)
+    return eligibility(
+        card("a"), card("d", role="decode"), card("p", role="prefill"), card("q", role="prefill"), *cards
+    )
 
 
 def test_whole_requests_go_to_workers_that_decode_and_prompts_alone_to_those_that_do_nothing_else() -> None:
@@ -146,7 +148,7 @@ def test_whole_requests_go_to_workers_that_decode_and_prompts_alone_to_those_tha
 
 def test_for_a_model_with_only_workers_that_compute_prompts_the_reason_says_so() -> None:
     made = eligibility()
-    with pytest.raises(NoCandidate, match="^no instance serves m$"):
+    with pytest.raises(NoCandidate, match=r"^no instance serves m$"):
         asked(made)
     made.add_card(card("p", role="prefill", lora=("l",)), 0.0)
     for fields in ({}, {"lora": "l"}, {"excluded": ("p",)}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -183,7 +184,7 @@ def test_one_worker_costs_more_the_more_decode_there_and_so_does_what_a_pair_sav
     alone = [cost for _, cost in costs]
     saved = [cost - pair for pair, cost in costs]
     assert alone == sorted(alone)
-    assert all(later >= sooner - 1e-6 * alone[-1] for sooner, later in zip(saved, saved[1:], strict=False))
+    assert all(later >= sooner - 1e-6 * alone[-1] for sooner, later in pairwise(saved))
 
 
 @given(st.integers(0, 499), st.integers(1, 50))
