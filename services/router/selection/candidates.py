@@ -60,8 +60,8 @@ class RoutingRequest(Struct, frozen=True):
     disk_s: float = 0.0
     """Seconds to fetch one block from disk; 0 if unknown."""
     part: Literal["whole", "prompt", "decode"] = "whole"
-    """What the candidate is needed for: the whole request, or one half of a pair. The choice is dropped if the other way
-    costs less."""
+    """What the candidate is needed for: the whole request, or one half of a pair. The choice is dropped if the other
+    way costs less."""
 
 
 class CandidateState(Struct, frozen=True, gc=False):

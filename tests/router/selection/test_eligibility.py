@@ -248,7 +248,7 @@ class EligibilityMachine(RuleBasedStateMachine):
     @rule(lora=st.booleans(), excluded=st.frozensets(st.sampled_from("abcd")))
     def ask(self, lora: bool, excluded: frozenset[str]) -> None:
         found = {name for name, each in self.made.cards.items() if (each.lora or not lora) and name not in excluded}
-        fields = {"lora": "l" if lora else "", "excluded": tuple(excluded)}
+        fields: dict[str, Any] = {"lora": "l" if lora else "", "excluded": tuple(excluded)}
         alone = set(prefilling(self.made, self.now_s, **fields))
         assert alone <= found - self.made.frozen
         assert all(self.made.cards[name].role == "prefill" for name in alone)
