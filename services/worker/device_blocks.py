@@ -41,6 +41,10 @@ class DeviceBlocks(Protocol):
         """Return at most `most` blocks to offer to the kvbm, parents first. An offer holds nothing."""
         ...
 
+    def declined(self, keys: Sequence[ContentKey]) -> None:
+        """The kvbm has these offered blocks already, or does not take them."""
+        ...
+
     def pin(self, keys: Sequence[ContentKey]) -> list[int | None]:
         """Return the device slots with these blocks, each held for a copy until `unpin`. None: the block was evicted,
         or its room is needed."""

@@ -43,7 +43,7 @@ class Submit(Struct, frozen=True, tag="submit"):
     rank: int = 0
     """The data-parallel rank that computes it, less than `Ready.ranks`."""
     prefill_only: bool = False
-    """It ends with its first token, as `Generate.prefill_only` says."""
+    """An attempt with this flag ends with its first token, as `Generate.prefill_only` says."""
     number: int = 0
     """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
 

@@ -155,11 +155,13 @@ class Stores:
         asked = self._asked.pop(number)
         self._under_way -= len(asked.blocks)
         if isinstance(reply, KvbmRefused) or not reply.ticket:
+            self._blocks.declined([block.key for block in asked.blocks])
             return []
         granted, pool_slots = reply.blocks, unpack_slots(reply.slots, self._pool_slots)
         indices = set(granted)
         if not len(granted) == len(indices) == len(pool_slots) or not indices <= set(range(len(asked.blocks))):
             raise LinkLost(f"{len(pool_slots)} slots were granted for {granted} of {len(asked.blocks)} blocks")
+        self._blocks.declined([block.key for index, block in enumerate(asked.blocks) if index not in indices])
         pinned = self._blocks.pin([asked.blocks[index].key for index in granted])
         pairs = [(pool, device) for pool, device in zip(pool_slots, pinned, strict=True) if device is not None]
         if not pairs:

@@ -237,6 +237,11 @@ class KVCacheManager:
         or its room is needed."""
         return self.offloading.pin(keys, self._holders)
 
+    def declined(self, keys: Seq[ContentKey]) -> None:
+        """The kvbm has these offered blocks already, or does not take them."""
+        self.offloading.declined(keys)
+        self.changes += 1
+
     def unpin(self, slots: Seq[int]) -> None:
         """The copies that read these slots have ended. Called exactly once for each pin, parents before children."""
         self.offloading.unpin(slots)

@@ -41,6 +41,10 @@ class Offloading:
         """Slot → the key under which its content was offered to the kvbm, or came from it."""
         self._exhausted = (-1, -1)
         """The pool's (evictions, free blocks) when nothing was left to offer."""
+        self._owed: Counter[ContentKey] = Counter()
+        """Key → how often the block waits to be offered, was offered, or is copied; only with `filled`."""
+        self._pinned: dict[int, ContentKey] = {}
+        """Slot → the block that copies read there."""
         self._pins: Counter[int] = Counter()
         """Slot → number of copies that read it."""
         self.queues = False
@@ -56,17 +60,37 @@ class Offloading:
         self._enabled = enabled
         self.queues = enabled and self._offload == "filled"
         self._queue.clear()
+        self._owed.clear()
         self._remote = [None] * self._pool.capacity
         self._exhausted = (-1, -1)
         if self.queues:
-            self._queue.extend(self._pool.newest(self._limit_blocks))
+            for content in self._pool.newest(self._limit_blocks):
+                self.enqueue(content)
 
     def enqueue(self, content: Content) -> None:
         """A block was computed; it waits to be offered."""
         if len(self._queue) == self._queue.maxlen:
             self.dropped_blocks += 1
+            self._settle(self._queue[0].key)
             self._notes.add(self._queue[0].key, "not offered to the kvbm: too many blocks waited to be offered")
         self._queue.append(content)
+        self._owed[content.key] += 1
+
+    def owes(self, keys: Sequence[ContentKey]) -> bool:
+        """Return whether any of these blocks is still on its way to the kvbm. Only with `filled`."""
+        return bool(self._owed) and any(key in self._owed for key in keys)
+
+    def declined(self, keys: Sequence[ContentKey]) -> None:
+        """The kvbm has these offered blocks already, or does not take them."""
+        for key in keys:
+            self._settle(key)
+
+    def _settle(self, key: ContentKey) -> None:
+        """The block is once less on its way."""
+        if key in self._owed:
+            self._owed[key] -= 1
+            if not self._owed[key]:
+                del self._owed[key]
 
     def mark_remote(self, content: Content) -> None:
         """A block was loaded from the kvbm, so that it need not be offered."""
@@ -93,10 +117,12 @@ class Offloading:
             if slot is not None and self._pool.state(slot) == "cached" and self._pool.available <= reserve:
                 slot = None
             if slot is None:
+                self._settle(key)
                 self._notes.add(key, "not copied to the kvbm: it was evicted meanwhile, or no room is to spare")
             else:
                 self._pool.hold_for_copy(slot)
                 self._pins[slot] += 1
+                self._pinned[slot] = key
             slots.append(slot)
         return slots
 
@@ -105,8 +131,9 @@ class Offloading:
         for slot in slots:
             assert self._pins[slot] > 0, f"no copy holds slot {slot}"
             self._pins[slot] -= 1
+            self._settle(self._pinned[slot])
             if not self._pins[slot]:
-                del self._pins[slot]
+                del self._pins[slot], self._pinned[slot]
         self._pool.release_copies(slots)
 
     def _queued(self, most: int) -> list[Content]:
@@ -115,6 +142,8 @@ class Offloading:
             content = self._queue.popleft()
             if content.key in self._pool:
                 offers.append(content)
+            else:
+                self._settle(content.key)
         return offers
 
     def _next_evicted(self, most: int) -> list[Content]:
@@ -143,6 +172,8 @@ class Offloading:
         """Raise AssertionError where the state contradicts itself."""
         assert self.queues == (self._enabled and self._offload == "filled")
         assert self.queues or not self._queue
+        assert all(times > 0 for times in self._owed.values())
+        assert self._pinned.keys() == self._pins.keys()
         for slot, copies in self._pins.items():
             assert copies > 0
             assert self._pool.state(slot) == "held"

@@ -10,7 +10,8 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
             onboarding: passed over until its blocks are loaded, or until it has waited long enough
 
     waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
-    running ── advance: the first token of an attempt that only prefills ──▶ ended: another worker decodes
+    running ── advance: the first token of an attempt that only prefills ──▶ storing
+    storing ── schedule: the kvbm has its blocks, or it has waited long enough; cancel ──▶ ended
     waiting, onboarding ── not admitted in the time that its frontend gave ──▶ ended
     running ── advance: numbers that are not finite ──▶ waiting, alone; the second time ──▶ ended
 
@@ -58,6 +59,9 @@ from services.worker.scheduler.throughput import StepBudget, Throughput
 from shared.messages import NOT_BEGUN, FinishReason, Part
 
 _NEVER = float("inf")
+STORING_MOST_S = 1.0
+"""Most seconds for which a prompt that is computed waits until its blocks are stored, before it is handed over; it
+waits no longer than it was computed."""
 
 
 class Scheduler:
@@ -80,6 +84,9 @@ class Scheduler:
         )
         self._throughput = Throughput()
         self._living: dict[tuple[str, int], Sequence] = {}
+        self._storing: dict[tuple[str, int], tuple[Sequence, float]] = {}
+        """Attempts that only prefill, have their first token and hold nothing, while the kvbm stores their blocks → the
+        sequence, and when it is handed over all the same."""
         self._waiting: list[Sequence] = []
         """Sequences that wait, by rank."""
         self._running: list[Sequence] = []
@@ -107,7 +114,7 @@ class Scheduler:
     def submit(self, submit: Submit, now_s: float) -> None:
         """Take an attempt. One that lives here already is ignored."""
         assert self._step is None
-        if (submit.request, submit.attempt) in self._living:
+        if (submit.request, submit.attempt) in self._living or (submit.request, submit.attempt) in self._storing:
             return
         sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
         self._arrivals += 1
@@ -127,8 +134,11 @@ class Scheduler:
         """End an attempt and free its blocks. Unknown ones are ignored."""
         assert self._step is None
         sequence = self._living.get((request, attempt))
+        stored = self._storing.pop((request, attempt), None)
         if sequence is not None:
             self._end(sequence, "cancelled")
+        elif stored is not None:
+            self._report_end(stored[0], "cancelled")
         self._stalled_at = None
 
     def clear(self) -> None:
@@ -147,6 +157,7 @@ class Scheduler:
         kvbm."""
         assert self._step is None
         self._expire(now_s)
+        self._hand_over(now_s)
         self._onboarding.give_up(now_s)
         self._consider_onboarding(now_s)
         self._step, self._step_began_s = [], now_s
@@ -204,6 +215,7 @@ class Scheduler:
         """When `schedule` has something to do though no step is due: an attempt's time is over, or a sequence has
         waited long enough for the kvbm. None: never."""
         until_s = min(self._earliest_end_s, self._onboarding.until_s) if self._living else _NEVER
+        until_s = min((until_s, *(end_s for _, end_s in self._storing.values())))
         return None if until_s == _NEVER else until_s
 
     # --- questions
@@ -211,7 +223,7 @@ class Scheduler:
     @property
     def living(self) -> int:
         """How many attempts live."""
-        return len(self._living)
+        return len(self._living) + len(self._storing)
 
     def uses_lora(self, lora: str) -> bool:
         """Whether an attempt with this LoRA lives."""
@@ -225,6 +237,7 @@ class Scheduler:
             or ((self._waiting or (self._probe.due and not self.closed)) and not self._stalled)
             or self._outcome.parts
             or self.kv_cache.has_events
+            or any(not self.kv_cache.offloading.owes(sequence.keys) for sequence, _ in self._storing.values())
         )
 
     def load(self) -> EngineLoad:
@@ -394,7 +407,7 @@ class Scheduler:
             finish = "stop"
         elif len(tokens) >= sequence.most_tokens:
             finish = "length"
-        elif sequence.submit.prefill_only:
+        elif sequence.submit.prefill_only and not self.kv_cache.offloading.owes(sequence.keys):
             finish = "handed_over"
         part = Part(
             sequence.request,
@@ -418,6 +431,11 @@ class Scheduler:
             self._report_begun(sequence, now_s)
         if finish is not None:
             self._drop(sequence)
+        elif sequence.submit.prefill_only:
+            assert sequence.admitted_s is not None, "it has drawn a token"
+            patience_s = min(now_s - sequence.admitted_s, STORING_MOST_S)
+            self._drop(sequence)
+            self._storing[sequence.name] = sequence, min(now_s + patience_s, sequence.deadline_s)
 
     def _report_begun(self, sequence: Sequence, now_s: float) -> None:
         """Report how long an attempt took to its first token."""
@@ -438,6 +456,13 @@ class Scheduler:
         )
 
     # --- ends
+
+    def _hand_over(self, now_s: float) -> None:
+        """End the attempts whose prompts the kvbm has stored, and those that have waited for it long enough."""
+        for name, (sequence, end_s) in list(self._storing.items()):
+            if end_s <= now_s or not self.kv_cache.offloading.owes(sequence.keys):
+                del self._storing[name]
+                self._report_end(sequence, "handed_over")
 
     def _unfit(self, sequence: Sequence) -> str:
         """Return why a new sequence cannot be computed; empty: it can."""
@@ -537,6 +562,8 @@ class Scheduler:
             assert sequence.ends_by_s >= self._earliest_end_s
             assert sequence.begin_by_s == _NEVER
         assert not (self._stalled and self._running)
+        assert self._living.keys().isdisjoint(self._storing)
+        assert not any(sequence.blocks for sequence, _ in self._storing.values())
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

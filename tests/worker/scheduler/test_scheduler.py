@@ -102,6 +102,33 @@ def test_an_attempt_that_only_prefills_ends_with_its_first_token_and_leaves_its_
     assert engine.parts["a", 2][0].cached_tokens == 6
 
 
+def test_a_prompt_is_handed_over_when_its_blocks_are_stored_or_it_has_waited_as_long_as_it_was_computed() -> None:
+    for end in ("declined", "waited", "no kvbm", "cancelled"):
+        engine = Engine()
+        offloading = engine.scheduler.kv_cache.offloading
+        offloading.set_enabled(True)
+        engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
+        engine.step(0.5)
+        assert [(part.finish, len(part.tokens)) for part in engine.parts["a", 1]] == [(None, 4)]
+        assert not engine.scheduler.busy
+        assert engine.scheduler.living == 1
+        assert engine.scheduler.wait_until_s == 1.0, "it was computed for half a second"
+        assert engine.scheduler.load().held_blocks == 0
+        if end == "declined":
+            offloading.declined([content.key for content in offloading.offers(64)])
+        elif end == "waited":
+            engine.now_s = 1.0
+        elif end == "no kvbm":
+            offloading.set_enabled(False)
+        else:
+            engine.scheduler.cancel("a", 1)
+        engine.step()
+        finish = "cancelled" if end == "cancelled" else "handed_over"
+        assert (engine.last("a").finish, engine.last("a").first, engine.last("a").tokens) == (finish, 1, b"")
+        assert engine.scheduler.living == 0
+        assert engine.scheduler.wait_until_s is None
+
+
 def test_an_attempt_that_only_prefills_and_is_complete_with_its_first_token_is_not_handed_over() -> None:
     engine = Engine()
     engine.submit("a", PROMPT, max_tokens=1, prefill_only=True)

@@ -302,6 +302,9 @@ class VllmBlocks:
             slots.append(block.block_id)
         return slots
 
+    def declined(self, keys: Sequence[ContentKey]) -> None:
+        """Nothing waits for what the kvbm does not take."""
+
     def unpin(self, slots: Sequence[int]) -> None:
         self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])
 
