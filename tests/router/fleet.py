@@ -49,6 +49,7 @@ from shared.messages import (
     LoadReport,
     ModelCard,
     Overlap,
+    Role,
     Select,
     Selected,
     SelectReply,
@@ -106,6 +107,7 @@ class ScriptedWorker:
         self.registration: Registration | None = None
         self.answers_snapshots = True
         self.kvbm = self.kvbm_layout = ""
+        self.role: Role = "aggregated"
 
     async def start(self) -> None:
         await self.bus.subscribe(subjects.worker(NAMESPACE, self.name, "snapshot"), self._snapshot)
@@ -224,6 +226,7 @@ class ScriptedWorker:
             kv_layout=KvLayout("float32", 1, 1, 4, BLOCK_SIZE),
             lora=self.lora,
             ranks=self.ranks,
+            role=self.role,
             kvbm=self.kvbm,
             kvbm_layout=self.kvbm_layout,
         )

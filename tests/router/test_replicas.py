@@ -160,6 +160,55 @@ async def test_an_answer_that_cannot_be_sent_reserves_nothing_anywhere(fault: st
         assert [each.reserved.request for load in loads for each in load.reservations()] == ["r", "r"], "asked again"
 
 
+@asynccontextmanager
+async def two_with_roles() -> AsyncIterator[tuple[RouterFleet, RouterFleet]]:
+    """Run two routers, with one worker that computes prompts and one that decodes for eight requests."""
+    config = NO_SPECULATION
+    async with fleet(config, instance="0a") as first, fleet(config, instance="0b", beside=first) as second:
+        for name, role in (("p", "prefill"), ("d", "decode")):
+            await second.knows(await first.worker(name, role=role, kvbm="k", kvbm_layout="l"))
+        for world in (first, second):
+            await until(lambda: world.metric("headrace_router_joins_total", outcome="told") == 1)  # noqa: B023
+        await first.workers[-1].reports(*(f"old{number}" for number in range(8)))
+        for world in (first, second):
+            load = world.router.models[MODEL].load
+            await until(lambda: load.load_of(("d", 0)).requests == 8)  # noqa: B023
+        yield first, second
+
+
+def reserved_at(world: RouterFleet) -> dict[int, tuple[str, float]]:
+    """Attempt → the worker where it is reserved, and the delay; there is one request."""
+    reservations = world.router.models[MODEL].load.reservations()
+    return {one.reserved.attempt: (one.reserved.instance, one.reserved.delay_s) for one in reservations}
+
+
+async def test_all_routers_hear_both_reservations_of_a_pair_and_answer_the_same_pair() -> None:
+    async with two_with_roles() as (first, second):
+        question = SELECT.encode(select(tokens_of("x", 200), time_left_s=30.0))
+        here = await first.ask_raw(question, router=True)
+        assert isinstance(here, Selected)
+        assert (here.instance, here.decode) == ("p", "d")
+        await until(lambda: reserved_at(second) == {1: ("p", 0.0), 2: ("d", 30.0)})
+        there = await second.ask_raw(question, router=True)
+        assert isinstance(there, Selected)
+        assert (there.instance, there.decode) == ("p", "d")
+        await first.tell(Finished("r", 1))
+        await until(lambda: all(reserved_at(world) == {2: ("d", 30.0)} for world in (first, second)))
+        explained_here = await explained(first, subjects.explain(NAMESPACE, first.runtime.instance), "r")
+        assert [(each.attempt, each.instance) for each in explained_here.decisions] == [(1, "p"), (2, "d")]
+
+
+async def test_if_the_answer_with_a_pair_is_lost_both_reservations_are_withdrawn() -> None:
+    async with two_with_roles() as (first, second):
+        question = SELECT.encode(select(tokens_of("x", 200)))
+        own_bus(first).disconnect()
+        await first.router._select(Message("", question, "inbox"))
+        own_bus(first).reconnect()
+        assert reserved_at(first) == {}
+        await first.ask_raw(question, router=True)
+        await until(lambda: [sorted(reserved_at(world)) for world in (first, second)] == [[1, 2], [1, 2]])
+
+
 async def test_a_select_repeated_to_another_router_gets_the_same_answer_and_ends_once() -> None:
     async with two() as (first, second):
         loads = [world.router.models[MODEL].load for world in (first, second)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import Literal
 
 from msgspec import Struct
 
@@ -58,6 +59,9 @@ class RoutingRequest(Struct, frozen=True):
     """Seconds to fetch one block from host memory; 0 if unknown."""
     disk_s: float = 0.0
     """Seconds to fetch one block from disk; 0 if unknown."""
+    part: Literal["whole", "prompt", "decode"] = "whole"
+    """What the candidate is needed for: the whole request, or one half of a pair. The choice is dropped if the other
+    way costs less."""
 
 
 class CandidateState(Struct, frozen=True, gc=False):

@@ -35,7 +35,7 @@ from services.router.selection.eligibility import Eligibility, NoCandidate, Refu
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.pairs import WorkerPair, choose_pair
 from services.router.selection.policy import Policy
-from services.router.selection.policy_guard import PolicyFault, PolicyGuard
+from services.router.selection.policy_guard import PolicyFault, PolicyGuard, worst_fault
 from services.router.selection.speculation import ExpectedRun, Speculation
 from shared.errors import ProtocolError
 from shared.hashing import unpack_hashes
@@ -204,7 +204,7 @@ class ModelRouter:
         attempt = select.request, select.attempt
         prefilling = [] if select.whole or select.max_tokens < 2 else self.eligibility.prefilling(select, now_s)
         before, after = self.load.candidate_of(attempt), self.load.candidate_of((select.request, select.attempt + 1))
-        if before is not None and after is not None and any(each.id == before for each in prefilling):
+        if any(each.id == before for each in prefilling):
             prefilling = [each for each in prefilling if each.id == before]
             eligible = [each for each in eligible if each.id == after] or eligible
         elif before is not None:
@@ -249,20 +249,25 @@ class ModelRouter:
             if select.wait_limit_s > 0 and before is None:
                 able = [each for each in able if _in_time([each[1]], select)]
             pair = choose_pair(self.guard, request, able, stored[: len(eligible)], choice.chosen.candidate)
-        if pair is not None and (pair.pays or before is not None):
-            return self._select_pair(select, request, pair, hashes, now_s, repeated=before is not None)
+        fault = choice.fault if pair is None else worst_fault(choice.fault, pair.prefill.fault, pair.decode.fault)
+        kept = pair is not None and pair.candidates == (before, after)
+        if pair is not None and (pair.pays or kept):
+            return self._select_pair(select, request, pair, hashes, now_s, fault, repeated=kept)
         if select.wait_limit_s > 0 and before is None and not _in_time([choice.chosen.candidate], select):
             in_time = _in_time(candidates, select)
             if not in_time and pair is not None:
-                return self._select_pair(select, request, pair, hashes, now_s)
+                return self._select_pair(select, request, pair, hashes, now_s, fault)
             if not in_time:
-                return Selection(_overloaded(select, candidates), fault=choice.fault)
+                return Selection(_overloaded(select, candidates), fault=fault)
             choice = self.guard.choose(request, in_time)
+            fault = worst_fault(fault, choice.fault)
         if pair is not None:
             choice = msgspec.structs.replace(choice, reason=f"{choice.reason}; {pair.comparison}")
         chosen = choice.chosen.candidate
         repeated = chosen.id == before
         reserved = None if repeated else self._reserve(select, request, chosen, now_s)
+        if reserved is not None and after is not None:  # an earlier answer was a pair
+            self.load.withdraw((select.request, select.attempt + 1))
         self._speculate(select, hashes, chosen, remembered, now_s)
         selected = Selected(
             request=select.request,
@@ -277,7 +282,7 @@ class ModelRouter:
             self.decisions.add(selected, request, choice, now_s)
         if select.explain:
             selected = self.decisions.get(attempt).selected
-        return Selection(selected, reserved, fault=choice.fault)
+        return Selection(selected, reserved, fault=fault)
 
     def _select_pair(
         self,
@@ -286,6 +291,7 @@ class ModelRouter:
         pair: WorkerPair,
         hashes: Sequence[int],
         now_s: float,
+        fault: PolicyFault | None,
         *,
         repeated: bool = False,
     ) -> Selection:
@@ -296,6 +302,7 @@ class ModelRouter:
         reserved = reserved_decode = None
         if not repeated:
             reserved = self._reserve(select, request, prefill, now_s)
+        if reserved is not None:  # else the attempt has ended, and perhaps the next one decodes already
             reserved_decode = self._reserve(taken, request, decode, now_s, delay_s=delay_s)
         for candidate in (prefill, decode):
             held = msgspec.structs.replace(candidate, overlap=Overlap(device=candidate.overlap.device))
@@ -315,12 +322,12 @@ class ModelRouter:
                 overlap=chosen.overlap,
                 reason=f"{choice.reason}; {why}",
             )
-            if not self.decisions.contains((select.request, asked.attempt), chosen.id):
+            if not (repeated and self.decisions.contains((select.request, asked.attempt), chosen.id)):
                 self.decisions.add(answer, request, choice, now_s)
             answers.append(answer)
         reply = self.decisions.get((select.request, select.attempt)).selected if select.explain else answers[0]
         reply = msgspec.structs.replace(reply, decode=decode.id[0], decode_rank=decode.id[1])
-        return Selection(reply, reserved, reserved_decode, pair.prefill.fault or pair.decode.fault)
+        return Selection(reply, reserved, reserved_decode, fault)
 
     def _validated_hashes(self, select: Select) -> list[int]:
         """Return the prompt's hashes. Raise ProtocolError, which names the field."""

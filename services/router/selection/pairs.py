@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.router.index.index import CandidateId
 from services.router.index.shared_stores import StoreId
 from services.router.selection.candidates import CandidateState, RoutingRequest
 from services.router.selection.policies.kv import split_costs
@@ -32,6 +33,11 @@ class WorkerPair(Struct, frozen=True):
     """What the pair costs, in prompt tokens."""
     alone: float
     """What the best single worker costs, in prompt tokens."""
+
+    @property
+    def candidates(self) -> tuple[CandidateId, CandidateId]:
+        """The candidate that computes the prompt, and the one that decodes."""
+        return self.prefill.chosen.candidate.id, self.decode.chosen.candidate.id
 
     @property
     def pays(self) -> bool:
@@ -57,12 +63,12 @@ def choose_pair(
     able = [(store, state) for store, state in prefilling if store in stores]
     if not able:
         return None
-    prefill = guard.choose(request, [state for _, state in able])
+    prefill = guard.choose(replace(request, part="prompt"), [state for _, state in able])
     chosen = prefill.chosen.candidate
     (at,) = (store for store, state in able if state.id == chosen.id)
     blocks = (request.prompt_tokens - 1) // request.block_size
     takers = [_as_taker(state, blocks) for store, state in decoding if store == at]
-    decode = guard.choose(request, takers)
+    decode = guard.choose(replace(request, part="decode"), takers)
     return WorkerPair(prefill, decode, *split_costs(request, whole, chosen, decode.chosen.candidate))
 
 

@@ -123,6 +123,11 @@ class PolicyGuard:
         return PolicyFault("off", f"{problem}; too slow too often, so kv chooses until this router restarts")
 
 
+def worst_fault(*faults: PolicyFault | None) -> PolicyFault | None:
+    """Return the fault to report of the choices for one request: that the policy was disabled, else the first."""
+    return max(filter(None, faults), key=lambda fault: fault.kind == "off", default=None)
+
+
 def _by_fallback(choice: PolicyChoice, why: str) -> PolicyChoice:
     return msgspec.structs.replace(choice, reason=f"{why}, kv chose: {choice.reason}")
 

@@ -125,6 +125,98 @@ def test_an_instance_that_comes_again_ramps_up_again() -> None:
     assert asked(made, 50.0) == ["a"]
 
 
+def prefilling(made: Eligibility, now_s: float = 0.0, *, tokens: int = 1, **fields: Any) -> list[str]:
+    """The instances that may compute the prompt alone."""
+    return [seat.instance for seat in made.prefilling(Select("r", 1, "f", "m", b"", tokens, 1, **fields), now_s)]
+
+
+def roles(*cards: ModelCard) -> Eligibility:
+    return eligibility(
+        card("a"), card("d", role="decode"), card("p", role="prefill"), card("q", role="prefill"), *cards
+    )
+
+
+def test_whole_requests_go_to_workers_that_decode_and_prompts_alone_to_those_that_do_nothing_else() -> None:
+    made = roles()
+    assert asked(made) == ["a", "d"]
+    assert prefilling(made) == ["p", "q"]
+    made.remove_card("p")
+    assert prefilling(made) == ["q"]
+    assert prefilling(eligibility(card("a"))) == []
+    made.validate()
+
+
+def test_for_a_model_with_only_workers_that_compute_prompts_the_reason_says_so() -> None:
+    made = eligibility()
+    with pytest.raises(NoCandidate, match=r"^no instance serves m$"):
+        asked(made)
+    made.add_card(card("p", role="prefill", lora=("l",)), 0.0)
+    for fields in ({}, {"lora": "l"}, {"excluded": ("p",)}):
+        with pytest.raises(NoCandidate, match="only compute prompts") as refused:
+            asked(made, **fields)
+        assert refused.value.code == "no_instances"
+
+
+def test_no_frozen_or_excluded_instance_computes_a_prompt_alone_even_if_no_other_is_left() -> None:
+    made = roles()
+    assert prefilling(made, excluded=("p",)) == ["q"]
+    made.frozen = frozenset({"q"})
+    assert prefilling(made) == ["p"]
+    assert prefilling(made, excluded=("p",)) == []
+    assert asked(made, excluded=("p", "q")) == ["a", "d"]
+
+
+def test_a_prompt_without_room_is_computed_alone_nowhere() -> None:
+    made = roles(msgspec.structs.replace(card("small", role="prefill"), capacity_blocks=3))
+    assert prefilling(made, tokens=12) == ["p", "q", "small"]
+    assert prefilling(made, tokens=13) == ["p", "q"]
+    assert prefilling(made, tokens=5000) == []
+
+
+def test_an_instance_that_ramps_up_computes_prompts_alone_only_when_drawn() -> None:
+    made = eligibility(card("d", role="decode"))
+    made.add_card(card("new", role="prefill"), 50.0)
+    assert prefilling(made, 50.0) == []
+    share = sum("new" in prefilling(made, 50.0 + RAMP_S / 2) for _ in range(1000)) / 1000
+    assert abs(share - 0.5) < 0.06
+    assert prefilling(made, 50.0 + RAMP_S) == ["new"]
+
+
+def test_a_lora_is_computed_alone_where_it_is_loaded_and_a_card_that_changes_counts_at_once() -> None:
+    made = roles(card("l", role="prefill", lora=("french",)))
+    assert prefilling(made, lora="french") == ["l"]
+    assert prefilling(made) == ["p", "q", "l"]
+    made.update_card(card("p", role="prefill", lora=("french",)))
+    assert prefilling(made, lora="french") == ["p", "l"]
+    made.update_card(card("l", role="prefill"))
+    assert prefilling(made, lora="french") == ["p"]
+    assert prefilling(made, lora="welsh") == []
+    made.validate()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_store_of_a_worker_is_that_of_its_latest_card(role: str) -> None:
+    def stores() -> set[str | None]:
+        ask = Select("r", 1, "f", "m", b"", 1, 1)
+        return {each.store for each in (made.prefilling if role == "prefill" else made.eligible)(ask, 0.0)}
+
+    made = eligibility(card("d", role="decode"), card("x", role=role))
+    assert stores() == {None}
+    for fields, store in (
+        ({"kvbm": "k", "kvbm_layout": "l"}, "k/l"),
+        ({"kvbm": "k2", "kvbm_layout": "l"}, "k2/l"),
+        ({"kvbm": "k2"}, None),
+    ):
+        made.update_card(card("x", role=role, **fields))
+        assert store in stores()
+        made.validate()
+
+
+def test_a_worker_that_does_all_takes_part_in_no_pair() -> None:
+    made = eligibility(card("a", kvbm="k", kvbm_layout="l"))
+    assert [each.store for each in made.eligible(Select("r", 1, "f", "m", b"", 1, 1), 0.0)] == [None]
+
+
 class EligibilityMachine(RuleBasedStateMachine):
     """Instances join, leave and freeze; every eligible candidate can serve."""
 
@@ -133,12 +225,17 @@ class EligibilityMachine(RuleBasedStateMachine):
         self.made = eligibility()
         self.now_s = 0.0
 
-    @rule(instance=st.sampled_from("abcd"), lora=st.booleans(), ranks=st.integers(1, 2))
-    def change(self, instance: str, lora: bool, ranks: int) -> None:
+    @rule(
+        instance=st.sampled_from("abcd"),
+        lora=st.booleans(),
+        ranks=st.integers(1, 2),
+        role=st.sampled_from(["aggregated", "prefill", "decode"]),
+    )
+    def change(self, instance: str, lora: bool, ranks: int, role: str) -> None:
         if instance in self.made.cards:
             self.made.remove_card(instance)
         else:
-            self.made.add_card(card(instance, lora=("l",) if lora else (), ranks=ranks), self.now_s)
+            self.made.add_card(card(instance, lora=("l",) if lora else (), ranks=ranks, role=role), self.now_s)
 
     @rule(instances=st.frozensets(st.sampled_from("abcd")))
     def stand_still(self, instances: frozenset[str]) -> None:
@@ -150,8 +247,12 @@ class EligibilityMachine(RuleBasedStateMachine):
 
     @rule(lora=st.booleans(), excluded=st.frozensets(st.sampled_from("abcd")))
     def ask(self, lora: bool, excluded: frozenset[str]) -> None:
-        able = {name for name, each in self.made.cards.items() if (each.lora or not lora) and name not in excluded}
-        fields = {"lora": "l" if lora else "", "excluded": tuple(excluded)}
+        found = {name for name, each in self.made.cards.items() if (each.lora or not lora) and name not in excluded}
+        fields: dict[str, Any] = {"lora": "l" if lora else "", "excluded": tuple(excluded)}
+        alone = set(prefilling(self.made, self.now_s, **fields))
+        assert alone <= found - self.made.frozen
+        assert all(self.made.cards[name].role == "prefill" for name in alone)
+        able = {name for name in found if self.made.cards[name].role != "prefill"}
         if not able:
             refusal(self.made, **fields)
             return

@@ -56,6 +56,42 @@ def test_a_reservation_is_prefill_then_decode_then_nothing() -> None:
     load.validate()
 
 
+def test_what_a_worker_hears_of_later_is_kept_until_then_and_given_up_after_it() -> None:
+    config = LoadConfig(grace_s=2.0, unknown_s=3.0)
+    load = LoadTracker(config)
+    load.add_reservation(msgspec.structs.replace(reservation("later"), delay_s=20.0), 0.0)
+    load.add_reservation(reservation("now"), 0.0)
+    for now_s, kept in ((4.9, ["later", "now"]), (5.0, ["later"]), (20.0, ["later"]), (24.9, ["later"]), (25.0, [])):
+        load.apply_report(report(), now_s)
+        assert [one.reserved.request for one in load.reservations()] == kept, now_s
+        load.validate()
+    assert load.statistics().forgotten == 2
+
+
+def test_once_a_worker_has_heard_of_it_a_delay_that_is_over_keeps_nothing() -> None:
+    load = LoadTracker(LoadConfig(grace_s=2.0, unknown_s=3.0))
+    load.add_reservation(msgspec.structs.replace(reservation("r"), delay_s=20.0), 0.0)
+    load.apply_report(report("a", "r"), 30.0)
+    load.apply_report(report(), 32.9)
+    assert load.candidate_of(("r", 1)) == A
+    load.apply_report(report(), 33.0)
+    assert load.candidate_of(("r", 1)) is None
+
+
+def test_a_delay_does_not_outlive_the_end_of_the_attempt_its_worker_or_its_frontend() -> None:
+    for end in ("finished", "worker", "frontend"):
+        load = LoadTracker(LoadConfig())
+        load.add_reservation(msgspec.structs.replace(reservation("r"), delay_s=20.0), 0.0)
+        if end == "finished":
+            load.mark_finished(("r", 1))
+        elif end == "worker":
+            load.remove_instance("a")
+        else:
+            load.remove_frontend("f")
+        assert load.load_of(A) == IDLE
+        load.validate()
+
+
 def test_a_withdrawn_attempt_may_be_reserved_again() -> None:
     load = LoadTracker(LoadConfig())
     load.add_reservation(reservation("r"), 0.0)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
 from services.router.config import LoadConfig, RouterConfig
 from services.router.selection.candidates import CandidateState, FleetAverage, RoutingRequest, WorkerSpeed
@@ -251,6 +252,23 @@ class Roles(RuleBasedStateMachine):
         self.router.remove_instance(instance)
         self.router.add_card(card(instance, role, kvbm), self.now_s)
 
+    @rule(instance=st.sampled_from("abcd"), kvbm=st.sampled_from(["", "k", "l"]))
+    def move(self, instance: str, kvbm: str) -> None:
+        before = self.router.cards.get(instance)
+        if before is not None:
+            self.router.add_card(replace(before, kvbm=kvbm), self.now_s)
+
+    @rule(
+        request=st.sampled_from("pqrs"),
+        attempt=st.integers(1, 4),
+        instance=st.sampled_from("abcd"),
+        delay_s=st.sampled_from([0.0, 20.0]),
+    )
+    def hear(self, request: str, attempt: int, instance: str, delay_s: float) -> None:
+        self.router.apply_load_event(
+            Reserved(request, attempt, "f", instance, 0, 5, 5, "r2", delay_s=delay_s), self.now_s
+        )
+
     @rule(instance=st.sampled_from("abcd"))
     def go(self, instance: str) -> None:
         self.router.remove_instance(instance)
@@ -265,19 +283,39 @@ class Roles(RuleBasedStateMachine):
         blocks=st.integers(1, 60),
         whole=st.booleans(),
         wait_limit_s=st.sampled_from([0.0, 1.0]),
+        excluded=st.sets(st.sampled_from("abcd"), max_size=2),
     )
-    def ask(self, request: str, attempt: int, blocks: int, whole: bool, wait_limit_s: float) -> None:
-        ask = select(request, attempt, blocks=blocks, whole=whole, wait_limit_s=wait_limit_s)
+    def ask(
+        self, request: str, attempt: int, blocks: int, whole: bool, wait_limit_s: float, excluded: set[str]
+    ) -> None:
+        ask = select(
+            request,
+            attempt,
+            blocks=blocks,
+            whole=whole,
+            wait_limit_s=wait_limit_s,
+            excluded=tuple(sorted(excluded)),
+        )
         selection = self.router.select(ask, self.now_s)
         reply, cards = selection.reply, self.router.cards
         if isinstance(reply, SelectRefused):
-            assert reply.code == "overloaded" or not any(each.decodes for each in cards.values())
+            able = [each for each in cards.values() if each.decodes]
+            assert reply.code == "overloaded" or all(each.instance in excluded for each in able)
             return
+        where = {
+            one.reserved.attempt: one.reserved.instance
+            for one in self.router.load.reservations()
+            if one.reserved.request == request
+        }
+        assert where.get(attempt, reply.instance) == reply.instance, "reserved elsewhere than answered"
+        if attempt in where:
+            assert where.get(attempt + 1, reply.decode) == reply.decode, "reserved where it does not decode"
         if not reply.decode:
             assert cards[reply.instance].decodes, "a whole request where only prompts are computed"
             assert selection.reserved_decode is None
             return
         assert not whole
+        assert not excluded & {reply.instance, reply.decode}
         prefill, decode = cards[reply.instance], cards[reply.decode]
         assert (prefill.role, decode.role) == ("prefill", "decode")
         assert prefill.kvbm == decode.kvbm != ""

@@ -11,10 +11,11 @@ from services.router.selection.candidates import CandidateState, RoutingRequest,
 
 class RoundRobinPolicy:
     """Takes turns in the order of the candidates' ids; a candidate that joins or leaves does not change the others'
-    order."""
+    order. The two workers of a pair and those of whole requests have turns of their own."""
 
     def __init__(self) -> None:
-        self._last: CandidateId = ("", -1)
+        self._last: dict[str, CandidateId] = {}
+        """Part of a request → the candidate chosen last for it."""
 
     def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
         """Keep all candidates."""
@@ -27,6 +28,7 @@ class RoundRobinPolicy:
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         """Pick the first candidate after the last one chosen."""
         ordered = sorted(scored, key=lambda each: each.candidate.id)
-        chosen = next((each for each in ordered if each.candidate.id > self._last), ordered[0])
-        self._last = chosen.candidate.id
+        last = self._last.get(request.part, ("", -1))
+        chosen = next((each for each in ordered if each.candidate.id > last), ordered[0])
+        self._last[request.part] = chosen.candidate.id
         return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -19,7 +20,7 @@ from services.router.selection.candidates import (
     WorkerSpeed,
 )
 from services.router.selection.load import IDLE, CandidateLoad
-from services.router.selection.policies.kv import KvPolicy
+from services.router.selection.policies.kv import KvPolicy, split_costs
 from shared.messages import Overlap
 
 BLOCK = 16
@@ -151,3 +152,50 @@ def test_small_differences_in_speed_and_unknown_speeds_change_no_choice() -> Non
     assert choose([home, facts("other", Overlap(9), speed=1200.0)]) == "home"
     assert choose([home, facts("other", Overlap(9))]) == "home"
     assert choose([facts("home", Overlap(10)), facts("other", Overlap(9), speed=900.0)]) == "home"
+
+
+def split(
+    *, queued: int = 0, requests: int = 0, tokens: int = 8_000, cached: int = 0, in_flight: float = 4.0
+) -> tuple[float, float]:
+    """The costs of a pair, with `queued` tokens at the worker that computes prompts, and of one worker for all that
+    has `requests`; both workers that decode have these."""
+    request = RoutingRequest(tokens, BLOCK, fleet=FleetAverage(in_flight, 10_000.0), host_s=HOST_S, disk_s=DISK_S)
+    load = CandidateLoad(requests, 0, 0)
+    blocks = (tokens - 1) // BLOCK
+    whole = facts("d", Overlap(cached), load, speed=10_000)
+    prefill = facts("p", None, CandidateLoad(0, queued, 0), speed=10_000)
+    return split_costs(request, whole, prefill, facts("d", Overlap(cached, blocks - cached), load, speed=10_000))
+
+
+@given(st.lists(st.integers(0, 10**7), min_size=2, max_size=5), st.integers(0, 50), st.integers(1, 100_000))
+def test_a_pair_costs_more_the_longer_the_queue_for_prompts_and_one_worker_costs_the_same(
+    queues: list[int], requests: int, tokens: int
+) -> None:
+    costs = [split(queued=queued, requests=requests, tokens=tokens) for queued in sorted(queues)]
+    assert [pair for pair, _ in costs] == sorted(pair for pair, _ in costs)
+    assert len({alone for _, alone in costs}) == 1
+
+
+@given(st.lists(st.integers(0, 500), min_size=2, max_size=5), st.integers(1, 100_000))
+def test_one_worker_costs_more_the_more_decode_there_and_so_does_what_a_pair_saves(
+    counts: list[int], tokens: int
+) -> None:
+    costs = [split(requests=requests, tokens=tokens) for requests in sorted(counts)]
+    alone = [cost for _, cost in costs]
+    saved = [cost - pair for pair, cost in costs]
+    assert alone == sorted(alone)
+    assert all(later >= sooner - 1e-6 * alone[-1] for sooner, later in pairwise(saved))
+
+
+@given(st.integers(0, 499), st.integers(1, 50))
+def test_the_more_of_a_prompt_is_cached_where_it_would_be_decoded_the_less_a_pair_pays(
+    cached: int, requests: int
+) -> None:
+    without, more = split(requests=requests), split(requests=requests, cached=cached)
+    assert more[1] - more[0] <= without[1] - without[0] + 1e-6
+
+
+@given(st.integers(1, 100_000), st.integers(0, 10**6), st.floats(0, 100))
+def test_a_pair_never_pays_where_nothing_decodes(tokens: int, queued: int, in_flight: float) -> None:
+    pair, alone = split(queued=queued, tokens=tokens, in_flight=in_flight)
+    assert pair >= alone
