@@ -35,6 +35,8 @@ class KnownPeer(Struct):
     layouts: frozenset[str]
     rate: float = FIRST_RATE
     """Bytes a second."""
+    measured: bool = False
+    """Whether it was read at least once."""
     rests_until_s: float = 0.0
     rest_s: float = 0.0
     """The length of its last rest; 0: it has answered since."""
@@ -67,6 +69,13 @@ class PeerChoice:
         fit.sort(key=lambda peer: -peer.rate)
         return [peer.address for peer in fit[: self._asked]]
 
+    def rates(self, now_s: float) -> dict[str, float]:
+        """Return the measured rates, in bytes a second, of the fastest peers that do not rest: those that are asked
+        first."""
+        usable = [peer for peer in self.known.values() if peer.measured and peer.rests_until_s <= now_s]
+        usable.sort(key=lambda peer: -peer.rate)
+        return {peer.address.instance: peer.rate for peer in usable[: self._asked]}
+
     def worth(self, instance: str, blocks: int, block_bytes: int, left_s: float) -> int:
         """Return how many of these leading blocks to read from the peer in the time that is left; 0: none."""
         peer = self.known.get(instance)
@@ -90,6 +99,7 @@ class PeerChoice:
             if size_bytes > 0 and took_s > 0:
                 measured = min(RATE_MOST, max(RATE_LEAST, size_bytes / took_s))
                 peer.rate += WEIGHT * (measured - peer.rate)
+                peer.measured = True
 
     def validate(self) -> None:
         """Raise AssertionError where the peers contradict themselves."""

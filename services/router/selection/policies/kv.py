@@ -25,7 +25,8 @@ model on an H200, with 128 KiB per token and 30,000 tokens/s, that takes 0.08 an
 for a 1B model 0.1 and 1.2, for a 70B model 0.02 and 0.3, and on a CPU almost nothing. It counts for a third of that,
 because the engine computes for other requests meanwhile. The remaining cost is that the request waits, that copies slow
 decoding by 1 to 9 %, that requests share the disk, and that fetched blocks evict others. Fetching never counts for more
-than computing: where computing is faster, workers compute.
+than computing: where computing is faster, workers compute. Blocks of other machines count in the same way, at the rate
+that was measured with that machine.
 
 *Slowness* is the fleet's average prefill speed divided by the candidate's own. The measured speeds of equal engines
 differ with their latest requests. So a ratio between 2/3 and 3/2 counts as equal; otherwise prompts would leave their
@@ -84,7 +85,7 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     device, host, disk = overlap.device, overlap.host, overlap.disk
     own = candidate.speed.prefill_tokens_per_s
     slow = _slowness(request.fleet.prefill_tokens_per_s, own) if own else 1.0
-    uncached = slow * (request.prompt_tokens - (device + host + disk) * size)
+    uncached = slow * (request.prompt_tokens - overlap.blocks * size)
     fetched = 0.0
     if host or disk:
         usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
@@ -92,6 +93,10 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
         computed = slow * size * (host + disk)
         if fetched > computed:
             fetched = computed
+    if overlap.remote:
+        usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
+        read = FETCH_WEIGHT * usual * overlap.remote * candidate.remote_s
+        fetched += min(read, slow * size * overlap.remote)
     waiting = slow * load.queued_tokens / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
     crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
     running = slow * crowding * log2(1 + load.requests)
