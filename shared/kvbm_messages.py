@@ -221,7 +221,7 @@ class PeerRates(Struct, frozen=True):
     least_blocks: int
     """Fewer blocks than these are not read."""
     bytes_per_s: dict[str, float]
-    """Instance id of a kvbm → the rate at which blocks came from it. One that was never read is not here."""
+    """Instance id of a kvbm → the rate at which blocks came from it, or an assumed one before the first read."""
 
 
 class KvbmReport(Struct, frozen=True):

@@ -95,7 +95,7 @@ def _best_pair(
 
 
 def _takers(decoding: Sequence[AtStore], at: StoreId, blocks: int, remote: RemoteSearch | None) -> list[CandidateState]:
-    """Return the candidates that can take over a prompt of so many full blocks from the store `at`, as they are once
+    """Return the candidates that can take over a prompt of `blocks` full blocks from the store `at`, as they are once
     the blocks are there."""
     takers: list[CandidateState] = []
     for store, state in decoding:

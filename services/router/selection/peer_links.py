@@ -2,9 +2,8 @@
 
     a kvbm reports its rates ──▶ learn           reader's store ◀── link ── lender's store, of the same layout
 
-A store reads from another while a Fetch waits, so for a limited time, and only what the other one has in memory. A link
-exists once its rate was measured. What is wrong or late here makes a choice less good, and never wrong: what does not
-come is computed.
+A store reads from another while a Fetch waits, so for a limited time, and only what the other one has in memory. What
+is wrong or late here makes a choice less good, and never wrong: what does not come is computed.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_a_candidate_is_credited_for_what_its_store_can_read_elsewhere() -> None
     assert reply.instance == "there", "what is nearer costs less"
 
 
-def test_without_a_measured_rate_there_is_no_credit() -> None:
+def test_without_a_rate_there_is_no_credit() -> None:
     router = router_of(card("here", "k1"), card("there", "k2"))
     stored(router, "k2/l", 80)
     reads(router, "k1")

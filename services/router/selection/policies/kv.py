@@ -82,10 +82,10 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     """Return (uncached, fetched, waiting, running), in prompt tokens. It runs for every candidate of every request, so
     terms that are mostly 0 are skipped rather than computed."""
     size, overlap, load = request.block_size, candidate.overlap, candidate.load
-    device, host, disk = overlap.device, overlap.host, overlap.disk
+    device, host, disk, remote = overlap.device, overlap.host, overlap.disk, overlap.remote
     own = candidate.speed.prefill_tokens_per_s
     slow = _slowness(request.fleet.prefill_tokens_per_s, own) if own else 1.0
-    uncached = slow * (request.prompt_tokens - overlap.blocks * size)
+    uncached = slow * (request.prompt_tokens - (device + host + disk + remote) * size)
     fetched = 0.0
     if host or disk:
         usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
@@ -93,10 +93,9 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
         computed = slow * size * (host + disk)
         if fetched > computed:
             fetched = computed
-    if overlap.remote:
+    if remote:
         usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
-        read = FETCH_WEIGHT * usual * overlap.remote * candidate.remote_s
-        fetched += min(read, slow * size * overlap.remote)
+        fetched += min(FETCH_WEIGHT * usual * remote * candidate.remote_s, slow * size * remote)
     waiting = slow * load.queued_tokens / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
     crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
     running = slow * crowding * log2(1 + load.requests)
