@@ -43,9 +43,9 @@ class Rig:
         elif name == "alone":
             self.services.start("worker", name, *self._common, "--model-name", "alone")
         else:
-            pool = ("--kvbm-pool", str(self._folder / MACHINES[name]))
+            at = ("--kvbm-pool", str(self._folder / MACHINES[name]))
             patient = ("--kvbm-wait-s", "20", "--kvbm-timeout-s", "4")
-            self.services.start("worker", name, *self._common, *pool, *patient, "--role", name)
+            self.services.start("worker", name, *self._common, *at, *patient, "--role", name)
 
     def wait_linked(self) -> None:
         self.services.wait_ready()
