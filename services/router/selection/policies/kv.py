@@ -25,7 +25,8 @@ model on an H200, with 128 KiB per token and 30,000 tokens/s, that takes 0.08 an
 for a 1B model 0.1 and 1.2, for a 70B model 0.02 and 0.3, and on a CPU almost nothing. It counts for a third of that,
 because the engine computes for other requests meanwhile. The remaining cost is that the request waits, that copies slow
 decoding by 1 to 9 %, that requests share the disk, and that fetched blocks evict others. Fetching never counts for more
-than computing: where computing is faster, workers compute.
+than computing: where computing is faster, workers compute. Blocks of other machines count in the same way, at the rate
+that was measured with that machine.
 
 *Slowness* is the fleet's average prefill speed divided by the candidate's own. The measured speeds of equal engines
 differ with their latest requests. So a ratio between 2/3 and 3/2 counts as equal; otherwise prompts would leave their
@@ -81,10 +82,10 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     """Return (uncached, fetched, waiting, running), in prompt tokens. It runs for every candidate of every request, so
     terms that are mostly 0 are skipped rather than computed."""
     size, overlap, load = request.block_size, candidate.overlap, candidate.load
-    device, host, disk = overlap.device, overlap.host, overlap.disk
+    device, host, disk, remote = overlap.device, overlap.host, overlap.disk, overlap.remote
     own = candidate.speed.prefill_tokens_per_s
     slow = _slowness(request.fleet.prefill_tokens_per_s, own) if own else 1.0
-    uncached = slow * (request.prompt_tokens - (device + host + disk) * size)
+    uncached = slow * (request.prompt_tokens - (device + host + disk + remote) * size)
     fetched = 0.0
     if host or disk:
         usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
@@ -92,6 +93,9 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
         computed = slow * size * (host + disk)
         if fetched > computed:
             fetched = computed
+    if remote:
+        usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
+        fetched += min(FETCH_WEIGHT * usual * remote * candidate.remote_s, slow * size * remote)
     waiting = slow * load.queued_tokens / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
     crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
     running = slow * crowding * log2(1 + load.requests)
