@@ -136,6 +136,9 @@ class Fetch(Struct, frozen=True, tag="fetch"):
     owner: str
     keys: bytes
     """The content keys in order, 16 bytes each."""
+    awaits: bool = False
+    """Whether to wait for blocks after the prefix that are not there yet, because another engine is about to store
+    them. They come in later replies, each as soon as it is committed."""
 
 
 class Fetched(Struct, frozen=True, tag="fetched"):

@@ -270,7 +270,7 @@ class KvbmService:
         """Return the one reply if all blocks are in memory; else queue it as the first of several."""
         ask = wire.FETCH.decode(request.payload, request.headers)
         layout = self._layout_of(ask.owner)
-        missing = self._missing(layout, ask)
+        missing = [] if ask.awaits else self._missing(layout, ask)
         if missing:
             self._own(self._fetch_from_peers(request, ask, layout, missing))
             return layout, None

@@ -207,6 +207,8 @@ class LayoutStore:
         for slot, checksum in written.items():  # a slot that was freed after all is granted again before it is read
             self._checksums.set(slot, checksum)
         self._changed(events)
+        if not self._ended:
+            self._pending.add_progress(self.tickets.hold_awaited(events, self._now()))
 
     def abort(self, ask: wire.Abort) -> wire.Settled:
         """End a store ticket; nothing is published."""
@@ -215,21 +217,23 @@ class LayoutStore:
 
     def fetch(self, ask: wire.Fetch, send_later: SendFetchReply) -> tuple[wire.Fetched, bool]:
         """Hold the longest prefix. Return the first reply, with what is in memory, and whether it is the only one; if
-        not, `send_later` sends what comes from disk."""
+        not, `send_later` sends what comes from disk, and what is committed while the fetch awaits it."""
         self.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
         keys = unpack_keys(ask.keys)
-        held = self.tickets.fetch(ask.owner, keys, self._now())
+        held = self.tickets.fetch(ask.owner, keys, self._now(), awaits=ask.awaits)
         from_disk = len(held.loading)
-        found = LookupCounts(1, len(keys), host=len(held.slots) - from_disk, disk=from_disk)
+        asked = len(keys) - held.awaited
+        found = LookupCounts(1, asked, host=len(held.slots) - from_disk, disk=from_disk)
         self._window.add(found, self._now())
         self._metrics.count_lookup(found, self._block_bytes)
         self._changed(held.events)
         self._traffic.read(held.reads)
-        complete = held.ready == len(held.slots)
+        length = len(held.slots) + held.awaited
+        complete = held.ready == length
         if not complete:
             self._pending.add(held.ticket, ask.owner, send_later)
         time_left_s, ready = self.tickets.limits.fetch_time_s, held.slots[: held.ready]
-        return self._pending.reply(held.ticket, time_left_s, 0, ready, len(held.slots), disk=False), complete
+        return self._pending.reply(held.ticket, time_left_s, 0, ready, length, disk=False), complete
 
     def release(self, ask: wire.Release) -> wire.Settled:
         """End a fetch ticket: its slots are no longer held."""

@@ -26,8 +26,8 @@ class TicketLimits(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FetchProgress(Struct, frozen=True):
-    """Progress of a fetch that waits for the disk: more slots can be read, or the prefix is shorter, or both. If
-    `found` is 0 the ticket has ended."""
+    """Progress of a fetch that waits for the disk or awaits blocks: more slots can be read, or the prefix is shorter,
+    or both. If `found` is 0 the ticket has ended."""
 
     owner: str
     ticket: int
@@ -38,7 +38,7 @@ class FetchProgress(Struct, frozen=True):
     from_disk: list[bool]
     """For each of `slots`, whether its block came from disk."""
     found: int
-    """The length of the prefix as it is known now."""
+    """The length of the prefix as it is known now, with the blocks that are awaited."""
 
 
 class ExpiredTicket(Struct, frozen=True):

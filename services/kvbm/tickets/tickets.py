@@ -7,7 +7,8 @@
               expired ──commit (refused), abort, attach, death ──▶ ended: its slots leave quarantine
 
     fetch ──▶ reading ──release, attach, death, deadline ──▶ ended: its slots are no longer held
-                 └◀─┘ a read of the disk has ended: more of the prefix is there, or it is shorter
+                 └◀─┘ a read of the disk has ended, or an awaited block was committed: more of the prefix is there,
+                      or it is shorter
     lend  ──▶ reading, without a deadline: the network may send a slot, and looks at no generation
 
 An owner is one engine process. It proves that it has stopped writing by ending the ticket or by attaching again; its
@@ -36,11 +37,12 @@ from itertools import dropwhile, takewhile
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.kvbm.tickets.awaited import AwaitedBlocks
 from services.kvbm.tickets.errors import BadRequest, TicketExpired, TooManyTickets, UnknownOwner, UnknownTicket
 from services.kvbm.tickets.results import ExpiredTicket, FetchProgress, TicketLimits, TicketStatistics
 from services.kvbm.tiers.actions import HeldPrefix, Offered, Read, ReadOutcome, TierEvent
 from services.kvbm.tiers.tiers import Tiers
-from shared.blocks import Content
+from shared.blocks import Content, ContentStored
 from shared.hashing import KEY_BYTES, ContentKey
 
 
@@ -84,6 +86,7 @@ class Tickets:
         """Both dicts are ordered by deadline: all tickets of a kind last equally long. What is lent comes first."""
         self._expired: dict[int, _Store] = {}
         """Expired stores, which wait for their owners."""
+        self._awaited = AwaitedBlocks()
         self._waiting: dict[int, set[int]] = {}
         """Loading slot → the fetches that wait for it, if any do."""
         self._former_owners = set(former_owners)
@@ -143,7 +146,7 @@ class Tickets:
             if len(content.key) != KEY_BYTES or (content.parent is not None and len(content.parent) != KEY_BYTES):
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {content.key.hex()} after {content.parent!r}")
         known = self._admit(owner, len(contents), now_s)
-        offered = self._tiers.offer(contents, max(0, self._writing_limit - known.writing))
+        offered = self._tiers.offer(contents, max(0, self._writing_limit - known.writing), self._awaited)
         if not offered.slots:
             return offered
         ticket = self._open(known)
@@ -181,8 +184,10 @@ class Tickets:
 
     # --- fetch
 
-    def fetch(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> HeldPrefix:
-        """Hold the longest prefix of the keys that is stored. Raise BadRequest, UnknownOwner, TooManyTickets."""
+    def fetch(self, owner: str, keys: Sequence[ContentKey], now_s: float, *, awaits: bool = False) -> HeldPrefix:
+        """Hold the longest prefix of the keys that is stored. With `awaits`, and as long as the ticket's time lasts,
+        hold each further block as soon as it is committed (`hold_awaited`). Raise BadRequest, UnknownOwner,
+        TooManyTickets."""
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {key.hex()}")
@@ -190,14 +195,37 @@ class Tickets:
             raise BadRequest("the prefix has a block twice")
         known = self._admit(owner, len(keys), now_s)
         found = self._tiers.fetch(keys)
-        if not found.slots:
+        rest = self._awaitable(keys[len(found.slots) :]) if awaits else ()
+        if not found.slots and not rest:
             return found
         ticket = self._open(known)
         deadline_s = now_s + self.limits.fetch_time_s
         self._fetches[ticket] = _Fetch(owner, list(found.slots), found.ready, set(found.loading), deadline_s)
+        self._awaited.replace(ticket, rest)
         for index in found.loading:
             self._waiting.setdefault(found.slots[index], set()).add(ticket)
-        return replace(found, ticket=ticket)
+        return replace(found, ticket=ticket, awaited=len(rest))
+
+    def _awaitable(self, rest: Sequence[ContentKey]) -> Sequence[ContentKey]:
+        """Return the blocks that a fetch awaits after its prefix: all of the rest, or none."""
+        return rest if rest and self._tiers.may_come(rest[0]) and self._awaited.has_room(len(rest)) else ()
+
+    def hold_awaited(self, events: Sequence[TierEvent], now_s: float) -> list[FetchProgress]:
+        """Hold the blocks that came into memory with these events, for the fetches that await them; return their
+        progress."""
+        progress: list[FetchProgress] = []
+        for tier, event in events:
+            if tier == "host" and isinstance(event, ContentStored):
+                for ticket in self._awaited.waiting_for(event.content.key):
+                    first, rest = self._fetches[ticket].ready, self._awaited.keys(ticket)
+                    self._awaited.replace(ticket, ())
+                    held = self._tiers.fetch(rest, memory_only=True).slots
+                    self._fetches[ticket].slots += held
+                    self._awaited.replace(ticket, self._awaitable(rest[len(held) :]) if held else ())
+                    ended = not self._awaited.keys(ticket)
+                    if self._advance(ticket, now_s) > first or ended:
+                        progress.append(self._progress(ticket, first, now_s))
+        return progress
 
     def lend(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> HeldPrefix:
         """Hold what is in memory of the longest prefix, until the owner releases it or ends. Raise as `fetch`."""
@@ -252,8 +280,9 @@ class Tickets:
         return advanced, events
 
     def _shorten(self, ticket: int, end: int) -> None:
-        """End the fetch's prefix before this index; the fetch waits for no later slot."""
+        """End the fetch's prefix before this index; the fetch waits for no later slot or block."""
         fetch = self._fetches[ticket]
+        self._awaited.replace(ticket, ())
         for slot in fetch.slots[max(end, fetch.ready) :]:
             waiting = self._waiting.get(slot)
             if waiting is not None:
@@ -276,8 +305,8 @@ class Tickets:
         return fetch.ready
 
     def _progress(self, ticket: int, first: int, now_s: float) -> FetchProgress:
-        fetch = self._fetches[ticket]
-        if not fetch.slots:
+        fetch, awaited = self._fetches[ticket], len(self._awaited.keys(ticket))
+        if not fetch.slots and not awaited:
             self._end_fetch(ticket)
         return FetchProgress(
             owner=fetch.owner,
@@ -286,7 +315,7 @@ class Tickets:
             first=first,
             slots=fetch.slots[first : fetch.ready],
             from_disk=[index in fetch.from_disk for index in range(first, fetch.ready)],
-            found=len(fetch.slots),
+            found=len(fetch.slots) + awaited,
         )
 
     # --- time
@@ -397,7 +426,7 @@ class Tickets:
         assert not self._startup_quarantine or self._former_owners, "the startup quarantine waits for no owner"
         waiting: dict[int, set[int]] = {}
         for ticket, fetch in self._fetches.items():
-            assert fetch.slots, f"fetch {ticket} holds nothing"
+            assert fetch.slots or self._awaited.keys(ticket), f"fetch {ticket} holds nothing"
             for index, slot in enumerate(fetch.slots):
                 state = tiers.state(slot)
                 there = ("ready", "leaving")
@@ -405,6 +434,7 @@ class Tickets:
                 if state == "loading":
                     waiting.setdefault(slot, set()).add(ticket)
         assert waiting == self._waiting, "fetches wait for other slots than are loading"
+        self._awaited.validate(self._fetches)
         for deadlines in (
             [store.deadline_s for store in self._stores.values()],
             [0.0 if math.isinf(fetch.deadline_s) else fetch.deadline_s for fetch in self._fetches.values()],

@@ -84,6 +84,8 @@ class HeldPrefix(Struct, frozen=True):
     events: list[TierEvent]
     ticket: int = 0
     """The ticket that `tickets` opens for the slots; 0 if there is none."""
+    awaited: int = 0
+    """The number of blocks after the prefix that the ticket waits for."""
 
     @property
     def ready(self) -> int:

@@ -14,7 +14,7 @@ disk. A request of n blocks takes O(n), and what the policies need to find victi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Literal
 
 from services.kvbm.tiers.actions import (
@@ -63,9 +63,9 @@ class Tiers:
 
     # --- workers write
 
-    def offer(self, contents: Sequence[Content], room: int) -> Offered:
+    def offer(self, contents: Sequence[Content], room: int, awaited: Container[ContentKey] = ()) -> Offered:
         """Grant slots, at most `room`, for those of the blocks that are new and worth one; a prefix comes first block
-        first."""
+        first. A block that is `awaited` is worth one."""
         host = self._host
         seen = self._frequency.record([content.key for content in contents])
         # Record these uses first, so that no block is evicted for one that follows it.
@@ -79,7 +79,7 @@ class Tiers:
             if host.knows(content.key):
                 known += 1
                 continue
-            if seen[index] < self.sizes.host_sightings:
+            if seen[index] < self.sizes.host_sightings and content.key not in awaited:
                 rare.append(index)
                 continue
             if len(slots) == room:
@@ -196,6 +196,11 @@ class Tiers:
     def is_in_host(self, key: ContentKey) -> bool:
         """Return whether a block is in host memory, or on its way there."""
         return self._host.knows(key)
+
+    def may_come(self, key: ContentKey) -> bool:
+        """Return whether a block is in neither tier, nor on its way from disk: an engine may be writing it."""
+        host, on_disk = self._host, self._disk.resident.places
+        return key not in host.resident.places and key not in host.loading and key not in on_disk
 
     def is_loading(self, slot: int) -> bool:
         """Return whether a read of the disk fills the slot."""

@@ -217,7 +217,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.bytes[slot] = writer.blocks[slot].key
         self.writers.remove(writer)
         with suppress(TicketExpired):
-            self.hear(self.tickets.commit(writer.owner, writer.ticket, slots, self.now_s))
+            events = self.tickets.commit(writer.owner, writer.ticket, slots, self.now_s)
+            self.hear(events)
+            for one in self.tickets.hold_awaited(events, self.now_s):
+                self.advance(one)
 
     @precondition(lambda self: self.writers)
     @rule(pick=picks)
@@ -246,14 +249,21 @@ class StoreMachine(RuleBasedStateMachine):
         known = sorted(self.told["disk"].keys() - self.told["host"].keys()) or sorted(self.told["host"])
         self.fetch(pick, PATHS[known[which % len(known)]])
 
-    def fetch(self, pick: int, wanted: list[ContentKey]) -> None:
+    @precondition(lambda self: self.free_owners())
+    @rule(pick=picks, path=tokens)
+    def fetch_awaiting(self, pick: int, path: list[int]) -> None:
+        """Fetch what may be stored later."""
+        self.fetch(pick, keys(chain(*path)), awaits=True)
+
+    def fetch(self, pick: int, wanted: list[ContentKey], *, awaits: bool = False) -> None:
         owner = self.free_owners()[pick % len(self.free_owners())]
-        fetched = self.tickets.fetch(owner, wanted, self.now_s)
+        fetched = self.tickets.fetch(owner, wanted, self.now_s, awaits=awaits)
         self.hear(fetched.events)
         for read in fetched.reads:
             self.granted(read.slot)
             self.reads.append(read)
-        assert bool(fetched.ticket) == bool(fetched.slots)
+        assert bool(fetched.ticket) == bool(fetched.slots or fetched.awaited)
+        assert awaits or not fetched.awaited
         if fetched.ticket:
             reader = Reader(owner, fetched.ticket, wanted)
             self.readable(reader, fetched.slots[: fetched.ready])
@@ -474,6 +484,7 @@ def disorder(machine: StoreMachine, draw: Random, steps: int) -> None:
             lambda: machine.fetch_known(number(), number()),
         ),
         (5, machine.free_owners, lambda: machine.fetch_any(number(), path())),
+        (8, machine.free_owners, lambda: machine.fetch_awaiting(number(), path())),
         (5, lambda: machine.free_owners() and machine.told["host"], lambda: machine.lend(number(), number())),
         (5, lambda: machine.writers, lambda: machine.write(number(), draw.random() < 0.5)),
         (8, lambda: machine.writers, lambda: machine.commit(number(), draw.randrange(4))),

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from services.kvbm.tickets import awaited
 from services.kvbm.tickets.errors import BadRequest, TicketExpired, TooManyTickets, UnknownOwner, UnknownTicket
-from services.kvbm.tickets.results import TicketLimits
+from services.kvbm.tickets.results import FetchProgress, TicketLimits
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import HeldPrefix, Offered, TierEvent, TierSizes
 from services.kvbm.tiers.disk_results import FoundBlock
@@ -606,3 +609,104 @@ def test_a_fetch_whose_time_began_again_ends_after_one_that_began_later() -> Non
     store.tickets.validate()
     assert [one.ticket for one in store.tickets.expire(21)] == [second.ticket]
     assert [one.ticket for one in store.tickets.expire(25)] == [first.ticket]
+
+
+# --- blocks that a fetch awaits
+
+
+def awaiting(store: Store, contents: list[Content], now_s: float = 0.0, owner: str = "b") -> HeldPrefix:
+    fetched = store.tickets.fetch(owner, keys(contents), now_s, awaits=True)
+    store.tickets.validate()
+    return fetched
+
+
+def committed(store: Store, contents: list[Content], now_s: float = 0.0) -> list[FetchProgress]:
+    """Store and commit as owner a; return the progress of fetches that awaited it."""
+    progress = store.tickets.hold_awaited(store.keep(contents, now_s), now_s)
+    store.tickets.validate()
+    return progress
+
+
+def test_awaited_blocks_are_held_as_they_are_committed_until_all_are_there() -> None:
+    store, wanted = Store(TierSizes(slots=8, records=0)), chain(1, 2, 3, 4)
+    store.keep(wanted[:1])
+    fetched = awaiting(store, wanted)
+    assert (len(fetched.slots), fetched.awaited) == (1, 3)
+    (first,) = committed(store, wanted[:3], 5.0)
+    assert (first.ticket, first.first, len(first.slots), first.found, first.time_left_s) == (
+        fetched.ticket,
+        1,
+        2,
+        4,
+        20,
+    )
+    (last,) = committed(store, wanted, 6.0)
+    assert (last.first, len(last.slots), last.found) == (3, 1, 4)
+    assert store.tiers.statistics().host.held == 4
+    store.tickets.release("b", fetched.ticket)
+    assert store.tiers.statistics().host.held == 0
+
+
+def test_a_block_that_is_committed_before_its_parent_is_held_with_it() -> None:
+    store, wanted = Store(TierSizes(slots=8, records=0)), chain(1, 2, 3)
+    assert awaiting(store, wanted).awaited == 3
+    granted = store.store("a", wanted)
+    assert store.tickets.hold_awaited(store.tickets.commit("a", granted.ticket, granted.slots[1:], 0), 0) == []
+    (progress,) = committed(store, wanted[:1])
+    assert (progress.first, len(progress.slots), progress.found) == (0, 3, 3)
+
+
+def test_a_block_that_somebody_awaits_is_kept_though_it_was_seen_too_rarely() -> None:
+    store, wanted = Store(TierSizes(slots=8, records=0, host_sightings=3)), chain(1, 2)
+    assert store.store("a", wanted).declined == 2
+    awaiting(store, wanted)
+    assert len(store.store("a", wanted).slots) == 2
+
+
+def test_what_is_awaited_ends_with_the_ticket_its_owner_or_its_time() -> None:
+    store, wanted = Store(TierSizes(slots=8, records=0)), chain(1, 2)
+    ends: list[Callable[[int], object]] = [
+        lambda ticket: store.tickets.release("b", ticket),
+        lambda _: store.tickets.attach("b"),
+        lambda _: (store.tickets.owner_dead("b"), store.tickets.attach("b")),
+        lambda _: store.tickets.worker_lease_lost("b"),
+        lambda _: store.tickets.expire(20),
+    ]
+    for end in ends:
+        ticket = awaiting(store, wanted).ticket
+        assert ticket
+        end(ticket)
+        store.tickets.validate()
+        assert store.tickets.statistics().fetches == 0
+    assert committed(store, wanted) == []
+
+
+def test_each_commit_begins_the_time_of_the_ticket_again() -> None:
+    store, wanted = Store(TierSizes(slots=8, records=0)), chain(1, 2, 3)
+    awaiting(store, wanted)
+    committed(store, wanted[:1], 15.0)
+    assert store.tickets.expire(30) == []
+    assert len(store.tickets.expire(35)) == 1
+
+
+def test_what_is_on_disk_is_read_and_not_awaited() -> None:
+    store, wanted = Store(TierSizes(slots=2, records=4)), chain(1, 2)
+    store.on_disk_only(wanted)
+    assert awaiting(store, wanted[:1]).awaited == 0
+
+
+def test_beyond_the_bound_a_fetch_awaits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awaited, "AWAITED_MOST", 3)
+    store = Store(TierSizes(slots=8, records=0))
+    assert awaiting(store, chain(1, 2)).awaited == 2
+    more = awaiting(store, chain(3, 4))
+    assert (more.awaited, more.ticket) == (0, 0)
+    assert awaiting(store, chain(5)).awaited == 1
+
+
+def test_where_no_more_slots_may_be_held_the_prefix_ends() -> None:
+    store, wanted = Store(TierSizes(slots=8, records=0, held_share=0.25)), chain(1, 2, 3)
+    fetched = awaiting(store, wanted)
+    (progress,) = committed(store, wanted)
+    assert (len(progress.slots), progress.found) == (2, 2), "a quarter of eight slots"
+    assert progress.ticket == fetched.ticket
