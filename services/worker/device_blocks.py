@@ -16,6 +16,9 @@ from msgspec import Struct
 from shared.blocks import Content
 from shared.hashing import ContentKey
 
+PREFETCHES = 4
+"""Most fetches at once for which no sequence waits yet."""
+
 
 class FetchRequest(Struct, frozen=True):
     """Blocks that are missing on the device, and that a sequence waits for."""
@@ -25,7 +28,9 @@ class FetchRequest(Struct, frozen=True):
     keys: list[ContentKey]
     """Content keys in the order of the chain, from the first missing block on."""
     attempt: int = 0
-    """`Submit.number` of the attempt that waits; 0: the engine is not ours."""
+    """`Submit.number` of the attempt that waits; 0: the engine is not ours, or no attempt waits."""
+    awaits: bool = False
+    """Whether blocks that are not stored yet are waited for: another engine is computing them."""
 
 
 class DeviceBlocks(Protocol):

@@ -48,6 +48,13 @@ class Submit(Struct, frozen=True, tag="submit"):
     """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
 
 
+class Prefetch(Struct, frozen=True, tag="prefetch"):
+    """Load the blocks of a prompt that another worker is computing: this attempt is expected. There is no answer; the
+    attempt's Submit or CancelAttempt ends it."""
+
+    expected: Submit
+
+
 class CancelAttempt(Struct, frozen=True, tag="cancel"):
     """End an attempt and free its blocks; unknown attempts are ignored."""
 
@@ -116,7 +123,9 @@ class KvbmReply(Struct, frozen=True, tag="kvbm_reply"):
     """Why there is no payload: no answer came in time, or NATS is away. The kvbm may have done what was asked."""
 
 
-EngineOrder = Submit | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate | KvbmUp | KvbmDown | KvbmReply
+EngineOrder = (
+    Submit | Prefetch | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate | KvbmUp | KvbmDown | KvbmReply
+)
 EngineCommand = EngineOrder | Shutdown
 
 # --- engine → shell
@@ -193,6 +202,9 @@ class EngineLoad(Struct, frozen=True):
     """Attempts among `waiting` that wait for blocks of the kvbm."""
     late_onboardings: int = 0
     """Attempts that waited for blocks of the kvbm in vain, since the engine started."""
+    prefetched_blocks: int = 0
+    """Blocks of expected prompts that were loaded from the kvbm before their attempts came, since the engine
+    started."""
     offered_blocks: int = 0
     """Blocks offered to the kvbm since the engine started."""
     dropped_offers: int = 0

@@ -18,7 +18,7 @@ from shared.model_file import LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_mode
 from shared.runtime.lifecycle import Runtime
 
 DEFAULT_SAMPLING = SamplingConfig()
-OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "operate", "control")
+OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "load", "operate", "control")
 """The operations whose subjects a worker's address book names."""
 TEMPLATE_LIMIT_BYTES = 32 << 10
 """The maximum size of a chat template in a card, as JSON; half of what discovery takes as a value."""

@@ -29,7 +29,7 @@ from services.worker.engine.process import EngineProcess
 from services.worker.engine.supervisor import EngineSupervisor, StartEngine
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
-from services.worker.messages import PARTS, Loading, Ready, Stepped, Submit
+from services.worker.messages import PARTS, Loading, Prefetch, Ready, Stepped, Submit
 from services.worker.metrics import WorkerMetrics
 from services.worker.model_card import CardAnnouncement, card_of, served_name
 from services.worker.observations import EngineObservations
@@ -164,6 +164,7 @@ class Worker:
         """Serve until `runtime.stopping`, as `serve` says."""
         receivers = {
             "generate": self._generate,
+            "prefetch": self._prefetch,
             "cancel": self._cancel,
             "resend": self._resend,
             "snapshot": self._snapshot,
@@ -370,6 +371,14 @@ class Worker:
             self._note((generate.request, generate.attempt), attempt_notes.refused(reply))
         self._metrics.count_reply(reply, generate.prompt_tokens if number else 0)
         await self._answer(message, GENERATE_REPLY.encode(reply, message.headers))
+
+    async def _prefetch(self, message: Message) -> None:
+        """Pass on that an attempt is expected here, whose prompt another worker computes. It is advice, without an
+        answer."""
+        expected = GENERATE.decode(message.payload, message.headers)
+        facts = None if self._announcement.card is None else self.engine.facts
+        if self._config.role == "decode" and self._attempts.expects(expected, facts):
+            self.engine.submit(Prefetch(_MAKE_SUBMIT(*_SUBMITTED(expected), 0)))
 
     async def _cancel(self, message: Message) -> None:
         cancel = CANCEL.decode(message.payload, message.headers)

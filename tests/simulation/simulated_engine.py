@@ -22,7 +22,7 @@ from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.messages import EngineOrder, EngineReport, Submit
+from services.worker.messages import EngineOrder, EngineReport, Prefetch, Submit
 from services.worker.model_facts import facts_of
 from services.worker.runner import Work
 from services.worker.simulated.model import SimulatedModel
@@ -63,7 +63,7 @@ class SimulatedEngine:
     def pid(self) -> int:
         return os.getpid()
 
-    def submit(self, command: Submit) -> bool:
+    def submit(self, command: Submit | Prefetch) -> bool:
         """Take an attempt; always returns True."""
         self.send(command)
         return True

@@ -6,7 +6,7 @@ import asyncio
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.channel import PeerGone
-from services.worker.messages import EngineOrder, EngineReport, Ready, Submit
+from services.worker.messages import EngineOrder, EngineReport, Prefetch, Ready, Submit
 from shared.messages import KvLayout
 
 FACTS = Ready(
@@ -34,7 +34,7 @@ class ScriptedEngine:
     def report(self, report: EngineReport) -> None:
         self._reports.put_nowait(report)
 
-    def submit(self, command: Submit) -> bool:
+    def submit(self, command: Submit | Prefetch) -> bool:
         self.told.append(command)
         return True
 

@@ -2,6 +2,7 @@
 
 SelectWorker     ─▶ a router, then others by their id   ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
 DispatchAttempt  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
+AnnounceAttempt  ─▶ the worker that will decode         ─▶ no answer
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from msgspec.structs import replace
 
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
-from services.frontend.requests.session import DispatchAttempt, Event, SelectWorker, Unreachable, Unrouted, Unsendable
+from services.frontend.requests.session import (
+    AnnounceAttempt,
+    DispatchAttempt,
+    Event,
+    SelectWorker,
+    Unreachable,
+    Unrouted,
+    Unsendable,
+)
 from services.frontend.requests.stream import InferenceRequest, Stream
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
@@ -123,22 +132,8 @@ class BusCalls:
         if lacking := self._missing_feature(action.instance, request):
             self._feed(stream, Unreachable(action.attempt, lacking))
             return
-        sampling = request.sampling
-        if sampling.prompt_logprobs >= 0 and not stream.session.prompt_logprobs_due:  # an earlier attempt brought them
-            sampling = replace(sampling, prompt_logprobs=-1)
-        message = Generate(
-            request=request.id,
-            attempt=action.attempt,
-            model=request.model,
-            frontend=self._runtime.instance,
-            tokens=request.prompt + pack_tokens(stream.session.tokens),
-            prompt_tokens=request.prompt_tokens,
-            sampling=sampling,
-            time_left_s=max(0.0, request.deadline - now),
-            rank=action.rank,
-            lora=request.lora,
-            salt=request.salt,
-            priority=request.priority,
+        message = replace(
+            self._generate(stream, action, now),
             wait_left_s=max(0.0, stream.started + action.wait_s - now) if action.wait_s else None,
             prefill_only=action.prefill_only,
         )
@@ -160,6 +155,39 @@ class BusCalls:
             _log.warning("request %s: worker %s: %s", request.id, action.instance, why, extra=stream.log_fields)
             event = Unreachable(action.attempt, str(why))
         self._feed(stream, event)
+
+    async def announce(self, stream: Stream, action: AnnounceAttempt) -> None:
+        """Tell the worker that will decode of the attempt, if blocks are handed over within one machine's kvbm."""
+        cards, model = self._runtime.directory.cards, stream.request.model
+        here, there = cards.get((model, action.prefill)), cards.get((model, action.instance))
+        if here is None or there is None or not here.kvbm or here.kvbm != there.kvbm:
+            return
+        subject = subjects.worker(self._runtime.namespace, action.instance, "prefetch")
+        message = self._generate(stream, action, asyncio.get_running_loop().time())
+        try:
+            await self._runtime.bus.publish(subject, GENERATE.encode(message))
+        except (Unavailable, PayloadTooLarge) as why:
+            _log.debug("request %s: worker %s is not told of it: %s", stream.request.id, action.instance, why)
+
+    def _generate(self, stream: Stream, action: DispatchAttempt | AnnounceAttempt, now: float) -> Generate:
+        """Return the message that an attempt begins with."""
+        request, sampling = stream.request, stream.request.sampling
+        if sampling.prompt_logprobs >= 0 and not stream.session.prompt_logprobs_due:  # an earlier attempt brought them
+            sampling = replace(sampling, prompt_logprobs=-1)
+        return Generate(
+            request=request.id,
+            attempt=action.attempt,
+            model=request.model,
+            frontend=self._runtime.instance,
+            tokens=request.prompt + pack_tokens(stream.session.tokens),
+            prompt_tokens=request.prompt_tokens,
+            sampling=sampling,
+            time_left_s=max(0.0, request.deadline - now),
+            rank=action.rank,
+            lora=request.lora,
+            salt=request.salt,
+            priority=request.priority,
+        )
 
     def _missing_feature(self, instance: str, request: InferenceRequest) -> str:
         """Return the feature that the request needs and the worker lacks; empty if none. A worker of an earlier version

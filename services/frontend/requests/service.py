@@ -267,6 +267,8 @@ class RequestService:
                         stream.metrics.migrations.inc()
                     stream.worker = action.instance
                     tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
+                case sessions.AnnounceAttempt():
+                    tasks.create_task(self._calls.announce(stream, action), name=f"announce {name}")
                 case sessions.HandOver():
                     handed_over = True
                     stream.waiting_since = asyncio.get_running_loop().time()

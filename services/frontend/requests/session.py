@@ -168,6 +168,17 @@ class DispatchAttempt(Struct, frozen=True):
     """Whether another worker decodes: the attempt ends with its first token."""
 
 
+class AnnounceAttempt(Struct, frozen=True):
+    """Tell the worker that will decode of the attempt, so that it loads the prompt's blocks while they are computed.
+    It is advice: there is no answer."""
+
+    attempt: int
+    instance: str
+    rank: int
+    prefill: str
+    """The worker that computes the prompt."""
+
+
 class HandOver(Struct, frozen=True):
     """The prompt is computed; its worker's attempt is over, and the next action dispatches the one that decodes."""
 
@@ -234,6 +245,7 @@ Action = (
     SelectWorker
     | RetryLater
     | DispatchAttempt
+    | AnnounceAttempt
     | HandOver
     | EmitTokens
     | EmitPromptLogprobs
@@ -371,7 +383,12 @@ class Session:
             self._last_attempt = self.attempt + 1
         first_try = not (self.tokens or self._retries.may_wait)
         wait_s = self._wait_s if first_try else 0.0
-        return [DispatchAttempt(self.attempt, choice.instance, choice.rank, wait_s, prefill_only=self._prefill_only)]
+        actions: list[Action] = [
+            DispatchAttempt(self.attempt, choice.instance, choice.rank, wait_s, prefill_only=self._prefill_only)
+        ]
+        if choice.decode:
+            actions.append(AnnounceAttempt(self._last_attempt, choice.decode, choice.decode_rank, choice.instance))
+        return actions
 
     def _on_answer(self, answer: Answer) -> list[Action]:
         match answer:

@@ -36,6 +36,7 @@ from services.worker.messages import (
     KvbmUp,
     Operate,
     Operated,
+    Prefetch,
     Probed,
     Ready,
     Snapshot,
@@ -159,7 +160,7 @@ class AttachedEngine:
                 self._channel.send(self._blocks.explain(name, ticket, time.monotonic()))
             case Operate(ticket, operation):
                 self._channel.send(Operated(ticket, failed=f"{operation}: an attached server is not ours"))
-            case KvbmUp() | KvbmDown() | KvbmReply():
+            case Prefetch() | KvbmUp() | KvbmDown() | KvbmReply():
                 pass  # the shell sends none, since no kvbm is configured for this engine
             case _:
                 assert_never(command)

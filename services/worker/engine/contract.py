@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from services.worker.messages import EngineOrder, EngineReport, Submit
+from services.worker.messages import EngineOrder, EngineReport, Prefetch, Submit
 
 
 class Engine(Protocol):
@@ -15,7 +15,7 @@ class Engine(Protocol):
         """Id of the process that the engine runs in."""
         ...
 
-    def submit(self, command: Submit) -> bool:
+    def submit(self, command: Submit | Prefetch) -> bool:
         """Send an attempt. Return False where the engine does not read, and nothing was sent."""
         ...
 

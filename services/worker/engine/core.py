@@ -33,6 +33,7 @@ from services.worker.messages import (
     KvbmUp,
     Operate,
     Operated,
+    Prefetch,
     Ready,
     Snapshot,
     Stepped,
@@ -137,6 +138,8 @@ class EngineCore:
         match command:
             case Submit():
                 self._scheduler.submit(command, now_s)
+            case Prefetch(expected):
+                self._scheduler.prefetch(expected, now_s)
             case CancelAttempt(request, attempt):
                 self._scheduler.cancel(request, attempt)
             case TakeEngineSnapshot(ticket):

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import ShellEnd
 from services.worker.engine.vllm_python import check_vllm_python
-from services.worker.messages import EngineOrder, EngineReport, Shutdown, Submit
+from services.worker.messages import EngineOrder, EngineReport, Prefetch, Shutdown, Submit
 from shared.config import environment
 from shared.runtime import logs
 
@@ -65,8 +65,8 @@ class EngineProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    def submit(self, command: Submit) -> bool:
-        """Send an attempt. Return False where the engine does not read, and nothing was sent."""
+    def submit(self, command: Submit | Prefetch) -> bool:
+        """Send an attempt, or advice. Return False where the engine does not read, and nothing was sent."""
         if self.channel.full:
             return False
         self.channel.send(command)

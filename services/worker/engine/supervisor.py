@@ -37,6 +37,7 @@ from services.worker.messages import (
     Operate,
     Operated,
     OwnMetrics,
+    Prefetch,
     Probed,
     Ready,
     Snapshot,
@@ -131,8 +132,8 @@ class EngineSupervisor:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, BACK_OFF_MOST_S)
 
-    def submit(self, submit: Submit) -> bool:
-        """Send an attempt. Return False where there is no engine, or where it does not read."""
+    def submit(self, submit: Submit | Prefetch) -> bool:
+        """Send an attempt, or advice. Return False where there is no engine, or where it does not read."""
         return self.facts is not None and self._engine is not None and self._engine.submit(submit)
 
     def cancel(self, request: str, attempt: int) -> None:

@@ -27,7 +27,8 @@ from shared.hashing import unpack_hashes
 from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
 
 FETCHES = 8
-"""Most fetches that sequences wait for at once; others are queued."""
+"""Most fetches that sequences wait for at once; others are queued. Those that await blocks are not counted: the
+scheduler has a bound for them."""
 BATCH_BLOCKS = 32
 """Most blocks that are copied, then reported, together. To take note of them takes 0.2 ms, while the next ones are
 copied; the first token waits for the room of the first batch and the note of the last. While all requests wait, ends of
@@ -141,14 +142,18 @@ class Fetches:
                 actions += self._stop(stopped)
             else:
                 self._unqueue(number)
-        while self._queue and len(self._fetches) < FETCHES and len(self._asked) < MOST_ASKED:
+        while self._queue and len(self._asked) < MOST_ASKED:
+            awaiting = sum([fetch.request.awaits for fetch in self._fetches.values()])
+            if not self._queue[0].awaits and len(self._fetches) - awaiting >= FETCHES:
+                break
             actions.append(self._send(self._queue.popleft(), now_s))
         return actions
 
     def _send(self, request: FetchRequest, now_s: float) -> AskKvbm:
         number, keys = next(self._numbers), request.keys[: self._most_blocks]
         self._asked[number] = self._fetches[request.number] = _OpenFetch(request, now_s)
-        return AskKvbm(number, "fetch", FETCH.encode(Fetch(self._owner, b"".join(keys))), request.attempt)
+        fetch = Fetch(self._owner, b"".join(keys), awaits=request.awaits)
+        return AskKvbm(number, "fetch", FETCH.encode(fetch), request.attempt)
 
     def _unqueue(self, number: int) -> None:
         for request in list(self._queue):
@@ -252,7 +257,7 @@ class Fetches:
 
     def validate(self) -> None:
         """Raise AssertionError where the fetches contradict themselves."""
-        assert len(self._fetches) <= FETCHES
+        assert sum(not fetch.request.awaits for fetch in self._fetches.values()) <= FETCHES
         assert len(self._asked) <= MOST_ASKED
         if not self._most_blocks:
             assert not [*self._queue, *self._asked], "closed, and a request is open"

@@ -39,6 +39,11 @@ class KvbmMetrics:
             "headrace_late_onboardings",
             "Attempts that stopped waiting for blocks from kvbm, because they came too late",
         )
+        self._prefetched = counter(
+            registry,
+            "headrace_prefetched_blocks",
+            "Blocks of expected prompts that were loaded from kvbm before their attempts came",
+        )
         self._offers = counter(
             registry,
             "headrace_kvbm_offered_blocks",
@@ -116,6 +121,7 @@ class KvbmMetrics:
         if load is not before:
             self._onboarding.set(load.onboarding)
             self._late.inc(load.late_onboardings - before.late_onboardings)
+            self._prefetched.inc(load.prefetched_blocks - before.prefetched_blocks)
             self._offers.labels("offered").inc(load.offered_blocks - before.offered_blocks)
             self._offers.labels("dropped").inc(load.dropped_offers - before.dropped_offers)
             self._shown_load = load

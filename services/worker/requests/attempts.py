@@ -82,6 +82,11 @@ class Attempts:
         self._waiting_tokens += count
         return Accepted(*name), self._admitted
 
+    def expects(self, generate: Generate, facts: Ready | None) -> bool:
+        """Return whether an attempt that was announced is new, and would be admitted if it came now."""
+        name = (generate.request, generate.attempt)
+        return name not in self._living and name not in self._ended and self._refusal(generate, facts) is None
+
     def forget(self, name: Name) -> None:
         """Forget an attempt, such as one that was admitted but could not be sent to the engine."""
         living = self._living.pop(name)

@@ -11,6 +11,10 @@ The scheduler passes over sequences that are `queued` or `fetching`, so that oth
 computing the missing blocks would take (or `wait_s`). A sequence that misses a block which another one is fetching
 stays queued until that fetch has ended: a loaded block serves both.
 
+A prefetch is a fetch for a sequence that has not come yet, since another worker is computing its prompt. It awaits the
+blocks at the kvbm, and ends when the sequence comes: what is loaded is in the prefix cache, and the rest is fetched for
+the sequence. Nothing waits for it, and its room is taken back first.
+
 A loaded block is simply in the prefix cache. From the first `begin_load` until its fetch ends or is abandoned, a
 sequence holds the prefix that it builds on and all blocks that load after it, so that none of them is evicted. Copies
 end in any order, but blocks enter the cache in the order of the chain: a block is never cached before its parent, and
@@ -23,7 +27,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.worker.device_blocks import FetchRequest
+from services.worker.device_blocks import PREFETCHES, FetchRequest
 from services.worker.scheduler.sequence import Sequence
 from shared.blocks import BlockPool, ContentEvicted, ContentStored
 from shared.hashing import ContentKey
@@ -32,6 +36,10 @@ _SLOWER = 1 / 4
 """Weight of a round trip that took longer than the estimate. A shorter one replaces the estimate at once."""
 _FORGETS = 1 - 1 / 64
 """Factor on the estimate for each sequence that was not worth a fetch, so that the kvbm is tried again some time."""
+
+
+PREFETCH_SHARE = 1 / 4
+"""The share of the device's blocks that prefetches may hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +70,8 @@ class SequenceFetch:
     """A copy was bad, or the chain in front was evicted: no block that follows is used."""
     held: list[int] = field(default_factory=list)
     """Slots that the sequence holds: those of blocks 0 … first + len(slots) - 1, or none."""
+    prefetch: bool = False
+    """No sequence waits for it."""
 
 
 class Onboarding:
@@ -83,8 +93,32 @@ class Onboarding:
         """Estimate of how long a fetch takes at least, from recent ones."""
         self.late = 0
         """Sequences that gave up, since the start."""
+        self.prefetched = 0
+        """Blocks that prefetches have brought, since the start."""
 
     # --- the queue
+
+    def prefetch(self, sequence: Sequence, until_s: float, now_s: float) -> bool:
+        """Fetch the blocks of a sequence that is expected, also those that the kvbm does not have yet. Return False if
+        there is no kvbm, nothing is missing, or as many prefetches run as may."""
+        running = self._prefetches()
+        keys = sequence.reusable_keys
+        if not self.enabled or len(running) >= PREFETCHES or any(one.sequence.name == sequence.name for one in running):
+            return False
+        needed = sum(one.sequence.blocks_needed for one in running) + sequence.blocks_needed
+        if needed > PREFETCH_SHARE * self._pool.capacity or self._pool.longest_prefix(keys) == len(keys):
+            return False
+        self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, until_s, prefetch=True)
+        return True
+
+    def end_prefetch(self, request: str, attempt: int) -> None:
+        """The sequence that a prefetch is for has come, or will not come. Without such a prefetch nothing happens."""
+        for fetch in self._prefetches():
+            if fetch.sequence.name == (request, attempt):
+                self._abandon(fetch)
+
+    def _prefetches(self) -> list[SequenceFetch]:
+        return [fetch for fetch in self._fetches.values() if fetch.prefetch and fetch.state != "abandoned"]
 
     def set_enabled(self, enabled: bool) -> None:
         """A kvbm is there, or no longer. With a new one the estimate of what a fetch costs begins again; without one no
@@ -99,7 +133,7 @@ class Onboarding:
     def consider(self, waiting: Seq[Sequence], tokens_per_s: float, now_s: float) -> None:
         """Queue the first of these sequences for which a fetch is worth its time. Each is considered once a wait."""
         for sequence in waiting[: self._look_ahead]:
-            if len(self._fetches) == self._look_ahead:
+            if sum([not fetch.prefetch for fetch in self._fetches.values()]) == self._look_ahead:
                 return
             if not sequence.looked_up and sequence.arrival not in self._fetches:
                 sequence.looked_up = True
@@ -113,6 +147,9 @@ class Onboarding:
 
     def give_up(self, now_s: float) -> None:
         """Abandon the fetches of sequences that have waited long enough."""
+        for fetch in self._prefetches():
+            if fetch.until_s <= now_s:
+                self._abandon(fetch)
         for fetch in self._waiting():
             if fetch.until_s <= now_s:
                 self.late += 1
@@ -131,10 +168,10 @@ class Onboarding:
             fetch.broken = True
             self._abandon(fetch)
 
-    def reclaim(self) -> bool:
-        """Abandon the last fetch that holds blocks, since a running sequence needs them. Return False where no fetch
-        holds any."""
-        for fetch in reversed(self._fetches.values()):
+    def reclaim(self, *, prefetches_only: bool = False) -> bool:
+        """Abandon the last fetch that holds blocks, prefetches first, since a running sequence needs them. Return False
+        where no fetch holds any."""
+        for fetch in (*reversed(self._prefetches()), *([] if prefetches_only else reversed(self._waiting()))):
             if fetch.held:
                 self._abandon(fetch)
                 return True
@@ -142,8 +179,8 @@ class Onboarding:
 
     @property
     def until_s(self) -> float:
-        """When the next sequence gives up; infinite if none waits."""
-        return min((fetch.until_s for fetch in self._waiting()), default=float("inf"))
+        """When the next sequence gives up, or a prefetch ends; infinite if there is none."""
+        return min((fetch.until_s for fetch in (*self._waiting(), *self._prefetches())), default=float("inf"))
 
     @property
     def waiting(self) -> int:
@@ -162,6 +199,10 @@ class Onboarding:
             first = self._pool.longest_prefix(keys)
             if first == len(keys):
                 self._abandon(fetch)
+                continue
+            if fetch.prefetch:
+                fetch.state, fetch.first, fetch.count = "fetching", first, len(keys) - first
+                requests.append(FetchRequest(fetch.sequence.arrival, keys[first:], awaits=True))
                 continue
             fetch.after = self._fetching(first, keys[first])
             if fetch.after is None:
@@ -202,6 +243,7 @@ class Onboarding:
         stored: list[ContentStored] = []
         while (ended := fetch.early.pop(fetch.landed, None)) is not None:
             stored += self._land(fetch, *ended)
+        self.prefetched += len(stored) if fetch.prefetch else 0
         return stored
 
     def end_fetch(self, number: int, round_trip_s: float) -> None:
@@ -218,7 +260,7 @@ class Onboarding:
     # --- inside
 
     def _waiting(self) -> list[SequenceFetch]:
-        return [fetch for fetch in self._fetches.values() if fetch.state != "abandoned"]
+        return [fetch for fetch in self._fetches.values() if not fetch.prefetch and fetch.state != "abandoned"]
 
     def _enqueue(self, sequence: Sequence, tokens_per_s: float, now_s: float) -> None:
         keys = sequence.reusable_keys
@@ -234,6 +276,7 @@ class Onboarding:
         for fetch in self._fetches.values():
             if (
                 fetch.state == "fetching"
+                and not fetch.prefetch
                 and fetch.first <= index < fetch.first + fetch.count
                 and fetch.sequence.keys[index] == key
             ):
@@ -284,9 +327,10 @@ class Onboarding:
 
     def validate(self) -> None:
         """Raise AssertionError where the state contradicts itself. O(everything)."""
-        assert self.enabled or not self._waiting(), "a sequence waits though there is no kvbm"
+        assert self.enabled or not (self._waiting() or self._prefetches()), "a fetch waits though there is no kvbm"
+        assert len(self._prefetches()) <= PREFETCHES
         assert all(self.blocks_reserved(fetch.sequence) > 0 for fetch in self._waiting())
-        assert len(self._fetches) <= self._look_ahead
+        assert sum(not fetch.prefetch for fetch in self._fetches.values()) <= self._look_ahead
         assert all(self._fetches[number].state == "abandoned" for number in self._abandoned)
         for number, fetch in self._fetches.items():
             assert number == fetch.sequence.arrival

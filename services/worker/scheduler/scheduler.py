@@ -59,6 +59,8 @@ from services.worker.scheduler.throughput import StepBudget, Throughput
 from shared.messages import NOT_BEGUN, FinishReason, Part
 
 _NEVER = float("inf")
+PREFETCH_MOST_S = 120.0
+"""Most seconds for which blocks of an expected prompt are loaded."""
 STORING_MOST_S = 1.0
 """Most seconds for which a prompt that is computed waits until its blocks are stored, before it is handed over; it
 waits no longer than it was computed."""
@@ -116,6 +118,7 @@ class Scheduler:
         assert self._step is None
         if (submit.request, submit.attempt) in self._living or (submit.request, submit.attempt) in self._storing:
             return
+        self._onboarding.end_prefetch(submit.request, submit.attempt)
         sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
         self._arrivals += 1
         reason = self._unfit(sequence)
@@ -130,9 +133,23 @@ class Scheduler:
             self._consider_onboarding(now_s)
         self._stalled_at = None
 
+    def prefetch(self, submit: Submit, now_s: float) -> None:
+        """Load the blocks of a prompt that another worker is computing, for an attempt that is expected. Advice: where
+        it cannot be followed nothing happens, and it ends by itself."""
+        assert self._step is None
+        name = submit.request, submit.attempt
+        if not self._onboarding.enabled or name in self._living or name in self._storing:
+            return
+        sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
+        self._arrivals += 1
+        if not self._unfit(sequence):
+            until_s = min(sequence.deadline_s, now_s + PREFETCH_MOST_S)
+            self._onboarding.prefetch(sequence, until_s, now_s)
+
     def cancel(self, request: str, attempt: int) -> None:
         """End an attempt and free its blocks. Unknown ones are ignored."""
         assert self._step is None
+        self._onboarding.end_prefetch(request, attempt)
         sequence = self._living.get((request, attempt))
         stored = self._storing.pop((request, attempt), None)
         if sequence is not None:
@@ -214,7 +231,7 @@ class Scheduler:
     def wait_until_s(self) -> float | None:
         """When `schedule` has something to do though no step is due: an attempt's time is over, or a sequence has
         waited long enough for the kvbm. None: never."""
-        until_s = min(self._earliest_end_s, self._onboarding.until_s) if self._living else _NEVER
+        until_s = min(self._earliest_end_s if self._living else _NEVER, self._onboarding.until_s)
         until_s = min((until_s, *(end_s for _, end_s in self._storing.values())))
         return None if until_s == _NEVER else until_s
 
@@ -256,6 +273,7 @@ class Scheduler:
             not_finite=self._probe.failed,
             onboarding=self._onboarding.waiting,
             late_onboardings=self._onboarding.late,
+            prefetched_blocks=self._onboarding.prefetched,
             offered_blocks=offloading.offered_blocks,
             dropped_offers=offloading.dropped_blocks,
         )
@@ -330,8 +348,9 @@ class Scheduler:
     def _admit(self, sequence: Sequence, reserved: int) -> bool:
         """Move a sequence from waiting to running, if its blocks are there, the running ones keep room to grow, and
         those before it in the queue the `reserved` blocks."""
-        if not self.kv_cache.has_room_for(sequence, reserved):
-            return False
+        while not self.kv_cache.has_room_for(sequence, reserved):
+            if not self._onboarding.reclaim(prefetches_only=True):
+                return False
         self._dequeue(sequence)
         sequence.begin_by_s = _NEVER
         now_s = self._step_began_s

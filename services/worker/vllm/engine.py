@@ -40,6 +40,7 @@ from services.worker.messages import (
     Operate,
     Operated,
     OwnMetrics,
+    Prefetch,
     Snapshot,
     Submit,
     TakeEngineSnapshot,
@@ -158,6 +159,8 @@ class VllmEngine:
                 self._channel.send(self._ranks.all[number].blocks.explain(name, ticket, time.monotonic()))
             case Operate():
                 self._start(self._operate(command))
+            case Prefetch():
+                pass  # the shell sends none, since this engine has no roles
             case KvbmUp() | KvbmDown() | KvbmReply():
                 pass  # the connector finds the kvbm by itself, and speaks to it
             case _:

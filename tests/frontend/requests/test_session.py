@@ -13,6 +13,7 @@ from services.frontend.protocol.errors import failure_of
 from services.frontend.requests.retry import ATTEMPTS, RESCUE_S, RetryBudget
 from services.frontend.requests.session import (
     Action,
+    AnnounceAttempt,
     AttemptLost,
     ClientLeft,
     CountLoss,
@@ -174,6 +175,8 @@ class Sessions(RuleBasedStateMachine):
                     self.asks.append(action)
                 case RetryLater():
                     self.pauses.append(action)
+                case AnnounceAttempt():
+                    assert {action.attempt - 1, action.attempt} <= self.reserved
                 case HandOver():
                     assert self.session.tokens, "a prompt is handed over with its first token"
                 case CountLoss():
@@ -327,7 +330,10 @@ def test_a_request_goes_from_ask_to_finish() -> None:
 def handing_over() -> Session:
     session = Session(R, MAX_TOKENS)
     session.start()
-    assert step(session, selected(1, "p", "d")) == [DispatchAttempt(1, "p", 0, prefill_only=True)]
+    assert step(session, selected(1, "p", "d")) == [
+        DispatchAttempt(1, "p", 0, prefill_only=True),
+        AnnounceAttempt(2, "d", 0, prefill="p"),
+    ]
     step(session, Accepted(R, 1))
     return session
 

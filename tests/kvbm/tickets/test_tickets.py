@@ -668,7 +668,6 @@ def test_what_is_awaited_ends_with_the_ticket_its_owner_or_its_time() -> None:
     ends: list[Callable[[int], object]] = [
         lambda ticket: store.tickets.release("b", ticket),
         lambda _: store.tickets.attach("b"),
-        lambda _: (store.tickets.owner_dead("b"), store.tickets.attach("b")),
         lambda _: store.tickets.worker_lease_lost("b"),
         lambda _: store.tickets.expire(20),
     ]
