@@ -206,6 +206,21 @@ def test_decode_workers_load_what_the_prefill_worker_has_stored(rig: Rig, client
 
 
 @pytest.mark.usefixtures("busy")
+def test_decode_workers_load_blocks_before_the_prompt_is_handed_over(rig: Rig, client: openai.OpenAI) -> None:
+    number = 0
+
+    def loaded() -> bool:
+        nonlocal number
+        number += 1
+        prompt = prompt_of(700, f"early{number}x")
+        assert ask(client, "tiny", prompt, GREEDY) == ask(client, "alone", prompt, GREEDY)
+        workers = (rig.services.services[name] for name in DECODERS)
+        return sum(worker.metric("headrace_prefetched_blocks_total") for worker in workers) > 0
+
+    eventually(loaded, limit_s=LIMIT_S, what="blocks are loaded while the rest of the prompt is computed")
+
+
+@pytest.mark.usefixtures("busy")
 def test_explain_shows_both_halves_of_a_choice(rig: Rig, client: openai.OpenAI) -> None:
     number = 0
 

@@ -137,19 +137,22 @@ class Drawer:
         for slot, checksum in zip(slots, unpack_checksums(commit.checksums, len(slots)), strict=True):
             self.checksums.set(slot, checksum)
         self._hear(events)
+        for news in self.tickets.hold_awaited(events, now_s):
+            self._advance(news)
 
     def _fetch(self, fetch: wire.Fetch, now_s: float) -> tuple[wire.Fetched, bool]:
-        found = self.tickets.fetch(fetch.owner, unpack_keys(fetch.keys), now_s)
+        found = self.tickets.fetch(fetch.owner, unpack_keys(fetch.keys), now_s, awaits=fetch.awaits)
         for read in found.reads:
             self.slots.grant(read.slot)
             self.checksums.clear((read.slot,))
         self.reads += found.reads
         self._hear(found.events)
-        more = found.ready < len(found.slots)
+        length = len(found.slots) + found.awaited
+        more = found.ready < length
         if more:
             self.advanced[found.ticket] = []
         ready = found.slots[: found.ready]
-        reply = self._fetched(found.ticket, self.tickets.limits.fetch_time_s, 0, ready, len(found.slots), disk=False)
+        reply = self._fetched(found.ticket, self.tickets.limits.fetch_time_s, 0, ready, length, disk=False)
         return reply, more
 
     def _fetched(
@@ -220,7 +223,10 @@ class Drawer:
 
     def look(self, now_s: float) -> None:
         """Tickets whose time is over, and owners that have died."""
-        self.tickets.expire(now_s)
+        for one in self.tickets.expire(now_s):
+            if one.ticket in self.advanced:
+                refused = wire.KvbmRefused("expired", "its time is over")
+                self.advanced[one.ticket] += [wire.FETCH_REPLY.encode(refused), b""]
         for owner in self.pool.owners.poll():
             self.tickets.owner_dead(owner)
 

@@ -26,6 +26,7 @@ from services.worker.messages import (
     KvbmUp,
     Operate,
     Operated,
+    Prefetch,
     Snapshot,
     Stepped,
     Submit,
@@ -133,6 +134,14 @@ class Engine:
         )
         self.living[request], self.answers[request] = submit, []
         self.core.handle(submit, self.world.now_s)
+
+    def expect(self, request: str, prompt: list[int], lora: str) -> None:
+        """Tell the engine of a request that may come."""
+        self.world.expect(prompt, 1, lora)
+        sampling, tokens = Sampling(max_tokens=1), pack_tokens(prompt)
+        self.core.handle(
+            Prefetch(Submit(request, 1, "f", tokens, len(prompt), sampling, 10_000.0, lora=lora)), self.world.now_s
+        )
 
     def cancel(self, pick: int) -> None:
         if self.living:
@@ -264,6 +273,8 @@ class World:
         self.requests = 0
         self.names = 0
         self.engines: list[Engine] = []
+        self.expected: list[tuple[Engine, str, list[int], int, str]] = []
+        """Requests that engines expect, for `Engine.submit`."""
         self.waits_s: Sequence[float] = (0.5, 5.0)
         self.offloads: Sequence[Offload] = ("filled", "filled", "evicted")
         """Of each engine one."""
@@ -330,7 +341,12 @@ class World:
         prompt = [self.draw.choice((1, 2)) for _ in range(self.draw.randint(1, 4))]
         prompt = [token for token in prompt for _ in range(BLOCK_SIZE)] + [3] * self.draw.randint(0, 2)
         lora = self.draw.choice(self.loras) if len(self.loras) > 1 else ""
-        engine.submit(f"r{self.requests}", prompt, self.draw.randint(1, 6), lora)
+        name, most = f"r{self.requests}", self.draw.randint(1, 6)
+        if self.draw.random() < 0.3:
+            other = self.draw.choice(self.engines)
+            other.expect(f"of {name}", prompt, lora)
+            self.expected.append((other, f"of {name}", prompt, most, lora))
+        engine.submit(name, prompt, most, lora)
 
     def anything(self, trouble: float) -> None:
         """One thing happens."""
@@ -341,6 +357,10 @@ class World:
             self.bad_luck(engine)
         elif roll < 0.15 and len(engine.living) < 4 and not engine.sleeps:
             self.submit(engine)
+        elif roll < 0.18 and self.expected:
+            expecting, name, prompt, most, lora = self.expected.pop()
+            if expecting in self.engines and not expecting.sleeps and draw.random() < 0.7:
+                expecting.submit(name, prompt, most, lora)
         elif roll < 0.40:
             engine.step()
         elif roll < 0.55 and engine.asks:

@@ -22,6 +22,8 @@ class AskKvbm(Struct, frozen=True):
     """The request as `shared.kvbm_messages` encodes it."""
     attempt: int = 0
     """`Submit.number` of the attempt that waits for a fetch; 0: there is none."""
+    timeout_s: float = 0.0
+    """Seconds to wait for each answer; 0: the usual time."""
 
 
 class SaveBatch(Struct, frozen=True):

@@ -330,7 +330,8 @@ class KVConnector:
 
     def _ask(self, ask: AskKvbm) -> None:
         self._awaited[ask.number] = ask.operation
-        self._messages.append(KvbmAsk(ask.number, ask.operation, ask.payload, self._timeout_s, ask.attempt))
+        timeout_s = ask.timeout_s or self._timeout_s
+        self._messages.append(KvbmAsk(ask.number, ask.operation, ask.payload, timeout_s, ask.attempt))
 
     def _discard(self) -> None:
         """Name blocks that may be wrong to the kvbm."""

@@ -33,6 +33,9 @@ BATCH_BLOCKS = 32
 """Most blocks that are copied, then reported, together. To take note of them takes 0.2 ms, while the next ones are
 copied; the first token waits for the room of the first batch and the note of the last. While all requests wait, ends of
 batches are also what shows that the engine lives."""
+AWAITING_TIMEOUT_S = 15.0
+"""Seconds to wait for each answer to a fetch that awaits blocks: longer than the kvbm's ticket lasts as it is usually
+set."""
 MOST_ASKED = 64
 """Most requests whose last answer is still to come, those of abandoned fetches included."""
 
@@ -153,7 +156,8 @@ class Fetches:
         number, keys = next(self._numbers), request.keys[: self._most_blocks]
         self._asked[number] = self._fetches[request.number] = _OpenFetch(request, now_s)
         fetch = Fetch(self._owner, b"".join(keys), awaits=request.awaits)
-        return AskKvbm(number, "fetch", FETCH.encode(fetch), request.attempt)
+        timeout_s = AWAITING_TIMEOUT_S if request.awaits else 0.0
+        return AskKvbm(number, "fetch", FETCH.encode(fetch), request.attempt, timeout_s)
 
     def _unqueue(self, number: int) -> None:
         for request in list(self._queue):

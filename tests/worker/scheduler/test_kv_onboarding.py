@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.worker.config import Offload
+from services.worker.device_blocks import PREFETCHES
 from shared.blocks import BlockPool
 from shared.hashing import ContentKey
 from shared.messages import NOT_BEGUN, Pooling, Sampling
@@ -132,6 +133,112 @@ def test_one_that_waits_for_its_blocks_ends_where_it_has_not_begun_in_time() -> 
     assert kvbm.fetches[request.number].abandoned
     kvbm.end()
     assert kvbm.engine.scheduler.load().held_blocks == 0
+
+
+# --- blocks of a prompt that another worker computes
+
+
+def test_blocks_of_an_expected_prompt_are_loaded_and_found_when_it_comes() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", PROMPT)
+    (request,) = kvbm.poll()
+    assert (request.awaits, len(request.keys), request.attempt) == (True, 6, 0)
+    assert kvbm.begin(request.number, 4) == 4
+    for index in range(4):
+        kvbm.land(request.number, index)
+    load = kvbm.engine.scheduler.load()
+    assert (load.prefetched_blocks, load.onboarding, load.waiting, load.held_blocks) == (4, 0, 0, 4)
+    assert not kvbm.engine.scheduler.living
+    kvbm.engine.submit("a", PROMPT, max_tokens=2)
+    (rest,) = kvbm.poll()
+    assert kvbm.fetches[request.number].abandoned
+    assert (rest.awaits, len(rest.keys)) == (False, 2), "what is missing is fetched for the attempt itself"
+    kvbm.settle(request.number)
+    kvbm.run()
+    assert kvbm.engine.output("a") == continuation(PROMPT, 2, 64)
+    assert kvbm.engine.last("a").cached_tokens == 12
+    assert kvbm.engine.runner.computed_tokens == 2
+
+
+def test_a_prompt_is_expected_once_and_not_where_it_is_here_already() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", PROMPT)
+    kvbm.engine.expect("a", PROMPT)
+    assert len(kvbm.poll()) == 1
+    kvbm.run()
+    kvbm.engine.expect("b", PROMPT)
+    kvbm.engine.submit("c", PROMPT)
+    kvbm.engine.expect("c", PROMPT)
+    assert kvbm.poll() == []
+    kvbm.run()
+
+
+def test_few_prompts_are_expected_at_once_and_they_take_a_share_of_the_blocks() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=16)
+    kvbm.engine.expect("long", PROMPT)
+    assert kvbm.poll() == [], "seven blocks are more than a quarter of 16"
+    kvbm = kvbm_with(PROMPT, capacity_blocks=400)
+    for number in range(PREFETCHES + 1):
+        kvbm.engine.expect(f"e{number}", [number % 4 + 1, number // 4 + 1, *PROMPT])
+    assert len(kvbm.poll()) == PREFETCHES
+    kvbm.know_nothing()
+
+
+def test_without_a_kvbm_no_prompt_is_expected_and_a_lost_one_ends_it() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.down()
+    kvbm.engine.expect("a", PROMPT)
+    kvbm.up()
+    assert kvbm.poll() == []
+    kvbm.engine.expect("a", PROMPT)
+    (request,) = kvbm.poll()
+    kvbm.down()
+    kvbm.poll()
+    assert kvbm.fetches[request.number].abandoned
+    kvbm.end()
+
+
+def test_an_expected_prompt_that_does_not_come_ends_with_its_time_or_its_cancel() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", PROMPT, time_left_s=5.0)
+    kvbm.engine.expect("b", OTHER)
+    kvbm.poll()
+    assert kvbm.engine.scheduler.wait_until_s == 5.0
+    kvbm.engine.now_s = 5.0
+    assert kvbm.engine.step() == []
+    kvbm.engine.scheduler.cancel("b", 1)
+    kvbm.poll()
+    assert [fetch.abandoned for fetch in kvbm.fetches.values()] == [True, True]
+    kvbm.end()
+    assert kvbm.engine.scheduler.wait_until_s is None
+    assert kvbm.engine.scheduler.load().held_blocks == 0
+
+
+def test_an_attempt_that_is_here_takes_the_room_of_one_that_is_expected() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=32)
+    kvbm.engine.expect("a", PROMPT)
+    (request,) = kvbm.poll()
+    for index in range(kvbm.begin(request.number, 5)):
+        kvbm.land(request.number, index)
+    kvbm.engine.submit("b", [2] * 56, max_tokens=1)
+    assert kvbm.engine.step(), "it is computed at once"
+    kvbm.poll()
+    assert kvbm.fetches[request.number].abandoned
+    kvbm.end()
+    kvbm.run()
+
+
+def test_expected_prompts_take_no_place_of_fetches_that_attempts_wait_for() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=400)
+    for number in range(PREFETCHES):
+        kvbm.engine.expect(f"e{number}", [number + 1, 1, *PROMPT])
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    asked = kvbm.poll()
+    assert [request.awaits for request in asked] == [True] * PREFETCHES + [False]
+    kvbm.serve(asked[-1].number)
+    kvbm.know_nothing()
+    kvbm.run()
+    assert kvbm.engine.last("a").cached_host_tokens == 12
 
 
 def test_who_has_waited_as_long_as_computing_would_take_is_computed() -> None:
