@@ -167,7 +167,7 @@ class BusCalls:
         try:
             await self._runtime.bus.publish(subject, GENERATE.encode(message))
         except (Unavailable, PayloadTooLarge) as why:
-            _log.debug("request %s: worker %s is not told of it: %s", stream.request.id, action.instance, why)
+            _log.debug("request %s: worker %s does not hear of it: %s", stream.request.id, action.instance, why)
 
     def _generate(self, stream: Stream, action: DispatchAttempt | AnnounceAttempt, now: float) -> Generate:
         """Return the message that an attempt begins with."""

@@ -656,7 +656,7 @@ def test_a_block_that_is_committed_before_its_parent_is_held_with_it() -> None:
     assert (progress.first, len(progress.slots), progress.found) == (0, 3, 3)
 
 
-def test_a_block_that_somebody_awaits_is_kept_though_it_was_seen_too_rarely() -> None:
+def test_a_block_that_a_fetch_awaits_is_kept_though_it_was_seen_too_rarely() -> None:
     store, wanted = Store(TierSizes(slots=8, records=0, host_sightings=3)), chain(1, 2)
     assert store.store("a", wanted).declined == 2
     awaiting(store, wanted)
