@@ -12,6 +12,7 @@ import logging
 import select
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import assert_never
 
@@ -129,9 +130,9 @@ class PeerReader:
         if self._pages is not None:
             self._pages.close()
             self._pages = self.theirs = None
-        if not self.ended:
-            self._send(Leave())
-        self._end(self.ended or "this process has left")
+        with suppress(packets.ConnectionEnded):  # also where this process has refused the offer
+            packets.send(self._socket, TO_LENDER.encode(Leave()))
+        self._end("this process has left")
         self._socket.close()
 
     def _take(self, packet: bytes, descriptors: list[int], answers: list[Lent | Refused]) -> None:
@@ -179,7 +180,7 @@ class PeerReader:
         if len(lent.slots) != asked or not all(0 <= slot < self.theirs.slots for slot in slots):
             raise ProtocolError(f"loan {lent.number} has slots that do not exist, or another number of them")
 
-    def _send(self, message: Borrow | Release | Leave) -> None:
+    def _send(self, message: Borrow | Release) -> None:
         try:
             packets.send(self._socket, TO_LENDER.encode(message))
         except packets.ConnectionEnded as wrong:

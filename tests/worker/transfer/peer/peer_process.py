@@ -242,6 +242,11 @@ class ReaderProcess:
         reader = self.reader
         return read_blocks(self._copier, [Copy(*pair) for pair in pairs], lambda: reader.is_lent(number))
 
+    def copy_anyway(self, pairs: list[tuple[int, int]]) -> bool:
+        """Copy blocks without asking whether they are lent; return whether that ended well."""
+        assert self._copier is not None
+        return read_blocks(self._copier, [Copy(*pair) for pair in pairs], lambda: True)
+
     def copy_endlessly(self, number: int, pairs: list[tuple[int, int]]) -> None:
         """Copy again and again, in a thread; each good round prints a line, and the first other one the last line."""
 

@@ -129,6 +129,8 @@ def test_a_reader_discards_what_it_copies_when_the_lender_is_killed(rig: PeerRig
     assert heard == "discarded"
     assert reader.ask("state")["ended"] != ""
     assert reader.ask("copy", 1, pairs) is False
+    assert reader.ask("copy_anyway", pairs) is True, "the memory is there for as long as it is mapped"
+    assert reader.ask("digests") == lender.blocks()
     reader.ask("leave")
     other = rig.start("lend", "other", **LARGE).ready()
     assert reader.ask("connect", "other") == "", "the reader still works, with another lender"
