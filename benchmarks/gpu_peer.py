@@ -253,11 +253,14 @@ def _copiers(
     default = DevicePeerCopier(theirs, own, device)
     made: list[tuple[str, PeerCopier, bool]] = [(f"{default.path}, as is", default, True)]
     for path in ("rows", "batch"):
-        for streams in (1, 2) if quick else (1, 2, 4):
-            made.append((f"{path} / {streams}", DevicePeerCopier(theirs, own, device, path=path, streams=streams), False))
-    for count in (32, 132) if quick else (16, 32, 64, 132):
-        copier = DevicePeerCopier(theirs, own, device, path="kernel", multiprocessors=count)
-        made.append((f"kernel / {count}", copier, False))
+        made += [
+            (f"{path} / {streams}", DevicePeerCopier(theirs, own, device, path=path, streams=streams), False)
+            for streams in ((1, 2) if quick else (1, 2, 4))
+        ]
+    made += [
+        (f"kernel / {count}", DevicePeerCopier(theirs, own, device, path="kernel", multiprocessors=count), False)
+        for count in ((32, 132) if quick else (16, 32, 64, 132))
+    ]
     return made
 
 
@@ -346,7 +349,9 @@ def _link() -> dict[str, Any]:
     if count < 2:
         return {"gpus": 1, "link": "none: both processes on one GPU"}
     try:
-        asked = subprocess.run(["nvidia-smi", "nvlink", "--status", "-i", "0"], capture_output=True, text=True, check=False)
+        asked = subprocess.run(
+            ["nvidia-smi", "nvlink", "--status", "-i", "0"], capture_output=True, text=True, check=False
+        )
         lanes = sum("GB/s" in line for line in asked.stdout.splitlines())
     except OSError:
         lanes = -1
@@ -374,8 +379,8 @@ def _yardstick(cuda: bool) -> float:
         origin = cupy.ones(size_bytes, cupy.uint8)
         cupy.cuda.get_current_stream().synchronize()
         use_device(second)
-        if second:
-            runtime.deviceEnablePeerAccess(0) if not _enabled else None
+        if second and not _enabled:
+            runtime.deviceEnablePeerAccess(0)
             _enabled.append(True)
         to = cupy.zeros(size_bytes, cupy.uint8)
         cupy.cuda.get_current_stream().synchronize()
@@ -397,6 +402,7 @@ def _yardstick(cuda: bool) -> float:
 
 
 _enabled: list[bool] = []
+"""Not empty: peer access is enabled, which CUDA refuses to do twice."""
 
 
 if __name__ == "__main__":

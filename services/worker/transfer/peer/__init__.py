@@ -1,1 +1,1 @@
-"""Blocks of another process's device memory: what it lends, its mapping here, and copies from it to one's own blocks."""
+"""Blocks of another process's device memory: lending them, mapping them, and copying them to one's own blocks."""

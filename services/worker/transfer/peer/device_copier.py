@@ -114,9 +114,7 @@ class _Rows:
             if self._pitches is not None:
                 at, source = own.regions[0] + to, theirs.regions[0] + origin
                 source_pitch, pitch = self._pitches
-                runtime.memcpy2DAsync(
-                    at, pitch, source, source_pitch, size_bytes, own.fragments, ANYWHERE, stream
-                )
+                runtime.memcpy2DAsync(at, pitch, source, source_pitch, size_bytes, own.fragments, ANYWHERE, stream)
                 continue
             for source, target in zip(theirs.regions, own.regions, strict=True):
                 runtime.memcpyAsync(target + to, source + origin, size_bytes, ANYWHERE, stream)

@@ -9,6 +9,7 @@ never reads memory that was freed: not when the lender dies in the middle of a c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class DevicePages:
         self._driver = Driver()
         page = self._driver.granularity(device)
         self.size_bytes = -(-size_bytes // page) * page
-        self.device = device_uuid(device)
+        self.device = self._driver.uuid(device)
         handle = self._driver.create(self.size_bytes, device)
         try:
             self._descriptor = self._driver.export(handle)
@@ -49,8 +50,6 @@ class DevicePages:
 
     def close(self) -> None:
         """Let go of the memory. Nothing of this process may use it; other processes may."""
-        import os
-
         os.close(self._descriptor)
         self._driver.unmap(self.address, self.size_bytes)
 
@@ -80,7 +79,7 @@ class DeviceMapper:
     def _check_reach(self, uuid: str) -> None:
         """Raise MapFailed if the own GPU is known to have no access to the memory of the one with this UUID."""
         with translated_errors():
-            visible = [number for number in range(runtime.getDeviceCount()) if device_uuid(number) == uuid]
+            visible = [number for number in range(runtime.getDeviceCount()) if self._driver.uuid(number) == uuid]
             for number in visible:  # one that this process does not see is left to the driver to refuse
                 if number != self._device and not runtime.deviceCanAccessPeer(self._device, number):
                     raise MapFailed(f"GPU {self._device} has no access to the memory of GPU {number}")
@@ -98,9 +97,3 @@ class DeviceMapping:
         if self._size_bytes:
             self._driver.unmap(self.address, self._size_bytes)
             self._size_bytes = 0
-
-
-def device_uuid(device: int) -> str:
-    """Return the UUID of a GPU, in hex."""
-    with translated_errors():
-        return bytes(runtime.getDeviceProperties(device)["uuid"]).hex()

@@ -1,4 +1,4 @@
-"""The calls of CUDA's driver that make memory which other processes can map, through ctypes: CuPy does not have them."""
+"""CUDA's driver calls for memory that other processes can map, through ctypes, because CuPy does not have them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class _Access(ctypes.Structure):
 _WORD = ctypes.c_size_t
 _LONG = ctypes.c_ulonglong
 _SIGNATURES = {
+    "cuDeviceGetUuid_v2": (ctypes.c_void_p, ctypes.c_int),
     "cuMemGetAllocationGranularity": (ctypes.POINTER(_WORD), ctypes.POINTER(_Properties), ctypes.c_int),
     "cuMemCreate": (ctypes.POINTER(_LONG), _WORD, ctypes.POINTER(_Properties), _LONG),
     "cuMemExportToShareableHandle": (ctypes.c_void_p, _LONG, ctypes.c_int, _LONG),
@@ -67,6 +68,12 @@ class Driver:
                 function.argtypes, function.restype = arguments, ctypes.c_int
         except (OSError, AttributeError) as wrong:
             raise DeviceFailed(f"no memory for other processes: {wrong}") from wrong
+
+    def uuid(self, device: int) -> str:
+        """Return the UUID of a GPU, in hex."""
+        uuid = ctypes.create_string_buffer(16)
+        self._call("cuDeviceGetUuid_v2", uuid, device)
+        return uuid.raw.hex()
 
     def granularity(self, device: int) -> int:
         """Return the number of bytes of which sizes must be multiples."""

@@ -7,7 +7,6 @@ waits. `lending` decides; this module carries it out.
 from __future__ import annotations
 
 import logging
-import os
 import select
 import socket
 from collections.abc import Callable, Sequence
@@ -245,6 +244,6 @@ class PeerLender:
             watch = LockWatch.of(self._directory, path.name)
             if watch is None:
                 with suppress(OSError):
-                    os.unlink(path)
+                    path.unlink()
             else:
                 watch.close()

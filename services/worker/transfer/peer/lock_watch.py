@@ -25,9 +25,7 @@ class LockWatch:
         if not is_owner(owner):
             return None
         try:
-            descriptor = os.open(
-                directory / OWNERS / owner, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            )
+            descriptor = os.open(directory / OWNERS / owner, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return None
         watch = LockWatch(descriptor)

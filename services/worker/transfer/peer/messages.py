@@ -1,12 +1,12 @@
 """What an engine that lends its blocks and one that reads them say to each other on a Unix socket. Pure.
 
-    reader  ── Import ──▶   lender         one message a packet (SOCK_SEQPACKET), msgpack
-            ◀── Offer ──                   with the memory's descriptors; or Refused, and the connection ends
-            ── Borrow ──▶
-            ◀── Lent ──                    its slots stay as they are until Release, Leave, or proof that the reader died
-            ── Release ─▶
-            ◀── Closing ──                 the lender wants its memory back: return everything, then Leave
-            ── Leave ──▶                   nothing is mapped or read any more
+reader  ── Import ──▶   lender         one message a packet (SOCK_SEQPACKET), msgpack
+        ◀── Offer ──                   with the memory's descriptors; or Refused, and the connection ends
+        ── Borrow ──▶
+        ◀── Lent ──                    its slots stay as they are until Release, Leave, or proof that the reader died
+        ── Release ─▶
+        ◀── Closing ──                 the lender wants its memory back: return everything, then Leave
+        ── Leave ──▶                   nothing is mapped or read any more
 """
 
 from __future__ import annotations

@@ -50,5 +50,8 @@ def _check_bounds(shape: SlotShape, size_bytes: int) -> None:
     """Raise LendingRefused unless every byte of every slot lies within the memory."""
     if not 0 < len(shape.regions) <= MOST_REGIONS or not 0 < shape.fragment_bytes <= shape.stride_bytes:
         raise LendingRefused("layout", "the offer has no fragments, too many, or ones larger than their distance")
-    if shape.slots < 1 or max(shape.regions) + (shape.slots - 1) * shape.stride_bytes + shape.fragment_bytes > size_bytes:
+    if (
+        shape.slots < 1
+        or max(shape.regions) + (shape.slots - 1) * shape.stride_bytes + shape.fragment_bytes > size_bytes
+    ):
         raise LendingRefused("memory", f"slots beyond the {size_bytes} bytes that are lent")

@@ -55,9 +55,7 @@ def connected(path: Path) -> socket.socket:
 
 def is_own_user(connection: socket.socket) -> bool:
     """Return whether the other end belongs to this process's user."""
-    _, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(user == os.geteuid())
 
 

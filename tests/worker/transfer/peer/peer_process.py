@@ -112,7 +112,9 @@ class Memory:
     def read(self, slot: int) -> bytes:
         size_bytes = self.shape.fragment_bytes
         parts = [self._array[at : at + size_bytes] for at in self._places(slot)]
-        return b"".join(bytes(part.tobytes() if self._settings.kind == "host" else part.get().tobytes()) for part in parts)
+        return b"".join(
+            bytes(part.tobytes() if self._settings.kind == "host" else part.get().tobytes()) for part in parts
+        )
 
     def _places(self, slot: int) -> list[int]:
         return [region - self.pages.address + slot * self.shape.stride_bytes for region in self.shape.regions]
