@@ -67,7 +67,7 @@ MOST_EXTRA_MS, MOST_SLOWER = 10.0, 1.1
 
 
 class HandOverRow(Struct, frozen=True):
-    """One prompt."""
+    """The first tokens of the answer to one prompt."""
 
     model: str
     handed_over: bool

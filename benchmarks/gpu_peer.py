@@ -86,7 +86,7 @@ class PeerRow(Struct, frozen=True):
     how: str
     gb_per_s: float
     share: float
-    """Of the yardstick."""
+    """The rate as a share of the yardstick."""
     default: bool
     """Whether this is what a reader takes by itself."""
 
@@ -170,7 +170,7 @@ def _lend(setup: Setup) -> None:
     )
     print("ready", flush=True)
     while True:
-        readable, _, _ = select.select([0, lender], [], [], 0.1)
+        readable, _, _ = select.select([0, lender.fileno()], [], [], 0.1)
         if 0 in readable and not os.read(0, 1024):
             break
         lender.turn()

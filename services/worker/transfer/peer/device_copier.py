@@ -98,7 +98,7 @@ class DevicePeerCopier:
 
 
 def best_path(fragments: int, *, batch: bool) -> PeerPath:
-    """Return the path for blocks of so many fragments; `batch`: the driver has that path."""
+    """Return the path for blocks of `fragments` pieces; `batch`: the driver has that path."""
     if fragments > 1:
         return "kernel"
     return "batch" if batch else "rows"

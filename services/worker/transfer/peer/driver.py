@@ -7,19 +7,19 @@ import ctypes
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 
 READ, READ_AND_WRITE = 1, 3
-"""CUmemAccess_flags."""
+"""Flags of a mapping: the driver's CUmemAccess_flags."""
 _PINNED, _ON_DEVICE, _POSIX_DESCRIPTOR = 1, 1, 1
 _OUT_OF_MEMORY = 2
 
 
 class _Location(ctypes.Structure):
-    """CUmemLocation."""
+    """The driver's struct CUmemLocation."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The driver's struct CUmemAllocationProp."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -34,7 +34,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's struct CUmemAccessDesc."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
@@ -138,7 +138,7 @@ class Driver:
 
 
 class _OutOfMemory(DeviceFailed):
-    """CUDA_ERROR_OUT_OF_MEMORY."""
+    """The driver's error CUDA_ERROR_OUT_OF_MEMORY."""
 
 
 def _properties(device: int) -> _Properties:

@@ -84,7 +84,7 @@ class Lending:
         return slots
 
     def check_loan(self, connection: int, number: int, blocks: int) -> None:
-        """Raise LendingRefused where a loan of so many blocks would be too much, before anything is held for it."""
+        """Raise LendingRefused where a loan of `blocks` blocks would be too much, before anything is held for it."""
         loans = self._readers[self._owners[connection]].loans
         if self.closing:
             raise LendingRefused("closing", "the lender lends nothing more")

@@ -40,7 +40,7 @@ class PeerIdentity(Struct, frozen=True):
     model: str
     """The name under which content keys are made, and so the weights."""
     layout: str
-    """`KvLayout.digest`."""
+    """The digest of the shape of a block, `KvLayout.digest`."""
     dtype: str
     rank: Annotated[int, Meta(ge=0)] = 0
     ranks: Annotated[int, Meta(ge=1)] = 1
@@ -64,7 +64,7 @@ class Import(Struct, frozen=True, tag="import"):
     """The name of the reader's kernel lock (`shared.pool.lock`), which proves its death."""
     wanted: PeerIdentity
     generation: int = 0
-    """The generation that the reader was told of; 0: any."""
+    """The generation that the reader expects; 0: any."""
 
 
 class Borrow(Struct, frozen=True, tag="borrow"):

@@ -19,7 +19,8 @@ class PeerProcess:
 
     def __init__(self, role: str, settings: Settings) -> None:
         self.settings = settings
-        words = [sys.executable, "-m", "tests.worker.transfer.peer.peer_process", role, msgspec.json.encode(settings)]
+        words = [sys.executable, "-m", "tests.worker.transfer.peer.peer_process", role]
+        words.append(msgspec.json.encode(settings).decode())
         self.process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def ready(self) -> PeerProcess:
