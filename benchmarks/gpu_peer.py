@@ -27,6 +27,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -217,32 +218,34 @@ def _shape(name: str, fragments: int, rate: float, flags: argparse.Namespace) ->
 
 def _own_memory(setup: Setup, device: int) -> tuple[PageMapper, BlockShape, Callable[[Sequence[Copy]], None]]:
     """Return the mapper, the shape of this process's blocks, and a check of what was copied, which also clears it."""
-    size_bytes = setup.slots * setup.block_bytes
     places = (setup.fragments, setup.slots, setup.block_bytes // setup.fragments // 8)
-    sent = np.arange(size_bytes // 8, dtype=np.uint64).reshape(places)
     mapper: PageMapper
+    arrays: Any
     if setup.kind == "cuda":
-        import cupy  # pyright: ignore[reportMissingImports]
+        import cupy as arrays  # type: ignore[no-redef]  # pyright: ignore[reportMissingImports]
 
         from services.worker.transfer.cuda import use_device
         from services.worker.transfer.peer.device_pages import DeviceMapper
 
         use_device(device)
-        array: Any = cupy.zeros(places, cupy.uint64)
-        cupy.cuda.get_current_stream().synchronize()
-        mapper, at, get = DeviceMapper(device), array.data.ptr, array.get
+        mapper = DeviceMapper(device)
     else:
-        array = np.zeros(places, np.uint64)
-        mapper, at, get = HostMapper(), array.ctypes.data, array.copy
+        arrays = np
+        mapper = HostMapper()
+    array, sent = arrays.zeros(places, np.uint64), arrays.arange(prod(places), dtype=np.uint64).reshape(places)
+    at = array.data.ptr if setup.kind == "cuda" else array.ctypes.data
+
+    def settle() -> None:
+        if setup.kind == "cuda":
+            arrays.cuda.get_current_stream().synchronize()
 
     def check(copies: Sequence[Copy]) -> None:
-        got = get()
-        sources, targets = [copy.pool_slot for copy in copies], [copy.device_slot for copy in copies]
-        assert np.array_equal(got[:, targets], sent[:, sources]), "WRONG BYTES"
+        sources, targets = ([getattr(copy, name) for copy in copies] for name in ("pool_slot", "device_slot"))
+        assert bool((array[:, targets] == sent[:, sources]).all()), "WRONG BYTES"
         array[:] = 0
-        if setup.kind == "cuda":
-            array.device.synchronize()
+        settle()
 
+    settle()
     return mapper, setup.shape(at), check
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import select
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -78,13 +79,7 @@ class PeerReader:
         self._borrowed: dict[int, int] = {}
         """The number of blocks of each loan that was asked for and not answered."""
         self._lent: set[int] = set()
-        try:
-            self._socket = packets.connected(packets.socket_of(directory, lender))
-            if not packets.is_own_user(self._socket):
-                raise packets.ConnectionEnded("the socket belongs to another user")
-            packets.send(self._socket, TO_LENDER.encode(self._asked))
-        except (OSError, packets.ConnectionEnded) as wrong:
-            raise Unavailable(f"{lender} lends no blocks: {wrong}") from wrong
+        self._socket = _connected(directory, lender, TO_LENDER.encode(self._asked))
         self._hang_up = select.poll()
         self._hang_up.register(self._socket, select.POLLRDHUP)
 
@@ -192,6 +187,22 @@ class PeerReader:
         self.ended = self.ended or why
         self._lent.clear()
         self._borrowed.clear()
+
+
+def _connected(directory: Path, lender: str, first: bytes) -> socket.socket:
+    """Return a connection on which the first packet was sent. Raise Unavailable."""
+    try:
+        connection = packets.connected(packets.socket_of(directory, lender))
+    except OSError as wrong:
+        raise Unavailable(f"{lender} lends no blocks: {wrong}") from wrong
+    try:
+        if not packets.is_own_user(connection):
+            raise packets.ConnectionEnded("the socket belongs to another user")
+        packets.send(connection, first)
+    except packets.ConnectionEnded as wrong:
+        connection.close()
+        raise Unavailable(f"{lender} lends no blocks: {wrong}") from wrong
+    return connection
 
 
 def read_blocks(copier: PeerCopier, copies: Sequence[Copy], is_lent: Callable[[], bool]) -> bool:

@@ -153,12 +153,15 @@ def test_strangers_are_bounded_and_do_not_keep_a_reader_out_for_good(rig: Rig) -
 
 
 def test_a_reader_that_does_not_read_is_cut_off_and_keeps_its_loans(rig: Rig) -> None:
-    with rig.admitted() as connection, pytest.raises((BrokenPipeError, ConnectionResetError)):
+    def borrow_without_end() -> None:
         for number in count():
             connection.send(TO_LENDER.encode(Borrow(number, [key_of(1)] * 500)))
             rig.lender.turn()
             assert rig.pinned
             connection.send(TO_LENDER.encode(Release(number)))
+
+    with rig.admitted() as connection, pytest.raises((BrokenPipeError, ConnectionResetError)):
+        borrow_without_end()
     rig.lender.watch()
     assert rig.lender.lending.readers == ["reader"]
     assert len(rig.pinned) == rig.lender.lending.blocks > 0

@@ -133,4 +133,4 @@ class LendingMachine(RuleBasedStateMachine):
 
 
 TestLendingMachine = LendingMachine.TestCase
-TestLendingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLendingMachine.settings = settings(max_examples=60, stateful_step_count=40)
