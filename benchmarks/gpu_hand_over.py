@@ -209,7 +209,8 @@ def main() -> int:
         print(msgspec.json.encode(told).decode())
         return 0
     print("  ".join(f"{key}: {value}" for key, value in machine.items()))
-    for row in (*rows, *between):
+    both: list[HandOverRow | BetweenRow] = [*rows, *between]
+    for row in both:
         print(_line(row))
     for goal in promised:
         print(f"{goal.name}: {goal.value:.2f} {goal.unit} (goal {goal.goal}) {'met' if goal.met else 'NOT MET'}")

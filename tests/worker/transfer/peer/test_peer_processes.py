@@ -116,6 +116,17 @@ def test_a_frozen_reader_goes_on_where_it_was(rig: PeerRig) -> None:
     assert [reader.ask("digests")[slot] for slot in (0, 3)] == lender.blocks()[1:3]
 
 
+def test_what_a_frozen_lender_has_lent_can_be_read(rig: PeerRig) -> None:
+    lender, reader = rig.connected(on_second())
+    reader.ask("borrow", 1, [1, 2])
+    lender.process.send_signal(signal.SIGSTOP)
+    assert reader.ask("copy", 1, [(1, 0), (2, 3)]) is True
+    assert [reader.ask("digests")[slot] for slot in (0, 3)] == lender.blocks()[1:3]
+    reader.ask("release", 1)
+    lender.process.send_signal(signal.SIGCONT)
+    await_state(lender, readers=["reader"], pinned=[])
+
+
 def test_a_reader_discards_what_it_copies_when_the_lender_is_killed(rig: PeerRig) -> None:
     lender, reader = rig.connected(on_second(**LARGE), **LARGE)
     pairs = [(slot, slot) for slot in range(64)]
