@@ -12,8 +12,10 @@ has the second one. The model is of Llama 8B's shape with random weights, in bfl
     hand over     from a prompt's first token to its second, where the first was drawn by `prefill` and the second by
                   `decode`: storing, the second attempt, loading, a step; the median
     alone         the same two tokens from `alone`, which computes the prompt and goes on
-    between       the time between two tokens of streams that `decode` decodes, without and with prompts that
-                  `prefill` computes without a pause, PROMPTS at a time, each handed over to `decode`
+    between       the time between two tokens of streams that `decode` decodes, without and with prompts that are asked
+                  for without a pause, one and two at a time. Two at a time are more than `prefill` computes at once, so
+                  that the router may have `decode` compute one, in chunks between its streams' tokens: the rows say
+                  how many were handed over. The goal is for one at a time
 
 STREAMS streams run meanwhile at the worker that is measured: without them routers would not hand over. Every prompt is
 new, so that nothing of it is cached.
@@ -61,7 +63,7 @@ PAIR, ALONE = "pair", "alone"
 STREAMS = 8
 STREAM_TOKENS = 8000
 """The length of each of their answers."""
-PROMPTS = 2
+PROMPTS = (0, 1, 2)
 START_LIMIT_S = 400.0
 LIMIT_S = 300.0
 TINY_TOKENS = 512
@@ -85,8 +87,12 @@ class HandOverRow(Struct, frozen=True):
 class BetweenRow(Struct, frozen=True):
     """Streams that `decode` decoded for some seconds."""
 
+    at_once: int
+    """Prompts that clients had under way at any time."""
     prompts: int
-    """Prompts that were computed meanwhile."""
+    """Prompts that were answered meanwhile …"""
+    handed_over: int
+    """… and those of them that `prefill` computed; `decode` computed the others itself."""
     gaps: int
     p50_ms: float
     p99_ms: float
@@ -271,7 +277,7 @@ async def _measure(
             async with client.streaming(PAIR) as streams:
                 _progress("streams, without and with prompts …")
                 between: list[BetweenRow] = []
-                for prompts in (0, PROMPTS):
+                for prompts in PROMPTS:
                     between.append(await _between(client, streams, flags, prompts))
                     _progress(_line(between[-1]))
         await bus.close()
@@ -293,13 +299,12 @@ async def _row(client: Client, model: str, tokens: int) -> HandOverRow:
 
 async def _between(client: Client, streams: Sequence[str], flags: argparse.Namespace, prompts: int) -> BetweenRow:
     """Hear the streams for a while, with `prompts` prompts at a time."""
-    ended = 0
+    handed_over: list[bool] = []
 
     async def again() -> None:
-        nonlocal ended
         while True:
-            await client.ask(PAIR, flags.tokens, 2)
-            ended += 1
+            first, second, *_ = await client.ask(PAIR, flags.tokens, 2)
+            handed_over.append(first.instance != second.instance)
 
     tasks = [asyncio.create_task(again()) for _ in range(prompts)]
     for name in streams:
@@ -317,7 +322,10 @@ async def _between(client: Client, streams: Sequence[str], flags: argparse.Names
         for before, after in pairwise(client.wire.parts[name])
         if before.instance == after.instance and after.first  # an answer that ends is asked for again
     ]
-    return BetweenRow(ended, len(gaps), 1e3 * percentile(gaps, 50), 1e3 * percentile(gaps, 99))
+    handed = sum(handed_over)
+    return BetweenRow(
+        prompts, len(handed_over), handed, len(gaps), 1e3 * percentile(gaps, 50), 1e3 * percentile(gaps, 99)
+    )
 
 
 def _start(services: Fleet, flags: argparse.Namespace, folder: Path, model: Path, gpus: int) -> None:
