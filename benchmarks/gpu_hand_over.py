@@ -90,9 +90,9 @@ class BetweenRow(Struct, frozen=True):
     at_once: int
     """Prompts that clients had under way at any time."""
     prompts: int
-    """Prompts that were answered meanwhile …"""
+    """Prompts that were answered meanwhile."""
     handed_over: int
-    """… and those of them that `prefill` computed; `decode` computed the others itself."""
+    """Those of them that `prefill` computed; `decode` computed the others itself."""
     gaps: int
     p50_ms: float
     p99_ms: float
