@@ -92,7 +92,7 @@ class BetweenRow(Struct, frozen=True):
     prompts: int
     """Prompts that were answered meanwhile."""
     handed_over: int
-    """Those of them that `prefill` computed; `decode` computed the others itself."""
+    """The number of these that `prefill` computed; `decode` computed the others itself."""
     gaps: int
     p50_ms: float
     p99_ms: float
