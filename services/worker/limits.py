@@ -10,6 +10,12 @@ MAX_STEP_TOKENS = 8192
 """Most tokens that one step computes, whatever the time: runners have room for as many."""
 
 
+STEP_S = 0.25
+PREFILL_STEP_S = 0.05
+"""The same for a worker that only computes prompts: what a step has computed is stored, and loaded where it is decoded,
+while the next one is computed, so that only the last step's blocks are waited for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """The model that a scheduler serves, and the scheduler's bounds."""
@@ -28,7 +34,7 @@ class SchedulerLimits:
     """Most attempts in the queue."""
     max_waiting_tokens: int = 1 << 20
     """Most uncomputed tokens in the queue; one attempt alone may be longer."""
-    step_s: float = 0.25
+    step_s: float = STEP_S
     """Seconds that a step which prefills should take at most."""
     max_step_tokens: int = MAX_STEP_TOKENS
     """Most tokens of a step."""

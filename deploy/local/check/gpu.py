@@ -17,8 +17,8 @@ COPY_BYTES, COPIES = 256 << 20, 4
 PINNED_BYTES = 16 << 20
 """The size of the file that is pinned as a test."""
 MOST_GPUS = 16
-TO_DEVICE, FROM_DEVICE = 1, 2
-"""Kinds of cudaMemcpy."""
+TO_DEVICE, FROM_DEVICE, ANYWHERE = 1, 2, 4
+"""Kinds of cudaMemcpy; the last one finds out by the addresses."""
 
 
 def measure(pool: Path) -> GpusMeasured | Unmeasured:
@@ -47,7 +47,22 @@ def _gpu(cupy: Any, runtime: Any, index: int, count: int) -> GpuMeasured:
         from_s = _copies(cupy, runtime, pinned.ptr, device.ptr, FROM_DEVICE)
         name = runtime.getDeviceProperties(index)["name"].decode(errors="replace")
     peers = tuple(each for each in range(count) if each != index and runtime.deviceCanAccessPeer(index, each))
-    return GpuMeasured(index, name, COPY_BYTES / to_s, COPY_BYTES / from_s, peers)
+    peer_s = _copies_from_peer(cupy, runtime, index, peers[0], device.ptr) if peers else 0.0
+    return GpuMeasured(
+        index, name, COPY_BYTES / to_s, COPY_BYTES / from_s, peers, COPY_BYTES / peer_s if peers else 0.0
+    )
+
+
+def _copies_from_peer(cupy: Any, runtime: Any, index: int, peer: int, to: int) -> float:
+    """Return the seconds of the fastest of COPIES copies from another GPU's memory, as GPU `index` pulls them."""
+    with cupy.cuda.Device(peer):
+        source = cupy.cuda.alloc(COPY_BYTES)
+    with cupy.cuda.Device(index):
+        runtime.deviceEnablePeerAccess(peer)
+        try:
+            return _copies(cupy, runtime, to, source.ptr, ANYWHERE)
+        finally:
+            runtime.deviceDisablePeerAccess(peer)
 
 
 def _copies(cupy: Any, runtime: Any, to: int, source: int, kind: int) -> float:

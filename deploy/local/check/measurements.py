@@ -131,6 +131,8 @@ class GpuMeasured(Struct, frozen=True):
     from_device_bytes_s: float
     peers: tuple[int, ...] = ()
     """The other GPUs whose memory it can reach."""
+    peer_bytes_s: float = 0.0
+    """The rate of copies from the first of them."""
 
 
 class GpusMeasured(Struct, frozen=True, tag="gpus"):

@@ -251,11 +251,15 @@ def _gpus(found: GpusMeasured) -> Iterator[Verdict]:
     if len(found.gpus) > 1:
         pairs = ((a, b) for a in found.gpus for b in found.gpus if a is not b)
         apart = [f"{a.index}-{b.index}" for a, b in pairs if b.index not in a.peers]
+        rate = min((gpu.peer_bytes_s for gpu in found.gpus if gpu.peer_bytes_s), default=0.0)
         shown = f"not from-to {', '.join(apart[:MOST_SHOWN])}" if apart else f"all {len(found.gpus)} reach each other"
+        shown += f", at {_rate(rate)}" if rate else ""
         meaning = "GPUs can read each other's memory, over NVLink or PCIe."
         meaning = "Blocks between these GPUs go through the machine's memory." if apart else meaning
         advice = "GPUs of one root complex or NVLink; IOMMU and ACS off in a machine without VMs"
-        yield _verdict("GPU peers", "warn" if apart else "ok", shown, meaning, advice)
+        yield _verdict(
+            "GPU peers", "warn" if apart else "ok", shown, meaning, advice, rate or None, "bytes/s" if rate else ""
+        )
     pinned = found.pool_pinned
     meaning = "Copies between a GPU and memory that is not pinned are four to six times slower."
     advice = "a tmpfs for the pool (--kvbm-pool /dev/shm), ulimit -l unlimited"

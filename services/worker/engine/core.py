@@ -19,7 +19,7 @@ from typing import assert_never
 
 from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
-from services.worker.limits import SchedulerLimits
+from services.worker.limits import PREFILL_STEP_S, STEP_S, SchedulerLimits
 from services.worker.messages import (
     BlockExplained,
     CancelAttempt,
@@ -101,6 +101,7 @@ class EngineCore:
             eos_token_ids=frozenset(facts.eos_token_ids),
             block_size=facts.block_size,
             capacity_blocks=facts.capacity_blocks,
+            step_s=PREFILL_STEP_S if settings.role == "prefill" else STEP_S,
             max_running=settings.max_running,
             max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=settings.max_waiting_tokens,

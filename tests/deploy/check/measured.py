@@ -34,7 +34,11 @@ MEMORY = MemoryMeasured(
 )
 DISK = DiskMeasured("/blocks", "xfs", 900 << 30, True, 1 << 30, 3.6e9, 3.8e9, 0.001)
 GPUS = GpusMeasured(
-    (GpuMeasured(0, "NVIDIA H200", 55.4e9, 55.3e9, (1,)), GpuMeasured(1, "NVIDIA H200", 55.4e9, 55.3e9, (0,))), True
+    (
+        GpuMeasured(0, "NVIDIA H200", 55.4e9, 55.3e9, (1,), 397e9),
+        GpuMeasured(1, "NVIDIA H200", 55.4e9, 55.3e9, (0,), 396e9),
+    ),
+    True,
 )
 ROADS = (Road("sockets", True), Road("CUDA IPC", False, "two machines"), Road("NIXL", False, "not installed"))
 RATES = (Rate(True, 1, 2.2e9), Rate(True, 4, 5.5e9), Rate(False, 1, 2.2e9), Rate(False, 4, 2.4e9))

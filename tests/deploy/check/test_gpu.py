@@ -60,8 +60,15 @@ def cupy_of(count: int, peers: set[tuple[int, int]], *, pins: bool = True) -> di
             raise LostDevice("cudaErrorInvalidValue: invalid argument")
 
     def copy(to: int, source: int, size_bytes: int, kind: int, stream: object) -> None:
-        assert kind in (1, 2)
+        assert kind in (1, 2, 4)
+        assert kind != 4 or reached, "a copy between GPUs without peer access goes through the machine's memory"
         ctypes.memmove(to, source, size_bytes)
+
+    reached: set[int] = set()
+
+    def enable(peer: int) -> None:
+        assert peer not in reached, "CUDA refuses to do this twice"
+        reached.add(peer)
 
     runtime = SimpleNamespace(
         CUDARuntimeError=LostDevice,
@@ -70,6 +77,8 @@ def cupy_of(count: int, peers: set[tuple[int, int]], *, pins: bool = True) -> di
         deviceCanAccessPeer=lambda one, other: int((one, other) in peers),
         hostRegister=register,
         hostUnregister=lambda address: None,
+        deviceEnablePeerAccess=enable,
+        deviceDisablePeerAccess=reached.remove,
         memcpyAsync=copy,
     )
     cuda: Any = ModuleType("cupy.cuda")
@@ -102,6 +111,8 @@ def test_gpus_are_measured_with_the_peers_of_each(machine: Any) -> None:
     found = machine(3, {(0, 1), (1, 0), (2, 0)})
     assert isinstance(found, GpusMeasured)
     assert [each.peers for each in found.gpus] == [(1,), (0,), (0,)]
+    assert [each.peer_bytes_s for each in found.gpus] == [SIZE_BYTES / 0.0005] * 3
+    assert machine(1, set()).gpus[0].peer_bytes_s == 0
     assert found.gpus[2].name == "GPU of tests 2"
     assert found.gpus[0].to_device_bytes_s == SIZE_BYTES / 0.0005
     assert found.pool_pinned

@@ -131,6 +131,10 @@ def test_gpus_that_do_not_reach_each_other_are_listed() -> None:
     assert len(verdict.shown) < 80
 
 
+def test_the_rate_between_gpus_is_that_of_the_slowest() -> None:
+    assert judged(WELL)["GPU peers"].shown == "all 2 reach each other, at 396 GB/s"
+
+
 def test_one_gpu_has_no_peers_to_reach() -> None:
     assert "GPU peers" not in judged(replace(WELL, gpus=replace(GPUS, gpus=GPUS.gpus[:1])))
 

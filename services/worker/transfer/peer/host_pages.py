@@ -1,0 +1,98 @@
+"""The twin of `device_pages` in host memory: a memfd, which other processes map, and copies with memmove.
+
+The memfd is sealed against shrinking, so that no reader can die of a page that is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.worker.mover import Copy
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.host_copier import GROUP_BYTES, PATH, FinishedCopies
+from services.worker.transfer.peer.memory import MapFailed
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class HostPages:
+    """Zeros in host memory that other processes can map."""
+
+    device = ""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Make the memory; pages are touched when they are first used. Raise OSError."""
+        self.size_bytes = size_bytes
+        self._descriptor = os.memfd_create("headrace-peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, size_bytes)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self.array = np.frombuffer(mmap.mmap(self._descriptor, size_bytes), np.uint8)
+        """All bytes, writable."""
+
+    @property
+    def address(self) -> int:
+        return self.array.ctypes.data
+
+    def descriptors(self) -> Sequence[int]:
+        return [self._descriptor]
+
+    def close(self) -> None:
+        """Let go of the memory; the mapping ends with the last view of `array`."""
+        os.close(self._descriptor)
+        self.array = np.empty(0, np.uint8)
+
+
+class HostMapper:
+    """Maps HostPages of other processes."""
+
+    def map(self, descriptors: Sequence[int], size_bytes: int, device: str) -> HostMapping:
+        if len(descriptors) != 1 or device:
+            raise MapFailed(f"host memory has one descriptor and no GPU; these are {len(descriptors)} and {device!r}")
+        try:
+            seals = fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise MapFailed("the memory could shrink while it is read")
+            if os.fstat(descriptors[0]).st_size < size_bytes:
+                raise MapFailed(f"the memory has fewer than {size_bytes} bytes")
+            return HostMapping(mmap.mmap(descriptors[0], size_bytes, prot=mmap.PROT_READ))
+        except (OSError, ValueError) as wrong:
+            raise MapFailed(str(wrong)) from wrong
+
+
+class HostMapping:
+    """Host memory of another process, which this process cannot write."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory: mmap.mmap | None = memory
+        self.address: int = np.frombuffer(memory, np.uint8).ctypes.data
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+class HostPeerCopier:
+    """A PeerCopier between two pieces of host memory. Its copies have ended when `begin` returns."""
+
+    def __init__(self, theirs: BlockShape, own: BlockShape) -> None:
+        assert (theirs.fragments, theirs.fragment_bytes) == (own.fragments, own.fragment_bytes)
+        self._theirs, self._own = theirs, own
+        self.group_blocks = max(1, GROUP_BYTES // own.block_bytes)
+
+    def begin(self, copies: Sequence[Copy]) -> FinishedCopies:
+        theirs, own = self._theirs, self._own
+        for copy in copies:
+            origin, to = copy.pool_slot * theirs.stride_bytes, copy.device_slot * own.stride_bytes
+            for source, target in zip(theirs.regions, own.regions, strict=True):
+                ctypes.memmove(target + to, source + origin, own.fragment_bytes)
+        return FinishedCopies({PATH: len(copies)})
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,249 @@
+"""PeerLender: lends this process's blocks to other processes of the machine, over a Unix socket.
+
+`turn` and `watch` are called by the engine's loop: when the descriptor is readable, and a few times a second. Neither
+waits. `lending` decides; this module carries it out.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import assert_never
+
+from msgspec import Struct
+
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.peer import packets
+from services.worker.transfer.peer.lending import Lending, LendingLimits, LendingRefused
+from services.worker.transfer.peer.lock_watch import LockWatch
+from services.worker.transfer.peer.memory import ExportedPages, offsets
+from services.worker.transfer.peer.messages import (
+    FROM_LENDER,
+    PROTOCOL,
+    TO_LENDER,
+    Borrow,
+    Closing,
+    Import,
+    Leave,
+    Lent,
+    Offer,
+    PeerIdentity,
+    Refused,
+    Release,
+)
+from services.worker.transfer.peer.offer_check import check_import
+from shared.errors import ProtocolError
+from shared.hashing import ContentKey
+from shared.pool.lock import check_directory
+
+MOST_STRANGERS = 8
+"""The most connections on which no reader is admitted. Further ones are closed at once."""
+MOST_PACKETS = 32
+"""The most packets of one connection in a turn."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Connection(Struct):
+    socket: socket.socket
+    owner: str = ""
+    """The reader that is admitted on it."""
+
+
+class PeerLender:
+    """Lends the blocks of one exported memory. It belongs to one thread."""
+
+    def __init__(
+        self,
+        directory: Path,
+        owner: str,
+        pages: ExportedPages,
+        shape: BlockShape,
+        identity: PeerIdentity,
+        generation: int,
+        pin: Callable[[Sequence[ContentKey]], list[int | None]],
+        unpin: Callable[[Sequence[int]], None],
+        limits: LendingLimits | None = None,
+    ) -> None:
+        """Listen in `directory`, where this process holds the lock of `owner`. The pages stay the caller's.
+
+        `shape` lies in `pages`. `pin` and `unpin` are those of `DeviceBlocks`. Raise OSError.
+        """
+        self.lending = Lending(limits or LendingLimits())
+        self._directory = directory
+        self._pages = pages
+        self._offer = Offer(
+            PROTOCOL, owner, identity, generation, pages.device, pages.size_bytes, offsets(shape, pages.address)
+        )
+        self._pin, self._unpin = pin, unpin
+        self._path = packets.socket_of(directory, owner)
+        check_directory(directory)
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._sweep()
+        self._listening = packets.listening(self._path)
+        self._poller = select.epoll()
+        self._poller.register(self._listening, select.EPOLLIN)
+        self._connections: dict[int, _Connection] = {}
+        self._watches: dict[str, LockWatch] = {}
+
+    def fileno(self) -> int:
+        return self._poller.fileno()
+
+    @property
+    def may_free(self) -> bool:
+        """Whether no other process can read the memory any more."""
+        return self.lending.may_free
+
+    def turn(self) -> None:
+        """Take what has come."""
+        for descriptor, _ in self._poller.poll(0):
+            if descriptor == self._listening.fileno():
+                self._accept()
+            elif descriptor in self._connections:
+                self._read(descriptor)
+
+    def watch(self) -> None:
+        """End the readers that are proven dead."""
+        for owner, watch in list(self._watches.items()):
+            if watch.is_free():
+                slots = self.lending.proven_dead(owner)
+                _log.info("%s, which read blocks of this process, is dead; %d slots are free again", owner, len(slots))
+                self._forget(owner)
+                self._unpin(slots)
+
+    def close_lending(self) -> None:
+        """Lend nothing more, and ask all readers to leave; `may_free` says when they are gone."""
+        for connection in self.lending.close():
+            self._send(connection, Closing())
+
+    def close(self) -> None:
+        """Close the socket. Readers that are still there keep the memory, and read what it holds from now on."""
+        for connection in self._connections.values():
+            connection.socket.close()
+        for watch in self._watches.values():
+            watch.close()
+        self._connections.clear()
+        self._watches.clear()
+        self._poller.close()
+        self._listening.close()
+        self._path.unlink(missing_ok=True)
+
+    # --- connections
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            connection, _ = self._listening.accept()
+            connection.setblocking(False)
+            strangers = sum(not each.owner for each in self._connections.values())
+            if strangers >= MOST_STRANGERS or not packets.is_own_user(connection):
+                connection.close()
+                return
+            self._connections[connection.fileno()] = _Connection(connection)
+            self._poller.register(connection, select.EPOLLIN)
+
+    def _read(self, descriptor: int) -> None:
+        for _ in range(MOST_PACKETS):
+            connection = self._connections.get(descriptor)
+            if connection is None:
+                return
+            try:
+                received = packets.receive(connection.socket)
+                if received is None:
+                    return
+                packet, descriptors = received
+                packets.close_all(descriptors)
+                self._take(descriptor, TO_LENDER.decode(packet))
+            except (packets.ConnectionEnded, ProtocolError) as wrong:
+                self._drop(descriptor, str(wrong))
+                return
+
+    def _take(self, descriptor: int, message: Import | Borrow | Release | Leave) -> None:
+        admitted = bool(self._connections[descriptor].owner)
+        if admitted == isinstance(message, Import):
+            raise ProtocolError("a reader says what it imports first, and once")
+        match message:
+            case Import():
+                self._admit(descriptor, message)
+            case Borrow():
+                self._lend(descriptor, message)
+            case Release():
+                self._unpin(self.lending.release(descriptor, message.number))
+            case Leave():
+                slots = self.lending.leave(descriptor)
+                self._forget(self._connections[descriptor].owner)
+                self._unpin(slots)
+            case _:
+                assert_never(message)
+
+    def _admit(self, descriptor: int, asked: Import) -> None:
+        watch: LockWatch | None = None
+        try:
+            check_import(asked, self._offer.identity, self._offer.generation)
+            watch = LockWatch.of(self._directory, asked.owner)
+            if watch is None:
+                raise LendingRefused("unproven", f"no living process holds the lock of {asked.owner}")
+            slots = self.lending.admit(descriptor, asked.owner)
+        except LendingRefused as refused:
+            if watch is not None:
+                watch.close()
+            self._send(descriptor, Refused(refused.code, str(refused)))
+            self._drop(descriptor, str(refused))
+            return
+        self._forget(asked.owner)
+        self._watches[asked.owner] = watch
+        self._connections[descriptor].owner = asked.owner
+        self._unpin(slots)
+        self._send(descriptor, self._offer, self._pages.descriptors())
+
+    def _lend(self, descriptor: int, asked: Borrow) -> None:
+        try:
+            self.lending.check_loan(descriptor, asked.number, len(asked.keys))
+        except LendingRefused as refused:
+            self._send(descriptor, Refused(refused.code, str(refused), asked.number))
+            return
+        slots = self._pin(asked.keys)
+        self.lending.lend(descriptor, asked.number, [slot for slot in slots if slot is not None])
+        self._send(descriptor, Lent(asked.number, self._offer.generation, slots))
+
+    def _send(self, descriptor: int, message: Offer | Refused | Lent | Closing, pages: Sequence[int] = ()) -> None:
+        connection = self._connections.get(descriptor)
+        if connection is None:
+            return
+        try:
+            packets.send(connection.socket, FROM_LENDER.encode(message), pages)
+        except packets.ConnectionEnded as wrong:
+            self._drop(descriptor, str(wrong))
+
+    def _drop(self, descriptor: int, why: str) -> None:
+        """Close a connection. What its reader has borrowed stays lent."""
+        connection = self._connections.pop(descriptor, None)
+        if connection is None:
+            return
+        if connection.owner:
+            _log.info("the connection of %s, which reads blocks of this process, ended: %s", connection.owner, why)
+        self.lending.connection_closed(descriptor)
+        self._poller.unregister(connection.socket)
+        connection.socket.close()
+
+    def _forget(self, owner: str) -> None:
+        """Close what is left of a reader that `lending` has ended."""
+        for descriptor, connection in list(self._connections.items()):
+            if connection.owner == owner:
+                self._drop(descriptor, "the reader is gone")
+        watch = self._watches.pop(owner, None)
+        if watch is not None:
+            watch.close()
+
+    def _sweep(self) -> None:
+        """Delete the sockets of lenders that are dead."""
+        for path in self._path.parent.iterdir():
+            watch = LockWatch.of(self._directory, path.name)
+            if watch is None:
+                with suppress(OSError):
+                    path.unlink()
+            else:
+                watch.close()

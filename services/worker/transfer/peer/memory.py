@@ -1,0 +1,89 @@
+"""What the exchange needs from memory: CUDA's (`device_pages`), or its twin in host memory (`host_pages`). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.worker.mover import Copy
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.copier import Pending
+from services.worker.transfer.peer.messages import SlotShape
+from shared.errors import HeadraceError
+
+
+class MapFailed(HeadraceError):
+    """Another process's memory cannot be mapped here. The message says why."""
+
+
+class ExportedPages(Protocol):
+    """Memory of this process that others can map. It lives until `close` here and wherever it is mapped."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def device(self) -> str:
+        """The UUID of its GPU, in hex; empty for host memory."""
+        ...
+
+    def descriptors(self) -> Sequence[int]:
+        """Return open descriptors that stand for the memory. They belong to it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MappedPages(Protocol):
+    """Memory of another process, mapped here for reading. It stays what it was when that process dies."""
+
+    @property
+    def address(self) -> int: ...
+
+    def close(self) -> None:
+        """Unmap it. Nothing may be reading."""
+        ...
+
+
+class PageMapper(Protocol):
+    """Maps the memory of other processes."""
+
+    def map(self, descriptors: Sequence[int], size_bytes: int, device: str) -> MappedPages:
+        """Map it for reading. The descriptors stay the caller's. Raise MapFailed."""
+        ...
+
+
+class PeerCopier(Protocol):
+    """Copies blocks of another process's memory to this process's. It belongs to one thread."""
+
+    @property
+    def group_blocks(self) -> int:
+        """How many blocks to hand over at once."""
+        ...
+
+    def begin(self, copies: Sequence[Copy]) -> Pending:
+        """Start copies from `pool_slot`, a slot of the other's memory, to `device_slot`, one of ours.
+
+        If DeviceFailed is raised, none of them is under way.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the copier holds. Nothing may be under way."""
+        ...
+
+
+def placed(shape: SlotShape, address: int) -> BlockShape:
+    """Return where blocks lie that are mapped at `address`. The shape was checked."""
+    return BlockShape(
+        tuple(address + offset for offset in shape.regions), shape.fragment_bytes, shape.stride_bytes, shape.slots
+    )
+
+
+def offsets(shape: BlockShape, address: int) -> SlotShape:
+    """Return the shape to offer for blocks in memory that begins at `address`."""
+    regions = tuple(region - address for region in shape.regions)
+    return SlotShape(regions, shape.fragment_bytes, shape.stride_bytes, shape.slots)

@@ -1,0 +1,126 @@
+"""What an engine that lends its blocks and one that reads them say to each other on a Unix socket. Pure.
+
+reader  ── Import ──▶   lender         one message a packet (SOCK_SEQPACKET), msgpack
+        ◀── Offer ──                   with the memory's descriptors; or Refused, and the connection ends
+        ── Borrow ──▶
+        ◀── Lent ──                    its slots stay as they are until Release, Leave, or proof that the reader died
+        ── Release ─▶
+        ◀── Closing ──                 the lender wants its memory back: return everything, then Leave
+        ── Leave ──▶                   nothing is mapped or read any more
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from shared.hashing import ContentKey
+from shared.messages import Codec
+
+PROTOCOL = 1
+"""The version of the packets; another one is refused."""
+MOST_PACKET_BYTES = 64 << 10
+"""The most bytes of a packet."""
+MOST_BLOCKS = 512
+"""The most blocks of one loan: 1 GiB of an 8B model, 8,192 tokens."""
+MOST_DESCRIPTORS = 4
+"""The most descriptors of one offer."""
+
+MemoryKind = Literal["cuda", "host"]
+RefusalCode = Literal[
+    "protocol", "model", "layout", "dtype", "rank", "generation", "kind", "memory", "unproven", "limit", "closing"
+]
+_Number = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class PeerIdentity(Struct, frozen=True):
+    """What must be the same at both ends before any byte of the other is worth reading."""
+
+    model: str
+    """The name under which content keys are made, and so the weights."""
+    layout: str
+    """The digest of the shape of a block, `KvLayout.digest`."""
+    dtype: str
+    rank: Annotated[int, Meta(ge=0)] = 0
+    ranks: Annotated[int, Meta(ge=1)] = 1
+    kind: MemoryKind = "cuda"
+
+
+class SlotShape(Struct, frozen=True):
+    """Where blocks lie within the lent memory, as `BlockShape`, with offsets for addresses. In bytes."""
+
+    regions: tuple[_Number, ...]
+    fragment_bytes: _Number
+    stride_bytes: _Number
+    slots: _Number
+
+
+class Import(Struct, frozen=True, tag="import"):
+    """The first packet of a reader. Whatever the same owner had borrowed before has ended."""
+
+    protocol: int
+    owner: str
+    """The name of the reader's kernel lock (`shared.pool.lock`), which proves its death."""
+    wanted: PeerIdentity
+    generation: int = 0
+    """The generation that the reader expects; 0: any."""
+
+
+class Borrow(Struct, frozen=True, tag="borrow"):
+    """Hold these blocks in place."""
+
+    number: _Number
+    """Names the loan. The reader chooses it."""
+    keys: Annotated[list[ContentKey], Meta(min_length=1, max_length=MOST_BLOCKS)]
+
+
+class Release(Struct, frozen=True, tag="release"):
+    """Nothing reads the slots of this loan any more. An unknown one is ignored."""
+
+    number: _Number
+
+
+class Leave(Struct, frozen=True, tag="leave"):
+    """All loans have ended and nothing is mapped. The last packet of a reader."""
+
+
+class Offer(Struct, frozen=True, tag="offer"):
+    """The memory that its descriptors stand for."""
+
+    protocol: int
+    owner: str
+    """The name of the lender's kernel lock."""
+    identity: PeerIdentity
+    generation: Annotated[int, Meta(ge=1)]
+    """Drawn for each memory: blocks of another generation lie in memory that is gone."""
+    device: str
+    """The UUID of the GPU, in hex; empty for host memory."""
+    size_bytes: _Number
+    shape: SlotShape
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The answer to Import, after which the lender closes the connection, or to Borrow."""
+
+    code: RefusalCode
+    reason: str
+    number: int = -1
+    """The loan that was refused; -1: the import."""
+
+
+class Lent(Struct, frozen=True, tag="lent"):
+    """The answer to Borrow."""
+
+    number: int
+    generation: int
+    slots: list[int | None]
+    """The slot of each block; None: it is not there, and is not lent."""
+
+
+class Closing(Struct, frozen=True, tag="closing"):
+    """The lender lends nothing more, and waits for the reader to leave."""
+
+
+TO_LENDER: Codec[Import | Borrow | Release | Leave] = Codec(Import | Borrow | Release | Leave, "packet to a lender")
+FROM_LENDER: Codec[Offer | Refused | Lent | Closing] = Codec(Offer | Refused | Lent | Closing, "packet from a lender")

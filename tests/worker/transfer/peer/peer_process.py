@@ -1,0 +1,324 @@
+"""A process that lends blocks to another, or reads them; a test commands it with lines of JSON.
+
+    python -m tests.worker.transfer.peer.peer_process lend|read SETTINGS
+
+It ends when its standard input ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from services.worker.mover import Copy
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
+from services.worker.transfer.peer.lender import PeerLender
+from services.worker.transfer.peer.lending import LendingLimits
+from services.worker.transfer.peer.memory import ExportedPages, PageMapper, PeerCopier
+from services.worker.transfer.peer.messages import Lent, PeerIdentity, Refused
+from services.worker.transfer.peer.reader import PeerReader, read_blocks
+from shared.pool.lock import hold_owner
+
+IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
+GENERATION = 77
+
+
+class Settings(Struct):
+    """How a process begins."""
+
+    directory: str
+    owner: str
+    kind: Literal["host", "cuda"] = "host"
+    device: int = 0
+    fragments: int = 6
+    fragment_bytes: int = 832
+    slots: int = 24
+    layer_major: bool = True
+    path: Literal["rows", "batch", "kernel"] | None = None
+    limits: LendingLimits = LendingLimits()
+    model: str = IDENTITY.model
+    layout: str = IDENTITY.layout
+    dtype: str = IDENTITY.dtype
+    rank: int = 0
+    ranks: int = 1
+    generation: int = GENERATION
+
+    @property
+    def identity(self) -> PeerIdentity:
+        return PeerIdentity(self.model, self.layout, self.dtype, self.rank, self.ranks, self.kind)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.fragments * self.fragment_bytes
+
+    def shape(self, at: int) -> BlockShape:
+        """Return where the blocks lie in memory that begins at `at`."""
+        if self.layer_major:
+            return BlockShape.layer_major(at, self.fragments, self.fragment_bytes, self.slots)
+        regions = tuple(at + fragment * self.fragment_bytes for fragment in range(self.fragments))
+        return BlockShape(regions, self.fragment_bytes, self.block_bytes, self.slots)
+
+
+def key_of(slot: int) -> bytes:
+    """Return the content key under which the lender has a slot."""
+    return slot.to_bytes(16, "little")
+
+
+class Memory:
+    """The memory of one process, whatever its kind, and its blocks as bytes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        size_bytes = settings.slots * settings.block_bytes
+        self.pages: ExportedPages
+        self._array: Any
+        if settings.kind == "host":
+            host = HostPages(size_bytes)
+            self.pages, self._array = host, host.array
+        else:
+            from services.worker.transfer.peer.device_pages import DevicePages
+
+            pages = DevicePages(size_bytes, settings.device)
+            self.pages, self._array = pages, pages.array()
+        self.shape = settings.shape(self.pages.address)
+
+    def fill(self, seed: int) -> None:
+        """Fill every slot."""
+        for slot in range(self._settings.slots):
+            self.write(slot, block_of(seed, slot, self._settings.block_bytes))
+
+    def write(self, slot: int, block: bytes) -> None:
+        size_bytes = self.shape.fragment_bytes
+        for index, at in enumerate(self._places(slot)):
+            part = np.frombuffer(block, np.uint8)[index * size_bytes :][:size_bytes]
+            if self._settings.kind == "host":
+                self._array[at : at + size_bytes] = part
+            else:
+                self._array[at : at + size_bytes].set(part)
+                self._array.device.synchronize()
+
+    def read(self, slot: int) -> bytes:
+        size_bytes = self.shape.fragment_bytes
+        parts = [self._array[at : at + size_bytes] for at in self._places(slot)]
+        return b"".join(
+            bytes(part.tobytes() if self._settings.kind == "host" else part.get().tobytes()) for part in parts
+        )
+
+    def _places(self, slot: int) -> list[int]:
+        return [region - self.pages.address + slot * self.shape.stride_bytes for region in self.shape.regions]
+
+
+def block_of(seed: int, slot: int, block_bytes: int) -> bytes:
+    return np.random.default_rng([seed, slot]).bytes(block_bytes)
+
+
+def digest(block: bytes) -> str:
+    return hashlib.sha256(block).hexdigest()
+
+
+class LenderProcess:
+    """Answers a test's commands while it lends."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        directory = Path(settings.directory)
+        self._lock = hold_owner(directory, settings.owner)
+        self._memory = Memory(settings)
+        self._memory.fill(0)
+        self._pins: Counter[int] = Counter()
+        self.lender = PeerLender(
+            directory,
+            settings.owner,
+            self._memory.pages,
+            self._memory.shape,
+            settings.identity,
+            settings.generation,
+            self._pin,
+            self._pins.subtract,
+            settings.limits,
+        )
+
+    def fileno(self) -> int:
+        return self.lender.fileno()
+
+    def turn(self) -> None:
+        self.lender.turn()
+        self.lender.watch()
+        self.lender.lending.validate()
+
+    def state(self) -> dict[str, Any]:
+        """Return what is lent."""
+        lending = self.lender.lending
+        pinned = sorted(slot for slot, count in self._pins.items() if count)
+        assert min(self._pins.values(), default=0) >= 0, "a slot was unpinned too often"
+        return {"readers": lending.readers, "pinned": pinned, "may_free": self.lender.may_free}
+
+    def watch(self, times: int) -> dict[str, Any]:
+        for _ in range(times):
+            self.turn()
+        return self.state()
+
+    def fill(self, seed: int) -> None:
+        self._memory.fill(seed)
+
+    def digests(self) -> list[str]:
+        return [digest(self._memory.read(slot)) for slot in range(self.settings.slots)]
+
+    def close_lending(self) -> None:
+        self.lender.close_lending()
+
+    def _pin(self, keys: Sequence[bytes]) -> list[int | None]:
+        slots = [int.from_bytes(key, "little") for key in keys]
+        found = [slot if slot < self.settings.slots else None for slot in slots]
+        self._pins.update(slot for slot in found if slot is not None)
+        return found
+
+
+class ReaderProcess:
+    """Answers a test's commands while it reads."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._lock = hold_owner(Path(settings.directory), settings.owner)
+        self._memory = Memory(settings)
+        self._mapper: PageMapper
+        if settings.kind == "host":
+            self._mapper = HostMapper()
+        else:
+            from services.worker.transfer.peer.device_pages import DeviceMapper
+
+            self._mapper = DeviceMapper(settings.device)
+        self.reader: PeerReader | None = None
+        self._copier: PeerCopier | None = None
+        self._answers: dict[int, Lent | Refused] = {}
+
+    def fileno(self) -> int:
+        return self.reader.fileno() if self.reader is not None and not self.reader.ended else -1
+
+    def turn(self) -> None:
+        if self.reader is not None:
+            self._answers |= {answer.number: answer for answer in self.reader.turn()}
+
+    def connect(self, lender: str) -> str:
+        """Connect and map; return why not."""
+        self.reader = reader = PeerReader(
+            Path(self.settings.directory),
+            lender,
+            self.settings.owner,
+            self.settings.identity,
+            self._memory.shape,
+            self._mapper,
+            self.settings.generation,
+        )
+        while reader.theirs is None and not reader.ended:
+            self._wait()
+        if reader.theirs is not None:
+            self._copier = self._new_copier(reader.theirs)
+        return reader.ended
+
+    def borrow(self, number: int, slots: list[int]) -> Any:
+        """Borrow; return the slots, or a refusal's code."""
+        assert self.reader is not None
+        self.reader.borrow(number, [key_of(slot) for slot in slots])
+        while number not in self._answers and not self.reader.ended:
+            self._wait()
+        answer = self._answers.pop(number, None)
+        return answer.slots if isinstance(answer, Lent) else answer.code if answer is not None else self.reader.ended
+
+    def copy(self, number: int, pairs: list[tuple[int, int]]) -> bool:
+        """Copy blocks of a loan; return whether they are good."""
+        assert self.reader is not None
+        assert self._copier is not None
+        reader = self.reader
+        return read_blocks(self._copier, [Copy(*pair) for pair in pairs], lambda: reader.is_lent(number))
+
+    def copy_anyway(self, pairs: list[tuple[int, int]]) -> bool:
+        """Copy blocks without asking whether they are lent; return whether that ended well."""
+        assert self._copier is not None
+        return read_blocks(self._copier, [Copy(*pair) for pair in pairs], lambda: True)
+
+    def copy_endlessly(self, number: int, pairs: list[tuple[int, int]]) -> None:
+        """Copy again and again, in a thread; each good round prints a line, and the first other one the last line."""
+
+        def go_on() -> None:
+            while self.copy(number, pairs):
+                say("copied")
+            say("discarded")
+
+        threading.Thread(target=go_on, daemon=True).start()
+
+    def state(self) -> dict[str, Any]:
+        assert self.reader is not None
+        return {"ended": self.reader.ended, "closing": self.reader.closing}
+
+    def release(self, number: int) -> None:
+        assert self.reader is not None
+        self.reader.release(number)
+
+    def leave(self) -> None:
+        assert self.reader is not None
+        if self._copier is not None:
+            self._copier.close()
+        self.reader.leave()
+
+    def digests(self) -> list[str]:
+        return [digest(self._memory.read(slot)) for slot in range(self.settings.slots)]
+
+    def poke(self) -> None:
+        """Write to the lender's memory; that ends this process, if the memory is not writable here."""
+        import ctypes
+
+        assert self.reader is not None
+        assert self.reader.theirs is not None
+        ctypes.memset(self.reader.theirs.regions[0], 0, 1)
+
+    def _new_copier(self, theirs: BlockShape) -> PeerCopier:
+        if self.settings.kind == "host":
+            return HostPeerCopier(theirs, self._memory.shape)
+        from services.worker.transfer.peer.device_copier import DevicePeerCopier
+
+        return DevicePeerCopier(theirs, self._memory.shape, self.settings.device, path=self.settings.path)
+
+    def _wait(self) -> None:
+        select.select([self.fileno()], [], [], 1)
+        self.turn()
+
+
+def say(answer: Any) -> None:
+    os.write(1, msgspec.json.encode(answer) + b"\n")
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.argv[2], type=Settings)
+    process = LenderProcess(settings) if sys.argv[1] == "lend" else ReaderProcess(settings)
+    say("ready")
+    commands = b""
+    while True:
+        descriptors = [0] if process.fileno() < 0 else [0, process.fileno()]
+        readable, _, _ = select.select(descriptors, [], [], 0.02)
+        process.turn()
+        if 0 not in readable:
+            continue
+        received = os.read(0, 1 << 16)
+        if not received:
+            return
+        *lines, commands = (commands + received).split(b"\n")
+        for line in lines:
+            name, arguments = msgspec.json.decode(line)
+            say(getattr(process, name)(*arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Lender and reader on one socket within a process: what either does with packets that no other of ours would send."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from services.worker.transfer.peer import packets
+from services.worker.transfer.peer.host_pages import HostMapper, HostPages
+from services.worker.transfer.peer.lender import MOST_STRANGERS, PeerLender
+from services.worker.transfer.peer.lending import LendingLimits
+from services.worker.transfer.peer.memory import MapFailed, offsets
+from services.worker.transfer.peer.messages import (
+    FROM_LENDER,
+    MOST_BLOCKS,
+    MOST_PACKET_BYTES,
+    PROTOCOL,
+    TO_LENDER,
+    Borrow,
+    Import,
+    Lent,
+    Offer,
+    Refused,
+    Release,
+)
+from services.worker.transfer.peer.reader import PeerReader
+from shared.errors import Unavailable
+from shared.pool.lock import HeldLock, hold_owner
+from tests.worker.transfer.peer.peer_process import IDENTITY, Settings, key_of
+
+SHAPE = Settings("", "")
+ASKED = Import(PROTOCOL, "reader", IDENTITY)
+
+
+class Rig:
+    """A lender, and the locks of both."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "owners").mkdir(mode=0o700)
+        directory.chmod(0o700)
+        self.directory = directory
+        self.locks: list[HeldLock] = [hold_owner(directory, name) for name in ("lender", "reader")]
+        self.pages = HostPages(SHAPE.slots * SHAPE.block_bytes)
+        self.shape = SHAPE.shape(self.pages.address)
+        self.pinned: list[int] = []
+        self.lender = self.new_lender("lender")
+
+    def new_lender(self, owner: str) -> PeerLender:
+        return PeerLender(
+            self.directory, owner, self.pages, self.shape, IDENTITY, 1, self.pin, self.unpin, LendingLimits(blocks=600)
+        )
+
+    def pin(self, keys: Sequence[bytes]) -> list[int | None]:
+        slots = [int.from_bytes(key, "little") for key in keys]
+        self.pinned += slots
+        return list(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.pinned.remove(slot)
+
+    def connect(self) -> socket.socket:
+        connection = packets.connected(packets.socket_of(self.directory, "lender"))
+        self.lender.turn()
+        return connection
+
+    def heard(self, connection: socket.socket) -> object:
+        """Let the lender read; return what it says, or None if it closed the connection."""
+        self.lender.turn()
+        self.lender.lending.validate()
+        with suppress(packets.ConnectionEnded):
+            received = packets.receive(connection)
+            assert received is not None, "the lender says nothing"
+            packets.close_all(received[1])
+            return FROM_LENDER.decode(received[0])
+        return None
+
+    def admitted(self) -> socket.socket:
+        connection = self.connect()
+        connection.send(TO_LENDER.encode(ASKED))
+        assert isinstance(self.heard(connection), Offer)
+        return connection
+
+    def close(self) -> None:
+        self.lender.close()
+        for lock in self.locks:
+            lock.close(delete=True)
+        self.pages.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with closing(Rig(tmp_path)) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\xc1",
+        TO_LENDER.encode(Borrow(1, [key_of(1)])),
+        b"x" * MOST_PACKET_BYTES,
+    ],
+)
+def test_a_stranger_that_says_something_else_first_is_cut_off(rig: Rig, packet: bytes) -> None:
+    with rig.connect() as connection:
+        connection.send(packet)
+        assert rig.heard(connection) is None
+    assert rig.lender.lending.readers == []
+
+
+def test_a_reader_that_breaks_the_protocol_is_cut_off_and_keeps_its_loans_until_it_is_dead(rig: Rig) -> None:
+    with rig.admitted() as connection:
+        connection.send(TO_LENDER.encode(Borrow(1, [key_of(1), key_of(2)])))
+        assert rig.heard(connection) == Lent(1, 1, [1, 2])
+        connection.send(b"?")
+        assert rig.heard(connection) is None
+    rig.lender.watch()
+    assert (rig.lender.lending.readers, rig.pinned) == (["reader"], [1, 2])
+    rig.locks.pop().close()
+    rig.lender.watch()
+    assert (rig.lender.lending.readers, rig.pinned) == ([], [])
+
+
+def test_a_loan_has_a_bounded_number_of_blocks(rig: Rig) -> None:
+    with rig.admitted() as connection:
+        connection.send(TO_LENDER.encode(Borrow(1, [key_of(1)] * MOST_BLOCKS)))
+        assert isinstance(rig.heard(connection), Lent)
+        connection.send(TO_LENDER.encode(Borrow(2, [key_of(1)] * MOST_BLOCKS)))
+        refused = rig.heard(connection)
+        assert isinstance(refused, Refused)
+        assert (refused.code, refused.number) == ("limit", 2)
+        connection.send(TO_LENDER.encode(Release(1)))
+        connection.send(TO_LENDER.encode(Borrow(3, [key_of(1)] * (MOST_BLOCKS + 1))))
+        assert rig.heard(connection) is None
+    assert rig.pinned == []
+
+
+def test_strangers_are_bounded_and_do_not_keep_a_reader_out_for_good(rig: Rig) -> None:
+    strangers = [rig.connect() for _ in range(MOST_STRANGERS)]
+    with rig.connect() as late:
+        assert rig.heard(late) is None
+    for each in strangers:
+        each.close()
+    rig.lender.turn()
+    rig.admitted().close()
+
+
+def test_a_reader_that_does_not_read_is_cut_off_and_keeps_its_loans(rig: Rig) -> None:
+    def borrow_without_end() -> None:
+        for number in count():
+            connection.send(TO_LENDER.encode(Borrow(number, [key_of(1)] * 500)))
+            rig.lender.turn()
+            assert rig.pinned
+            connection.send(TO_LENDER.encode(Release(number)))
+
+    with rig.admitted() as connection, pytest.raises((BrokenPipeError, ConnectionResetError)):
+        borrow_without_end()
+    rig.lender.watch()
+    assert rig.lender.lending.readers == ["reader"]
+    assert len(rig.pinned) == rig.lender.lending.blocks > 0
+
+
+def test_descriptors_that_a_reader_sends_are_closed(rig: Rig) -> None:
+    with rig.connect() as connection:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        socket.send_fds(connection, [TO_LENDER.encode(ASKED)], [0, 1])
+        assert isinstance(rig.heard(connection), Offer)
+        # One more than before: the descriptor by which the lender watches the reader's lock.
+        assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
+
+
+def test_the_socket_of_a_dead_lender_is_deleted_and_that_of_a_living_one_is_not(rig: Rig) -> None:
+    packets.listening(packets.socket_of(rig.directory, "dead")).close()
+    rig.locks.append(hold_owner(rig.directory, "second"))
+    rig.new_lender("second").close()
+    left = sorted(path.name for path in (rig.directory / packets.LENDERS).iterdir())
+    assert left == ["lender"]
+
+
+def new_reader(rig: Rig, lender: str = "lender") -> PeerReader:
+    return PeerReader(rig.directory, lender, "reader", IDENTITY, rig.shape, HostMapper())
+
+
+def test_without_a_lender_a_reader_says_so(rig: Rig) -> None:
+    with pytest.raises(Unavailable, match="nobody lends no blocks"):
+        new_reader(rig, "nobody")
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ([b"?"], "packet from a lender"),
+        ([FROM_LENDER.encode(Lent(1, 1, [1]))], "loan 1, which was not asked for"),
+        ([FROM_LENDER.encode(Refused("limit", "enough", 4))], "loan 4, which was not asked for"),
+    ],
+)
+def test_a_reader_leaves_a_lender_that_says_what_none_of_ours_would(rig: Rig, answers: list[bytes], why: str) -> None:
+    with packets.listening(packets.socket_of(rig.directory, "false")) as listening:
+        reader = new_reader(rig, "false")
+        connection, _ = listening.accept()
+        with connection:
+            for answer in answers:
+                connection.send(answer)
+            reader.turn()
+            assert why in reader.ended
+            assert reader.theirs is None
+            reader.leave()
+
+
+@pytest.mark.parametrize(
+    ("lent", "why"),
+    [
+        (Lent(1, 2, [1]), "generation 2"),
+        (Lent(1, 1, [1, 2]), "another number"),
+        (Lent(1, 1, [SHAPE.slots]), "do not exist"),
+        (Lent(1, 1, [-1]), "do not exist"),
+    ],
+)
+def test_a_loan_of_other_slots_than_there_are_ends_the_exchange(rig: Rig, lent: Lent, why: str) -> None:
+    offer = Offer(PROTOCOL, "false", IDENTITY, 1, "", rig.pages.size_bytes, offsets(rig.shape, rig.pages.address))
+    with packets.listening(packets.socket_of(rig.directory, "false")) as listening:
+        reader = new_reader(rig, "false")
+        connection, _ = listening.accept()
+        with connection:
+            socket.send_fds(connection, [FROM_LENDER.encode(offer)], rig.pages.descriptors())
+            reader.turn()
+            assert reader.theirs is not None
+            reader.borrow(1, [key_of(1)])
+            connection.send(FROM_LENDER.encode(lent))
+            assert reader.turn() == []
+            assert why in reader.ended
+            assert not reader.is_lent(1)
+            reader.leave()
+
+
+def test_memory_that_could_shrink_or_is_too_small_is_not_mapped() -> None:
+    descriptor = os.memfd_create("shrinks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 8192)
+    with pytest.raises(MapFailed, match="could shrink"):
+        HostMapper().map([descriptor], 8192, "")
+    os.close(descriptor)
+    pages = HostPages(8192)
+    with pytest.raises(MapFailed, match="fewer than 8193"):
+        HostMapper().map(pages.descriptors(), 8193, "")
+    with pytest.raises(MapFailed, match="one descriptor"):
+        HostMapper().map([*pages.descriptors()] * 2, 8192, "")
+    pages.close()

@@ -1,0 +1,136 @@
+"""Lending in any order of events: a slot is returned exactly once, and only for a reason that proves its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.worker.transfer.peer.lending import Lending, LendingLimits, LendingRefused
+
+LIMITS = LendingLimits(readers=3, loans=2, blocks=8)
+OWNERS = [f"reader-{number}" for number in range(4)]
+
+
+def test_a_closed_connection_returns_nothing_and_death_returns_all() -> None:
+    lending = Lending(LIMITS)
+    assert lending.admit(1, "a") == []
+    lending.lend(1, 5, [3, 4])
+    lending.lend(1, 6, [4])
+    lending.connection_closed(1)
+    assert (lending.readers, lending.blocks) == (["a"], 3)
+    assert sorted(lending.proven_dead("a")) == [3, 4, 4]
+    assert (lending.readers, lending.blocks) == ([], 0)
+
+
+def test_a_reader_that_is_admitted_again_has_returned_what_it_had() -> None:
+    lending = Lending(LIMITS)
+    lending.admit(1, "a")
+    lending.lend(1, 5, [3, 4])
+    assert lending.admit(2, "a") == [3, 4]
+    lending.connection_closed(1)
+    lending.lend(2, 5, [7])
+    assert lending.release(2, 5) == [7]
+    assert lending.release(2, 5) == []
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_memory_may_be_freed_when_lending_is_closed_and_the_last_reader_is_gone(silent: bool) -> None:
+    lending = Lending(LIMITS)
+    lending.admit(1, "a")
+    assert not lending.may_free
+    if silent:
+        lending.connection_closed(1)
+    assert lending.close() == ([] if silent else [1])
+    assert not lending.may_free
+    with pytest.raises(LendingRefused, match="lends nothing more"):
+        lending.admit(2, "b")
+    if silent:
+        lending.proven_dead("a")
+    else:
+        with pytest.raises(LendingRefused, match="lends nothing more"):
+            lending.check_loan(1, 1, 1)
+        lending.leave(1)
+    assert lending.may_free
+
+
+class LendingMachine(RuleBasedStateMachine):
+    """Readers come, borrow, return, fall silent, come again and die; a model counts what each may still read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lending = Lending(LIMITS)
+        self.next = 0
+        self.connections: dict[int, str] = {}
+        self.held: dict[str, dict[int, list[int]]] = {}
+
+    def returned(self, slots: list[int], owner: str) -> None:
+        loans = self.held.pop(owner, {})
+        assert Counter(slots) == Counter(slot for loan in loans.values() for slot in loan)
+
+    def disconnect(self, owner: str) -> None:
+        self.connections = {number: name for number, name in self.connections.items() if name != owner}
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def admit(self, owner: str) -> None:
+        self.next += 1
+        allowed = not self.lending.closing and (owner in self.held or len(self.held) < LIMITS.readers)
+        if not allowed:
+            with pytest.raises(LendingRefused):
+                self.lending.admit(self.next, owner)
+            return
+        self.returned(self.lending.admit(self.next, owner), owner)
+        self.disconnect(owner)
+        self.held[owner] = {}
+        self.connections[self.next] = owner
+
+    @precondition(lambda self: self.connections)
+    @rule(data=st.data(), number=st.integers(0, 3), slots=st.lists(st.integers(0, 20), max_size=5))
+    def lend(self, data: st.DataObject, number: int, slots: list[int]) -> None:
+        connection = data.draw(st.sampled_from(sorted(self.connections)))
+        loans = self.held[self.connections[connection]]
+        lent = sum(len(loan) for reader in self.held.values() for loan in reader.values())
+        full = len(loans) >= LIMITS.loans or number in loans or lent + len(slots) > LIMITS.blocks
+        if full or self.lending.closing:
+            with pytest.raises(LendingRefused):
+                self.lending.lend(connection, number, slots)
+            return
+        self.lending.lend(connection, number, slots)
+        loans[number] = slots
+
+    @precondition(lambda self: self.connections)
+    @rule(data=st.data(), number=st.integers(0, 3))
+    def release(self, data: st.DataObject, number: int) -> None:
+        connection = data.draw(st.sampled_from(sorted(self.connections)))
+        assert self.lending.release(connection, number) == self.held[self.connections[connection]].pop(number, [])
+
+    @precondition(lambda self: self.connections)
+    @rule(data=st.data(), leaves=st.booleans())
+    def end_connection(self, data: st.DataObject, leaves: bool) -> None:
+        connection = data.draw(st.sampled_from(sorted(self.connections)))
+        owner = self.connections.pop(connection)
+        if leaves:
+            self.returned(self.lending.leave(connection), owner)
+        self.lending.connection_closed(connection)
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def die(self, owner: str) -> None:
+        self.returned(self.lending.proven_dead(owner), owner)
+        self.disconnect(owner)
+
+    @rule()
+    def close(self) -> None:
+        assert sorted(self.lending.close()) == sorted(self.connections)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.lending.validate()
+        assert set(self.lending.readers) == set(self.held)
+        assert self.lending.may_free == (self.lending.closing and not self.held)
+
+
+TestLendingMachine = LendingMachine.TestCase
+TestLendingMachine.settings = settings(max_examples=60, stateful_step_count=40)
