@@ -8,9 +8,8 @@ from services.worker.config import Offload
 
 MAX_STEP_TOKENS = 8192
 """Most tokens that one step computes, whatever the time: runners have room for as many."""
-
-
 STEP_S = 0.25
+"""Seconds that a step which prefills should take at most."""
 PREFILL_STEP_S = 0.05
 """The same for a worker that only computes prompts: what a step has computed is stored, and loaded where it is decoded,
 while the next one is computed, so that only the last step's blocks are waited for."""
