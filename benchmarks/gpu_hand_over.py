@@ -81,7 +81,9 @@ class HandOverRow(Struct, frozen=True):
     third_ms: float
     """From the second token to the third."""
     from_memory: int
-    """Tokens of the prompt that the worker of the second token loaded from kvbm's memory."""
+    """Tokens of the prompt that the worker of the second token loaded from kvbm's memory after the hand-over."""
+    storing_ms: float = 0.0
+    """From the first token to the hand-over: until kvbm has all blocks; 0 without one."""
 
 
 class BetweenRow(Struct, frozen=True):
@@ -114,14 +116,17 @@ class Wire:
 
     def __init__(self) -> None:
         self.parts: dict[str, list[_Heard]] = defaultdict(list)
+        self.handed_over_s: dict[str, float] = {}
 
     async def hear(self, message: Any) -> None:
         now_s = time.perf_counter()
         frame = STEP_FRAME.decode(message.data)
         for part in frame.parts:
+            clients_part = part.request.partition("/")[0].rpartition("-")[0]
+            if part.finish == "handed_over":
+                self.handed_over_s[clients_part] = now_s
             if part.tokens:
                 heard = _Heard(now_s, frame.instance, part.first, len(part.tokens) // 4, part.cached_host_tokens)
-                clients_part = part.request.partition("/")[0].rpartition("-")[0]
                 self.parts[clients_part].append(heard)
 
 
@@ -133,15 +138,15 @@ class Client:
         self._http, self._url, self._vocabulary = http, url, vocabulary
         self._numbers = count()
 
-    async def ask(self, model: str, prompt_tokens: int, most: int) -> list[_Heard]:
-        """Ask for an answer of `most` tokens to a new prompt; return its parts."""
+    async def ask(self, model: str, prompt_tokens: int, most: int) -> tuple[list[_Heard], float]:
+        """Ask for an answer of `most` tokens to a new prompt; return its parts, and when it was handed over."""
         name = f"asked-{next(self._numbers)}"
         await self._stream(name, model, prompt_tokens, most)
         async with asyncio.timeout(LIMIT_S):
             # Our own subscription may hear the end later than the frontend's.
             while sum(part.tokens for part in self.wire.parts[name]) < most:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        return self.wire.parts.pop(name)
+        return self.wire.parts.pop(name), self.wire.handed_over_s.pop(name, 0.0)
 
     @asynccontextmanager
     async def streaming(self, model: str) -> AsyncIterator[list[str]]:
@@ -286,7 +291,7 @@ async def _measure(
 
 async def _row(client: Client, model: str, tokens: int) -> HandOverRow:
     begun_s = time.perf_counter()
-    first, second, third, *_ = await client.ask(model, tokens, 4)
+    (first, second, third, *_), handed_over_s = await client.ask(model, tokens, 4)
     return HandOverRow(
         model=model,
         handed_over=first.instance != second.instance,
@@ -294,6 +299,7 @@ async def _row(client: Client, model: str, tokens: int) -> HandOverRow:
         second_ms=1e3 * (second.at_s - first.at_s),
         third_ms=1e3 * (third.at_s - second.at_s),
         from_memory=second.from_memory,
+        storing_ms=max(0.0, 1e3 * (handed_over_s - first.at_s)),
     )
 
 
@@ -303,7 +309,7 @@ async def _between(client: Client, streams: Sequence[str], flags: argparse.Names
 
     async def again() -> None:
         while True:
-            first, second, *_ = await client.ask(PAIR, flags.tokens, 2)
+            (first, second, *_), _ = await client.ask(PAIR, flags.tokens, 2)
             handed_over.append(first.instance != second.instance)
 
     tasks = [asyncio.create_task(again()) for _ in range(prompts)]

@@ -19,6 +19,7 @@ from typing import assert_never
 
 from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
+from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.limits import PREFILL_STEP_S, STEP_S, SchedulerLimits
 from services.worker.messages import (
     BlockExplained,
@@ -120,6 +121,7 @@ class EngineCore:
             timeout_s=settings.kvbm.timeout_s,
             most_blocks=min(settings.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
             checksums=settings.kvbm.checksums,
+            collect_s=0.0 if settings.role == "prefill" else COLLECT_S,
         )
         return EngineCore(scheduler, facts.block_size, connector, facts.operations)
 

@@ -35,7 +35,7 @@ from services.worker.kv_connector.actions import (
 )
 from services.worker.kv_connector.fetches import Fetches
 from services.worker.kv_connector.stats import TransferStats
-from services.worker.kv_connector.stores import Stores
+from services.worker.kv_connector.stores import COLLECT_S, Stores
 from services.worker.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
 from services.worker.mover import Copied, Mover, Slots
 from shared.errors import ProtocolError
@@ -98,9 +98,11 @@ class KVConnector:
         timeout_s: float,
         most_blocks: int,
         checksums: bool = False,
+        collect_s: float = COLLECT_S,
     ) -> None:
         """`worker` is its instance id, `timeout_s` the time for each answer, `most_blocks` the bound of `Stores`. With
-        `checksums` blocks go to the kvbm with a checksum, which is compared when they come back."""
+        `checksums` blocks go to the kvbm with a checksum, which is compared when they come back. A block waits for
+        `collect_s` for others that are stored with it."""
         self.mover = mover
         self._blocks = blocks
         self._attachment = attachment
@@ -108,7 +110,7 @@ class KVConnector:
         self._worker = worker
         self._timeout_s = timeout_s
         self._numbers, batches = count(1), count(1)
-        self._stores = Stores(blocks, self._numbers, batches, most_blocks, checksums=checksums)
+        self._stores = Stores(*(blocks, self._numbers, batches, most_blocks), checksums=checksums, collect_s=collect_s)
         self._fetches = Fetches(blocks, self._numbers, batches, checksums=checksums)
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
         """Changed by `_enter` alone."""

@@ -28,7 +28,7 @@ from shared.kvbm_messages import ABORT, COMMIT, STORE, Abort, Commit, Granted, K
 BATCH_BLOCKS = 64
 """Most blocks of one Store: some 10 KB, and a few milliseconds' copies."""
 COLLECT_S = 0.02
-"""Seconds that the first of a Store's blocks waits for others."""
+"""Seconds that the first of a Store's blocks waits for others, as a rule."""
 MOST_STORES = 8
 """Most Stores that are asked, saving or ending at once."""
 COPY_SHARE = 0.75
@@ -59,10 +59,12 @@ class Stores:
         most_blocks: int,
         *,
         checksums: bool = False,
+        collect_s: float = COLLECT_S,
     ) -> None:
         """`numbers` names the requests, `batches` the mover's batches. `most_blocks` bounds the device blocks that are
         asked for or held at once. With `checksums` the mover makes one for each block."""
         assert most_blocks > 0
+        self._collect_s = collect_s
         self._checksums = checksums
         self._blocks = blocks
         self._numbers = numbers
@@ -135,7 +137,7 @@ class Stores:
         if not self._collected:
             if self._under_way + most > self._most_blocks:
                 return []
-            self._send_s = now_s + COLLECT_S
+            self._send_s = now_s + self._collect_s
         if len(self._collected) < most:
             self._collected += self._blocks.offers(most - len(self._collected))
         if self._collected and (len(self._collected) >= most or now_s >= self._send_s):
