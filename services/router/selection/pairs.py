@@ -11,17 +11,20 @@ store's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from services.router.index.index import CandidateId
 from services.router.index.shared_stores import StoreId
-from services.router.selection.candidates import CandidateState, RoutingRequest
+from services.router.selection.candidates import CandidateState, FleetAverage, RoutingRequest
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy_guard import PolicyChoice, PolicyGuard
 from shared.messages import Overlap
+
+SplitCosts = Callable[[RoutingRequest, CandidateState, CandidateState, CandidateState], tuple[float, float]]
+"""A function like `split_costs`: (request, whole, prefill, decode) → (cost of the pair, of one worker for all)."""
 
 
 class WorkerPair(Struct, frozen=True):
@@ -30,9 +33,9 @@ class WorkerPair(Struct, frozen=True):
     prefill: PolicyChoice
     decode: PolicyChoice
     cost: float
-    """What the pair costs, in prompt tokens."""
+    """What the pair costs, in seconds."""
     alone: float
-    """What the best single worker costs, in prompt tokens."""
+    """What the best single worker costs, in seconds."""
 
     @property
     def candidates(self) -> tuple[CandidateId, CandidateId]:
@@ -47,7 +50,7 @@ class WorkerPair(Struct, frozen=True):
     @property
     def comparison(self) -> str:
         """Both costs, in words."""
-        return f"a pair costs {self.cost:.0f}, one worker {self.alone:.0f}"
+        return f"a pair costs {self.cost:.2f} s, one worker {self.alone:.2f} s"
 
 
 def choose_pair(
@@ -56,6 +59,7 @@ def choose_pair(
     prefilling: Sequence[tuple[StoreId | None, CandidateState]],
     decoding: Sequence[tuple[StoreId | None, CandidateState]],
     whole: CandidateState,
+    compare: SplitCosts = split_costs,
 ) -> WorkerPair | None:
     """Return the pair that the policy chooses, each worker with its store; None if no two workers have one store.
     `whole` is the worker that would compute the whole request."""
@@ -63,13 +67,15 @@ def choose_pair(
     able = [(store, state) for store, state in prefilling if store in stores]
     if not able:
         return None
-    prefill = guard.choose(replace(request, part="prompt"), [state for _, state in able])
+    computing = [state for _, state in able]
+    prompt = replace(request, part="prompt", fleet=FleetAverage.of(computing))
+    prefill = guard.choose(prompt, computing)
     chosen = prefill.chosen.candidate
     (at,) = (store for store, state in able if state.id == chosen.id)
     blocks = (request.prompt_tokens - 1) // request.block_size
     takers = [_as_taker(state, blocks) for store, state in decoding if store == at]
     decode = guard.choose(replace(request, part="decode"), takers)
-    return WorkerPair(prefill, decode, *split_costs(request, whole, chosen, decode.chosen.candidate))
+    return WorkerPair(prefill, decode, *compare(request, whole, chosen, decode.chosen.candidate))
 
 
 def _as_taker(state: CandidateState, blocks: int) -> CandidateState:
