@@ -6,19 +6,21 @@ model). Each worker is an 8B model on one H200 (`services/worker/simulated/timin
 113 GiB. All of them share a block store of 16,000 blocks in memory, 1 TiB. Each load is also run with answers three
 times as long, and with all requests of 20 s in the first 10 of them.
 
-aggregated   8 workers that do all. `short`: the same with steps of 0.05 s at most while they prefill, instead of 0.25.
+aggregated   8 workers that do all.
 fixed p+d    p workers that compute prompts and d that decode: each prompt is handed over (`split_costs` is replaced).
 mixed p+d    the same workers, where the router compares a pair with a single worker for each request.
+steps        how long a step with parts of prompts may take (`worker.step_s`): 0.25 s, the default, or 0.05.
 
-load         The arrival times are stretched to 0.8 of what the 8 aggregated workers bear: requests a second that end
-             until the last one begins, in a closed loop with 64 requests a worker.
+load         The arrival times are stretched to 0.8 of what the 8 aggregated workers bear: the requests a second that
+             end in a closed loop with 64 requests a worker, after the first 512 have ended and until the last begins.
 ttft         from arrival to the first token; requests that wait at the end are waited for.
 itl          all times from a token to the next one of the same answer, hand-overs included.
 second       from the first token to the second one, of what is handed over.
 computed     the share of all computed prompt tokens that workers which decode have computed; the rest of a prompt that
              fills no block counts, too.
 throughput   output tokens a second, from the first arrival to the last end: below load 1 mostly that of the arrivals.
-best         the split, and the mix, with the least mean time to the last token.
+best         the split, and the mix, with the least mean time to the last token among those with the same steps. The mix
+             is also compared with both, figure by figure.
 
 What could mislead: time is a model's, without jitter. Copies run at 50 GB/s a direction and worker, however many there
 are, and slow no step (measured: 1 to 9 %). Blocks of 512 tokens leave 256 of a prompt for the worker that decodes, in
@@ -49,6 +51,7 @@ from benchmarks.report import Goal, report
 from benchmarks.trace import default_timing
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
+from shared.messages import Role
 
 WORKERS = 8
 WORKER_BLOCKS = 1800
@@ -70,8 +73,9 @@ AS_GOOD = 1.05
 class Setup(Struct, frozen=True):
     """A fleet of workers: so many that compute prompts, so many that decode; 0 of the first: all do all."""
 
-    kind: Literal["aggregated", "short", "fixed", "mixed"]
+    kind: Literal["aggregated", "fixed", "mixed"]
     prefill: int = 0
+    step_s: float = LONGEST_STEP_S
 
     @property
     def decode(self) -> int:
@@ -80,9 +84,11 @@ class Setup(Struct, frozen=True):
 
 SETUPS: tuple[Setup, ...] = (
     Setup("aggregated"),
-    Setup("short"),
-    *(Setup("fixed", prefill) for prefill in (2, 3, 4, 5, 6)),
-    *(Setup("mixed", prefill) for prefill in (2, 3, 4, 5, 6)),
+    *(Setup("fixed", prefill) for prefill in (3, 4, 5, 6)),
+    *(Setup("mixed", prefill) for prefill in (3, 4, 5)),
+    Setup("aggregated", 0, SHORT_STEP_S),
+    *(Setup("fixed", prefill, SHORT_STEP_S) for prefill in (4, 5)),
+    *(Setup("mixed", prefill, SHORT_STEP_S) for prefill in (4, 5)),
 )
 
 
@@ -93,6 +99,8 @@ class SplitRow(Struct, frozen=True):
     kind: str
     prefill: int
     decode: int
+    step_s: float
+    """The bound of steps with parts of prompts."""
     requests_per_s: float
     ttft_p50_s: float
     ttft_p90_s: float
@@ -135,7 +143,11 @@ def main() -> int:
         for row in pool.map(_one, runs):
             rows.append(row)
             print(_line(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
-    goals = [goal for name in loads for goal in goals_of([row for row in rows if row.load == name])]
+    goals = [
+        goal
+        for load, step_s in dict.fromkeys((row.load, row.step_s) for row in rows)
+        for goal in goals_of([row for row in rows if (row.load, row.step_s) == (load, step_s)])
+    ]
     if flags.json:
         print(msgspec.json.encode(report("disagg", sys.argv[1:], goals, rows)).decode())
     else:
@@ -167,12 +179,12 @@ def in_bursts(load: RequestTrace) -> RequestTrace:
 
 def capacity(load: RequestTrace) -> float:
     """Return how many requests a second the aggregated workers bear; the module explains it."""
+    in_flight = min(IN_FLIGHT, len(load.requests) // 4)
     fleet = fleet_of(load, Setup("aggregated"))
-    fleet.run_closed(IN_FLIGHT)
-    last_s = max(journey.asked_s for journey in fleet.journeys)
-    if not last_s:  # all of them began at once
-        return len(fleet.journeys) / fleet.clock.now_s
-    return sum(journey.end_s <= last_s for journey in fleet.journeys) / last_s
+    fleet.run_closed(in_flight)
+    ends_s = sorted(journey.end_s for journey in fleet.journeys)
+    began_s, last_s = ends_s[in_flight], max(journey.asked_s for journey in fleet.journeys)
+    return sum(began_s < end_s <= last_s for end_s in ends_s) / (last_s - began_s)
 
 
 # --- runs
@@ -182,11 +194,9 @@ def fleet_of(load: RequestTrace, setup: Setup, gaps: TokenGaps | None = None) ->
     """Return a fleet before its start."""
     compare: SplitCosts = always_a_pair if setup.kind == "fixed" else split_costs
     fleet = SimulatedFleet(load, "kv", capacity_blocks=WORKER_BLOCKS, sizes=STORE, compare=compare, gaps=gaps)
-    for _ in range(setup.prefill):
-        fleet.join(default_timing(), "prefill")
-    for _ in range(setup.decode):
-        longest_s = SHORT_STEP_S if setup.kind == "short" else LONGEST_STEP_S
-        fleet.join(default_timing(), "decode" if setup.prefill else "aggregated", longest_s=longest_s)
+    for number in range(WORKERS):
+        role: Role = "aggregated" if not setup.prefill else "prefill" if number < setup.prefill else "decode"
+        fleet.join(default_timing(), role, longest_s=setup.step_s)
     return fleet
 
 
@@ -215,6 +225,7 @@ def run_split(name: str, load: RequestTrace, setup: Setup) -> SplitRow:
         kind=setup.kind,
         prefill=setup.prefill,
         decode=setup.decode,
+        step_s=setup.step_s,
         requests_per_s=load.rate,
         ttft_p50_s=_quantile(ttft_s, 0.5),
         ttft_p90_s=_quantile(ttft_s, 0.9),
@@ -242,17 +253,18 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def goals_of(rows: Sequence[SplitRow]) -> list[Goal]:
-    """Compare one load's rows: the best split with the aggregated workers, and the best mix with both."""
+    """Compare the rows of one load and one length of steps: the best split with the aggregated workers, and the best
+    mix with both."""
     whole = next(row for row in rows if row.kind == "aggregated")
     split, mix = _best(rows, "fixed"), _best(rows, "mixed")
-    where = f"{whole.load}: "
-    goals = [_goal(f"{where}itl p99, {_name(split)} of aggregated", split.itl_p99_s / whole.itl_p99_s, ITL_GOAL)]
+    where = f"{whole.load}, steps of {whole.step_s} s:"
+    goals = [_goal(f"{where} itl p99, {_name(split)} of aggregated", split.itl_p99_s / whole.itl_p99_s, ITL_GOAL)]
     for other in (whole, split):
         pair = f"{_name(mix)} of {_name(other)}"
         goals += [
-            _goal(f"{where}ttft p90, {pair}", mix.ttft_p90_s / other.ttft_p90_s, AS_GOOD),
-            _goal(f"{where}itl p99, {pair}", mix.itl_p99_s / other.itl_p99_s, AS_GOOD),
-            _goal(f"{where}time for a token, {pair}", other.output_tokens_per_s / mix.output_tokens_per_s, AS_GOOD),
+            _goal(f"{where} ttft p90, {pair}", mix.ttft_p90_s / other.ttft_p90_s, AS_GOOD),
+            _goal(f"{where} itl p99, {pair}", mix.itl_p99_s / other.itl_p99_s, AS_GOOD),
+            _goal(f"{where} time a token, {pair}", other.output_tokens_per_s / mix.output_tokens_per_s, AS_GOOD),
         ]
     return goals
 
@@ -270,10 +282,11 @@ def _name(row: SplitRow) -> str:
 
 
 def _line(row: SplitRow) -> str:
+    itl = " ".join(f"{1e3 * each:6.1f}" for each in (row.itl_p50_s, row.itl_p90_s, row.itl_p99_s, row.itl_p999_s))
+    ttft = f"{row.ttft_p50_s:6.2f} {row.ttft_p90_s:6.2f} {row.ttft_p99_s:6.2f}"
     return (
-        f"{row.load:12} {_name(row):10} {row.requests_per_s:5.2f}/s  ttft {row.ttft_p50_s:6.2f} {row.ttft_p90_s:6.2f} "
-        f"{row.ttft_p99_s:6.2f} s  itl {1e3 * row.itl_p50_s:5.1f} {1e3 * row.itl_p90_s:6.1f} "
-        f"{1e3 * row.itl_p99_s:6.1f} {1e3 * row.itl_p999_s:6.1f} ms  second {1e3 * row.second_p50_s:5.0f} {1e3 * row.second_p90_s:5.0f} ms  "
+        f"{row.load:12} {_name(row):10} steps {row.step_s:4.2f} s  {row.requests_per_s:5.2f}/s  ttft {ttft} s  "
+        f"itl {itl} ms  second {1e3 * row.second_p50_s:5.0f} {1e3 * row.second_p90_s:5.0f} ms  "
         f"handed over {row.handed_over:4.0%}  computed {row.computed:4.0%}  hits {row.hit_rate:5.1%}  "
         f"{row.output_tokens_per_s:5.0f} tokens/s  latency {row.latency_mean_s:6.2f} s"
         + (f"  {row.failed} failed" if row.failed else "")

@@ -101,6 +101,7 @@ class EngineCore:
             block_size=facts.block_size,
             capacity_blocks=facts.capacity_blocks,
             max_running=settings.max_running,
+            step_s=settings.step_s,
             max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=settings.max_waiting_tokens,
             offload=settings.kvbm.offload,

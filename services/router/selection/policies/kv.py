@@ -56,7 +56,7 @@ NEIGHBOUR_TOKENS = 128
 NEIGHBOUR_S = 0.08
 PROMPT_PATIENCE = 0.2
 """Patience at workers that only compute prompts."""
-DECODE_WEIGHT = 0.5
+DECODE_WEIGHT = 0.35
 """Weight of a second for which a request that decodes waits, in seconds of waiting for a first token."""
 PROMPT_WEIGHT = 1.5
 """How many later prompts each prompt delays at a worker that only computes prompts, for each request there."""
@@ -125,7 +125,7 @@ def split_costs(
 
         one worker = queue + fetch + prompt x (1 + DECODE_WEIGHT x requests there)
         pair       = queue + fetch + prompt x (1 + PROMPT_WEIGHT x requests there)         where the prompt is computed
-                     + storing + 2 x fetch + rest x (1 + DECODE_WEIGHT x requests there)   where it is decoded
+                     + storing + 2 x fetch + queue + rest x (1 + DECODE_WEIGHT x requests there)   where it is decoded
 
     `queue` is the time of the prompt tokens that wait at a worker, `prompt` that of the tokens which it would compute,
     both at its own measured speed; `rest` that of the tokens after the prompt's last full block. `fetch` is the time of
@@ -139,25 +139,22 @@ def split_costs(
     """
     usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
     computing = prefill.speed.prefill_tokens_per_s or usual
-    one_s, one_wait_s = _prompt_s(request, whole, whole.speed.prefill_tokens_per_s or computing)
-    prompt_s, prompt_wait_s = _prompt_s(request, prefill, computing)
-    rest_s, fetch_s = _prompt_s(request, decode, decode.speed.prefill_tokens_per_s or computing, queue=False)
+    one_s, one_fetch_s, one_queue_s = _prompt_s(request, whole, whole.speed.prefill_tokens_per_s or computing)
+    prompt_s, prompt_fetch_s, prompt_queue_s = _prompt_s(request, prefill, computing)
+    rest_s, fetch_s, queue_s = _prompt_s(request, decode, decode.speed.prefill_tokens_per_s or computing)
     storing_s = min(prompt_s, STORING_S) if prefill.load.requests else 0.0
-    alone = one_wait_s + one_s * (1 + DECODE_WEIGHT * whole.load.requests)
-    first = prompt_wait_s + prompt_s * (1 + PROMPT_WEIGHT * prefill.load.requests)
-    handed_over = storing_s + 2 * fetch_s + rest_s * (1 + DECODE_WEIGHT * decode.load.requests)
+    alone = one_queue_s + one_fetch_s + one_s * (1 + DECODE_WEIGHT * whole.load.requests)
+    first = prompt_queue_s + prompt_fetch_s + prompt_s * (1 + PROMPT_WEIGHT * prefill.load.requests)
+    handed_over = storing_s + 2 * fetch_s + queue_s + rest_s * (1 + DECODE_WEIGHT * decode.load.requests)
     return first + handed_over, alone
 
 
-def _prompt_s(
-    request: RoutingRequest, candidate: CandidateState, tokens_per_s: float, *, queue: bool = True
-) -> tuple[float, float]:
-    """Return the seconds of the prompt's uncached tokens, and those before them: of the `queue` and of fetching."""
+def _prompt_s(request: RoutingRequest, candidate: CandidateState, tokens_per_s: float) -> tuple[float, float, float]:
+    """Return the seconds of the prompt's uncached tokens, of fetching the others, and of the queue before both."""
     overlap = candidate.overlap
     uncached = request.prompt_tokens - overlap.blocks * request.block_size
     fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s
-    queued_tokens = candidate.load.queued_tokens if queue else 0
-    return uncached / tokens_per_s, queued_tokens / tokens_per_s + fetch_s
+    return uncached / tokens_per_s, fetch_s, candidate.load.queued_tokens / tokens_per_s
 
 
 def _slowness(usual: float, own: float) -> float:
