@@ -213,12 +213,25 @@ class LayoutReport(Struct, frozen=True, array_like=True):
     """The XOR of the event hashes of the blocks that can be found on disk, as of `sequence`."""
 
 
+class PeerRates(Struct, frozen=True):
+    """Which kvbms of other machines a kvbm asks for missing blocks, and how much a Fetch gets from them."""
+
+    wait_s: float
+    """The longest that a Fetch waits for them, in seconds."""
+    least_blocks: int
+    """Fewer blocks than these are not read."""
+    bytes_per_s: dict[str, float]
+    """Instance id of a kvbm → the rate at which blocks came from it, or an assumed one before the first read."""
+
+
 class KvbmReport(Struct, frozen=True):
     """The state of a kvbm, as it reports it. Its events have epoch 1, since a kvbm that starts again is another
     instance."""
 
     instance: str
     layouts: list[LayoutReport]
+    peers: PeerRates | None = None
+    """How it reads other kvbms; None: it reads none."""
 
 
 # --- kvbm → people

@@ -250,9 +250,16 @@ class Overlap(Struct, frozen=True, array_like=True):
     device: int = 0
     host: int = 0
     disk: int = 0
+    remote: int = 0
+    """In the memory of other machines' block stores, which the candidate's own store can read."""
 
     @property
     def blocks(self) -> int:
+        return self.device + self.host + self.disk + self.remote
+
+    @property
+    def here(self) -> int:
+        """The blocks on the candidate's own machine."""
         return self.device + self.host + self.disk
 
 

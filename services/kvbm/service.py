@@ -404,7 +404,8 @@ class KvbmService:
 
     async def _report(self) -> None:
         layouts = [layout.report() for layout in self.layouts.open.values()]
-        report = wire.KVBM_REPORT.encode(wire.KvbmReport(self._runtime.instance, layouts))
+        peers = None if self.peers is None else self.peers.rates
+        report = wire.KVBM_REPORT.encode(wire.KvbmReport(self._runtime.instance, layouts, peers))
         with suppress(BusDown):  # the next report says all of it again
             await self._runtime.bus.publish(self._subject("load"), report)
 

@@ -34,7 +34,7 @@ def rows_of(side: str, first_ms: float, rate: float) -> list[dict[str, Any]]:
     moved = {"stayed_tokens": 100, "moved_tokens": 100 if side == "headrace" else 50}
     return [
         {"what": "first token", **shared, "first_ms": first_ms},
-        {"what": "decode", **shared, "tok_s": rate},
+        {"what": "decode", **shared, "tok_s": rate, "rounds": [rate, rate / 2, rate]},
         {"what": "moved", **shared, **moved},
         {"what": "killed", **shared, "before_tokens": 100, "after_tokens": 90},
     ]
@@ -89,5 +89,6 @@ def test_parts_that_were_not_measured_have_no_goals() -> None:
     rows = [row for row in rows_of("headrace", 20.0, 98.0) if row["what"] == "decode"]
     assert [goal.name for goal in goals_of(rows)] == [
         "tokens a second while blocks are stored (tiny), headrace to idle",
+        "tokens a second while blocks are stored (tiny), headrace to empty",
         "tokens a second while blocks are stored (tiny), headrace to recompute",
     ]

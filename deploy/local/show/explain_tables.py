@@ -24,8 +24,10 @@ def render_candidates(decisions: Sequence[Explanation]) -> str:
 
 
 def _decision(one: Explanation) -> str:
-    head = "  INSTANCE  RANK  DEVICE  HOST  DISK  HELD  QUEUED  PREDICTED  SCORE  REASON"
-    rows = [_candidate(row, chosen=(row.instance, row.rank) == (one.instance, one.rank)) for row in one.candidates]
+    remote = any(row.overlap.remote for row in one.candidates)
+    head = f"  INSTANCE  RANK  DEVICE  HOST  DISK  {'REMOTE  ' * remote}HELD  QUEUED  PREDICTED  SCORE  REASON"
+    chosen = one.instance, one.rank
+    rows = [_candidate(row, chosen=(row.instance, row.rank) == chosen, remote=remote) for row in one.candidates]
     lora = f" with the LoRA {one.lora}" if one.lora else ""
     return "\n".join(
         (
@@ -42,9 +44,11 @@ def _decision(one: Explanation) -> str:
     )
 
 
-def _candidate(row: Candidate, *, chosen: bool) -> tuple[object, ...]:
-    """Return a row of the table; overlap and held are in blocks, queued in tokens."""
-    overlap = (row.overlap.device, row.overlap.host, row.overlap.disk)
+def _candidate(row: Candidate, *, chosen: bool, remote: bool) -> tuple[object, ...]:
+    """Return a row of the table; overlap and held are in blocks, queued in tokens. Without `remote` the table has no
+    such column."""
+    found = row.overlap
+    overlap = (found.device, found.host, found.disk, *([found.remote] if remote else []))
     load = (row.active_blocks, row.queued_tokens)
     predicted = _seconds(row.predicted_s) or "?"
     return ("*" if chosen else "", row.instance, row.rank, *overlap, *load, predicted, f"{row.score:.4g}", row.reason)

@@ -119,6 +119,7 @@ class AttemptSpans:
                 "headrace.overlap_tokens.device": overlap.device * block_size,
                 "headrace.overlap_tokens.host": overlap.host * block_size,
                 "headrace.overlap_tokens.disk": overlap.disk * block_size,
+                "headrace.overlap_tokens.remote": overlap.remote * block_size,
                 "headrace.reason": answer.reason,
             }
         self._end_select(now_ns)

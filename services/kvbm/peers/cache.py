@@ -56,6 +56,10 @@ class PeerCache:
             return False
         return True
 
+    def rates(self) -> dict[str, float]:
+        """Return the bytes a second that came from each of the peers that are asked first."""
+        return self.choice.rates(self._now()) if self._config.wait_s > 0 else {}
+
     async def bring(self, layout: LayoutStore, keys: Sequence[ContentKey]) -> None:
         """Bring leading blocks of these keys, which are not here, from the peer that has most. Return after `wait_s` at
         the latest; what is under way then goes on."""

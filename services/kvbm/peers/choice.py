@@ -18,8 +18,9 @@ from services.kvbm.peers.messages import PeerAddress
 
 PEERS_MOST = 4096
 """The most peers that are known. Further ones are not asked."""
-FIRST_RATE = 125e6
-"""The bytes a second that an unmeasured peer is taken to have: a network of 1 Gbit/s."""
+FIRST_RATE = 1.25e9
+"""The bytes a second that a peer is taken to have before its first read: a network of 10 Gbit/s. Too much costs one
+Fetch its `wait_s`; too little, and nothing is read that would show better."""
 RATE_LEAST, RATE_MOST = 1e3, 1e12
 """The bounds of what is believed of a measured rate."""
 WEIGHT = 0.3
@@ -35,6 +36,8 @@ class KnownPeer(Struct):
     layouts: frozenset[str]
     rate: float = FIRST_RATE
     """Bytes a second."""
+    measured: bool = False
+    """True once it was read."""
     rests_until_s: float = 0.0
     rest_s: float = 0.0
     """The length of its last rest; 0: it has answered since."""
@@ -67,6 +70,12 @@ class PeerChoice:
         fit.sort(key=lambda peer: -peer.rate)
         return [peer.address for peer in fit[: self._asked]]
 
+    def rates(self, now_s: float) -> dict[str, float]:
+        """Return the rates, in bytes a second, of the fastest peers that do not rest: those that are asked first."""
+        usable = [peer for peer in self.known.values() if peer.rests_until_s <= now_s]
+        usable.sort(key=lambda peer: -peer.rate)
+        return {peer.address.instance: peer.rate for peer in usable[: self._asked]}
+
     def worth(self, instance: str, blocks: int, block_bytes: int, left_s: float) -> int:
         """Return how many of these leading blocks to read from the peer in the time that is left; 0: none."""
         peer = self.known.get(instance)
@@ -89,7 +98,8 @@ class PeerChoice:
             peer.rest_s = 0.0
             if size_bytes > 0 and took_s > 0:
                 measured = min(RATE_MOST, max(RATE_LEAST, size_bytes / took_s))
-                peer.rate += WEIGHT * (measured - peer.rate)
+                peer.rate += (WEIGHT if peer.measured else 1.0) * (measured - peer.rate)
+                peer.measured = True
 
     def validate(self) -> None:
         """Raise AssertionError where the peers contradict themselves."""

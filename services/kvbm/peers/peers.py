@@ -18,6 +18,7 @@ from services.kvbm.peers.server import PeerServer
 from services.kvbm.peers.sockets import SocketRoad
 from services.kvbm.peers.tls import peer_tls
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
+from shared.kvbm_messages import PeerRates
 from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import advertised
 
@@ -73,6 +74,12 @@ class KvbmPeers:
         """HOST:PORT for the address book."""
         host = self._config.advertise or advertised(self._config.address[0])
         return f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
+
+    @property
+    def rates(self) -> PeerRates:
+        """What routers need to know to count on the blocks of peers."""
+        config = self._config
+        return PeerRates(config.wait_s, config.least_blocks, self.cache.rates())
 
     def sync(self) -> None:
         """Register the layouts that are open now, and no others."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -34,6 +34,7 @@ from services.router.index.tier_counts import TierCounts
 from shared.messages import Overlap, Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+_HOST = 1
 
 BLOCK_BYTES = 150
 """Most bytes for one sequence hash: an int, its place in a run, and 108 bytes in the dict. When keys come and go,
@@ -261,6 +262,31 @@ class Index:
         if current is not None:
             self._record_depth(found, alive, count, counts)
         return found
+
+    def find_in_memory(self, hashes: Sequence[int], start: int, slots: Iterable[int]) -> dict[CandidateId, int]:
+        """Return how many blocks in a row each of these open slots holds in host memory, from `start` on. Slots that
+        do not hold the first of them are left out. The cost is that of `find`."""
+        found: dict[CandidateId, int] = {}
+        alive = 0
+        for number in slots:
+            alive |= 1 << number
+        at, count = start, len(hashes)
+        while alive and at < count:
+            run = self._runs.find(hashes[at])
+            held = 0 if run is None else alive & run.holders.masks[_HOST]
+            if held != alive and at > start:
+                self._record_rows(found, alive & ~held, at - start)
+            alive = held
+            if run is None or not held:
+                return found
+            at += matching_piece(run, hashes, at)[1]
+        if at > start:
+            self._record_rows(found, alive, at - start)
+        return found
+
+    def _record_rows(self, found: dict[CandidateId, int], ended: int, blocks: int) -> None:
+        for candidate in self._candidates_in(ended):
+            found[candidate] = blocks
 
     def _match_tiers(self, counts: TierCounts, alive: int, holders: Holders, at: int) -> int:
         """Return which of the slots `alive` hold the block at `at`, and update `counts` with their tiers."""

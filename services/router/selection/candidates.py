@@ -76,6 +76,8 @@ class CandidateState(Struct, frozen=True, gc=False):
     speed: WorkerSpeed = UNKNOWN_SPEED
     age_s: float = 1e9
     """Seconds since it began to serve; an instance that has just joined ramps up."""
+    remote_s: float = 0.0
+    """Seconds to read one block of `overlap.remote` from another machine; 0 if there are none."""
 
 
 def predicted_start_s(candidate: CandidateState) -> float | None:
@@ -93,7 +95,7 @@ def predicted_first_token_s(candidate: CandidateState, request: RoutingRequest) 
         return None
     overlap = candidate.overlap
     uncached_tokens = request.prompt_tokens - overlap.blocks * request.block_size
-    fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s
+    fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s + overlap.remote * candidate.remote_s
     return max(candidate.load.queued_tokens / rate, fetch_s) + uncached_tokens / rate
 
 

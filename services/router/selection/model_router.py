@@ -21,7 +21,7 @@ from msgspec import Struct
 from services.router.config import RouterConfig
 from services.router.index.chains import Chains, SlotCleanup
 from services.router.index.index import CandidateId, Index
-from services.router.index.shared_stores import StoreId, store_id_of
+from services.router.index.shared_stores import StoreId, kvbm_of, store_id_of
 from services.router.selection.candidates import (
     DISK_BYTES_PER_S,
     HOST_BYTES_PER_S,
@@ -34,12 +34,14 @@ from services.router.selection.decision_log import DecisionLog, Prediction
 from services.router.selection.eligibility import Eligibility, NoCandidate, Refusal
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
+from services.router.selection.peer_links import PeerLinks, RemoteSearch
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import Policy
 from services.router.selection.policy_guard import PolicyFault, PolicyGuard, worst_fault
 from services.router.selection.speculation import ExpectedRun, Speculation
 from shared.errors import ProtocolError
 from shared.hashing import unpack_hashes
+from shared.kvbm_messages import KvbmReport
 from shared.messages import (
     Finished,
     KvLayout,
@@ -101,6 +103,7 @@ class ModelRouter:
         self.stores: dict[StoreId, Chains] = {}
         """Blocks of the followed stores. A store is not a candidate; its blocks count for the instances attached to
         it."""
+        self.links = PeerLinks()
         self.instances_of_store: dict[StoreId, set[str]] = {}
         """Store → the instances whose cards name it, whether or not it is followed; never empty."""
         self.decisions = DecisionLog(limit=max(config.explained, 1))
@@ -180,7 +183,10 @@ class ModelRouter:
         """Stop following a store, and return the cleanup left to do."""
         for worker in self._chains_linked_to(name):
             worker.link_store(None)
-        return self.stores.pop(name).close()
+        cleanup = self.stores.pop(name).close()
+        if not any(kvbm_of(each) == kvbm_of(name) for each in self.stores):
+            self.links.forget(kvbm_of(name))
+        return cleanup
 
     def _chains_linked_to(self, name: StoreId) -> list[Chains]:
         instances = self.instances_of_store.get(name, ())
@@ -221,6 +227,8 @@ class ModelRouter:
         self.speculation.extend_overlaps(overlaps, findable, select.hashes, now_s)
         remembered = self.history.extend_overlaps(overlaps, findable, select.hashes, now_s)
         load, speed, priority = self.load.load_of, self.load.speeds.get, select.priority
+        block_bytes = _block_bytes(card.kv_layout)
+        remote = self._remote_search(findable, block_bytes) if self.links else None
         states = [
             CandidateState(
                 candidate,
@@ -232,8 +240,9 @@ class ModelRouter:
             )
             for candidate, instance, total_blocks, since_s, _, _ in (*eligible, *prefilling)
         ]
+        if remote is not None:
+            states = [self._with_remote(state, remote) for state in states]
         candidates = states[: len(eligible)]
-        block_bytes = _block_bytes(card.kv_layout)
         request = RoutingRequest(
             prompt_tokens=select.prompt_tokens,
             block_size=block_size,
@@ -251,9 +260,8 @@ class ModelRouter:
             able = stored[len(eligible) :]
             if select.wait_limit_s > 0 and before is None:
                 able = [each for each in able if _in_time([each[1]], select)]
-            pair = choose_pair(
-                self.guard, request, able, stored[: len(eligible)], choice.chosen.candidate, self._compare
-            )
+            whole, compare = choice.chosen.candidate, self._compare
+            pair = choose_pair(self.guard, request, able, stored[: len(eligible)], whole, remote, compare=compare)
         fault = choice.fault if pair is None else worst_fault(choice.fault, pair.prefill.fault, pair.decode.fault)
         kept = pair is not None and pair.candidates == (before, after)
         if pair is not None and (pair.pays or kept):
@@ -288,6 +296,19 @@ class ModelRouter:
         if select.explain:
             selected = self.decisions.get(attempt).selected
         return Selection(selected, reserved, fault=fault)
+
+    def _remote_search(self, hashes: Sequence[int], block_bytes: int) -> RemoteSearch:
+        numbers = {name: chains.slot.number for name, chains in self.stores.items()}
+        return RemoteSearch(self.links, self.index, numbers, hashes, block_bytes)
+
+    def _with_remote(self, state: CandidateState, remote: RemoteSearch) -> CandidateState:
+        """Return the candidate with the blocks that it would get from other machines."""
+        found = remote.rest(store_id_of(self.cards[state.id[0]]), state.overlap.blocks)
+        if not found.blocks:
+            return state
+        device, host, disk = state.overlap.device, state.overlap.host, state.overlap.disk
+        overlap = Overlap(device, host, disk, found.blocks)
+        return msgspec.structs.replace(state, overlap=overlap, remote_s=found.block_s)
 
     def _select_pair(
         self,
@@ -396,7 +417,7 @@ class ModelRouter:
     ) -> None:
         """Expect the prompt's blocks where the prompt was sent."""
         slot = self.chains[chosen.id].slot
-        known = chosen.overlap.blocks
+        known = chosen.overlap.here
         if chosen.id[0] in self._without_events:
             self.history.renew([run for run in remembered if run.slot is slot], now_s)
             self.history.add(slot, select.hashes[8 * known :], now_s)
@@ -435,6 +456,11 @@ class ModelRouter:
         if card is not None:
             self.load.apply_report(report, now_s, ranks=max(card.ranks, 1))
 
+    def apply_kvbm_report(self, report: KvbmReport) -> None:
+        """Apply what a kvbm reports of its peers; ignore it if no followed store is its own."""
+        if any(kvbm_of(name) == report.instance for name in self.stores):
+            self.links.learn(report.instance, report.peers)
+
     def tick(self, now_s: float, *, listening: bool = True) -> None:
         """Update what depends on time; to be called some ten times a second. `listening` is False if messages may have
         been missed."""
@@ -461,6 +487,7 @@ class ModelRouter:
         }
         assert all(self.instances_of_store.values())
         self.eligibility.validate()
+        self.links.validate()
         self.decisions.validate()
 
 

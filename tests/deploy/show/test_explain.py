@@ -139,8 +139,8 @@ def test_a_request_is_explained_by_all_routers_that_took_part(
         assert cli.main(["explain", "abc", "--json", *servers]) == 0
         told = json.loads(capsys.readouterr().out)
         assert [(each["router"], each["candidates"][0]["overlap"]) for each in told["decisions"]] == [
-            ("r1", [3, 0, 0]),
-            ("r2", [3, 0, 0]),
+            ("r1", [3, 0, 0, 0]),
+            ("r2", [3, 0, 0, 0]),
         ]
         assert cli.main(["explain", *servers]) == 0
         assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [

@@ -21,7 +21,7 @@ def choice() -> PeerChoice:
 
 def test_the_fastest_peers_with_the_layout_are_asked() -> None:
     made = choice()
-    made.read_done("three", 10**9, 1.0)
+    made.read_done("three", 10**10, 1.0)
     made.read_done("one", 10**6, 1.0)
     assert made.candidates("l", 0.0) == [THREE, TWO]
     assert made.candidates("other", 0.0) == []
@@ -67,6 +67,23 @@ def test_a_peer_at_another_address_is_measured_again_and_one_that_left_is_not_as
     assert made.forget("one")
     assert not made.forget("one")
     assert made.candidates("l", 0.0) == []
+
+
+def test_the_first_read_replaces_the_assumed_rate_and_later_ones_change_it_a_little() -> None:
+    made = choice()
+    made.read_done("one", 10**10, 1.0)
+    assert made.rates(0.0)["one"] == 1e10
+    made.read_done("one", 10**9, 1.0)
+    assert made.rates(0.0)["one"] == 1e10 + 0.3 * (1e9 - 1e10)
+
+
+def test_rates_are_those_of_the_peers_that_are_asked_first() -> None:
+    made = choice()
+    made.read_done("three", 10**10, 1.0)
+    made.read_done("one", 10**6, 1.0)
+    assert made.rates(0.0) == {"three": 1e10, "two": FIRST_RATE}
+    made.failed("three", 5.0)
+    assert made.rates(5.5) == {"two": FIRST_RATE, "one": 1e6}
 
 
 class ChoiceMachine(RuleBasedStateMachine):

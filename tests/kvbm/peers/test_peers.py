@@ -55,6 +55,9 @@ async def test_kvbms_of_the_address_book_are_peers_until_they_leave_it(tmp_path:
         two = await registered(store, "two", "")
         await until(lambda: "two" in store.runtime.directory.instances)
         assert {name: peer.address.host for name, peer in known.items()} == {"one": "10.0.0.1"}
+        rates = store.service.peers.rates
+        assert (rates.wait_s, rates.least_blocks) == (PEERS.wait_s, PEERS.least_blocks)
+        assert rates.bytes_per_s == {"one": known["one"].rate}, "reported to routers"
         await one.close()
         await until(lambda: not known)
         await two.close()

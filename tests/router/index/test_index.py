@@ -7,10 +7,11 @@ import tracemalloc
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import takewhile
 from random import Random
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -63,6 +64,38 @@ def test_a_stores_blocks_count_for_its_borrowers_and_the_store_is_not_found() ->
     index.add_blocks(index.open_slot(("k", 0)), HOST, [1, 2, 3])
     assert index.find(asked)["b", 0] == Overlap(0, 3)
     index.validate()
+
+
+@given(
+    held=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 30)), max_size=12),
+    gone=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 5)), max_size=4),
+    length=st.integers(0, 40),
+    start=st.integers(0, 40),
+)
+def test_what_stores_hold_in_memory_is_counted_from_anywhere_in_a_chain(
+    held: list[tuple[int, int, int]], gone: list[tuple[int, int, int]], length: int, start: int
+) -> None:
+    chain = list(range(100, 140))
+    index = Index(limit_bytes=1 << 20)
+    slots = [index.open_slot((f"store {number}", 0)) for number in range(3)]
+    mine: list[set[int]] = [set(), set(), set()]
+    for number, first, count in held:
+        new = [block for block in chain[first : first + count] if block not in mine[number]]
+        for block in new:
+            index.add_blocks(slots[number], 1, [block])
+        mine[number].update(new)
+    index.add_blocks(slots[0], 0, chain)  # what is on a device or on disk is not in memory
+    index.add_blocks(slots[1], 2, chain)
+    for number, first, count in gone:
+        index.remove_blocks(slots[number], 1, chain[first : first + count])
+        mine[number].difference_update(chain[first : first + count])
+    asked = chain[:length]
+    expected = {}
+    for number in (0, 1):  # the third is not asked for
+        row = list(takewhile(mine[number].__contains__, asked[start:]))
+        if row:
+            expected[f"store {number}", 0] = len(row)
+    assert index.find_in_memory(asked, start, [slots[0].number, slots[1].number]) == expected
 
 
 def test_a_block_removed_from_the_middle_ends_the_overlap_until_it_is_stored_again() -> None:

@@ -29,7 +29,8 @@ model on an H200, with 128 KiB per token and 30,000 tokens/s, that takes 0.08 an
 for a 1B model 0.1 and 1.2, for a 70B model 0.02 and 0.3, and on a CPU almost nothing. It counts for a third of that,
 because the engine computes for other requests meanwhile. The remaining cost is that the request waits, that copies slow
 decoding by 1 to 9 %, that requests share the disk, and that fetched blocks evict others. Fetching never counts for more
-than computing: where computing is faster, workers compute.
+than computing: where computing is faster, workers compute. Blocks of other machines count in the same way, at the rate
+that was measured with that machine.
 
 *Slowness* is the fleet's average prefill speed divided by the candidate's own. The measured speeds of equal engines
 differ with their latest requests. So a ratio between 2/3 and 3/2 counts as equal; otherwise prompts would leave their
@@ -93,10 +94,10 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     """Return (uncached, fetched, waiting, running), in prompt tokens. It runs for every candidate of every request, so
     terms that are mostly 0 are skipped rather than computed."""
     size, overlap, load = request.block_size, candidate.overlap, candidate.load
-    device, host, disk = overlap.device, overlap.host, overlap.disk
+    device, host, disk, remote = overlap.device, overlap.host, overlap.disk, overlap.remote
     own = candidate.speed.prefill_tokens_per_s
     slow = _slowness(request.fleet.prefill_tokens_per_s, own) if own else 1.0
-    uncached = slow * (request.prompt_tokens - (device + host + disk) * size)
+    uncached = slow * (request.prompt_tokens - (device + host + disk + remote) * size)
     fetched = 0.0
     if host or disk:
         usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
@@ -104,6 +105,9 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
         computed = slow * size * (host + disk)
         if fetched > computed:
             fetched = computed
+    if remote:
+        usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
+        fetched += min(FETCH_WEIGHT * usual * remote * candidate.remote_s, slow * size * remote)
     if request.part == "prompt":
         waiting, running = slow * PROMPT_PATIENCE * load.queued_tokens, 0.0
     else:
@@ -125,13 +129,12 @@ def split_costs(
 
         one worker = queue + fetch + prompt x (1 + DECODE_WEIGHT x requests there)
         pair       = queue + fetch + prompt x (1 + PROMPT_WEIGHT x requests there)         where the prompt is computed
-                     + storing + 2 x fetch + queue + rest x (1 + DECODE_WEIGHT x requests there)   where it is decoded
+                     + storing + queue + fetch + rest x (1 + DECODE_WEIGHT x requests there)   where it is decoded
 
     `queue` is the time of the prompt tokens that wait at a worker, `prompt` that of the tokens which it would compute,
     both at its own measured speed; `rest` that of the tokens after the prompt's last full block. `fetch` is the time of
-    copying blocks from the store. What is handed over is copied twice, at the same rate: out of one device, into the
-    other. Before that, it is stored: a busy worker gets to that between its steps, in `STORING_S` or the time of the
-    prompt, whichever is less. An idle one does it at once.
+    copying blocks from the store. `storing` is that of copying what is handed over to the store, at the same rate. A
+    busy worker gets to that between its steps, which takes `STORING_S`, or the time of the prompt if that is less.
 
     *Requests there.* A prompt's time is a wait for the request itself. It is also one for every request that decodes at
     the same worker: no step without that prompt comes before. Where only prompts are computed, it is one for the
@@ -142,10 +145,12 @@ def split_costs(
     one_s, one_fetch_s, one_queue_s = _prompt_s(request, whole, whole.speed.prefill_tokens_per_s or computing)
     prompt_s, prompt_fetch_s, prompt_queue_s = _prompt_s(request, prefill, computing)
     rest_s, fetch_s, queue_s = _prompt_s(request, decode, decode.speed.prefill_tokens_per_s or computing)
-    storing_s = min(prompt_s, STORING_S) if prefill.load.requests else 0.0
+    storing_s = (decode.overlap.blocks - decode.overlap.device) * request.host_s
+    if prefill.load.requests:
+        storing_s += min(prompt_s, STORING_S)
     alone = one_queue_s + one_fetch_s + one_s * (1 + DECODE_WEIGHT * whole.load.requests)
     first = prompt_queue_s + prompt_fetch_s + prompt_s * (1 + PROMPT_WEIGHT * prefill.load.requests)
-    handed_over = storing_s + 2 * fetch_s + queue_s + rest_s * (1 + DECODE_WEIGHT * decode.load.requests)
+    handed_over = storing_s + queue_s + fetch_s + rest_s * (1 + DECODE_WEIGHT * decode.load.requests)
     return first + handed_over, alone
 
 
@@ -153,7 +158,7 @@ def _prompt_s(request: RoutingRequest, candidate: CandidateState, tokens_per_s: 
     """Return the seconds of the prompt's uncached tokens, of fetching the others, and of the queue before both."""
     overlap = candidate.overlap
     uncached = request.prompt_tokens - overlap.blocks * request.block_size
-    fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s
+    fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s + overlap.remote * candidate.remote_s
     return uncached / tokens_per_s, fetch_s, candidate.load.queued_tokens / tokens_per_s
 
 

@@ -1,0 +1,169 @@
+"""Prompts are computed on one machine and decoded on another: each has a pool and a kvbm, which read from each other.
+
+prefill ⇄ kvbm near ◀── blocks over TCP ── kvbm far ⇄ decode            alone: the same weights under another name
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.fleet import Fleet, Service, explained, fleet
+from tests.integration.stack import eventually
+from tests.integration.test_roles import GREEDY, LIMIT_S, ask, prompt_of, shows
+from tests.tiny_model import write_tiny_model
+
+CONTEXT = 8192
+NAMESPACE = "roles-apart"
+MACHINES = {"prefill": "near", "decode": "far"}
+PEERS = ("--peers-listen", "127.0.0.1:0", "--peers-wait-s", "1", "--peers-read-s", "60")
+_prompts = itertools.count()
+
+
+class Rig:
+    """The processes, and how each is started again."""
+
+    def __init__(self, services: Fleet, folder: Path) -> None:
+        self.services = services
+        self._folder = folder
+        model = write_tiny_model(folder / "tiny", context_length=CONTEXT)
+        self._common = ("--model", str(model), "--threads", "1", "--kv-dtype", "float32")
+
+    def start(self, name: str) -> None:
+        if name in MACHINES.values():
+            pool = ("--pool-directory", str(self._folder / name), "--pool-size-bytes", str(64 << 20))
+            self.services.start("kvbm", name, *pool, *PEERS)
+        elif name == "alone":
+            self.services.start("worker", name, *self._common, "--model-name", "alone")
+        else:
+            at = ("--kvbm-pool", str(self._folder / MACHINES[name]))
+            patient = ("--kvbm-wait-s", "20", "--kvbm-timeout-s", "4")
+            self.services.start("worker", name, *self._common, *at, *patient, "--role", name)
+
+    def wait_linked(self) -> None:
+        self.services.wait_ready()
+        for name in MACHINES:
+            attached = partial(shows, self.services.services[name], "headrace_kvbm_attached")
+            eventually(attached, limit_s=LIMIT_S, what=f"{name} has attached")
+
+    @property
+    def far(self) -> Service:
+        return self.services.services["far"]
+
+    @property
+    def read_blocks(self) -> float:
+        return self.far.metric("headrace_kvbm_peer_read_blocks_total")
+
+    @property
+    def hand_overs(self) -> float:
+        return self.services.services["frontend"].metric("headrace_hand_overs_total")
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp(NAMESPACE)
+    where = ("--namespace", NAMESPACE, "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
+    with fleet(folder, nats_url, *where) as services:
+        one = Rig(services, folder)
+        services.start("router", "router")
+        for name in ("near", "far", "prefill", "decode", "alone"):
+            one.start(name)
+        limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
+        services.start("frontend", "frontend", *limits, "--limits-rescue-s", "120")
+        services.wait_ready()
+        router = services.services["router"]
+        eventually(lambda: router.metric("headrace_kv_sources") >= 5, limit_s=LIMIT_S, what="the router knows all")
+        one.wait_linked()
+        yield one
+
+
+@pytest.fixture
+def client(rig: Rig) -> Iterator[openai.OpenAI]:
+    url = f"{rig.services.services['frontend'].url}/v1"
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=LIMIT_S) as one:
+        yield one
+
+
+def both(client: openai.OpenAI, words: int) -> None:
+    """Ask something new of the fleet and of the worker that is alone, and compare."""
+    prompt = prompt_of(words, f"apart{next(_prompts)}x")
+    assert ask(client, "tiny", prompt, GREEDY) == ask(client, "alone", prompt, GREEDY)
+
+
+@pytest.fixture
+def busy(rig: Rig, client: openai.OpenAI) -> Iterator[None]:
+    """Streams at the decode worker, so that prompts are handed over rather than delay them."""
+    body: dict[str, Any] = {"ignore_eos": True, "deadline_s": 600}
+    streams = [
+        client.completions.create(
+            model="tiny", prompt=f"stream {number}", max_tokens=3500, stream=True, temperature=0, extra_body=body
+        )
+        for number in range(3)
+    ]
+    try:
+        decode = rig.services.services["decode"]
+        eventually(
+            lambda: decode.metric("headrace_inflight_requests") >= 1, limit_s=LIMIT_S, what="streams are decoded"
+        )
+        yield
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_prompt_of_another_machine_is_loaded_and_its_answer_has_the_tokens_of_one_worker(
+    rig: Rig, client: openai.OpenAI
+) -> None:
+    def handed_over() -> bool:
+        both(client, 500)
+        return rig.hand_overs > 0 and rig.read_blocks > 0
+
+    eventually(handed_over, limit_s=LIMIT_S, what="blocks of a hand-over came from the other machine")
+
+
+@pytest.mark.usefixtures("busy")
+def test_explain_shows_what_is_read_from_the_other_machine(rig: Rig, nats_url: str, client: openai.OpenAI) -> None:
+    def shown() -> list[int]:
+        prompt = prompt_of(400, f"apart{next(_prompts)}x")
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, extra_body={"deadline_s": 600})
+        decision = explained(nats_url, NAMESPACE, answer.id)
+        return [row["overlap"][3] for row in decision["candidates"] if row["overlap"][3]]
+
+    (remote,) = eventually(shown, limit_s=LIMIT_S, what="a prompt is handed over")
+    assert remote >= 8
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("lost", ["near", "prefill"])
+@pytest.mark.usefixtures("busy")
+def test_a_machine_that_is_lost_costs_no_token(rig: Rig, client: openai.OpenAI, lost: str, how: signal.Signals) -> None:
+    gone = rig.services.services[lost].process
+    gone.send_signal(how)
+    try:
+        both(client, 500)
+    finally:
+        gone.send_signal(signal.SIGCONT)
+        if how is signal.SIGKILL:
+            gone.wait()
+            rig.start(lost)
+        rig.wait_linked()
+    both(client, 500)
+
+
+def test_nothing_is_held_once_all_have_answered(rig: Rig) -> None:
+    for name in MACHINES.values():
+        kvbm = rig.services.services[name]
+
+        def at_rest(kvbm: Service = kvbm) -> bool:
+            loans, tickets = kvbm.metric("headrace_kvbm_peer_loans"), kvbm.metric("headrace_kvbm_tickets")
+            return loans == 0 and tickets == 0
+
+        eventually(at_rest, limit_s=LIMIT_S, what=f"{name} holds nothing")
