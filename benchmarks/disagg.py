@@ -27,7 +27,7 @@ are, and slow no step (measured: 1 to 9 %). Blocks of 512 tokens leave 256 of a 
 the mean; an engine's usual blocks of 16 leave 8. Outputs never reappear in prompts. The weights of the comparison were
 chosen on these loads.
 
-    python -m benchmarks.disagg --trace conversation_trace.jsonl [--requests N] [--quick] [--json] [--jobs N]
+    python -m benchmarks.disagg --trace conversation_trace.jsonl [--requests N] [--loads NAME …] [--quick] [--json] [--jobs N]
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ REQUESTS = 2000
 QUICK_REQUESTS = 600
 SHORT_STEP_S = 0.05
 LONGER = 3
-BURSTS = "bursts"
+LOADS = ("trace", "long answers", "bursts")
 BURST_PERIOD_S = 20.0
 BURST_SHARE = 0.5
 ITL_GOAL = 0.5
@@ -130,13 +130,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl of Mooncake")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="the trace's first ones")
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests of the trace as it is")
     parser.add_argument("--jobs", type=int, default=1, help="processes; the figures do not depend on it")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    loads = cases(read_trace(flags.trace).first(flags.requests))
+    known = cases(read_trace(flags.trace).first(flags.requests))
+    loads = {name: known[name] for name in flags.loads}
     if flags.quick:
-        loads = {"trace": loads["trace"].first(QUICK_REQUESTS)}
+        loads = {"trace": known["trace"].first(QUICK_REQUESTS)}
     rows: list[SplitRow] = []
     with ProcessPoolExecutor(flags.jobs) as pool:
         borne = dict(zip(loads, pool.map(capacity, loads.values()), strict=True))
@@ -166,7 +168,7 @@ def cases(load: RequestTrace) -> dict[str, RequestTrace]:
     (`in_bursts`) after its arrival times were stretched."""
     half = load.first(len(load.requests) // 2)
     longer = [replace(each, output_tokens=LONGER * each.output_tokens) for each in half.requests]
-    return {"trace": load, "long answers": replace(half, requests=longer), BURSTS: half}
+    return dict(zip(LOADS, (load, replace(half, requests=longer), half), strict=True))
 
 
 def in_bursts(load: RequestTrace) -> RequestTrace:
@@ -209,7 +211,7 @@ def always_a_pair(*_: object) -> tuple[float, float]:
 
 def _one(run: tuple[str, RequestTrace, Setup]) -> SplitRow:
     name, load, setup = run
-    return run_split(name, in_bursts(load) if name == BURSTS else load, setup)
+    return run_split(name, in_bursts(load) if name == "bursts" else load, setup)
 
 
 def run_split(name: str, load: RequestTrace, setup: Setup) -> SplitRow:

@@ -22,12 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
 from random import Random
 
-from benchmarks.fleet_store import KVBM, BlockStore, PoolPlace, StoreSizes
+from benchmarks.fleet_store import KVBM, BlockStore, FleetClock, PoolPlace, StoreSizes
 from benchmarks.journeys import Journey, TokenGaps
 from benchmarks.loads import VOCABULARY, RequestTrace, TracePrompts
 from services.router.config import RouterConfig
@@ -81,28 +80,6 @@ _SLICE_BLOCKS = 1 << 16
 
 StepTime = Callable[[Sequence[Work]], float]
 """A function that returns how long a worker takes for a step, in seconds."""
-
-
-class FleetClock:
-    """Virtual time, with a queue of actions."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
-
-    def at(self, time_s: float, act: Callable[[], None]) -> None:
-        """Schedule an action; actions for the same time happen in the order of these calls."""
-        heappush(self._heap, (time_s, next(self._order), act))
-
-    def after(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Schedule an action `delay_s` from now."""
-        self.at(self.now_s + delay_s, act)
-
-    def step(self) -> None:
-        """Advance to the next action and do it."""
-        self.now_s, _, act = heappop(self._heap)
-        act()
 
 
 @dataclass(slots=True, eq=False)
