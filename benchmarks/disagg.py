@@ -27,7 +27,8 @@ are, and slow no step (measured: 1 to 9 %). Blocks of 512 tokens leave 256 of a 
 the mean; an engine's usual blocks of 16 leave 8. Outputs never reappear in prompts. The weights of the comparison were
 chosen on these loads.
 
-    python -m benchmarks.disagg --trace conversation_trace.jsonl [--requests N] [--loads NAME …] [--quick] [--json] [--jobs N]
+    python -m benchmarks.disagg --trace conversation_trace.jsonl [--requests N] [--loads NAME …] [--quick] [--json]
+                                [--jobs N]
 """
 
 from __future__ import annotations
