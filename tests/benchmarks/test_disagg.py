@@ -3,7 +3,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from msgspec.structs import replace
 
 from benchmarks.disagg import BURST_PERIOD_S, Setup, SplitRow, capacity, cases, goals_of, in_bursts, run_split
 from benchmarks.loads import chats
@@ -14,8 +13,29 @@ LOAD = chats(60, Random(1))
 def row(
     kind: str, prefill: int, *, ttft: float = 1.0, itl: float = 0.1, rate: float = 100.0, latency: float = 5.0
 ) -> SplitRow:
-    base = SplitRow("trace", kind, prefill, 8 - prefill, 0.25, *[0.0] * 10, 0.0, 0.0, 0.0, rate, latency, 0)
-    return replace(base, ttft_p90_s=ttft, itl_p99_s=itl)
+    return SplitRow(
+        load="trace",
+        kind=kind,
+        prefill=prefill,
+        decode=8 - prefill,
+        step_s=0.25,
+        requests_per_s=1.0,
+        ttft_p50_s=0.0,
+        ttft_p90_s=ttft,
+        ttft_p99_s=0.0,
+        itl_p50_s=0.0,
+        itl_p90_s=0.0,
+        itl_p99_s=itl,
+        itl_p999_s=0.0,
+        second_p50_s=0.0,
+        second_p90_s=0.0,
+        handed_over=0.0,
+        computed=0.0,
+        hit_rate=0.0,
+        output_tokens_per_s=rate,
+        latency_mean_s=latency,
+        failed=0,
+    )
 
 
 def test_a_fixed_split_hands_every_request_over_and_an_aggregated_fleet_none() -> None:
