@@ -7,9 +7,14 @@
                    └── its tick, every 100 ms
 
 With a block store (`fleet_store.py`) the engines exchange blocks with it, and the router learns which blocks it holds.
+Then workers may also have roles: where the router chooses a pair, the prompt is handed over through that store.
 
-Real: policies, index, chains, speculation, reservations, scheduler, block pool, step budget, messages. Modelled: the
-time of the arithmetic and of each message (`HOP_S`). Left out: the frontend's tokenising, lost or late messages.
+    Selected ─▶ attempt n, which only prefills ─▶ its blocks are stored ─▶ handed_over ─▶ attempt n + 1 at the decoder
+                             first token                              two messages later    loads, computes the rest
+
+Real: policies, index, chains, speculation, reservations, the comparison of pairs with single workers, scheduler, block
+pool, step budget, messages. Modelled: the time of the arithmetic and of each message (`HOP_S`). Left out: the
+frontend's tokenising, lost or late messages.
 """
 
 from __future__ import annotations
@@ -17,17 +22,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
 from random import Random
 
-from benchmarks.fleet_store import KVBM, BlockStore, PoolPlace, StoreSizes
-from benchmarks.loads import VOCABULARY, RequestTrace, TracePrompts, TraceRequest
+from benchmarks.fleet_store import KVBM, BlockStore, FleetClock, PoolPlace, StoreSizes
+from benchmarks.journeys import Journey, TokenGaps
+from benchmarks.loads import VOCABULARY, RequestTrace, TracePrompts
 from services.router.config import RouterConfig
 from services.router.index.kv_events import decode
 from services.router.index.shared_stores import store_id
 from services.router.selection.model_router import ModelRouter
+from services.router.selection.pairs import SplitCosts
+from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import load_policy
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import KVConnector
@@ -49,6 +56,7 @@ from shared.messages import (
     ModelCard,
     Part,
     Prefilled,
+    Role,
     Sampling,
     Select,
     Selected,
@@ -60,6 +68,7 @@ REPORT_S = 0.25
 TICK_S = 0.1
 WINDOW_S = 60.0
 """The window over which each worker's work is summed."""
+LONGEST_STEP_S = 0.25
 COPY_BYTES_PER_S = 50e9
 """The rate of copies between a device and the block store's memory, in each direction."""
 ANSWER_LIMIT_S = 2.0
@@ -71,53 +80,6 @@ _SLICE_BLOCKS = 1 << 16
 
 StepTime = Callable[[Sequence[Work]], float]
 """A function that returns how long a worker takes for a step, in seconds."""
-
-
-@dataclass(slots=True)
-class Journey:
-    """What became of one request."""
-
-    request: TraceRequest
-    asked_s: float = -1.0
-    """When the request came. In an open loop this is its arrival time in the load."""
-    attempt: int = -1
-    begun: int = -1
-    """The attempt whose first token has come; -1 before it."""
-    cached_tokens: int = 0
-    cached_host_tokens: int = 0
-    """The part of the cached tokens that came from the block store's memory."""
-    cached_disk_tokens: int = 0
-    first_token_s: float = -1.0
-    end_s: float = -1.0
-    failed: str = ""
-    output: bytearray = field(default_factory=bytearray)
-    """The output tokens as packed u32; emptied at the end."""
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.asked_s
-
-
-class FleetClock:
-    """Virtual time, with a queue of actions."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
-
-    def at(self, time_s: float, act: Callable[[], None]) -> None:
-        """Schedule an action; actions for the same time happen in the order of these calls."""
-        heappush(self._heap, (time_s, next(self._order), act))
-
-    def after(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Schedule an action `delay_s` from now."""
-        self.at(self.now_s + delay_s, act)
-
-    def step(self) -> None:
-        """Advance to the next action and do it."""
-        self.now_s, _, act = heappop(self._heap)
-        act()
 
 
 @dataclass(slots=True, eq=False)
@@ -142,17 +104,27 @@ class SimulatedFleet:
     """One run of one load. What became of each request is in `journeys`, what was computed when in `prefilled`."""
 
     def __init__(
-        self, load: RequestTrace, policy: str, *, capacity_blocks: int, seed: int = 0, sizes: StoreSizes | None = None
+        self,
+        load: RequestTrace,
+        policy: str,
+        *,
+        capacity_blocks: int,
+        seed: int = 0,
+        sizes: StoreSizes | None = None,
+        compare: SplitCosts = split_costs,
+        gaps: TokenGaps | None = None,
     ) -> None:
-        """Make the fleet. `sizes` are those of the block store that all workers share; None means no store."""
+        """Make the fleet. `sizes` are those of the block store that all workers share; None means no store. `compare`
+        weighs pairs against single workers. `gaps` collects the times between tokens."""
         self.clock = FleetClock()
         self.load = load
         self.journeys = [Journey(request) for request in load.requests]
         self.prefilled: dict[tuple[int, str], int] = {}
         """The prompt tokens computed, by time window and worker."""
         self.workers: dict[str, SimulatedWorker] = {}
-        self.router = ModelRouter(MODEL, "router", RouterConfig(), load_policy(policy)(), Random(seed))
+        self.router = ModelRouter(MODEL, "router", RouterConfig(), load_policy(policy)(), Random(seed), compare=compare)
         self.prompts = TracePrompts(load.block_size)
+        self._gaps = gaps
         self._capacity_blocks = capacity_blocks
         self._upcoming: Iterator[Journey] = iter(())
         """The requests that start when another one ends."""
@@ -183,8 +155,10 @@ class SimulatedFleet:
         while self._left:
             self.clock.step()
 
-    def join(self, step_s: StepTime) -> str:
-        """Add a worker with an empty cache and return its name."""
+    def join(self, step_s: StepTime, role: Role = "aggregated", *, longest_s: float = LONGEST_STEP_S) -> str:
+        """Add a worker with an empty cache and return its name. Other roles than `aggregated` need a block store.
+        `longest_s` is how long its steps that prefill should take at most, in seconds."""
+        assert self.store is not None or role == "aggregated", "prompts are handed over through the block store"
         name = f"worker{next(self._names):03}"
         limits = SchedulerLimits(
             model=MODEL,
@@ -194,13 +168,15 @@ class SimulatedFleet:
             capacity_blocks=self._capacity_blocks,
             max_waiting=_UNBOUNDED,
             max_waiting_tokens=_UNBOUNDED,
+            step_s=longest_s,
         )
         scheduler = Scheduler(limits)
         connector = None if self.store is None else self._connector(name, scheduler, self.store)
         core = EngineCore(scheduler, self.load.block_size, connector)
         worker = self.workers[name] = SimulatedWorker(name, core, step_s, core.opening())
         attached_to = ("", "") if self.store is None else (KVBM, self.store.layout.digest)
-        self.router.add_card(_card(name, self.load.block_size, self._capacity_blocks, *attached_to), self.clock.now_s)
+        card = _card(name, role, self.load.block_size, self._capacity_blocks, *attached_to)
+        self.router.add_card(card, self.clock.now_s)
         self.router.set_sends_events(name, True)
         if self.store is not None:
             if store_id(*attached_to) not in self.router.stores:
@@ -227,13 +203,14 @@ class SimulatedFleet:
             while clearing.step(_SLICE_BLOCKS):
                 pass
         for request, _ in worker.attempts:
-            self._route(self.journeys[int(request)])
+            self._lose(self.journeys[int(request)])
 
     # --- a request's life
 
     def _route(self, journey: Journey) -> None:
+        """Ask the router, and send the request where it says."""
         request = journey.request
-        journey.attempt += 1
+        journey.attempt = journey.last_attempt = journey.last_attempt + 1
         if not journey.attempt:
             journey.asked_s = self.clock.now_s
         name, left = str(request.number), request.output_tokens - len(journey.output) // 4
@@ -243,6 +220,14 @@ class SimulatedFleet:
         if not isinstance(reply, Selected):
             self._end(journey, reply.reason)
             return
+        journey.decoder = reply.decode
+        if reply.decode:  # advice to the decoder to fetch early would leave here
+            journey.last_attempt += 1
+        self._dispatch(journey, self.workers[reply.instance])
+
+    def _dispatch(self, journey: Journey, worker: SimulatedWorker) -> None:
+        """Send the current attempt to a worker, with all tokens so far."""
+        request, name = journey.request, str(journey.request.number)
         submit = Submit(
             name,
             journey.attempt,
@@ -251,10 +236,27 @@ class SimulatedFleet:
             request.prompt_tokens,
             Sampling(request.output_tokens, temperature=0.0, ignore_eos=True),
             _UNBOUNDED,
+            prefill_only=bool(journey.decoder),
         )
-        worker = self.workers[reply.instance]
         worker.attempts[name, journey.attempt] = None
         self.clock.after(HOP_S, partial(self._order, worker, submit))
+
+    def _hand_over(self, journey: Journey) -> None:
+        """Go on at the worker that decodes, as the frontend does; if it is gone, with another choice."""
+        decoder, journey.decoder = self.workers.get(journey.decoder), ""
+        if decoder is None:
+            self._route(journey)
+            return
+        journey.hand_overs += 1
+        journey.attempt = journey.last_attempt
+        self._dispatch(journey, decoder)
+
+    def _lose(self, journey: Journey) -> None:
+        """Go on after the worker of the current attempt has gone."""
+        if journey.decoder:  # it is given up: nothing of the request has come to it
+            self._tell(Finished(str(journey.request.number), journey.last_attempt))
+            journey.decoder = ""
+        self._route(journey)
 
     def _order(self, worker: SimulatedWorker, order: EngineOrder) -> None:
         worker.arrived.append(order)
@@ -319,6 +321,9 @@ class SimulatedFleet:
             journey.first_token_s = self.clock.now_s
             journey.cached_tokens = part.cached_tokens
             journey.cached_host_tokens, journey.cached_disk_tokens = part.cached_host_tokens, part.cached_disk_tokens
+        new_worker = 0 <= journey.begun != part.attempt
+        if part.tokens and self._gaps is not None:
+            self._gaps.add(journey, len(part.tokens) // 4, self.clock.now_s, new_worker=new_worker)
         if part.tokens and journey.begun != part.attempt:
             journey.begun = part.attempt
             self._tell(Prefilled(part.request, part.attempt, part.cached_tokens, journey.ttft_s, worker.name))
@@ -326,12 +331,19 @@ class SimulatedFleet:
         if part.finish is not None:
             del worker.attempts[part.request, part.attempt]
             self._tell(Finished(part.request, part.attempt))
-            self._end(journey, part.error)
+            if part.finish == "handed_over":
+                self.clock.after(HOP_S, partial(self._hand_over, journey))
+            else:
+                if journey.decoder:  # the first token was the last one
+                    self._tell(Finished(part.request, journey.last_attempt))
+                self._end(journey, part.error)
 
     def _end(self, journey: Journey, failed: str) -> None:
         journey.end_s = self.clock.now_s
         journey.failed = failed
         journey.output = bytearray()
+        if self._gaps is not None:
+            self._gaps.end(journey)
         self._left -= 1
         follower = next(self._upcoming, None)
         if follower is not None:
@@ -396,7 +408,7 @@ def _kv_layout(block_size: int) -> KvLayout:
     return KvLayout(dtype="bfloat16", layers=32, kv_heads=8, head_dim=128, block_size=block_size)
 
 
-def _card(name: str, block_size: int, capacity_blocks: int, kvbm: str, kvbm_layout: str) -> ModelCard:
+def _card(name: str, role: Role, block_size: int, capacity_blocks: int, kvbm: str, kvbm_layout: str) -> ModelCard:
     return ModelCard(
         model=MODEL,
         instance=name,
@@ -405,6 +417,7 @@ def _card(name: str, block_size: int, capacity_blocks: int, kvbm: str, kvbm_layo
         hash_self_test=self_test(block_size),
         context_length=1 << 20,
         vocab_size=VOCABULARY,
+        role=role,
         block_size=block_size,
         capacity_blocks=capacity_blocks,
         kv_layout=_kv_layout(block_size),

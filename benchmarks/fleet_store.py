@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby
+from heapq import heappop, heappush
+from itertools import count, groupby
 from operator import itemgetter
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -52,12 +52,26 @@ class StoreSizes(Struct, frozen=True):
     tiers: TiersConfig = TiersConfig()
 
 
-class StoreClock(Protocol):
-    """The fleet's virtual time."""
+class FleetClock:
+    """Virtual time, with a queue of actions."""
 
-    now_s: float
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
 
-    def after(self, delay_s: float, act: Callable[[], None]) -> None: ...
+    def at(self, time_s: float, act: Callable[[], None]) -> None:
+        """Schedule an action; actions for the same time happen in the order of these calls."""
+        heappush(self._heap, (time_s, next(self._order), act))
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Schedule an action `delay_s` from now."""
+        self.at(self.now_s + delay_s, act)
+
+    def step(self) -> None:
+        """Advance to the next action and do it."""
+        self.now_s, _, act = heappop(self._heap)
+        act()
 
 
 class PoolTable:
@@ -95,7 +109,7 @@ class PoolPlace:
 class _StoreLine:
     """One direction of the disk, which serves requests one after another."""
 
-    def __init__(self, clock: StoreClock, block_s: float) -> None:
+    def __init__(self, clock: FleetClock, block_s: float) -> None:
         self._clock = clock
         self._block_s = block_s
         self._free_s = 0.0
@@ -110,7 +124,7 @@ class BlockStore:
 
     def __init__(
         self,
-        clock: StoreClock,
+        clock: FleetClock,
         layout: wire.StoreLayout,
         sizes: StoreSizes,
         hop_s: float,

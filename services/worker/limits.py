@@ -8,10 +8,8 @@ from services.worker.config import Offload
 
 MAX_STEP_TOKENS = 8192
 """Most tokens that one step computes, whatever the time: runners have room for as many."""
-STEP_S = 0.25
-"""Seconds that a step which prefills should take at most."""
 PREFILL_STEP_S = 0.05
-"""The same for a worker that only computes prompts: what a step has computed is stored, and loaded where it is decoded,
+"""Most seconds of a step of a worker that only computes prompts: what a step has computed is stored, and loaded where it is decoded,
 while the next one is computed, so that only the last step's blocks are waited for."""
 
 
@@ -33,7 +31,7 @@ class SchedulerLimits:
     """Most attempts in the queue."""
     max_waiting_tokens: int = 1 << 20
     """Most uncomputed tokens in the queue; one attempt alone may be longer."""
-    step_s: float = STEP_S
+    step_s: float = 0.25
     """Seconds that a step which prefills should take at most."""
     max_step_tokens: int = MAX_STEP_TOKENS
     """Most tokens of a step."""

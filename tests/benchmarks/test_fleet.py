@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 
 from benchmarks.fleet import SimulatedFleet
 from benchmarks.fleet_store import StoreSizes
+from benchmarks.journeys import TokenGaps
 from benchmarks.loads import RequestTrace, chats, ideal
+from services.router.selection.pairs import SplitCosts
+from services.router.selection.policies.kv import split_costs
 from services.worker.messages import Snapshot, TakeEngineSnapshot
 from services.worker.runner import Work
+from shared.messages import Role
 
 REQUESTS = 150
 
@@ -21,6 +26,20 @@ def busy(load: RequestTrace, *, workers: int = 2, capacity_blocks: int = 400) ->
     fleet = SimulatedFleet(load, "kv", capacity_blocks=capacity_blocks)
     for _ in range(workers):
         fleet.join(slow)
+    return fleet
+
+
+def always(*_: object) -> tuple[float, float]:
+    """Compare so that a pair always costs less."""
+    return 0.0, 1.0
+
+
+def split(load: RequestTrace, *roles: Role, gaps: TokenGaps | None = None) -> SimulatedFleet:
+    """Return a fleet with these roles that hands every prompt over."""
+    sizes = StoreSizes(slots=4000, records=0)
+    fleet = SimulatedFleet(load, "kv", capacity_blocks=400, sizes=sizes, compare=always, gaps=gaps)
+    for role in roles:
+        fleet.join(slow, role)
     return fleet
 
 
@@ -122,3 +141,66 @@ def test_a_fleet_with_a_large_block_store_finds_nearly_what_the_ideal_cache_find
     alone, shared = found
     assert alone < 0.6
     assert 0.98 < shared <= 1
+
+
+def test_prompts_are_handed_over_and_end_with_as_many_tokens_and_both_reservations_end() -> None:
+    load, gaps = chats(REQUESTS, Random(8)), TokenGaps()
+    fleet = split(load, "prefill", "decode", "decode", gaps=gaps)
+    fleet.run()
+    check(fleet)
+    assert fleet.store is not None
+    fleet.store.tickets.validate()
+    assert all(journey.hand_overs == 1 and journey.attempt == 1 for journey in fleet.journeys)
+    assert len(gaps.handed_over_s) == REQUESTS
+    assert len(gaps.all_s) == sum(request.output_tokens - 1 for request in load.requests)
+    assert min(gaps.all_s) > 0
+
+
+def test_a_worker_that_decodes_finds_what_was_handed_over_and_computes_the_rest() -> None:
+    load = chats(REQUESTS, Random(9))
+    fleet = split(load.at(load.rate / 4), "prefill", "decode")
+    fleet.run()
+    check(fleet)
+    (prefill, decode), computed = fleet.workers, dict.fromkeys(fleet.workers, 0)
+    for (_, worker), tokens in fleet.prefilled.items():
+        computed[worker] += tokens
+    rests = sum(request.prompt_tokens % load.block_size + 1 for request in load.requests)
+    assert 0.95 * rests < computed[decode] < 1.05 * rests
+    assert computed[prefill] > 3 * computed[decode]
+
+
+def test_requests_go_on_after_either_worker_of_a_pair_is_gone() -> None:
+    load = chats(REQUESTS, Random(10))
+    load = load.at(4 * load.rate)  # so many that each worker has some at any time
+    for leaver in (0, 2):
+        fleet = split(load, "prefill", "prefill", "decode", "decode")
+        leave = [*fleet.workers][leaver]
+        fleet.clock.at(load.requests[REQUESTS // 2].arrival_s, partial(fleet.leave, leave))
+        fleet.run()
+        check(fleet)
+        assert any(journey.attempt > 1 for journey in fleet.journeys)
+
+
+def test_with_one_role_the_comparison_of_pairs_changes_nothing() -> None:
+    load, ends = chats(REQUESTS, Random(11)), []
+    cases: list[tuple[Role, SplitCosts]] = [("aggregated", always), ("aggregated", split_costs), ("decode", always)]
+    for role, compare in cases:
+        fleet = SimulatedFleet(load, "kv", capacity_blocks=200, sizes=StoreSizes(300, 0), compare=compare)
+        for _ in range(2):
+            fleet.join(slow, role)
+        fleet.run()
+        check(fleet)
+        ends.append([journey.end_s for journey in fleet.journeys])
+    assert ends[0] == ends[1] == ends[2]
+
+
+def test_gaps_are_the_times_between_the_tokens_of_one_answer() -> None:
+    load, gaps = chats(REQUESTS, Random(12)), TokenGaps()
+    fleet = SimulatedFleet(load, "kv", capacity_blocks=400, gaps=gaps)
+    for _ in range(2):
+        fleet.join(slow)
+    fleet.run()
+    assert len(gaps.all_s) == sum(request.output_tokens - 1 for request in load.requests)
+    assert not gaps.handed_over_s
+    decoding_s = sum(journey.end_s - journey.first_token_s for journey in fleet.journeys)
+    assert abs(sum(gaps.all_s) - decoding_s) < 1e-6 * decoding_s

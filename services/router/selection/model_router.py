@@ -33,8 +33,9 @@ from services.router.selection.candidates import (
 from services.router.selection.decision_log import DecisionLog, Prediction
 from services.router.selection.eligibility import Eligibility, NoCandidate, Refusal
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
-from services.router.selection.pairs import WorkerPair, choose_pair
+from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
 from services.router.selection.peer_links import PeerLinks, RemoteSearch
+from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import Policy
 from services.router.selection.policy_guard import PolicyFault, PolicyGuard, worst_fault
 from services.router.selection.speculation import ExpectedRun, Speculation
@@ -88,9 +89,10 @@ class ModelRouter:
         policy: Policy,
         draw: Random,
         clock: Callable[[], float] | None = None,
+        compare: SplitCosts = split_costs,
     ) -> None:
         """Create the router of a model without instances. `clock` times the policy; without it the policy is not
-        timed."""
+        timed. `compare` weighs pairs against single workers."""
         self.model = model
         self.index = Index(limit_bytes=config.index.limit_bytes)
         self.load = LoadTracker(config.load)
@@ -107,6 +109,7 @@ class ModelRouter:
         self.decisions = DecisionLog(limit=max(config.explained, 1))
         self._router = router
         self._config = config
+        self._compare = compare
         self._without_events: set[str] = set()
         limit_bytes = config.index.speculation_limit_bytes
         self.speculation = Speculation(ttl_s=config.index.speculation_s, limit_bytes=limit_bytes)
@@ -257,7 +260,8 @@ class ModelRouter:
             able = stored[len(eligible) :]
             if select.wait_limit_s > 0 and before is None:
                 able = [each for each in able if _in_time([each[1]], select)]
-            pair = choose_pair(self.guard, request, able, stored[: len(eligible)], choice.chosen.candidate, remote)
+            whole, compare = choice.chosen.candidate, self._compare
+            pair = choose_pair(self.guard, request, able, stored[: len(eligible)], whole, remote, compare=compare)
         fault = choice.fault if pair is None else worst_fault(choice.fault, pair.prefill.fault, pair.decode.fault)
         kept = pair is not None and pair.candidates == (before, after)
         if pair is not None and (pair.pays or kept):

@@ -12,18 +12,21 @@ one machine make a pair, it is compared with the best pair of all machines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from services.router.index.index import CandidateId
 from services.router.index.shared_stores import StoreId
-from services.router.selection.candidates import CandidateState, RoutingRequest
+from services.router.selection.candidates import CandidateState, FleetAverage, RoutingRequest
 from services.router.selection.peer_links import RemoteSearch
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy_guard import PolicyChoice, PolicyGuard
 from shared.messages import Overlap
+
+SplitCosts = Callable[[RoutingRequest, CandidateState, CandidateState, CandidateState], tuple[float, float]]
+"""A function like `split_costs`: (request, whole, prefill, decode) → (cost of the pair, of one worker for all)."""
 
 AtStore = tuple[StoreId | None, CandidateState]
 """A candidate, and the store that it exchanges blocks with."""
@@ -35,9 +38,9 @@ class WorkerPair(Struct, frozen=True):
     prefill: PolicyChoice
     decode: PolicyChoice
     cost: float
-    """What the pair costs, in prompt tokens."""
+    """What the pair costs, in seconds."""
     alone: float
-    """What the best single worker costs, in prompt tokens."""
+    """What the best single worker costs, in seconds."""
 
     @property
     def candidates(self) -> tuple[CandidateId, CandidateId]:
@@ -52,7 +55,7 @@ class WorkerPair(Struct, frozen=True):
     @property
     def comparison(self) -> str:
         """Both costs, in words."""
-        return f"a pair costs {self.cost:.0f}, one worker {self.alone:.0f}"
+        return f"a pair costs {self.cost:.2f} s, one worker {self.alone:.2f} s"
 
 
 def choose_pair(
@@ -62,18 +65,20 @@ def choose_pair(
     decoding: Sequence[AtStore],
     whole: CandidateState,
     remote: RemoteSearch | None = None,
+    *,
+    compare: SplitCosts = split_costs,
 ) -> WorkerPair | None:
     """Return the pair that the policy chooses, each worker with its store; None if no two workers can make one. `whole`
     is the worker that would compute the whole request. With `remote` blocks can come from other machines' stores."""
     blocks = (request.prompt_tokens - 1) // request.block_size
     takers = {store: _takers(decoding, store, blocks, None) for store, _ in prefilling if store is not None}
-    pair = _best_pair(guard, request, prefilling, takers, whole)
+    pair = _best_pair(guard, request, prefilling, takers, whole, compare)
     if remote is None:
         return pair
     reached = {store: _takers(decoding, store, blocks, remote) for store in takers}
     if all(len(reached[store]) == len(takers[store]) for store in takers):
         return pair
-    wide = _best_pair(guard, request, prefilling, reached, whole)
+    wide = _best_pair(guard, request, prefilling, reached, whole, compare)
     return wide if pair is None or (wide is not None and wide.cost < pair.cost) else pair
 
 
@@ -83,15 +88,18 @@ def _best_pair(
     prefilling: Sequence[AtStore],
     takers: Mapping[StoreId, list[CandidateState]],
     whole: CandidateState,
+    compare: SplitCosts,
 ) -> WorkerPair | None:
     able = [(takers[store], state) for store, state in prefilling if store is not None and takers[store]]
     if not able:
         return None
-    prefill = guard.choose(replace(request, part="prompt"), [state for _, state in able])
+    computing = [state for _, state in able]
+    prompt = replace(request, part="prompt", fleet=FleetAverage.of(computing))
+    prefill = guard.choose(prompt, computing)
     chosen = prefill.chosen.candidate
     (reached,) = (those for those, state in able if state.id == chosen.id)
     decode = guard.choose(replace(request, part="decode"), reached)
-    return WorkerPair(prefill, decode, *split_costs(request, whole, chosen, decode.chosen.candidate))
+    return WorkerPair(prefill, decode, *compare(request, whole, chosen, decode.chosen.candidate))
 
 
 def _takers(decoding: Sequence[AtStore], at: StoreId, blocks: int, remote: RemoteSearch | None) -> list[CandidateState]:

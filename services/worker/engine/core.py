@@ -20,7 +20,7 @@ from typing import assert_never
 from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.kv_connector.stores import COLLECT_S
-from services.worker.limits import PREFILL_STEP_S, STEP_S, SchedulerLimits
+from services.worker.limits import PREFILL_STEP_S, SchedulerLimits
 from services.worker.messages import (
     BlockExplained,
     CancelAttempt,
@@ -102,8 +102,8 @@ class EngineCore:
             eos_token_ids=frozenset(facts.eos_token_ids),
             block_size=facts.block_size,
             capacity_blocks=facts.capacity_blocks,
-            step_s=PREFILL_STEP_S if settings.role == "prefill" else STEP_S,
             max_running=settings.max_running,
+            step_s=min(settings.step_s, PREFILL_STEP_S) if settings.role == "prefill" else settings.step_s,
             max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=settings.max_waiting_tokens,
             offload=settings.kvbm.offload,

@@ -20,6 +20,10 @@ request would minimise its own time to the first token, and the cache hits that 
 neighbours cost the most. So a common prefix, however long, does not gather unrelated requests on one worker while
 others are idle.
 
+*Prompts alone.* Where a worker only computes prompts, nothing decodes, so that there is no crowding, and its caches
+matter less to a wait that no other worker's steps shorten: patience is 0.2 there. `split_costs` says when a prompt goes
+there.
+
 *Fetching* from host memory runs at 50 GB/s, from disk at 4 GB/s (`services.router.selection.candidates`). For an 8B
 model on an H200, with 128 KiB per token and 30,000 tokens/s, that takes 0.08 and 1.0 of the time that computing takes;
 for a 1B model 0.1 and 1.2, for a 70B model 0.02 and 0.3, and on a CPU almost nothing. It counts for a third of that,
@@ -51,6 +55,14 @@ IDLE_PATIENCE_INVERSE = 20.0
 """Inverse of patience when no request is in flight."""
 NEIGHBOUR_TOKENS = 128
 NEIGHBOUR_S = 0.08
+PROMPT_PATIENCE = 0.2
+"""Patience at workers that only compute prompts."""
+DECODE_WEIGHT = 0.35
+"""Weight of a second for which a request that decodes waits, in seconds of waiting for a first token."""
+PROMPT_WEIGHT = 1.5
+"""How many later prompts each prompt delays at a worker that only computes prompts, for each request there."""
+STORING_S = 0.5
+"""Most seconds in which a worker that computes other prompts stores the last blocks of one."""
 SIMILAR_SPEED_RATIO = 1.5
 """Engines whose speeds differ by a smaller factor count as equal."""
 
@@ -96,9 +108,12 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     if remote:
         usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
         fetched += min(FETCH_WEIGHT * usual * remote * candidate.remote_s, slow * size * remote)
-    waiting = slow * load.queued_tokens / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
-    crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
-    running = slow * crowding * log2(1 + load.requests)
+    if request.part == "prompt":
+        waiting, running = slow * PROMPT_PATIENCE * load.queued_tokens, 0.0
+    else:
+        waiting = slow * load.queued_tokens / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
+        crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
+        running = slow * crowding * log2(1 + load.requests)
     if load.active_blocks:
         needed = load.active_blocks + -(-request.prompt_tokens // size) - device
         if needed > candidate.total_blocks:
@@ -109,16 +124,42 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
 def split_costs(
     request: RoutingRequest, whole: CandidateState, prefill: CandidateState, decode: CandidateState
 ) -> tuple[float, float]:
-    """Return (the cost of a pair, the cost of one worker for all), in prompt tokens. `decode` has the prompt's blocks
-    in its store's memory.
+    """Return (the cost of a pair, the cost of one worker for all), in seconds that requests wait, all of them together.
+    `decode` has the prompt's blocks in its store's memory.
 
-    A prompt that is computed where others decode delays each of them by its time, which counts as patience counts any
-    wait. A worker that only computes prompts delays no decoding, so that there are no neighbours to share steps with.
+        one worker = queue + fetch + prompt x (1 + DECODE_WEIGHT x requests there)
+        pair       = queue + fetch + prompt x (1 + PROMPT_WEIGHT x requests there)         where the prompt is computed
+                     + storing + queue + fetch + rest x (1 + DECODE_WEIGHT x requests there)   where it is decoded
+
+    `queue` is the time of the prompt tokens that wait at a worker, `prompt` that of the tokens which it would compute,
+    both at its own measured speed; `rest` that of the tokens after the prompt's last full block. `fetch` is the time of
+    copying blocks from the store. `storing` is that of copying what is handed over to the store, at the same rate. A
+    busy worker gets to that between its steps, which takes `STORING_S`, or the time of the prompt if that is less.
+
+    *Requests there.* A prompt's time is a wait for the request itself. It is also one for every request that decodes at
+    the same worker: no step without that prompt comes before. Where only prompts are computed, it is one for the
+    prompts that come next; by Little's law they are as many as wait now, or more where the queue does not end soon.
     """
-    uncached, fetched, waiting, running = _costs(request, whole)
-    delayed = uncached * whole.load.requests / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
-    computed = sum(_costs(request, prefill)[:3])
-    return computed + sum(_costs(request, decode)), uncached + fetched + waiting + running + delayed
+    usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
+    computing = prefill.speed.prefill_tokens_per_s or usual
+    one_s, one_fetch_s, one_queue_s = _prompt_s(request, whole, whole.speed.prefill_tokens_per_s or computing)
+    prompt_s, prompt_fetch_s, prompt_queue_s = _prompt_s(request, prefill, computing)
+    rest_s, fetch_s, queue_s = _prompt_s(request, decode, decode.speed.prefill_tokens_per_s or computing)
+    storing_s = (decode.overlap.blocks - decode.overlap.device) * request.host_s
+    if prefill.load.requests:
+        storing_s += min(prompt_s, STORING_S)
+    alone = one_queue_s + one_fetch_s + one_s * (1 + DECODE_WEIGHT * whole.load.requests)
+    first = prompt_queue_s + prompt_fetch_s + prompt_s * (1 + PROMPT_WEIGHT * prefill.load.requests)
+    handed_over = storing_s + queue_s + fetch_s + rest_s * (1 + DECODE_WEIGHT * decode.load.requests)
+    return first + handed_over, alone
+
+
+def _prompt_s(request: RoutingRequest, candidate: CandidateState, tokens_per_s: float) -> tuple[float, float, float]:
+    """Return the seconds of the prompt's uncached tokens, of fetching the others, and of the queue before both."""
+    overlap = candidate.overlap
+    uncached = request.prompt_tokens - overlap.blocks * request.block_size
+    fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s + overlap.remote * candidate.remote_s
+    return uncached / tokens_per_s, fetch_s, candidate.load.queued_tokens / tokens_per_s
 
 
 def _slowness(usual: float, own: float) -> float:

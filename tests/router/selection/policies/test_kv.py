@@ -20,7 +20,7 @@ from services.router.selection.candidates import (
     WorkerSpeed,
 )
 from services.router.selection.load import IDLE, CandidateLoad
-from services.router.selection.policies.kv import KvPolicy, split_costs
+from services.router.selection.policies.kv import PROMPT_PATIENCE, PROMPT_WEIGHT, STORING_S, KvPolicy, split_costs
 from shared.messages import Overlap
 
 BLOCK = 16
@@ -199,3 +199,33 @@ def test_the_more_of_a_prompt_is_cached_where_it_would_be_decoded_the_less_a_pai
 def test_a_pair_never_pays_where_nothing_decodes(tokens: int, queued: int, in_flight: float) -> None:
     pair, alone = split(queued=queued, tokens=tokens, in_flight=in_flight)
     assert pair >= alone
+
+
+def costs_of(prefill: CandidateLoad, decode: CandidateLoad) -> float:
+    """The cost of a pair for 8,000 tokens, at 10,000 tokens a second."""
+    request = RoutingRequest(8_000, BLOCK, fleet=FleetAverage(4.0, 10_000.0), host_s=HOST_S, disk_s=DISK_S)
+    taker = facts("d", Overlap(0, 7_999 // BLOCK), decode, speed=10_000)
+    return split_costs(request, facts("d", speed=10_000), facts("p", None, prefill, speed=10_000), taker)[0]
+
+
+def test_a_pair_waits_for_both_queues_and_counts_seconds() -> None:
+    idle = CandidateLoad(0, 0, 0)
+    nothing = costs_of(idle, idle)
+    assert 0.8 < nothing < 0.9, "8,000 tokens, and the copies"
+    assert costs_of(CandidateLoad(0, 20_000, 0), idle) == pytest.approx(nothing + 2.0)
+    assert costs_of(idle, CandidateLoad(0, 5_000, 0)) == pytest.approx(nothing + 0.5)
+
+
+def test_a_busy_worker_stores_later_and_delays_the_prompts_that_come_next() -> None:
+    idle = CandidateLoad(0, 0, 0)
+    costs = [costs_of(CandidateLoad(requests, 0, 0), idle) for requests in range(4)]
+    assert costs[1] - costs[0] == pytest.approx(STORING_S + 0.8 * PROMPT_WEIGHT)
+    assert costs[3] - costs[2] == pytest.approx(0.8 * PROMPT_WEIGHT)
+
+
+def test_a_worker_that_only_computes_prompts_has_no_neighbours_and_its_queue_counts_for_more() -> None:
+    loads = [CandidateLoad(requests, queued, 0) for requests, queued in ((0, 0), (9, 0), (9, 10_000))]
+    request = RoutingRequest(8_000, BLOCK, fleet=FleetAverage(4.0, 10_000.0), part="prompt")
+    alone, many, queued = [KvPolicy().score(request, facts("p", None, load, speed=10_000)) for load in loads]
+    assert alone == many == 8_000
+    assert queued == many + PROMPT_PATIENCE * 10_000

@@ -1,0 +1,302 @@
+"""When does it pay to compute prompts on some workers and to decode on others?
+
+The Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25; its first requests) goes through 8 simulated
+workers with the router's `kv` policy, in virtual time (`fleet.py` and `fleet_store.py` say what is real and what is a
+model). Each worker is an 8B model on one H200 (`services/worker/simulated/timing.py`) with 1,800 blocks of 512 tokens,
+113 GiB. All of them share a block store of 16,000 blocks in memory, 1 TiB. The first half of the load is also run with
+answers three times as long, and with all requests of 20 s in the first 10 of them.
+
+aggregated   8 workers that do all.
+fixed p+d    p workers that compute prompts and d that decode: each prompt is handed over (`split_costs` is replaced).
+mixed p+d    the same workers, where the router compares a pair with a single worker for each request.
+steps        how long a step with parts of prompts may take (`worker.step_s`): 0.25 s, the default, or 0.05.
+
+load         The arrival times are stretched to 0.8 of what the 8 aggregated workers bear: the requests a second that
+             end in a closed loop with 64 requests a worker, after the first 512 have ended and until the last begins.
+ttft         from arrival to the first token; requests that wait at the end are waited for.
+itl          all times from a token to the next one of the same answer, hand-overs included.
+second       from the first token to the second one, of what is handed over.
+computed     the share of all computed prompt tokens that workers which decode have computed; the rest of a prompt that
+             fills no block counts, too.
+throughput   output tokens a second, from the first arrival to the last end: below load 1 mostly that of the arrivals.
+best         the split, and the mix, with the least mean time to the last token among those with the same steps. The mix
+             is also compared with both, figure by figure.
+
+What could mislead: time is a model's, without jitter. Copies run at 50 GB/s a direction and worker, however many there
+are, and slow no step (measured: 1 to 9 %). Blocks of 512 tokens leave 256 of a prompt for the worker that decodes, in
+the mean; an engine's usual blocks of 16 leave 8. Outputs never reappear in prompts. The weights of the comparison were
+chosen on these loads.
+
+    python -m benchmarks.disagg --trace conversation_trace.jsonl [--requests N] [--loads NAME …] [--quick] [--json]
+                                [--jobs N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.fleet import LONGEST_STEP_S, SimulatedFleet
+from benchmarks.fleet_store import StoreSizes
+from benchmarks.journeys import TokenGaps
+from benchmarks.loads import RequestTrace, read_trace
+from benchmarks.report import Goal, report
+from benchmarks.trace import default_timing
+from services.router.selection.pairs import SplitCosts
+from services.router.selection.policies.kv import split_costs
+from shared.messages import Role
+
+WORKERS = 8
+WORKER_BLOCKS = 1800
+STORE = StoreSizes(slots=16_000, records=0)
+LOAD = 0.8
+IN_FLIGHT = 64 * WORKERS
+REQUESTS = 2000
+QUICK_REQUESTS = 600
+SHORT_STEP_S = 0.05
+LONGER = 3
+LOADS = ("trace", "long answers", "bursts")
+BURST_PERIOD_S = 20.0
+BURST_SHARE = 0.5
+ITL_GOAL = 0.5
+AS_GOOD = 1.05
+"""The factor up to which two figures count as equal."""
+
+
+class Setup(Struct, frozen=True):
+    """A fleet of workers: how many compute prompts (0: all workers do all), and how long steps may be, in seconds."""
+
+    kind: Literal["aggregated", "fixed", "mixed"]
+    prefill: int = 0
+    step_s: float = LONGEST_STEP_S
+
+    @property
+    def decode(self) -> int:
+        return WORKERS - self.prefill
+
+
+SETUPS: tuple[Setup, ...] = (
+    Setup("aggregated"),
+    *(Setup("fixed", prefill) for prefill in (4, 5, 6)),
+    *(Setup("mixed", prefill) for prefill in (4, 5)),
+    Setup("aggregated", 0, SHORT_STEP_S),
+    Setup("fixed", 5, SHORT_STEP_S),
+    *(Setup("mixed", prefill, SHORT_STEP_S) for prefill in (4, 5)),
+)
+"""Fewer than four workers for prompts cannot compute those of any of these loads, if all are handed over."""
+
+
+class SplitRow(Struct, frozen=True):
+    """The result of one fleet at one load."""
+
+    load: str
+    kind: str
+    prefill: int
+    decode: int
+    step_s: float
+    """The bound of steps with parts of prompts."""
+    requests_per_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    itl_p90_s: float
+    itl_p99_s: float
+    itl_p999_s: float
+    second_p50_s: float
+    """0 where nothing is handed over."""
+    second_p90_s: float
+    handed_over: float
+    """The share of the requests that were handed over."""
+    computed: float
+    """The share of the computed prompt tokens that workers which decode have computed."""
+    hit_rate: float
+    """Cached prompt tokens over prompt tokens."""
+    output_tokens_per_s: float
+    latency_mean_s: float
+    """The mean time to the last token."""
+    failed: int
+
+
+def main() -> int:
+    """Print a table, or with --json one object."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl of Mooncake")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="the trace's first ones")
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests of the trace as it is")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; the figures do not depend on it")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    known = cases(read_trace(flags.trace).first(flags.requests))
+    loads = {name: known[name] for name in flags.loads}
+    if flags.quick:
+        loads = {"trace": known["trace"].first(QUICK_REQUESTS)}
+    rows: list[SplitRow] = []
+    with ProcessPoolExecutor(flags.jobs) as pool:
+        borne = dict(zip(loads, pool.map(capacity, loads.values()), strict=True))
+        runs = [(name, load.at(LOAD * borne[name]), setup) for name, load in loads.items() for setup in SETUPS]
+        for row in pool.map(_one, runs):
+            rows.append(row)
+            print(_line(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
+    goals = [
+        goal
+        for load, step_s in dict.fromkeys((row.load, row.step_s) for row in rows)
+        for goal in goals_of([row for row in rows if (row.load, row.step_s) == (load, step_s)])
+    ]
+    if flags.json:
+        print(msgspec.json.encode(report("disagg", sys.argv[1:], goals, rows)).decode())
+    else:
+        print(
+            "\n".join(f"{each.name}: {each.value} (goal {each.goal}){'' if each.met else ' MISSED'}" for each in goals)
+        )
+    return 0
+
+
+# --- loads
+
+
+def cases(load: RequestTrace) -> dict[str, RequestTrace]:
+    """Return the load as it is, its first half with longer answers, and that half as it is, to come in bursts
+    (`in_bursts`) after its arrival times were stretched."""
+    half = load.first(len(load.requests) // 2)
+    longer = [replace(each, output_tokens=LONGER * each.output_tokens) for each in half.requests]
+    return dict(zip(LOADS, (load, replace(half, requests=longer), half), strict=True))
+
+
+def in_bursts(load: RequestTrace) -> RequestTrace:
+    """Return the load with all requests of each period in its first part."""
+
+    def moved_s(time_s: float) -> float:
+        began_s = time_s // BURST_PERIOD_S * BURST_PERIOD_S
+        return began_s + (time_s - began_s) * BURST_SHARE
+
+    return replace(load, requests=[replace(each, arrival_s=moved_s(each.arrival_s)) for each in load.requests])
+
+
+def capacity(load: RequestTrace) -> float:
+    """Return how many requests a second the aggregated workers bear; the module explains it."""
+    in_flight = min(IN_FLIGHT, len(load.requests) // 4)
+    fleet = fleet_of(load, Setup("aggregated"))
+    fleet.run_closed(in_flight)
+    ends_s = sorted(journey.end_s for journey in fleet.journeys)
+    began_s, last_s = ends_s[in_flight], max(journey.asked_s for journey in fleet.journeys)
+    return sum(began_s < end_s <= last_s for end_s in ends_s) / (last_s - began_s)
+
+
+# --- runs
+
+
+def fleet_of(load: RequestTrace, setup: Setup, gaps: TokenGaps | None = None) -> SimulatedFleet:
+    """Return a fleet before its start."""
+    compare: SplitCosts = always_a_pair if setup.kind == "fixed" else split_costs
+    fleet = SimulatedFleet(load, "kv", capacity_blocks=WORKER_BLOCKS, sizes=STORE, compare=compare, gaps=gaps)
+    for number in range(WORKERS):
+        role: Role = "aggregated" if not setup.prefill else "prefill" if number < setup.prefill else "decode"
+        fleet.join(default_timing(), role, longest_s=setup.step_s)
+    return fleet
+
+
+def always_a_pair(*_: object) -> tuple[float, float]:
+    """Compare like `split_costs`, so that a pair always costs less."""
+    return 0.0, 1.0
+
+
+def _one(run: tuple[str, RequestTrace, Setup]) -> SplitRow:
+    name, load, setup = run
+    return run_split(name, in_bursts(load) if name == "bursts" else load, setup)
+
+
+def run_split(name: str, load: RequestTrace, setup: Setup) -> SplitRow:
+    """Run a load at its own pace."""
+    gaps = TokenGaps()
+    fleet = fleet_of(load, setup, gaps)
+    fleet.run()
+    ended = [journey for journey in fleet.journeys if not journey.failed]
+    ttft_s = sorted(journey.ttft_s for journey in ended)
+    itl_s, second_s = sorted(gaps.all_s), sorted(gaps.handed_over_s)
+    decoding = set(list(fleet.workers)[setup.prefill :])
+    computed = sum(tokens for (_, worker), tokens in fleet.prefilled.items() if worker in decoding)
+    return SplitRow(
+        load=name,
+        kind=setup.kind,
+        prefill=setup.prefill,
+        decode=setup.decode,
+        step_s=setup.step_s,
+        requests_per_s=load.rate,
+        ttft_p50_s=_quantile(ttft_s, 0.5),
+        ttft_p90_s=_quantile(ttft_s, 0.9),
+        ttft_p99_s=_quantile(ttft_s, 0.99),
+        itl_p50_s=_quantile(itl_s, 0.5),
+        itl_p90_s=_quantile(itl_s, 0.9),
+        itl_p99_s=_quantile(itl_s, 0.99),
+        itl_p999_s=_quantile(itl_s, 0.999),
+        second_p50_s=_quantile(second_s, 0.5),
+        second_p90_s=_quantile(second_s, 0.9),
+        handed_over=sum(journey.hand_overs > 0 for journey in ended) / len(ended),
+        computed=computed / sum(fleet.prefilled.values()),
+        hit_rate=sum(each.cached_tokens for each in ended) / sum(each.request.prompt_tokens for each in ended),
+        output_tokens_per_s=sum(journey.request.output_tokens for journey in ended) / fleet.clock.now_s,
+        latency_mean_s=sum(journey.end_s - journey.asked_s for journey in ended) / len(ended),
+        failed=len(fleet.journeys) - len(ended),
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+
+
+# --- output
+
+
+def goals_of(rows: Sequence[SplitRow]) -> list[Goal]:
+    """Compare the rows of one load and one length of steps: the best split with the aggregated workers, and the best
+    mix with both."""
+    whole = next(row for row in rows if row.kind == "aggregated")
+    split, mix = _best(rows, "fixed"), _best(rows, "mixed")
+    where = f"{whole.load}, steps of {whole.step_s} s:"
+    goals = [_goal(f"{where} itl p99, {_name(split)} of aggregated", split.itl_p99_s / whole.itl_p99_s, ITL_GOAL)]
+    for other in (whole, split):
+        pair = f"{_name(mix)} of {_name(other)}"
+        goals += [
+            _goal(f"{where} ttft p90, {pair}", mix.ttft_p90_s / other.ttft_p90_s, AS_GOOD),
+            _goal(f"{where} itl p99, {pair}", mix.itl_p99_s / other.itl_p99_s, AS_GOOD),
+            _goal(f"{where} time a token, {pair}", other.output_tokens_per_s / mix.output_tokens_per_s, AS_GOOD),
+        ]
+    return goals
+
+
+def _best(rows: Iterable[SplitRow], kind: str) -> SplitRow:
+    return min((row for row in rows if row.kind == kind), key=lambda row: row.latency_mean_s)
+
+
+def _goal(name: str, value: float, most: float) -> Goal:
+    return Goal(name, round(value, 3), "ratio", most, value <= most)
+
+
+def _name(row: SplitRow) -> str:
+    return f"{row.kind} {row.prefill}+{row.decode}" if row.prefill else row.kind
+
+
+def _line(row: SplitRow) -> str:
+    itl = " ".join(f"{1e3 * each:6.1f}" for each in (row.itl_p50_s, row.itl_p90_s, row.itl_p99_s, row.itl_p999_s))
+    ttft = f"{row.ttft_p50_s:6.2f} {row.ttft_p90_s:6.2f} {row.ttft_p99_s:6.2f}"
+    return (
+        f"{row.load:12} {_name(row):10} steps {row.step_s:4.2f} s  {row.requests_per_s:5.2f}/s  ttft {ttft} s  "
+        f"itl {itl} ms  second {1e3 * row.second_p50_s:5.0f} {1e3 * row.second_p90_s:5.0f} ms  "
+        f"handed over {row.handed_over:4.0%}  computed {row.computed:4.0%}  hits {row.hit_rate:5.1%}  "
+        f"{row.output_tokens_per_s:5.0f} tokens/s  latency {row.latency_mean_s:6.2f} s"
+        + (f"  {row.failed} failed" if row.failed else "")
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""What becomes of the requests of a simulated fleet, and the times between the tokens of their answers."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from benchmarks.loads import TraceRequest
+
+
+@dataclass(slots=True)
+class Journey:
+    """What became of one request."""
+
+    request: TraceRequest
+    asked_s: float = -1.0
+    """When the request came. In an open loop this is its arrival time in the load."""
+    attempt: int = -1
+    last_attempt: int = -1
+    """The highest attempt number in use: a worker that is to decode has one from the start."""
+    decoder: str = ""
+    """The worker that will decode what the current attempt hands over; empty: none."""
+    hand_overs: int = 0
+    begun: int = -1
+    """The attempt whose first token has come; -1 before it."""
+    cached_tokens: int = 0
+    cached_host_tokens: int = 0
+    """The part of the cached tokens that came from the block store's memory."""
+    cached_disk_tokens: int = 0
+    first_token_s: float = -1.0
+    end_s: float = -1.0
+    failed: str = ""
+    output: bytearray = field(default_factory=bytearray)
+    """The output tokens as packed u32; emptied at the end."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.asked_s
+
+
+class TokenGaps:
+    """The times between the tokens of answers. A token's time is when its step ended, since a frame carries a step."""
+
+    def __init__(self) -> None:
+        self.all_s = array("d")
+        """Seconds from each token to the next one of the same answer, hand-overs included."""
+        self.handed_over_s = array("d")
+        """Seconds from the first token of a request to its second one, where another worker computed that."""
+        self._last_s: dict[int, float] = {}
+        """When the last token of each request that runs came."""
+
+    def add(self, journey: Journey, tokens: int, now_s: float, *, new_worker: bool) -> None:
+        """Take up new tokens of a request. `new_worker` says whether they are the first after a hand-over."""
+        before_s = self._last_s.get(journey.request.number)
+        self._last_s[journey.request.number] = now_s
+        if before_s is not None:
+            self.all_s.append(now_s - before_s)
+            if new_worker:
+                self.handed_over_s.append(now_s - before_s)
+        self.all_s.extend([0.0] * (tokens - 1))
+
+    def end(self, journey: Journey) -> None:
+        """Forget the last token of a request that has ended."""
+        self._last_s.pop(journey.request.number, None)
