@@ -30,8 +30,6 @@ from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
-FAULTS = 6
-"""The number of faults in one storm."""
 PAUSE_S = 0.004
 """For each 64 KiB between the machines, so that faults befall reads that are under way."""
 ACTS = 60
@@ -176,9 +174,8 @@ async def one(seed: int) -> Counter[str]:
         for each in machines:
             await each.proxy.mend()
         await asyncio.gather(machines[0].start(machines[1]), machines[1].start(machines[0]))
-        for _ in range(FAULTS):
+        for kind in draw.sample(get_args(Kind), len(get_args(Kind))):
             await draw.choice(machines).act(draw.randint(1, ACTS))
-            kind: Kind = draw.choice(get_args(Kind))
             seen[kind] += 1
             struck, other = draw.sample(machines, 2)
             await _befall(kind, struck, other, draw.choice((0.02, 0.1, 0.4, 0.8)))

@@ -290,7 +290,7 @@ class Storm:
         for index, slot in zip(granted.blocks, unpack_slots(granted.slots), strict=True):
             if self.random.random() < 0.05:
                 await self._pause()
-            if not self._sleeper and self.random.random() < 0.1:
+            if not self._sleeper and not self.world.config.peers.listen and self.random.random() < 0.1:
                 await self._sleep(engine)
             if self.random.random() < 0.03:
                 break
