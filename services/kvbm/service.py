@@ -32,6 +32,7 @@ from services.kvbm.layout import describe
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import StoreMetrics
+from services.kvbm.peers.cache import PeerCache
 from services.kvbm.peers.peers import KvbmPeers
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.owners import MOST_OWNERS
@@ -271,8 +272,9 @@ class KvbmService:
         ask = wire.FETCH.decode(request.payload, request.headers)
         layout = self._layout_of(ask.owner)
         missing = [] if ask.awaits else self._missing(layout, ask)
-        if missing:
-            self._own(self._fetch_from_peers(request, ask, layout, missing))
+        if missing and self.peers is not None:
+            bringing = self.peers.cache.bring(layout, missing)
+            self._own(self._fetch_from_peers(request, ask, layout, self.peers.cache, bringing))
             return layout, None
         return self._fetch_here(request, ask, layout)
 
@@ -286,12 +288,11 @@ class KvbmService:
         return missing if self.peers.cache.is_worth_asking(layout, len(missing)) else []
 
     async def _fetch_from_peers(
-        self, request: Request, ask: wire.Fetch, layout: LayoutStore, missing: list[ContentKey]
+        self, request: Request, ask: wire.Fetch, layout: LayoutStore, peers: PeerCache, bringing: asyncio.Task[str]
     ) -> None:
         """Answer a Fetch after its missing blocks have come from a peer, or will not."""
-        assert self.peers is not None
         attached = self.engines.get(ask.owner)
-        await self.peers.cache.bring(layout, missing)
+        await peers.wait_brought(bringing)
         try:
             if self.engines.get(ask.owner) is not attached:
                 raise UnknownOwner(ask.owner, "has attached again, or is dead")

@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--hours", type=float, default=0.0, help="instead of minutes")
     parser.add_argument("--per-s", type=float, default=4.0, help="requests")
     parser.add_argument("--instances", type=int, default=2, help="of each service")
+    parser.add_argument("--roles", action="store_true", help="workers compute prompts or decode, --instances of each")
     parser.add_argument("--default-detection", action="store_true")
     parser.add_argument("--durations", default="0.5,2,4", help="of faults, s; one is drawn for each")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda wants --keep in /dev/shm")
@@ -44,6 +45,7 @@ def main() -> int:
         instances=flags.instances,
         durations_s=tuple(map(float, flags.durations.split(","))),
         device=flags.device,
+        roles=flags.roles,
         detection=DEFAULTS if flags.default_detection else FAST,
     )
     print(f"seed {settings.seed}", flush=True)

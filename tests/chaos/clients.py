@@ -74,7 +74,7 @@ class HttpClients:
 
     async def _ask(self, client: AsyncOpenAI, question: Question, answer: Answer) -> None:
         chosen: dict[str, Any] = body(question, answer.ask)
-        extra = {"ignore_eos": chosen.pop("ignore_eos")}
+        extra = {name: chosen.pop(name) for name in ("ignore_eos", "cache_salt") if name in chosen}
         create = client.chat.completions.create if question.chat else client.completions.create
         reply = await create(**chosen, extra_body=extra)
         if isinstance(reply, AsyncStream):
@@ -197,6 +197,8 @@ def body(question: Question, ask: Ask) -> dict[str, Any]:
         "ignore_eos": question.ignore_eos,
         "stream": ask.streamed,
     }
+    if ask.salt:
+        fields["cache_salt"] = ask.salt
     if ask.streamed:
         fields["stream_options"] = {"include_usage": True}
     if question.chat:

@@ -11,18 +11,32 @@ A deck holds every kind of fault once; it is shuffled, played to its end, and sh
     damage disk      kvbm is killed, bits of its files on disk change, and it starts again
     damage pool      kvbm is killed, its pool is no pool any more, and it starts again
     damage memory    bits of the blocks in kvbm's memory change while everything runs; engines compare checksums
+    with roles       workers are prefill and decode ones, and what befalls a worker or an engine befalls either
     damage keys      a frontend's file of API keys is no such file for `for_s`, and then what it was
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from random import Random
 from typing import Literal
 
 from msgspec import Struct
 
-Target = Literal["worker", "engine", "router", "frontend", "kvbm", "nats", "etcd"]
+Target = Literal[
+    "worker",
+    "engine",
+    "router",
+    "frontend",
+    "kvbm",
+    "nats",
+    "etcd",
+    "prefill",
+    "decode",
+    "prefill engine",
+    "decode engine",
+]
 Kind = Literal[
     "kill",
     "kill with kvbm",
@@ -43,6 +57,10 @@ SERVICES: tuple[Target, ...] = ("worker", "router", "frontend")
 ALONE: tuple[Target, ...] = ("kvbm", "nats", "etcd")
 """Of which there is one."""
 _OF_SERVICES: tuple[Kind, ...] = ("kill", "restart", "freeze", "sever nats", "hang nats", "sever etcd", "hang etcd")
+_OF_ROLES: Mapping[Target, tuple[Target, ...]] = {
+    "worker": ("prefill", "decode"),
+    "engine": ("prefill engine", "decode engine"),
+}
 DECK: tuple[tuple[Kind, Target], ...] = (
     *((kind, service) for service in (*SERVICES, "kvbm") for kind in _OF_SERVICES),
     ("kill", "engine"),
@@ -61,6 +79,12 @@ DECK: tuple[tuple[Kind, Target], ...] = (
     ("wipe", "etcd"),
 )
 """Every fault there is."""
+ROLES: tuple[Target, ...] = ("prefill", "decode")
+"""The workers of a stack with roles, instead of `worker`; faults of a worker befall either."""
+ROLES_DECK: tuple[tuple[Kind, Target], ...] = tuple(
+    (kind, half) for kind, target in DECK for half in _OF_ROLES.get(target, (target,))
+)
+"""Every fault of a stack with roles."""
 
 NATS_AWAY_S = (2.0, 10.0)
 """NATS is there once for all: longer than this, and clients see it."""
@@ -88,11 +112,13 @@ class Fault(Struct, frozen=True):
         return f"{kind} {of} of {which}{lasting}" if of else f"{kind} {which}{lasting}"
 
 
-def faults(seed: int, instances: int, durations_s: tuple[float, ...]) -> Iterator[Fault]:
+def faults(
+    seed: int, instances: int, durations_s: tuple[float, ...], deck: Sequence[tuple[Kind, Target]] = DECK
+) -> Iterator[Fault]:
     """Without end. Each service has `instances`; NATS is never away for longer than the longest of NATS_AWAY_S."""
     draw = Random(f"faults {seed}")
     while True:
-        for kind, target in draw.sample(DECK, len(DECK)):
+        for kind, target in draw.sample(deck, len(deck)):
             lasting_s = [one for one in durations_s if one <= max(NATS_AWAY_S)] if target == "nats" else durations_s
             yield Fault(
                 kind=kind,
@@ -128,12 +154,14 @@ class Ask(Struct, frozen=True):
     frontend: int
     """Where its client tries first; -1: over NATS, any frontend."""
     streamed: bool
+    salt: str = ""
+    """Requests with another one find nothing of this one in a cache."""
 
 
 _WORDS = "water mill wheel river stone gate race head fall spring rain cloud sluice turbine power grain"
 
 
-def questions(count: int) -> tuple[Question, ...]:
+def questions(number_of: int) -> tuple[Question, ...]:
     """The same ones for every seed. Half are greedy, half sampled; most share the beginning of their prompt."""
     draw = Random("questions")
     beginnings = [_text(draw, 30) for _ in range(3)]
@@ -147,19 +175,21 @@ def questions(count: int) -> tuple[Question, ...]:
             frequency_penalty=draw.choice((0.0, 0.0, 0.5)),
             ignore_eos=draw.random() < 0.8,
         )
-        for number in range(count)
+        for number in range(number_of)
     )
 
 
-def asks(seed: int, *, per_s: float, questions: int, frontends: int) -> Iterator[Ask]:
-    """Yield arrivals without end, at random intervals: no arrival waits for those before it."""
+def asks(seed: int, *, per_s: float, questions: int, frontends: int, salted: bool = False) -> Iterator[Ask]:
+    """Yield arrivals without end, at random intervals: no arrival waits for those before it. `salted`: two of three
+    find nothing in a cache, so that their prompts may be handed over."""
     draw = Random(f"asks {seed}")
-    while True:
+    for number in count():
         yield Ask(
             after_s=draw.expovariate(per_s),
             question=draw.randrange(questions),
             frontend=draw.randrange(-1, frontends),
             streamed=draw.random() < 0.6,
+            salt=f"{seed} {number}" if salted and number % 3 else "",
         )
 
 

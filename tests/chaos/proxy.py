@@ -16,10 +16,12 @@ _CHUNK_BYTES = 1 << 16
 class Proxy:
     """Listens on `port` of the loopback; the server is at `upstream`."""
 
-    def __init__(self, port: int, upstream: int) -> None:
+    def __init__(self, port: int, upstream: int, pause_s: float = 0.0) -> None:
+        """`pause_s` seconds pass for each 64 KiB, in either direction of a connection."""
         self.port = port
         self.state: Literal["open", "hung", "severed"] = "severed"
         self._upstream = upstream
+        self._pause_s = pause_s
         self._passing = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.Task[None]] = set()
@@ -69,6 +71,8 @@ class Proxy:
         """One direction, until its end: then the other one ends too."""
         while received := await reader.read(_CHUNK_BYTES):
             await self._passing.wait()
+            if self._pause_s:
+                await asyncio.sleep(self._pause_s)
             writer.write(received)
             await writer.drain()
         raise _Ended

@@ -71,6 +71,7 @@ def account(settings: Settings, outcome: Outcome, command: Sequence[str]) -> dic
         "took_s": outcome.took_s,
         "faults": len(outcome.faults),
         "tokens": outcome.tokens,
+        "hand_overs": outcome.hand_overs,
         "counts": {
             "requests": verdict.requests,
             "answered": verdict.answered,
@@ -97,7 +98,8 @@ def summary(outcome: Outcome) -> str:
         f"{verdict.requests} requests in {outcome.took_s:.0f} s, {outcome.tokens} tokens: {verdict.answered} answered, "
         f"{verdict.broken_with_frontend} broke with their frontend, {verdict.broken_with_nats} with NATS, "
         f"{verdict.cut_from_nats} were cut from it with their frontend, "
-        f"{verdict.expired_without_nats} expired without NATS; {verdict.moved} moved; {len(outcome.faults)} faults; "
+        f"{verdict.expired_without_nats} expired without NATS; {verdict.moved} moved; "
+        f"{outcome.hand_overs} prompts handed over; {len(outcome.faults)} faults; "
         f"{len(verdict.violations)} wrong"
     )
     return "\n".join(lines)

@@ -27,7 +27,7 @@ from shared.errors import DiscoveryDown
 from shared.messages import INSTANCE, JSON_HEADER
 from shared.pool.format import HEADER_BYTES, PoolGeometry
 from tests.chaos.clients import MODEL
-from tests.chaos.plan import ALONE, SERVICES, Target
+from tests.chaos.plan import ALONE, ROLES, SERVICES, Target
 from tests.chaos.program import START_LIMIT_S, Program, children
 from tests.chaos.proxy import Proxy
 from tests.servers import free_port
@@ -53,6 +53,7 @@ _STATE = re.compile(r'state="(\w+)"')
 _HELD_STATES = ("held", "writing", "loading", "quarantined")
 """Of blocks and slots; the other ones are free, or hold what can be found."""
 _ATTACHED = re.compile(r"^headrace_kvbm_attached\{[^}]*\} 1\.0$", re.MULTILINE)
+_HAND_OVERS = re.compile(r"^headrace_hand_overs_total\{[^}]*\} (\S+)$", re.MULTILINE)
 _STALE = re.compile(r"^headrace_stale_files\{[^}]*\} 1\.0$", re.MULTILINE)
 
 
@@ -72,8 +73,14 @@ FAST = Detection(lease_ttl_s=3.0, quiet_s=0.5, frozen_s=2.0, stall_s=4.0)
 class Stack:
     """`instances` of each service, named "worker 0" and so on, next to "kvbm", "nats" and "etcd"."""
 
-    def __init__(self, directory: Path, instances: int, detection: Detection, device: Device) -> None:
-        """`device`: where the workers compute; for a GPU the directory lies in memory, as CUDA pins nothing else."""
+    def __init__(
+        self, directory: Path, instances: int, detection: Detection, device: Device, *, roles: bool = False
+    ) -> None:
+        """`device`: where the workers compute; for a GPU the directory lies in memory, as CUDA pins nothing else.
+        `roles`: instead of each worker there is one that computes prompts, "prefill 0", and one that decodes,
+        "decode 0"."""
+        self.workers: list[str] = []
+        """The names of all workers."""
         self.programs: dict[str, Program] = {}
         self.links: dict[tuple[str, str], Proxy] = {}
         """(service's name, nats or etcd) → what lies between them."""
@@ -92,7 +99,8 @@ class Stack:
         self._service("kvbm", 0)
         for number in range(instances):
             for service in SERVICES:
-                self._service(service, number)
+                for target in ROLES if roles and service == "worker" else (service,):
+                    self._service(target, number)
 
     @property
     def nats_url(self) -> str:
@@ -180,9 +188,9 @@ class Stack:
             late = [name for pid, name in due.items() if pid not in published]
             return f"in etcd lack {late}, and {len(published - due.keys())} are there that are gone"
         cards = sum(not key.startswith(books) for key in keys)
-        if cards != len(self.names("worker")):
+        if cards != len(self.workers):
             return f"{cards} model cards are in etcd"
-        apart = [name for name in self.names("worker") if not _ATTACHED.search(await self._metrics(name))]
+        apart = [name for name in self.workers if not _ATTACHED.search(await self._metrics(name))]
         if apart:
             return f"not attached to the kvbm: {apart}"
         stale = [name for name in self.names("frontend") if _STALE.search(await self._metrics(name))]
@@ -205,6 +213,14 @@ class Stack:
                 if state is None or state[1] in _HELD_STATES:
                     held[f"{metric}{{{labels}}} of {name}"] = float(value)
         return held
+
+    async def hand_overs(self) -> dict[int, float]:
+        """Return how many prompts each frontend's process has seen handed over."""
+        counted: dict[int, float] = {}
+        for name in self.names("frontend"):
+            if self.programs[name].running and (found := _HAND_OVERS.search(await self._metrics(name))):
+                counted[self.programs[name].pid] = float(found[1])
+        return counted
 
     async def _metrics(self, name: str) -> str:
         """Empty: it did not answer."""
@@ -233,7 +249,10 @@ class Stack:
             self.links[name, server] = Proxy(free_port(), upstream)
         file = self._directory / f"{name.replace(' ', '-')}.toml"
         file.write_text(toml(self._settings(name, service, port)), encoding="utf-8")
-        module = "tests.chaos.paced_worker" if service == "worker" else f"services.{service}"
+        works = service in ("worker", *ROLES)
+        if works:
+            self.workers.append(name)
+        module = "tests.chaos.paced_worker" if works else f"services.{service}"
         self.urls[name] = f"http://127.0.0.1:{port}"
         arguments = [sys.executable, "-m", module, "--config", str(file)]
         self._add(name, arguments, lambda: self._healthy(f"http://127.0.0.1:{port}/health"))
@@ -263,6 +282,8 @@ class Stack:
             settings["pool"] = {"directory": str(self._pool.parent), "size_bytes": POOL_BYTES}
             settings["disk"] = {"directory": str(self._directory / "disk"), "limit_bytes": 1 << 26, "min_free_bytes": 0}
             return settings
+        if service in ROLES:
+            settings["role"] = service
         settings["kvbm"] = {"pool": str(self._pool.parent), "wait_s": 1.0, "checksums": True}
         settings |= {"model": str(self._model), "cache": str(self._directory / "models"), "threads": 1}
         if self._device == "cuda":
@@ -312,9 +333,11 @@ async def _greets(port: int) -> bool:
 
 
 @asynccontextmanager
-async def running(directory: Path, instances: int, detection: Detection, device: Device) -> AsyncIterator[Stack]:
+async def running(
+    directory: Path, instances: int, detection: Detection, device: Device, *, roles: bool = False
+) -> AsyncIterator[Stack]:
     """A whole stack; every process has ended on leaving."""
-    stack = Stack(directory, instances, detection, device)
+    stack = Stack(directory, instances, detection, device, roles=roles)
     try:
         await stack.start()
         yield stack

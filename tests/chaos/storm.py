@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,18 @@ from msgspec import Struct
 
 from services.worker.config import Device
 from tests.chaos.clients import HttpClients, NatsClient
-from tests.chaos.plan import ALONE, NATS_AWAY_S, Ask, Fault, asks, faults, questions
+from tests.chaos.plan import (
+    ALONE,
+    DECK,
+    NATS_AWAY_S,
+    ROLES_DECK,
+    Ask,
+    Fault,
+    Target,
+    asks,
+    faults,
+    questions,
+)
 from tests.chaos.stack import FAST, KEY, KEYS, NAMESPACE, Detection, Stack, running
 from tests.chaos.verdict import Answer, Happened, Reference, Sample, Verdict, judge
 
@@ -34,6 +45,8 @@ LOOK_S = 1.0
 SETTLE_LIMIT_S = 60.0
 """For the last requests to end, and for all that is held to be let go of."""
 READ_LIMIT_S = 900.0
+_WORKER_OF: Mapping[Target, Target] = {"engine": "worker", "prefill engine": "prefill", "decode engine": "decode"}
+"""Whose engine it is."""
 
 
 class Settings(Struct, frozen=True):
@@ -51,6 +64,8 @@ class Settings(Struct, frozen=True):
     detection: Detection = FAST
     device: Device = "cpu"
     """Where the workers compute."""
+    roles: bool = False
+    """Whether prompts are computed by workers of their own."""
     heal_limit_s: float = 45.0
     """From the end of a fault until all must be whole."""
 
@@ -63,12 +78,14 @@ class Outcome(Struct):
     samples: list[Sample]
     tokens: int
     took_s: float
+    hand_overs: int
+    """Prompts that one worker computed and another one decoded from, as far as frontends lived to tell."""
 
 
 async def run(settings: Settings, directory: Path, tell: Callable[[str], None]) -> Outcome:
     """Tells a line per fault, and one for all that was wrong."""
     async with (
-        running(directory, settings.instances, settings.detection, settings.device) as stack,
+        running(directory, settings.instances, settings.detection, settings.device, roles=settings.roles) as stack,
         asyncio.TaskGroup() as tasks,
     ):
         storm = Storm(settings, stack, tasks, tell)
@@ -98,6 +115,8 @@ class Storm:
         """Load, looks and samples, without end."""
         self._faults: list[Happened] = []
         self._samples: list[Sample] = []
+        self._hand_overs: dict[int, float] = {}
+        """By the frontend's process."""
 
     def _now(self) -> float:
         return self._loop.time() - self._began
@@ -125,7 +144,9 @@ class Storm:
         for violation in verdict.violations:
             self._tell(f"{violation.at_s:7.2f} s  {violation.kind.upper()}: {violation.what}")
         tokens = sum(max(answer.completion_tokens, 0) for answer in self._answers)
-        return Outcome(verdict, self._faults, self._samples, tokens, self._now())
+        self._hand_overs |= await self._stack.hand_overs()
+        hand_overs = round(sum(self._hand_overs.values()))
+        return Outcome(verdict, self._faults, self._samples, tokens, self._now(), hand_overs)
 
     # --- load
 
@@ -148,7 +169,13 @@ class Storm:
 
     async def _load(self) -> None:
         settings = self._settings
-        endless = asks(settings.seed, per_s=settings.per_s, questions=QUESTIONS, frontends=settings.instances)
+        endless = asks(
+            settings.seed,
+            per_s=settings.per_s,
+            questions=QUESTIONS,
+            frontends=settings.instances,
+            salted=settings.roles,
+        )
         due_s = self._now()
         for ask in endless:
             due_s += ask.after_s
@@ -187,7 +214,9 @@ class Storm:
 
     async def _storm(self) -> None:
         settings = self._settings
-        for fault in islice(faults(settings.seed, settings.instances, settings.durations_s), settings.most_faults):
+        deck = ROLES_DECK if settings.roles else DECK
+        endless = faults(settings.seed, settings.instances, settings.durations_s, deck)
+        for fault in islice(endless, settings.most_faults):
             await asyncio.sleep(fault.pause_s)
             if self._now() > settings.most_s:
                 return
@@ -218,22 +247,18 @@ class Storm:
     async def _befall(self, happened: Happened) -> None:
         """Does it and undoes it."""
         fault, stack = happened.fault, self._stack
-        name = (
-            fault.target
-            if fault.target in ALONE
-            else f"{'worker' if fault.target == 'engine' else fault.target} {fault.number}"
-        )
+        name = fault.target if fault.target in ALONE else f"{_WORKER_OF.get(fault.target, fault.target)} {fault.number}"
         program = stack.programs[name]
         damage = Random(f"damage {self._settings.seed} {len(self._faults)}")
         match fault.kind:
-            case "kill" if fault.target == "engine":
+            case "kill" if fault.target in _WORKER_OF:
                 await self._kill_engine(name)
             case "kill with kvbm":
                 await asyncio.gather(stack.programs["kvbm"].kill(), self._kill_engine(name))
                 happened.done_s = self._now()
                 await asyncio.sleep(fault.for_s)
                 await stack.programs["kvbm"].start()
-            case "freeze" if fault.target == "engine":
+            case "freeze" if fault.target in _WORKER_OF:
                 await self._freeze_engine(name, fault.for_s)
             case "kill":
                 await program.kill()
@@ -319,6 +344,8 @@ class Storm:
             for program in self._stack.programs.values():
                 if program.running:
                     self._samples += program.sample(self._now())
+            if self._settings.roles:
+                self._hand_overs |= await self._stack.hand_overs()
             await asyncio.sleep(SAMPLE_S)
 
     async def _settled(self) -> dict[str, float]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import islice
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.plan import ALONE, DECK, NATS_AWAY_S, asks, faults, questions
+from tests.chaos.plan import ALONE, DECK, NATS_AWAY_S, ROLES, ROLES_DECK, Kind, Target, asks, faults, questions
 
 SEEDS = st.integers(0, 1 << 32)
 DURATIONS_S = (0.5, 4.0, 90.0)
@@ -25,12 +26,14 @@ def test_a_seed_always_gives_the_same_faults_and_requests(seed: int) -> None:
 
 
 @settings(max_examples=20)
-@given(SEEDS, st.integers(1, 4))
-def test_every_deck_has_each_fault_once_and_befalls_who_is_there(seed: int, instances: int) -> None:
-    decks = list(islice(faults(seed, instances, DURATIONS_S), 3 * len(DECK)))
-    for begin in range(0, len(decks), len(DECK)):
-        deck = decks[begin : begin + len(DECK)]
-        assert sorted((fault.kind, fault.target) for fault in deck) == sorted(DECK)
+@given(SEEDS, st.integers(1, 4), st.sampled_from([DECK, ROLES_DECK]))
+def test_every_deck_has_each_fault_once_and_befalls_who_is_there(
+    seed: int, instances: int, whole: tuple[tuple[Kind, Target], ...]
+) -> None:
+    decks = list(islice(faults(seed, instances, DURATIONS_S, whole), 3 * len(whole)))
+    for begin in range(0, len(decks), len(whole)):
+        deck = decks[begin : begin + len(whole)]
+        assert sorted((fault.kind, fault.target) for fault in deck) == sorted(whole)
         assert all(0 <= fault.number < instances for fault in deck)
         assert all(fault.number == 0 for fault in deck if fault.target in ALONE)
 
@@ -50,6 +53,21 @@ def test_asks_come_at_the_rate_wanted_by_every_door_whole_and_streamed() -> None
         (frontend, streamed) for frontend in (-1, 0, 1) for streamed in (False, True)
     }
     assert {ask.question for ask in some} == set(range(24))
+
+
+def test_with_roles_whatever_befalls_a_worker_or_its_engine_befalls_both_halves() -> None:
+    for kind, target in DECK:
+        halves = {"worker": ROLES, "engine": ("prefill engine", "decode engine")}.get(target, (target,))
+        assert {(kind, half) for half in halves} <= set(ROLES_DECK)
+    assert not {"worker", "engine"} & {target for _, target in ROLES_DECK}
+
+
+def test_salts_change_nothing_but_what_is_cached() -> None:
+    plain, salted = (
+        list(islice(asks(1, per_s=5.0, questions=24, frontends=2, salted=each), 90)) for each in (False, True)
+    )
+    assert [msgspec.structs.replace(ask, salt="") for ask in salted] == plain
+    assert len({ask.salt for ask in salted}) == 61
 
 
 def test_questions_are_of_every_kind() -> None:

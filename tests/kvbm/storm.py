@@ -4,6 +4,8 @@ Bytes that a fetch says are right are always those that were stored under their 
 rest, and the kvbm keeps nothing for it; and once everybody is gone every slot is free.
 
     .venv/bin/python -m tests.kvbm.storm FIRST COUNT
+
+tests/kvbm/peer_storm.py has storms of two machines whose kvbms read from each other.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random, random
 from typing import Any, TypeVar
@@ -26,8 +28,9 @@ import msgspec
 import pytest
 
 from services.kvbm import service
-from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
+from services.kvbm.config import DiskConfig, KvbmConfig, PeersConfig, PoolConfig, TiersConfig
 from services.kvbm.disk.segments import Segments
+from services.kvbm.peers import choice
 from services.kvbm.tickets.packing import pack_slots, unpack_slots
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector import connector, stores
@@ -60,6 +63,9 @@ LIFE_ACTS = 200
 LIFE_S = 2.0
 """The most that happens in one life, and the most seconds that it lasts."""
 RECORD_BYTES = 4096 + 8192
+PEER_POOL_BYTES, PEER_BLOCKS, PEER_TICKET_S = 1 << 20, 40, 0.4
+"""The pool of a machine with a peer, the blocks of the longest chain there, and the seconds of its tickets: a read from
+the other machine takes a while."""
 AT_ONCE = 4
 FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A machine's real disk would take most of the time."""
@@ -94,16 +100,30 @@ def storm_settings(draw: Random, folder: Path, arenas: int) -> KvbmConfig:
 class Storm:
     """The storm of one seed. `seen` counts what happened."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int, folder: Path, *, peers: PeersConfig | None = None, names_from: int = 0) -> None:
+        """`peers`: how its kvbm reads from other machines; None: it does not. Its engines are numbered from
+        `names_from` on."""
         self.random = Random(seed)
         self.folder = folder
         self.workers = self.random.choice((0, 0, 2, 3))
         """The number of workers; the other clients are engines that go wrong in ways of their own."""
         arenas = 2 if self.workers else self.random.choice((1, 2))
         self.link = Link(self.random)
-        self.world = World(storm_settings(self.random, folder, arenas), self.link)
-        self.layouts = (LAYOUT,) if self.workers else self.random.choice(((LAYOUT,), (LAYOUT, OTHER_LAYOUT)))
-        roots = [[100 * root + block for block in range(self.random.randint(1, 8))] for root in range(1, 9)]
+        self.answer_s = ANSWER_S
+        """The seconds that an engine waits for an answer."""
+        self.ticket_s = TICKET_S
+        config = storm_settings(self.random, folder, arenas)
+        if peers is not None:
+            pool = msgspec.structs.replace(config.pool, size_bytes=PEER_POOL_BYTES)
+            self.ticket_s, self.answer_s = PEER_TICKET_S, 20 * ANSWER_S
+            tickets = TicketLimits(self.ticket_s, self.ticket_s, 64, PEER_BLOCKS, 1.0)
+            config = msgspec.structs.replace(config, peers=peers, pool=pool, tickets=tickets)
+        self.world = World(config, self.link)
+        self.layouts = (
+            (LAYOUT,) if self.workers or peers is not None else self.random.choice(((LAYOUT,), (LAYOUT, OTHER_LAYOUT)))
+        )
+        longest = 8 if peers is None else PEER_BLOCKS
+        roots = [[100 * root + block for block in range(self.random.randint(1, longest))] for root in range(1, 9)]
         self.chains = [chain(*tokens) for tokens in (*roots, [*roots[0][:2], 7, 8, 9])]
         self.seen: Counter[str] = Counter()
         self.over = False
@@ -111,7 +131,7 @@ class Storm:
         """The number of the kvbm that answers now."""
         self._sleeper = ""
         """An engine that sleeps from one life into the next, in the middle of what it writes."""
-        self._names = 0
+        self._names = names_from
         self._answered = 0
         self._workers: list[Worker] = []
         self._last: asyncio.Future[Store] = asyncio.get_running_loop().create_future()
@@ -125,26 +145,39 @@ class Storm:
                 async with running(self.world, f"b{life}") as store:
                     self.life = life
                     if not life:
-                        troubles += [tasks.create_task(self._engines()) for _ in range(ENGINES - self.workers)]
-                        troubles += [tasks.create_task(self._worker(f"w{name}")) for name in range(self.workers)]
+                        troubles += self.begin(tasks)
                     await self._lived()
                     if life == LIVES - 1:
-                        self.over = True
-                        self.link.mend()
-                        self._last.set_result(store)
-                        await asyncio.wait(troubles)
-                        await self._all_is_free(store)
+                        await self.end(store, troubles)
                     await self._is_told(store)
                     if self.random.random() < 0.5:
                         store.lose()
 
+    def begin(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Start the engines and the workers. Return their tasks."""
+        begun = [tasks.create_task(self._engines()) for _ in range(ENGINES - self.workers)]
+        return begun + [tasks.create_task(self._worker(f"w{name}")) for name in range(self.workers)]
+
+    async def end(self, store: Store, troubles: Sequence[asyncio.Task[None]]) -> None:
+        """Let all that goes on come to its end, and check that nothing is held. `store` meets no more faults."""
+        self.over = True
+        self.link.mend()
+        self._last.set_result(store)
+        await asyncio.wait(troubles)
+        for each in troubles:
+            each.result()
+        await self._all_is_free(store)
+
     async def _lived(self) -> None:
-        """Wait until enough has been done, however busy the machine is."""
-        ends = self._acts() + self.random.randrange(LIFE_ACTS)
         with suppress(TimeoutError):
             async with asyncio.timeout(LIFE_S):
-                while self._acts() < ends:  # noqa: ASYNC110 - all of them are watched
-                    await asyncio.sleep(TICK_S)
+                await self.acted(self.random.randrange(LIFE_ACTS))
+
+    async def acted(self, more: int) -> None:
+        """Wait until so much more has been done, however busy the machine is."""
+        ends = self._acts() + more
+        while self._acts() < ends:  # noqa: ASYNC110 - all of them are watched
+            await asyncio.sleep(TICK_S)
 
     def _acts(self) -> int:
         return self._answered + sum(one.acts for one in self._workers)
@@ -183,7 +216,7 @@ class Storm:
         while not self.over:
             self._names += 1
             engine = self.world.engine(f"e{self._names}", layout=random.choice(self.layouts))
-            engine.answer_s = ANSWER_S
+            engine.answer_s = self.answer_s
             engine.hold()
             lease = await worker_in(self.world, engine.worker) if random.random() < 0.2 else None
             try:
@@ -201,6 +234,8 @@ class Storm:
         try:
             if engine.slots is None or self.random.random() < 0.05:
                 await self._attach(engine)
+            elif self.world.config.peers.listen and self.random.random() < 0.2:
+                await self._discard(engine)  # so that there is something to read from the other machine
             elif self.random.random() < 0.5:
                 await self._store(engine)
             else:
@@ -228,7 +263,9 @@ class Storm:
 
     async def _pause(self) -> None:
         """Pause, mostly for a moment, sometimes for longer than any ticket lasts."""
-        await asyncio.sleep(self.random.choice((0.0, 0.0, 0.001, 0.003, 0.01, 2 * TICKET_S)))
+        pause_s = self.random.choice((0.0, 0.0, 0.001, 0.003, 0.01, 2 * self.ticket_s))
+        seldom = self.world.config.peers.listen and self.random.random() < 0.8  # tickets last long there
+        await asyncio.sleep(min(pause_s, 0.01) if seldom else pause_s)
 
     async def _sleep(self, engine: Engine) -> None:
         self._sleeper, life = engine.owner, self.life
@@ -253,7 +290,7 @@ class Storm:
         for index, slot in zip(granted.blocks, unpack_slots(granted.slots), strict=True):
             if self.random.random() < 0.05:
                 await self._pause()
-            if not self._sleeper and self.random.random() < 0.1:
+            if not self._sleeper and not self.world.config.peers.listen and self.random.random() < 0.1:
                 await self._sleep(engine)
             if self.random.random() < 0.03:
                 break
@@ -271,6 +308,12 @@ class Storm:
             await self._refused(engine, reply)
         else:
             self.seen["written"] += len(written)
+
+    async def _discard(self, engine: Engine) -> None:
+        reply = await engine.discard(keys(list(self._some())))
+        if isinstance(reply, wire.KvbmRefused):
+            assert reply.code == "unknown_owner", reply
+            await self._refused(engine, reply)
 
     async def _fetch(self, engine: Engine) -> None:
         contents = self._some()
@@ -299,7 +342,7 @@ class Storm:
         async with worker(self.world, name, self.random) as one:
             self._workers.append(one)
             while True:
-                engine = await one.life(self.random.randint(1, 400), lambda: self.over, 2 * TICKET_S)
+                engine = await one.life(self.random.randint(1, 400), lambda: self.over, 2 * self.ticket_s)
                 try:
                     if self.over:
                         await one.rest(engine, (await self._last).service)
@@ -369,6 +412,19 @@ async def one(seed: int) -> Counter[str]:
 async def storms(first: int, count: int) -> Counter[str]:
     """Run the storms `first` … `first + count - 1`, several at once, since they mostly wait. Return what happened in
     all."""
+    with hurried():
+        seen: Counter[str] = Counter()
+        for start in range(first, first + count, AT_ONCE):
+            async with asyncio.TaskGroup() as tasks:
+                seeds = range(start, min(start + AT_ONCE, first + count))
+                running_ones = [tasks.create_task(one(seed)) for seed in seeds]
+            seen = sum((task.result() for task in running_ones), seen)
+        return seen
+
+
+@contextmanager
+def hurried() -> Iterator[None]:
+    """Shorten what is waited for, make disks bad, and log nothing."""
     logging.disable(logging.CRITICAL)
     try:
         with pytest.MonkeyPatch.context() as faster:
@@ -376,15 +432,11 @@ async def storms(first: int, count: int) -> Counter[str]:
             faster.setattr(stores, "COLLECT_S", TICK_S / 2)
             faster.setattr(connector, "BACK_OFF_FIRST_S", TICK_S)
             faster.setattr(connector, "BACK_OFF_MOST_S", 8 * TICK_S)
+            faster.setattr(choice, "REST_S", 4 * TICK_S)
+            faster.setattr(choice, "REST_MOST_S", 16 * TICK_S)
             for name in ("read", "write"):
                 faster.setattr(Segments, name, _bad(getattr(Segments, name)))
-            seen: Counter[str] = Counter()
-            for start in range(first, first + count, AT_ONCE):
-                async with asyncio.TaskGroup() as tasks:
-                    seeds = range(start, min(start + AT_ONCE, first + count))
-                    running_ones = [tasks.create_task(one(seed)) for seed in seeds]
-                seen = sum((task.result() for task in running_ones), seen)
-            return seen
+            yield
     finally:
         logging.disable(logging.NOTSET)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from services.frontend.requests.service import RequestService
 from services.router.index.shared_stores import store_id
 from services.router.selection.model_router import ModelRouter
 from services.worker.scheduler.scheduler import Scheduler
@@ -41,9 +42,18 @@ def troubles(processes: Sequence[Process]) -> Iterator[str]:
             forgotten = model.load.statistics().forgotten
             if forgotten:
                 yield f"{process.instance} gave up {forgotten} reservations that nobody ended"
+        lost = 0 if process.frontend is None else sum(_lost(process.frontend))
+        if lost:
+            yield f"{process.instance} lost {lost:g} attempts"
         for worker, feed in () if process.router is None else process.router.feeds.items():
             if feed.source.gaps or feed.source.resyncs > 1:
                 yield f"{process.instance} had {feed.source.gaps} gaps and {feed.source.resyncs} resyncs with {worker}"
+
+
+def _lost(frontend: RequestService) -> Iterator[float]:
+    """The attempts that a frontend has lost, by cause."""
+    for metric in frontend._metrics.lost.collect():
+        yield from (sample.value for sample in metric.samples if sample.name.endswith("_total"))
 
 
 def _frontend(process: Process) -> Iterator[str]:
@@ -61,6 +71,8 @@ def _worker(process: Process) -> Iterator[str]:
     load = process.scheduler.load()
     if load.waiting or load.running or load.held_blocks:
         yield f"{process.instance}'s engine has {load}"
+    if process.scheduler._storing:
+        yield f"{process.instance}'s engine has not handed over {sorted(process.scheduler._storing)}"
     attempts = process.worker._attempts
     attempts.validate()
     process.worker._sender.log.validate()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from random import Random
 from typing import Literal, get_args
 
+import msgspec
 from msgspec import Struct
 
-from shared.messages import Sampling
+from shared.messages import Role, Sampling
 
 BLOCK_SIZE = 4
 CONTEXT_LENGTH = 96
@@ -48,6 +49,41 @@ UNNOTICED: frozenset[FaultKind] = NEVER_MISSED | frozenset[FaultKind](("kill eng
 """One of them, also where there is one router only; of the other kinds one, where another router can take over."""
 
 
+OF_HALVES: tuple[FaultKind, ...] = (
+    *("kill", "stop", "freeze", "part", "lose NATS"),
+    *("kill engine", "freeze engine", "mute events", "expire lease"),
+)
+"""What befalls the halves of a hand-over; the first five also a kvbm."""
+AGGREGATED: tuple[Role, ...] = ("aggregated",)
+ROLES_SHARE = 0.4
+"""Of the seeds; in theirs workers have roles."""
+AIMED_SHARE = 0.7
+"""Of the faults of these seeds."""
+FLEETS: tuple[tuple[Role, ...], ...] = (
+    ("decode", "prefill"),
+    ("decode", "decode", "prefill"),
+    ("decode", "prefill", "prefill"),
+    ("aggregated", "decode", "prefill"),
+    ("decode", "decode", "prefill", "prefill"),
+)
+
+Moment = Literal[
+    "prompt",  # the prompt is computed
+    "first token",  # the prompt's worker has the first token, and stores blocks before it hands over
+    "taken over",  # the request was dispatched to the worker that decodes
+]
+"""Of a request that is handed over."""
+Half = Literal["prefill", "decode", "kvbm"]
+"""Which of the processes that such a request needs."""
+
+
+class Aim(Struct, frozen=True):
+    """A fault that waits for a moment of a request that is handed over, and befalls one that it needs then."""
+
+    moment: Moment
+    half: Half
+
+
 class Fault(Struct, frozen=True):
     """One thing that goes wrong."""
 
@@ -56,6 +92,7 @@ class Fault(Struct, frozen=True):
     target: int
     """Picks among those it can befall when its time comes."""
     for_s: float
+    aim: Aim | None = None
 
 
 class Skies(Struct, frozen=True):
@@ -102,6 +139,8 @@ class Sizes(Struct, frozen=True):
     """The routers'. `kv` sends a prompt to who has its blocks: who has not, and fetches them, is rare then."""
     wait_s: float
     """That a request may wait to begin: longer than all deadlines under a clear sky, and where engines are slow."""
+    hands_over: bool = False
+    """Whether a pair of workers is taken wherever there is one. Prompts here are so short that it seldom pays."""
 
 
 class Request(Struct, frozen=True):
@@ -129,13 +168,19 @@ class Plan(Struct, frozen=True):
     seed: int
     frontends: int
     routers: int
-    workers: int
+    roles: tuple[Role, ...]
+    """Of the workers at the beginning; the first one and its replacements always decode."""
     sizes: Sizes
     storm_s: float
     """Until then requests come and things go wrong."""
     skies: Skies
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
+
+    @property
+    def apart(self) -> bool:
+        """Whether prompts can be handed over."""
+        return "prefill" in self.roles
 
     @property
     def clear(self) -> bool:
@@ -148,7 +193,10 @@ class Plan(Struct, frozen=True):
         if self.skies != CLEAR:
             return False
         kinds = {fault.kind for fault in self.faults}
-        if sum(fault.kind == "expire lease" for fault in self.faults) >= self.workers:
+        decoding = sum(role != "prefill" for role in self.roles)
+        if decoding < 2 and self.faults:
+            return False  # there is no other worker to go on at
+        if sum(fault.kind == "expire lease" for fault in self.faults) >= decoding:
             return False  # all workers may be out of discovery for the half a second until they have registered anew
         return kinds <= NEVER_MISSED or (len(self.faults) == 1 and (kinds <= UNNOTICED or self.routers > 1))
 
@@ -159,17 +207,46 @@ def plan(seed: int) -> Plan:
     storm_s = draw.choice((1.0, 2.0, 4.0))
     clear = draw.random() < 0.2
     wait_s = 60.0 if clear else Random(f"wait {seed}").choice((0.5, 60.0))  # so that the rest is what it was
-    return Plan(
+    chosen = Plan(
         seed=seed,
         frontends=draw.randint(1, 2),
         routers=draw.randint(1, 3),
-        workers=draw.randint(2, 3),
+        roles=draw.randint(2, 3) * AGGREGATED,
         sizes=_sizes(draw, max_waiting=64 if clear else 4, wait_s=wait_s),
         storm_s=storm_s,
         skies=CLEAR if clear else _skies(draw),
         requests=_requests(draw, STARTED_S if clear else 0.0, storm_s),
         faults=_faults(draw, storm_s, draw.choice((0, 1, 1, 1, 3) if clear else (0, 1, 2, 4, 8))),
     )
+    apart = Random(f"roles {seed}")
+    return _with_roles(chosen, apart) if apart.random() < ROLES_SHARE else chosen
+
+
+def _with_roles(whole: Plan, draw: Random) -> Plan:
+    """The same world with roles, a kvbm that hands blocks over, and faults in the middle of that where it has any."""
+    sizes = msgspec.structs.replace(
+        whole.sizes,
+        pool_slots=whole.sizes.pool_slots or draw.choice((16, 256)),
+        hands_over=draw.random() < 0.8,
+        max_waiting=max(whole.sizes.max_waiting, 16),  # there may be one worker for all choices of a request
+        speed=1.0,  # and for all requests
+    )
+    faults = [_aimed(fault, draw) if draw.random() < AIMED_SHARE else fault for fault in whole.faults]
+    return msgspec.structs.replace(whole, roles=draw.choice(FLEETS), sizes=sizes, faults=tuple(faults))
+
+
+def _aimed(fault: Fault, draw: Random) -> Fault:
+    half: Half = draw.choice(get_args(Half))
+    kind = draw.choice(OF_HALVES[: 5 if half == "kvbm" else None])
+    return msgspec.structs.replace(fault, kind=kind, aim=Aim(draw.choice(get_args(Moment)), half))
+
+
+def role_of_replacement(seed: int, number: int, ended: Role, *, decodes: bool) -> Role:
+    """The role of the worker `number` of a seed, in place of one that had the role `ended`. `decodes`: it has to."""
+    draw = Random(f"role {seed} {number}")
+    if draw.random() < 0.5:
+        return ended
+    return draw.choice(("aggregated", "decode") if decodes else ("aggregated", "decode", "prefill", "prefill"))
 
 
 def _sizes(draw: Random, *, max_waiting: int, wait_s: float) -> Sizes:

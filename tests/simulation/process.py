@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import cache, partial
@@ -38,6 +38,7 @@ from services.worker.config import KVConnectorConfig as ExchangeConfig
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.messages import Ready
+from services.worker.runner import Drawn, Work
 from services.worker.scheduler.scheduler import Scheduler
 from services.worker.service import Worker
 from services.worker.simulated.model import SimulatedModel
@@ -46,7 +47,7 @@ from shared import subjects
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError
-from shared.messages import KvLayout, ServiceName
+from shared.messages import KvLayout, Role, ServiceName
 from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
 from shared.runtime.control import answer_control
 from shared.runtime.lifecycle import Runtime
@@ -83,13 +84,17 @@ class Process:
         *,
         sizes: Sizes,
         pool: str = "",
+        role: Role = "aggregated",
     ) -> None:
-        """`pool`: the directory of the kvbm's; empty: there is none."""
+        """`pool`: the directory of the kvbm's; empty: there is none. `role`: a worker's."""
         self.service: ServiceName = service
+        self.role: Role = role
         self.instance = instance
         self.state: Literal["running", "frozen", "dead", "ended"] = "running"
         self.froze = False
         """Was it ever frozen."""
+        self.wrong: list[str] = []
+        """What its engine computed that it must not."""
         self.wall_offset_s = 0.0
         self.context = copy_context()
         self.context.run(OWNER.set, instance)
@@ -272,7 +277,10 @@ class Process:
             max_waiting=self._sizes.max_waiting,
             stall_s=2.0,
             drain_s=1.0,
-            kvbm=ExchangeConfig(pool=self._pool, offload=self._sizes.offload, timeout_s=0.5),
+            role=_settable(self.role),
+            kvbm=ExchangeConfig(
+                pool=self._pool, offload="filled" if self.role == "prefill" else self._sizes.offload, timeout_s=0.5
+            ),
         )
         self.worker = Worker(runtime, config, self._start_engine)
         await self.worker.run()
@@ -285,6 +293,8 @@ class Process:
         attachment = PoolAttachment(Path(self._pool), instance) if self._pool else None
         core = EngineCore.of(engine_config, model.facts, mover, attachment)
         self.scheduler = core._scheduler
+        if self.role == "prefill":
+            model = PromptModel(model, lambda what: self.wrong.append(f"{self.instance} {what}"))
         self.engine = SimulatedEngine(core, model)
         return self.engine
 
@@ -302,6 +312,32 @@ class Process:
                     await self._stopping.wait()
             except ConfigError:
                 await asyncio.sleep(0.25)
+
+
+class PromptModel(SimulatedModel):
+    """The model of a worker that computes prompts alone: it complains of a second token of one sequence."""
+
+    def __init__(self, model: SimulatedModel, complain: Callable[[str], None]) -> None:
+        super().__init__(model.facts, model.timing, output_tokens=SIMULATED.output_tokens)
+        self._complain = complain
+        self._drawn: set[int] = set()
+
+    def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
+        drawn = super().draw(works)
+        for work, one in zip(works, drawn, strict=True):
+            if one is None:
+                continue
+            if work.sequence in self._drawn:
+                self._complain("decodes, but its role is prefill")
+            if work.sampling.pooling:
+                self._complain("embeds, but its role is prefill")
+            self._drawn.add(work.sequence)
+        return drawn
+
+
+def _settable(role: Role) -> Literal["aggregated", "prefill", "decode"]:
+    assert role != "encode"
+    return role
 
 
 def _router_config(sizes: Sizes) -> RouterConfig:

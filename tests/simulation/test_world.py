@@ -7,14 +7,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from services.frontend.requests.frames import Frames
 from services.frontend.requests.retry import RetryBudget
-from services.frontend.requests.session import Action, Session, TimeExpired
+from services.frontend.requests.session import Action, DispatchAttempt, Session, TimeExpired
 from services.kvbm.layout.event_log import EventLog
 from services.kvbm.layout.layout import LayoutStore
 from services.router.index.index import CandidateId
@@ -23,11 +25,12 @@ from services.router.selection.speculation import Speculation
 from services.router.sync.follower import DirectoryFollower
 from services.router.sync.source import SourceSync
 from services.worker.kv_connector.client import KvbmClient
+from services.worker.scheduler.scheduler import Scheduler
 from services.worker.service import Worker
 from shared.bus.contract import Message
 from shared.kvbm_messages import Settled
-from shared.messages import NOT_BEGUN, Part
-from tests.simulation.plan import Plan, plan
+from shared.messages import NOT_BEGUN, Part, Role, Selected
+from tests.simulation.plan import Aim, Fault, Half, Moment, Plan, plan, role_of_replacement
 from tests.simulation.seeds import failures
 from tests.simulation.world import run
 
@@ -42,6 +45,11 @@ def stormy() -> Iterator[Plan]:
 
 def clear() -> Iterator[Plan]:
     return (each for each in map(plan, range(20 * TRIED)) if each.clear)
+
+
+def apart() -> Iterator[Plan]:
+    """Worlds with roles in which every prompt that may be handed over is, under a clear sky."""
+    return (each for each in map(plan, range(20 * TRIED)) if each.clear and each.apart and each.sizes.hands_over)
 
 
 def finds(pattern: str, plans: Iterator[Plan]) -> bool:
@@ -93,6 +101,54 @@ def test_requests_that_wait_at_workers_in_vain_are_among_what_happens() -> None:
     lines: list[str] = []
     short = (each for each in stormy() if each.sizes.wait_s < 1)
     assert any(run(each, lines.append) == [] and any(NOT_BEGUN in line for line in lines) for each in short)
+
+
+@pytest.mark.parametrize("half", get_args(Half))
+@pytest.mark.parametrize("moment", get_args(Moment))
+def test_faults_befall_each_moment_of_a_hand_over(moment: Moment, half: Half) -> None:
+    lines: list[str] = []
+    fault = Fault(0.0, "kill", 0, 0.5, Aim(moment, half))
+    for each in apart():
+        assert run(msgspec.structs.replace(each, faults=(fault,)), lines.append) == []
+        if any(f"aimed at {half} when {moment}" in line for line in lines):
+            return
+    pytest.fail("no request was at that moment")
+
+
+def test_a_worker_that_takes_the_place_of_another_may_have_another_role() -> None:
+    roles: list[Role] = ["aggregated", "decode", "prefill"]
+    drawn = {(ended, role_of_replacement(seed, 4, ended, decodes=False)) for seed in range(99) for ended in roles}
+    assert drawn == set(product(roles, roles))
+    first = {role_of_replacement(seed, 4, ended, decodes=True) for seed in range(99) for ended in roles[:2]}
+    assert first == {"aggregated", "decode"}
+
+
+def test_a_decode_worker_whose_load_stays_reserved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(session: Session) -> list[Action]:
+        session._decoder = None
+        return []
+
+    monkeypatch.setattr(Session, "_drop_decoder", kept)
+    assert finds("reservations that nobody ended|keeps the reservations", apart())
+
+
+def test_a_hand_over_of_which_no_frontend_hears_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_hand_over", lambda scheduler, _: scheduler._storing.clear())
+    assert finds("lost [1-9][0-9]* attempts|has the attempts", apart())
+
+
+def test_a_prefill_worker_that_decodes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Session._on_selected
+
+    def whole(session: Session, choice: Selected) -> list[Action]:
+        actions = sound(session, choice)
+        return [
+            msgspec.structs.replace(each, prefill_only=False) if isinstance(each, DispatchAttempt) else each
+            for each in actions
+        ]
+
+    monkeypatch.setattr(Session, "_on_selected", whole)
+    assert finds("decodes, but its role is prefill", apart())
 
 
 def test_a_gap_that_is_not_seen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import asyncio
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import Context
 from functools import partial
 from pathlib import Path
@@ -23,15 +24,17 @@ from typing import Any, assert_never
 
 import msgspec
 
+from services.frontend.requests.session import Session
+from services.router.selection.pairs import WorkerPair
 from shared.bus.contract import Message
 from shared.errors import RequestTimeout
-from shared.messages import ServiceName
+from shared.messages import Role, ServiceName
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
 from tests.fakes.memory_discovery import MemoryStore
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
 from tests.simulation.invariants import troubles, violations
-from tests.simulation.plan import Fault, Plan, Request, request
+from tests.simulation.plan import Aim, Fault, Moment, Plan, Request, request, role_of_replacement
 from tests.simulation.process import Process, make_pool
 from tests.simulation.weather import StormyWeather
 
@@ -40,6 +43,8 @@ TTL_S = 1.0
 QUIET_S = 20.0
 """Longer than any deadline, back-off and interval in process.py, one after the other."""
 LOOK_S = 0.25
+AIM_S = 0.001
+"""Between two looks for the moment of a fault."""
 END_S = 10.0
 LATE_S = 0.2
 """How long after its deadline a request may still end, in quiet as in storm."""
@@ -75,6 +80,10 @@ class World:
         self._nats_away = False
         self._replaced: set[str] = set()
         """Instances that ended, or are ending, and have a replacement."""
+        self._first: set[str] = set()
+        """The first worker and those in its place."""
+        self.aimed: Counter[Aim] = Counter()
+        """The faults that befell the moment that they waited for."""
         self._pool = ""
         """The directory of the kvbm's."""
         loop.set_exception_handler(self._on_exception)
@@ -91,13 +100,15 @@ class World:
 
     async def _run(self) -> None:
         plan = self._plan
-        counts: dict[ServiceName, int] = {"worker": plan.workers, "router": plan.routers, "frontend": plan.frontends}
+        workers = len(plan.roles)
+        counts: dict[ServiceName, int] = {"worker": workers, "router": plan.routers, "frontend": plan.frontends}
         if self._pool:
             counts["kvbm"] = 1
         beginning: list[ServiceName] = [service for service in counts for _ in range(counts[service])]
         self._draw.shuffle(beginning)
+        roles = iter(plan.roles)
         for service in beginning:
-            self._start(service)
+            self._start(service, next(roles) if service == "worker" else "aggregated")
         try:
             async with asyncio.TaskGroup() as storm:
                 for fault in plan.faults:
@@ -110,6 +121,7 @@ class World:
             await self._ask_again()
             await self._settle("after the last requests")
             self.wrong += [line for answer in self.answers if (line := self._judge(answer))]
+            self.wrong += [line for process in self.processes for line in process.wrong]
             if plan.clear:
                 self.wrong += troubles(self.processes)
         finally:
@@ -117,7 +129,8 @@ class World:
 
     # --- who is there
 
-    def _start(self, service: ServiceName) -> None:
+    def _start(self, service: ServiceName, role: Role = "aggregated", first: bool = False) -> None:
+        """`first`: in place of the first worker, which always decodes."""
         number = sum(process.service == service for process in self.processes) + 1
         instance = f"{service[0]}{number}"
         process = Process(
@@ -125,8 +138,11 @@ class World:
             Random(f"{instance} {self._plan.seed}"),
             sizes=self._plan.sizes,
             pool=self._pool,
+            role=role,
         )
-        self._tell(f"{instance} starts")
+        if service == "worker" and (number == 1 or first):
+            self._first.add(instance)
+        self._tell(f"{instance} starts" + ("" if role == "aggregated" else f" as {role}"))
         self._contexts[instance] = process.context
         self.processes.append(process)
         process.main.add_done_callback(lambda _: self._hang_up(process))
@@ -144,15 +160,64 @@ class World:
 
     async def _befall(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at_s)
+        if fault.aim is not None:
+            await self._befall_half(fault, fault.aim)
+            return
         only: ServiceName | None = "worker" if fault.kind in ("kill engine", "freeze engine", "mute events") else None
         among = self._alive(only)
         if among:
-            target = among[fault.target % len(among)]
-            self._tell(f"fault: {fault.kind} {target.instance} for {fault.for_s:g} s")
-            undo = self._begin(fault, target)
-            if undo is not None:
-                await self._pass(fault.for_s)
-                undo()
+            await self._befall_one(fault, among[fault.target % len(among)])
+
+    async def _befall_one(self, fault: Fault, target: Process) -> None:
+        self._tell(f"fault: {fault.kind} {target.instance} for {fault.for_s:g} s")
+        undo = self._begin(fault, target)
+        if undo is not None:
+            await self._pass(fault.for_s)
+            undo()
+
+    async def _befall_half(self, fault: Fault, aim: Aim) -> None:
+        """Waits for the moment, if it comes before it is quiet."""
+        while not self._quiet.is_set():
+            if (target := self._half(aim)) is not None:
+                self._tell(f"aimed at {aim.half} when {aim.moment}")
+                self.aimed[aim] += 1
+                await self._befall_one(fault, target)
+                return
+            await self._pass(AIM_S)
+
+    def _half(self, aim: Aim) -> Process | None:
+        """The process of a request that is at this moment of a hand-over; None: no request is."""
+        for session in (
+            stream.session
+            for process in self._alive("frontend")
+            if process.frontend is not None
+            for stream in process.frontend._running.values()
+        ):
+            target = self._part(session, aim)
+            if target is not None:
+                return target
+        return None
+
+    def _part(self, session: Session, aim: Aim) -> Process | None:
+        """The process that a request needs for its hand-over, if it is at this moment of it."""
+        if session._decoder is not None:
+            moment: Moment = "first token" if session.prefilled else "prompt"
+            prefill, decode = session.instance, session._decoder[0]
+        elif session.attempt > 1 and session.instance and self._process(session.instance).role == "decode":
+            moment, prefill, decode = "taken over", "", session.instance
+        else:
+            return None
+        if moment != aim.moment:
+            return None
+        match aim.half:
+            case "kvbm":
+                needed = self._alive("kvbm")
+            case "prefill" if not prefill:  # its part is over
+                needed = [process for process in self._alive("worker") if process.role == "prefill"]
+            case half:
+                name = prefill if half == "prefill" else decode
+                needed = [process for process in self._alive("worker") if process.instance == name]
+        return next(iter(needed), None)
 
     def _begin(self, fault: Fault, target: Process) -> Callable[[], None] | None:
         """Let it befall; what ends it."""
@@ -207,7 +272,14 @@ class World:
         if ending.instance in self._replaced:
             return None
         self._replaced.add(ending.instance)
-        return partial(self._start, ending.service)
+        if ending.service != "worker":
+            return partial(self._start, ending.service)
+        number = sum(process.service == "worker" for process in self.processes) + 1
+        first = ending.instance in self._first
+        role = ending.role
+        if self._plan.apart:
+            role = role_of_replacement(self._plan.seed, number, ending.role, decodes=first)
+        return partial(self._start, ending.service, role, first)
 
     def _hang_up(self, process: Process) -> None:
         """The process is no more, and with it the connections of its clients."""
@@ -383,6 +455,17 @@ def _crashed(process: Process) -> bool:
     return process.main.done() and not process.main.cancelled() and process.main.exception() is not None
 
 
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Routers take a pair wherever there is one."""
+    pays = WorkerPair.pays
+    WorkerPair.pays = property(lambda _: True)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        WorkerPair.pays = pays  # type: ignore[method-assign]
+
+
 def run(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[str]:
     """What went wrong in a plan's world, one line each."""
     wrong: list[str] = []
@@ -396,7 +479,7 @@ def run(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[str]:
         finally:
             wrong.extend(world.wrong)
 
-    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+    with _eager() if plan.sizes.hands_over else nullcontext(), asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         try:
             runner.run(main())
         except (Deadlock, Livelock) as error:

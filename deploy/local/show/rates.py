@@ -17,6 +17,7 @@ TIERS: tuple[str, ...] = ("device", "host", "disk")
 TOTALS = {
     ("frontend", "headrace_requests_total"): "requests",
     ("frontend", "headrace_prompt_tokens_total"): "asked_tokens",
+    ("frontend", "headrace_hand_overs_total"): "hand_overs",
     ("worker", "headrace_output_tokens_total"): "tokens",
     ("worker", "headrace_prompt_tokens_total"): "prompt_tokens",
 }

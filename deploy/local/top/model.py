@@ -34,8 +34,13 @@ MEAN_S = 10.0
 SAMPLES_KEPT = 64
 
 _WORKERS = (
-    *(Heading("WORKER"), Heading("STATE"), Heading("MODEL", spare=2), Heading("DEVICE", spare=3)),
-    *(Heading("MACHINE", spare=4), Heading("RUN", number=True), Heading("WAIT", number=True)),
+    *(Heading("WORKER"), Heading("STATE"), Heading("ROLE"), Heading("MODEL", spare=2)),
+    *(
+        Heading("DEVICE", spare=3),
+        Heading("MACHINE", spare=4),
+        Heading("RUN", number=True),
+        Heading("WAIT", number=True),
+    ),
     *(Heading("TOK/S", number=True, spare=1), Heading("USED", number=True, spare=1), Heading("BLOCKS")),
 )
 
@@ -69,6 +74,8 @@ class _Worker(Struct):
     state: str
     """ready, starting, silent, gone, or what an operator asked for: draining, drained, asleep."""
     model: str
+    role: str
+    """prefill or decode; empty: it does all of a request, or has no model card."""
     device: str
     machine: str
     load: LoadReport | None
@@ -136,7 +143,8 @@ class Known:
         state = row.state or ("starting" if model is None else "ready")
         if old_s is not None or (load is None and state != "starting"):
             state, per_s = "silent", None
-        return _Worker(row.instance, state, model or "", row.device, row.machine, load, old_s, per_s)
+        role = "" if row.role == "aggregated" else row.role
+        return _Worker(row.instance, state, model or "", role, row.device, row.machine, load, old_s, per_s)
 
     def view(self, controls: Controls, clock: str) -> View:
         """Return the view; `clock` is the time of day, for people."""
@@ -189,6 +197,7 @@ class Known:
         streams = sum(each.inflight for each in samples.values())
         if not samples:  # their metrics are not reached from here
             streams = sum(each.arriving + each.running for each in self._recent.values())
+        split = any(one.role == "prefill" for one in self._workers.values())
         hits = " ".join(f"{tier} {100 * share:.0f} %" for tier, share in over.hits.items())
         return [
             *([f"values {age(self._stale_s())} old"] if self._stale_s() else []),
@@ -197,6 +206,7 @@ class Known:
             f"tokens/s {sum(speeds):.0f}" if speeds else "tokens/s -",
             f"streams {streams:.0f}" if samples or self._recent else "streams -",
             f"requests/s {over.per_s['requests']:.3g}" if over.over_s else "requests/s -",
+            *([f"hand-overs/s {over.per_s['hand_overs']:.3g}" if over.over_s else "hand-overs/s -"] if split else []),
             f"ttft p50 {duration(over.first_token_p50_s)} p90 {duration(over.first_token_p90_s)}",
             f"hits {hits or '-'}",
         ]
@@ -235,7 +245,7 @@ def _fill(loads: Sequence[LoadReport]) -> Bar:
 def _line(worker: _Worker) -> Line:
     load, old = worker.load, worker.old_s is not None
     state = worker.state if worker.old_s is None else f"{worker.state} {age(worker.old_s)}"
-    who = tuple(map(plain, (worker.name, state, worker.model, worker.device, worker.machine)))
+    who = tuple(map(plain, (worker.name, state, worker.role, worker.model, worker.device, worker.machine)))
     if load is None:
         return Line((*who, "?", "?", "-", "-", Bar()), old)
     per_s = "-" if worker.per_s is None else f"{worker.per_s:.0f}"
@@ -245,7 +255,8 @@ def _line(worker: _Worker) -> Line:
 
 def _text(worker: _Worker) -> str:
     """Return what a filter is looked for in."""
-    return plain(f"{worker.name} {worker.state} {worker.model} {worker.device} {worker.machine}").casefold()
+    texts = (worker.name, worker.state, worker.role, worker.model, worker.device, worker.machine)
+    return plain(" ".join(texts)).casefold()
 
 
 def _share(load: LoadReport) -> float:

@@ -20,6 +20,8 @@ class WorkerView(Struct, frozen=True):
     process: Process
     state: str
     """ready, silent (no report for a while, or none yet), or what an operator asked for: draining, drained, asleep."""
+    role: str
+    """prefill or decode; empty: it does all of a request, or serves no model yet."""
     device: str
     model: str
     """The model that it serves; empty: none yet."""

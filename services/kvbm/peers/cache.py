@@ -60,12 +60,16 @@ class PeerCache:
         """Return the bytes a second that came from each of the peers that are asked first."""
         return self.choice.rates(self._now()) if self._config.wait_s > 0 else {}
 
-    async def bring(self, layout: LayoutStore, keys: Sequence[ContentKey]) -> None:
-        """Bring leading blocks of these keys, which are not here, from the peer that has most. Return after `wait_s` at
-        the latest; what is under way then goes on."""
+    def bring(self, layout: LayoutStore, keys: Sequence[ContentKey]) -> asyncio.Task[str]:
+        """Begin to bring leading blocks of these keys, which are not here, from the peer that has most. It counts as
+        under way from now on: several Fetches may come in one turn of the loop."""
         task = asyncio.create_task(self._bring(layout, keys, self._now() + self._config.wait_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def wait_brought(self, task: asyncio.Task[str]) -> None:
+        """Return when what `bring` has begun is done, after `wait_s` at the latest; it goes on then."""
         await asyncio.wait([task], timeout=self._config.wait_s)
         self._metrics.peer_fetches.labels(task.result() if task.done() and not task.cancelled() else "late").inc()
 

@@ -90,6 +90,23 @@ def test_streams_first_tokens_and_hits_come_from_the_frontends() -> None:
     assert view.notes == ("no answer: frontend f2",)
 
 
+def test_roles_are_shown_and_found_and_hand_overs_are_counted_where_a_worker_computes_prompts_alone() -> None:
+    apart = worker("p", role="prefill") | worker("d", role="decode") | worker("a")
+    known = Known()
+    known.learn(look(apart), {"f1": Sample(10.0, {"hand_overs": 5})}, (), 10.0)
+    assert "hand-overs/s -" in seen(known).head
+    known.learn(look(apart), {"f1": Sample(12.0, {"hand_overs": 9})}, (), 12.0)
+    assert "hand-overs/s 2" in seen(known).head
+    assert {str(line.cells[0]): line.cells[2] for line in seen(known).workers.lines} == {
+        "a": "",
+        "d": "decode",
+        "p": "prefill",
+    }
+    assert names(seen(known, Controls(filter="PREFILL"))) == ["p"]
+    without = learned(look(THREE), look(THREE), samples={"f1": Sample(10.0)})
+    assert not any("hand-overs" in each for each in seen(without).head)
+
+
 def test_without_the_frontends_metrics_streams_are_what_they_say_over_nats() -> None:
     known = learned(look(THREE | entry("frontend", "f1"), recent=[RecentRequests("f1", 1, 4, 9, [])]))
     assert "streams 5" in seen(known).head
@@ -121,7 +138,7 @@ def test_while_nats_is_away_the_last_values_stay_and_are_marked_old() -> None:
     assert "values 30s old" in view.head
     assert view.notes[0] == "NATS is away"
     assert states(view) == dict.fromkeys("abc", "silent 30s")
-    assert [line.cells[5] for line in view.workers.lines] == ["0", "3", "4"]
+    assert [line.cells[6] for line in view.workers.lines] == ["0", "3", "4"]
     assert all(line.old for listing in (view.workers, *view.others) for line in listing.lines)
     assert view.others[0].lines[0].cells[4] == "50 %"
     known.learn(look(values, LOADS, 50.0), {}, (), 50.0)
@@ -154,5 +171,5 @@ def test_texts_of_other_processes_are_plain() -> None:
     values = worker("a", model="\x1b]0;title\x07[red]m", state="\x1b[2Jdraining")
     known = learned(look(values, [load("a")], notes=["\x1b[31mnote\n"]))
     view = seen(known)
-    assert view.workers.lines[0].cells[1:3] == ("[2Jdraining", "]0;title[red]m")
+    assert view.workers.lines[0].cells[1:4] == ("[2Jdraining", "", "]0;title[red]m")
     assert view.notes == ("[31mnote",)

@@ -18,6 +18,7 @@ from shared.messages import (
     ModelCard,
     RecentRequests,
     RequestWay,
+    Role,
     RouterState,
     ServiceName,
 )
@@ -31,13 +32,15 @@ def entry(service: ServiceName, name: str, *, state: str = "", machine: str = "m
     return {subjects.instance_key("default", service, name): INSTANCE.encode(value, JSON_HEADER)}
 
 
-def card(worker: str, model: str = "m", device: str = "cpu") -> dict[str, bytes]:
-    value = ModelCard(model, worker, "/p", "t", self_test(BLOCK), 2048, 100, BLOCK, 100, LAYOUT, device=device)
+def card(worker: str, model: str = "m", device: str = "cpu", role: Role = "aggregated") -> dict[str, bytes]:
+    value = ModelCard(
+        model, worker, "/p", "t", self_test(BLOCK), 2048, 100, BLOCK, 100, LAYOUT, (), role, device=device
+    )
     return {subjects.model_key("default", model, worker): MODEL_CARD.encode(value, JSON_HEADER)}
 
 
-def worker(name: str, *, model: str = "m", state: str = "") -> dict[str, bytes]:
-    return entry("worker", name, state=state) | card(name, model)
+def worker(name: str, *, model: str = "m", state: str = "", role: Role = "aggregated") -> dict[str, bytes]:
+    return entry("worker", name, state=state) | card(name, model, role=role)
 
 
 def load(name: str, held: int = 0, running: int = 0, waiting: int = 0, tokens: int = 0, cached: int = 0) -> LoadReport:

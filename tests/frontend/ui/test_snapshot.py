@@ -28,6 +28,7 @@ from shared.messages import (
     ModelState,
     RecentRequests,
     RequestWay,
+    Role,
     RouterState,
     ServiceName,
     SourceState,
@@ -40,8 +41,9 @@ def instance(service: ServiceName, name: str, started: float = 0.0, state: str =
     return Instance("n", service, name, 1, "here", 1, started, "1.0", state=state)
 
 
-def card(worker: str, model: str = "m", lora: tuple[str, ...] = ()) -> ModelCard:
-    return ModelCard(model, worker, "/m", "", "", 2048, 320, 16, 100, KV, device="cuda:0", kvbm="k1", lora=lora)
+def card(worker: str, model: str = "m", lora: tuple[str, ...] = (), role: Role = "aggregated") -> ModelCard:
+    known = ModelCard(model, worker, "/m", "", "", 2048, 320, 16, 100, KV, role=role, kvbm="k1", lora=lora)
+    return msgspec.structs.replace(known, device="cuda:0")
 
 
 def report(worker: str, running: int = 2) -> LoadReport:
@@ -86,6 +88,14 @@ def test_a_worker_without_a_report_or_with_an_old_one_is_silent_and_counts_nothi
     seen = snapshot(facts(instance("worker", "w1"), instance("worker", "w2"), loads=old))
     assert [(each.state, each.tokens_per_s) for each in seen.workers] == [("silent", None), ("silent", None)]
     assert (seen.totals.workers, seen.totals.running, seen.totals.tokens_per_s) == (2, 0, 0.0)
+
+
+def test_a_worker_shows_its_role_unless_it_does_all_of_a_request() -> None:
+    roles: dict[str, Role] = {"w1": "aggregated", "w2": "prefill", "w3": "decode"}
+    loads = {"w2": SeenLoad(report("w2"), 0.0, None)}
+    cards = {("m", name): card(name, role=role) for name, role in roles.items()}
+    seen = snapshot(facts(*(instance("worker", name) for name in (*roles, "w4")), cards=cards, loads=loads))
+    assert [each.role for each in seen.workers] == ["", "prefill", "decode", ""]
 
 
 def test_what_an_operator_asked_for_is_the_state_and_a_worker_without_a_card_starts() -> None:

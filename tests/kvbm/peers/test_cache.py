@@ -108,6 +108,20 @@ async def test_a_fetch_beyond_the_bound_is_answered_at_once(tmp_path: Path) -> N
             await waiting
 
 
+async def test_fetches_that_come_in_one_turn_of_the_loop_keep_the_bound(tmp_path: Path) -> None:
+    async with serving(tmp_path, instance="reader", peers=replace(SLOW, reads=1)) as store:
+        engines = [await store.world.attached(name) for name in "bcd"]
+        liar = Frozen(Count)
+        with listening(liar) as peer:
+            learn(store, peer)
+            waiting = [asyncio.create_task(engine.fetch(keys(CONTENTS))) for engine in engines]
+            await until(lambda: sum(each.done() for each in waiting) == 2)
+            assert outcomes(store, "full") == 2
+            liar.stopped.set()
+            await asyncio.wait(waiting)
+        await rests(store)
+
+
 async def test_an_engine_that_attaches_again_meanwhile_gets_no_ticket(tmp_path: Path) -> None:
     async with serving(tmp_path, instance="reader", peers=SLOW) as store:
         engine = await store.world.attached("b")

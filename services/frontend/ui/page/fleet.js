@@ -92,7 +92,7 @@ function updateWorker(card, worker) {
   card.dataset.state = worker.state;
   write(head.children[1], brief(worker.process.id));
   head.children[1].title = worker.process.id;
-  write(head.children[2], [worker.device, worker.process.machine].filter(Boolean).join(" · "));
+  write(head.children[2], [worker.role, worker.device, worker.process.machine].filter(Boolean).join(" · "));
   write(head.children[3], worker.state);
   write(load.querySelector("b"), rate(worker.tokens_per_s));
   write(load.querySelector("span"), " tokens/s");
