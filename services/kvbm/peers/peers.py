@@ -65,7 +65,7 @@ class KvbmPeers:
         """End all reads and loans. Return False if a thread may still read slots."""
         await self.cache.close()
         await self.imports.close()
-        self.road.close()
+        await self.road.close()
         return await self.server.close()
 
     @property
