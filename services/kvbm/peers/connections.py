@@ -96,8 +96,8 @@ class PeerConnections:
         self, peer: PeerAddress, stream: PeerStream, layout: StoreLayout, keys: Sequence[ContentKey]
     ) -> tuple[Lent, int]:
         """Borrow leading blocks of these keys; return the loan and the peer's epoch. Raise PeerFault."""
-        epoch = self._peers[peer.instance].epoch if peer.instance in self._peers else None
-        if epoch is None:
+        known = self._peers.get(peer.instance)
+        if known is None or (epoch := known.epoch) is None:
             raise PeerFault("closed", "the peer has left")
         number = stream.next_number()
         answer = await self.ask(stream, Borrow(number, epoch, layout, b"".join(keys)))
@@ -125,6 +125,13 @@ class PeerConnections:
         for instance in list(self._peers):
             self.gone(instance)
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def busy_with(self, peer: PeerAddress) -> set[Cuttable]:
+        """Return what is under way with a peer, to be added to. Raise PeerFault if it has left."""
+        known = self._peers.get(peer.instance)
+        if known is None:
+            raise PeerFault("closed", "the peer has left")
+        return known.busy
 
     # --- one connection
 
