@@ -1,6 +1,9 @@
 """Keeps the lending NIXL process of a kvbm running: it is started again when it has ended.
 
 starting ──NixlReady──▶ ready ──it ends──▶ waiting, RESTART_S ──▶ starting        close: killed, from any state
+                          └─ while it lends: no NixlAlive for SILENT_S ──▶ it is killed
+
+UCX connects to a reader in a call that waits, for minutes if the reader's machine is cut off: it serves no other then.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from services.kvbm.peers.messages import PeerFault
 from services.kvbm.peers.nixl_messages import NixlReady, SetLending
 from services.kvbm.peers.nixl_process import NixlProcess
 
+SILENT_S = 3.0
+"""Seconds without a word of a process that lends, after which it is killed."""
 RESTART_S = 1.0
 """Seconds between the end of the process and the next start."""
 
@@ -35,6 +40,7 @@ class NixlLender:
         self._closing = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "nixl-lend")
         self._task: asyncio.Task[None] | None = None
+        self._silent: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
         """Start the process, and keep it running."""
@@ -64,11 +70,14 @@ class NixlLender:
                     self.process.cut()
                 self.ready = await loop.run_in_executor(self._thread, self.process.begin)
                 self._say()
-                await loop.run_in_executor(self._thread, self.process.receive)
+                while True:
+                    await loop.run_in_executor(self._thread, self.process.receive)
+                    self._arm()
             except PeerFault as wrong:
                 if not self._closing.is_set():
                     _log.error("no blocks are lent: %s; it is started again in %g s", wrong, RESTART_S)
             self.ready = None
+            self._disarm()
             if self.process is not None:
                 await loop.run_in_executor(self._thread, self.process.close)
                 self.process = None
@@ -81,3 +90,14 @@ class NixlLender:
         if self.process is not None and self.ready is not None:
             with suppress(PeerFault):  # it was killed; `_keep` starts another one
                 self.process.send(SetLending(self._lending))
+            self._arm()
+
+    def _arm(self) -> None:
+        self._disarm()
+        if self._lending and self.process is not None:
+            self._silent = asyncio.get_running_loop().call_later(SILENT_S, self.process.cut)
+
+    def _disarm(self) -> None:
+        if self._silent is not None:
+            self._silent.cancel()
+            self._silent = None

@@ -1,7 +1,7 @@
 """What a kvbm and its NIXL processes say to each other on a socket pair, as frames of msgpack. Pure.
 
 process ──▶ kvbm     NixlReady, or NixlFailed and the process ends
-kvbm ──▶ lending     SetLending: whether peers may be reading now; no answer
+kvbm ──▶ lending     SetLending: whether peers may be reading now ──▶ NixlAlive now and then, while they may
 kvbm ──▶ reading     Pull ──▶ Pulled, in order, until all blocks have come; or NixlFailed, and the process ends
 """
 
@@ -14,6 +14,8 @@ from msgspec import Struct
 from shared.messages import Codec
 
 NixlRole = Literal["lend", "read"]
+ALIVE_S = 0.5
+"""Seconds between two NixlAlive."""
 
 
 class NixlStart(Struct, frozen=True):
@@ -22,6 +24,8 @@ class NixlStart(Struct, frozen=True):
     role: NixlRole
     agent: str
     """The name of its agent, which no other agent ever has."""
+    parent: int
+    """The kvbm's process number: it ends with it."""
     control: int
     """The descriptor of its end of the socket pair."""
     pool: int
@@ -34,6 +38,10 @@ class NixlReady(Struct, frozen=True, tag="ready"):
     metadata: bytes
     base: int
     """The address of a byte of the pool's file in that process, less the byte's offset in the file."""
+
+
+class NixlAlive(Struct, frozen=True, tag="alive"):
+    """The lending process serves its peers; sent every ALIVE_S while they may be reading."""
 
 
 class NixlFailed(Struct, frozen=True, tag="failed"):
@@ -66,7 +74,7 @@ class Pulled(Struct, frozen=True, tag="pulled"):
 
 
 NixlOrder = SetLending | Pull
-NixlReport = NixlReady | NixlFailed | Pulled
+NixlReport = NixlReady | NixlAlive | NixlFailed | Pulled
 NIXL_ORDER: Codec[NixlOrder] = Codec(NixlOrder, "order for a NIXL process")
 NIXL_REPORT: Codec[NixlReport] = Codec(NixlReport, "report of a NIXL process")
 

@@ -1,6 +1,7 @@
 """A NIXL process, as the kvbm has it: started, asked in a thread, and killed. See `nixl_program.py` for what it does.
 
-When `close` or a failed `receive` has returned, the process has ended: nothing writes to the pool for it any more.
+It ends with the thread that started it, so that must be one that lasts. When `close` or a failed `receive` has
+returned, the process has ended: nothing writes to the pool for it any more.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class NixlProcess:
             self._socket, theirs = socket.socketpair()
         except OSError as wrong:
             raise PeerFault("unreachable", f"no socket for a NIXL process: {wrong.strerror}") from None
-        start = NixlStart(role, agent, theirs.fileno(), pool)
+        start = NixlStart(role, agent, os.getpid(), theirs.fileno(), pool)
         command = [sys.executable, "-P", "-m", "services.kvbm.peers.nixl_program", msgspec.json.encode(start).decode()]
         try:
             self._process = subprocess.Popen(

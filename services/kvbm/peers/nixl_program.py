@@ -16,8 +16,10 @@ import ctypes
 import mmap
 import os
 import select
+import signal
 import socket
 import sys
+import time
 from collections import OrderedDict, deque
 from typing import Any
 
@@ -27,8 +29,10 @@ from xxhash import xxh3_64_intdigest
 
 from services.kvbm.peers.messages import LENGTH_BYTES, frame_length, pack_frame
 from services.kvbm.peers.nixl_messages import (
+    ALIVE_S,
     NIXL_ORDER,
     NIXL_REPORT,
+    NixlAlive,
     NixlFailed,
     NixlOrder,
     NixlReady,
@@ -50,6 +54,8 @@ PAUSE_S = 50e-6
 REMOTES_MOST = 64
 """Agents of other machines that are known at once."""
 _MEMORY = "DRAM"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 class _Control:
@@ -142,13 +148,16 @@ class NixlError(Exception):
 
 
 def _lend(agent: _Agent, control: _Control) -> None:
-    on = False
+    on, due_s = False, 0.0
     while True:
         while not on or control.pause():
             order = control.receive()
             assert isinstance(order, SetLending), order
             on = order.on
         agent.progress()
+        if (now_s := time.monotonic()) >= due_s:
+            control.send(NixlAlive())
+            due_s = now_s + ALIVE_S
 
 
 def _read(agent: _Agent, control: _Control) -> None:
@@ -177,6 +186,9 @@ def _pull(agent: _Agent, control: _Control, order: Pull) -> None:
 def main() -> None:
     """Run until the kvbm ends, or NIXL fails."""
     start = msgspec.json.decode(sys.argv[1], type=NixlStart)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # UCX may wait in a call of its own for minutes
+    if os.getppid() != start.parent:
+        os._exit(0)
     control = _Control(start.control)
     try:
         agent = _Agent(start.agent, start.pool)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from services.kvbm.config import PeersConfig
 from services.kvbm.peers.connections import PeerConnections, ReadParts
@@ -42,6 +43,7 @@ class NixlRoad:
         self._slots: dict[str, ArenaMap] = {}
         self._start = start
         self._connections = PeerConnections(config, None, hello)
+        self._first: asyncio.Task[None] | None = None
         self.idle: list[NixlProcess] = []
         """Processes that serve no read; at most as many as there may be reads."""
 
@@ -71,9 +73,11 @@ class NixlRoad:
         began_s = self._loop.time()
         with self._connections.limited(limit_s) as parts:
             stream = await self._connections.connected(peer, layout, parts)
+            process = await self._process(peer, parts)  # before the loan begins, since a start may take a second
             lent, epoch = await self._connections.borrow(peer, stream, layout, keys)
             if not lent.blocks:
                 self._connections.keep(peer, stream, parts)
+                self._keep(process, parts)
                 return ReadBlocks({}, 0, self._loop.time() - began_s, None)
             places = place(lent.blocks)
             assert len(places) == len(lent.blocks), "a place, or none, for each block"
@@ -84,10 +88,15 @@ class NixlRoad:
             if wanted:
                 try:
                     located = await self._locate(stream, epoch, lent, list(wanted))
-                    await self._pull(peer, layout, list(wanted.values()), located, parts, written)
+                    await self._pull(process, layout, list(wanted.values()), located, written)
+                    self._keep(process, parts)
                     await self._connections.in_thread(_received, stream)
+                    if len(written) < len(wanted):
+                        fault = PeerFault("checksum", f"{len(wanted) - len(written)} blocks came as others")
                 except PeerFault as wrong:
                     fault = wrong
+            else:
+                self._keep(process, parts)
             took_s = self._loop.time() - began_s
             if fault is None or fault.code == "checksum":
                 await self._connections.give_back(peer, stream, lent.loan, parts)
@@ -99,11 +108,28 @@ class NixlRoad:
         """End all that is under way with a peer that has left."""
         self._connections.gone(instance)
 
+    def open(self) -> None:
+        """Start the process of the first read."""
+        self._first = asyncio.create_task(self._start_first())
+
     async def close(self) -> None:
         """End the connections, threads and processes, after all reads."""
+        if self._first is not None:
+            self._first.cancel()
+            await asyncio.wait([self._first])
         self._connections.close()
         while self.idle:
             await asyncio.to_thread(self.idle.pop().close)
+
+    async def _start_first(self) -> None:
+        with suppress(PeerFault):  # the first read tries again, and reports it
+            process = await self._connections.in_thread(self._start)
+            try:
+                await self._connections.in_thread(NixlProcess.begin, process)
+            except BaseException:
+                process.close()
+                raise
+            self.idle.append(process)
 
     # --- one read
 
@@ -114,27 +140,28 @@ class NixlRoad:
 
     async def _pull(
         self,
-        peer: PeerAddress,
+        process: NixlProcess,
         layout: StoreLayout,
         slots: list[int],
         located: Located,
-        parts: ReadParts,
         written: dict[int, int],
     ) -> None:
         """Read the blocks into the slots; note those that came whole. Raise PeerFault."""
         arena = self._slots[layout.digest].arena
         offsets = [arena.offset_of(slot) for slot in slots]
         order = Pull(located.metadata, located.addresses, offsets, layout.kv.block_bytes)
-        process = await self._process(peer, parts)
         await self._connections.in_thread(_pull_all, process, order, slots, located.checksums, written)
+
+    def _keep(self, process: NixlProcess, parts: ReadParts) -> None:
+        """Keep a process on which nothing is under way."""
         if not parts.late:
             parts.remove(process)
             self.idle.append(process)
-        if len(written) < len(slots):
-            raise PeerFault("checksum", f"{len(slots) - len(written)} of {len(slots)} blocks came as others")
 
     async def _process(self, peer: PeerAddress, parts: ReadParts) -> NixlProcess:
         """Return a process for a read, which is a part of it. Raise PeerFault."""
+        if self._first is not None and not self._first.done():
+            await asyncio.wait([self._first])
         while self.idle:
             process = self.idle.pop()
             if not process.ended:

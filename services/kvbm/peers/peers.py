@@ -92,6 +92,8 @@ class KvbmPeers:
         self.server.open()
         if self.nixl is not None:
             self.nixl.open()
+        if isinstance(self.road, NixlRoad):
+            self.road.open()
 
     async def close(self) -> bool:
         """End all reads and loans. Return False if a thread may still read slots."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,18 +14,14 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
-from services.kvbm.peers.nixl_process import MODULE
 from services.kvbm.peers.peers import KvbmPeers
 from shared.kvbm_messages import Settled
 from tests.kvbm.chains import chain
-from tests.kvbm.peer_rig import PEERS, address, faults, machines, read
+from tests.kvbm.peer_rig import BACKENDS, ONLY_WITH_NIXL, PEERS, address, faults, machines, read
 from tests.kvbm.store_rig import LIMIT_S, SMALL_BYTES, Engine, Store, payload, until
 
 CONTENTS = chain(*range(1, 13))
 SOON_S = 0.2
-NO_NIXL = importlib.util.find_spec(MODULE) is None
-BACKENDS = ["sockets", pytest.param("nixl", marks=pytest.mark.skipif(NO_NIXL, reason="NIXL is missing: ./check nixl"))]
-only_nixl = pytest.mark.skipif(NO_NIXL, reason="NIXL is missing: ./check nixl")
 NIXL = replace(PEERS, backend="nixl")
 
 
@@ -88,11 +84,13 @@ async def frozen(lender: Store, then: Callable[[], Awaitable[None]]) -> None:
             server._send = before  # type: ignore[method-assign]
         return
     assert nixl.process is not None
-    os.kill(nixl.process.pid, signal.SIGSTOP)
+    pid = nixl.process.pid
+    os.kill(pid, signal.SIGSTOP)
     try:
         await then()
     finally:
-        os.kill(nixl.process.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it was killed for its silence
+            os.kill(pid, signal.SIGCONT)
 
 
 async def test_blocks_are_read_and_published_and_the_next_read_finds_them_there(
@@ -240,7 +238,7 @@ async def test_a_peer_with_no_block_of_it_lends_none(tmp_path: Path, peers: Peer
 # --- NIXL alone
 
 
-@only_nixl
+@ONLY_WITH_NIXL
 @pytest.mark.parametrize("of_lender", ["sockets", "nixl"])
 async def test_peers_of_two_back_ends_refuse_each_other(tmp_path: Path, of_lender: str) -> None:
     other = {"sockets": "nixl", "nixl": "sockets"}[of_lender]
@@ -251,7 +249,7 @@ async def test_peers_of_two_back_ends_refuse_each_other(tmp_path: Path, of_lende
         assert faults(two, "backend") == 1
 
 
-@only_nixl
+@ONLY_WITH_NIXL
 async def test_a_lending_process_that_is_killed_ends_the_read_and_is_started_again(tmp_path: Path) -> None:
     async with machines(tmp_path, lender=NIXL, reader=NIXL) as (one, a, two, b):
         await ready(one)
@@ -271,7 +269,7 @@ async def test_a_lending_process_that_is_killed_ends_the_read_and_is_started_aga
         await whole(one, two, b)
 
 
-@only_nixl
+@ONLY_WITH_NIXL
 async def test_a_reading_process_is_kept_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
     async with machines(tmp_path, lender=NIXL, reader=NIXL) as (one, a, two, b):
         await ready(one)
@@ -286,7 +284,7 @@ async def test_a_reading_process_is_kept_and_a_dead_one_is_replaced(tmp_path: Pa
         assert (await b.load(CONTENTS))[0] == 12
 
 
-@only_nixl
+@ONLY_WITH_NIXL
 async def test_the_lending_process_rests_while_nothing_is_lent_and_listens_at_its_device_alone(tmp_path: Path) -> None:
     async with machines(tmp_path, lender=NIXL, reader=NIXL) as (one, a, two, _):
         await ready(one)
