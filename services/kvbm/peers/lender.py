@@ -12,7 +12,7 @@ from itertools import count
 
 from msgspec import Struct
 
-from services.kvbm.config import PeersConfig
+from services.kvbm.config import PeerBackend, PeersConfig
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.peers.loans import LoanEnds, LoanLimits, LoanRefused, Loans
@@ -94,7 +94,7 @@ class Lender:
         self.loans = Loans(LoanLimits(config.loans, config.lent_bytes), first_loan=first_loan)
         self._layouts = layouts
         self._lend_s = config.lend_s
-        self._backend = config.backend
+        self._backend: PeerBackend = config.backend
         self._agent = agent
         self._lending = lending
         self._metrics = metrics

@@ -65,13 +65,14 @@ class NixlLender:
         loop = asyncio.get_running_loop()
         while not self._closing.is_set():
             try:
-                self.process = await loop.run_in_executor(self._thread, self._start)
+                process = await loop.run_in_executor(self._thread, self._start)
+                self.process = process
                 if self._closing.is_set():
-                    self.process.cut()
-                self.ready = await loop.run_in_executor(self._thread, self.process.begin)
+                    process.cut()
+                self.ready = await loop.run_in_executor(self._thread, process.begin)
                 self._say()
                 while True:
-                    await loop.run_in_executor(self._thread, self.process.receive)
+                    await loop.run_in_executor(self._thread, process.receive)
                     self._arm()
             except PeerFault as wrong:
                 if not self._closing.is_set():

@@ -60,7 +60,7 @@ class Pull(Struct, frozen=True, tag="pull"):
     """Read blocks of another process's memory into the pool."""
 
     metadata: bytes
-    """That of the lender's agent."""
+    """What the lender's agent says of itself."""
     addresses: list[int]
     offsets: list[int]
     """Where in the pool's file each block goes."""

@@ -114,7 +114,7 @@ class NixlProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self._process.poll() is not None
 
     def begin(self) -> NixlReady:
