@@ -12,7 +12,12 @@ each byte to memory that was not touched for long, and reads it once more for th
 threads, that lowers its rate; a real network is slower than either. `--known` gives all blocks a checksum at the
 lender, as engines with `kvbm.checksums` do; without it the lender reads each block once more.
 
-    python -m benchmarks.kvbm_peers [--directory /dev/shm] [--streams 2] [--rounds 9] [--known] [--quick] [--json]
+With `--backend nixl` the kvbms use NIXL, and the yardstick is in addition a plain loop over NIXL's API as its
+documents show it: the same sizes, two processes, an agent with NIXL's own progress thread and UCX's settings, no kvbm
+and no checksums; `plain_share` is the median of the ratios to it. The loop takes its turns in the same run.
+
+    python -m benchmarks.kvbm_peers [--backend nixl] [--directory /dev/shm] [--streams 2] [--rounds 9] [--known]
+                                    [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import resource
 import shutil
 import statistics
@@ -28,18 +34,20 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 import uvloop
 from xxhash import xxh3_64_intdigest
 
+from benchmarks import plain_nixl
 from benchmarks.report import Goal, report
-from services.kvbm.config import KvbmConfig, PeersConfig, PoolConfig
+from services.kvbm.config import KvbmConfig, PeerBackend, PeersConfig, PoolConfig
 from services.kvbm.peers.messages import PeerAddress
+from services.kvbm.peers.nixl_road import NixlRoad
 from services.kvbm.service import KvbmService, kvbm
 from services.kvbm.tickets.results import TicketLimits
 from shared.blocks import Content
@@ -60,6 +68,7 @@ TURN_S = 1
 LIMIT_S = 60.0
 IPERF3_TRIES = 50
 GOAL = 0.8
+PLAIN_GOAL = 0.9
 OWNER = "engine"
 
 
@@ -76,6 +85,10 @@ class PeerRateRow(msgspec.Struct, frozen=True):
     cpu_s_a_gb: float
     iperf3_cpu_s_a_gb: float | None
     tls: bool = False
+    backend: str = "sockets"
+    plain_gb_s: float | None = None
+    plain_share: float | None = None
+    plain_cpu_s_a_gb: float | None = None
 
 
 class _Turn(NamedTuple):
@@ -88,6 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--backend", choices=get_args(PeerBackend), default="sockets")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--known", action="store_true", help="the lender knows the blocks' checksums")
     parser.add_argument("--quick", action="store_true", help="3 rounds")
@@ -95,7 +109,10 @@ def main() -> int:
     flags = parser.parse_args()
     iperf3 = shutil.which("iperf3")
     rounds = 3 if flags.quick else flags.rounds
-    rows = [_measure(flags.directory, kib, flags.streams, rounds, iperf3, known=flags.known) for kib in BLOCK_KIB]
+    rows = [
+        _measure(flags.directory, kib, flags.streams, rounds, iperf3, flags.backend, known=flags.known)
+        for kib in BLOCK_KIB
+    ]
     if flags.json:
         print(msgspec.json.encode(report("kvbm_peers", sys.argv[1:], _goals(rows), rows)).decode())
         return 0
@@ -109,9 +126,9 @@ def _shown(value: object) -> str:
 
 
 def _goals(rows: Sequence[PeerRateRow]) -> list[Goal]:
-    return [
+    of_iperf3 = [
         Goal(
-            f"read of blocks of {row.block_kib} KiB, {row.streams} streams",
+            f"{row.backend}: read of blocks of {row.block_kib} KiB, {row.streams} streams",
             row.share,
             "of iperf3",
             GOAL,
@@ -119,25 +136,38 @@ def _goals(rows: Sequence[PeerRateRow]) -> list[Goal]:
         )
         for row in rows
     ]
+    return of_iperf3 + [
+        Goal(
+            f"nixl: read of blocks of {row.block_kib} KiB",
+            row.plain_share,
+            "of a plain loop over NIXL",
+            PLAIN_GOAL,
+            met=row.plain_share is not None and row.plain_share >= PLAIN_GOAL,
+        )
+        for row in rows
+        if row.backend == "nixl"
+    ]
 
 
 def _measure(
-    directory: Path, block_kib: int, streams: int, rounds: int, iperf3: str | None, *, known: bool
+    directory: Path, block_kib: int, streams: int, rounds: int, iperf3: str | None, backend: PeerBackend, *, known: bool
 ) -> PeerRateRow:
     with tempfile.TemporaryDirectory(prefix="kvbm-peers-", dir=directory) as below:
         ends, theirs = multiprocessing.get_context("spawn").Pipe()
-        arguments = (theirs, Path(below) / "lender", block_kib, streams, known)
+        arguments = (theirs, Path(below) / "lender", block_kib, streams, backend, known)
         lender = multiprocessing.get_context("spawn").Process(target=_lend, args=arguments)
         lender.start()
         try:
             port = int(ends.recv())
-            turns, yardsticks = uvloop.run(
-                _reading(Path(below) / "reader", block_kib, streams, rounds, port, ends, iperf3)
-            )
+            with plain_nixl.running(Path(below), block_kib) if backend == "nixl" else nullcontext() as plain:
+                turns, yardsticks, plain_turns = uvloop.run(
+                    _reading(Path(below) / "reader", block_kib, streams, backend, rounds, port, ends, iperf3, plain)
+                )
             ends.send("end")
             lender.join()
         finally:
             lender.kill()
+    plain_shares = [turn.gb_s / other.gb_s for turn, other in zip(turns, plain_turns, strict=False)]
     shares = [turn.gb_s / other.gb_s for turn, other in zip(turns, yardsticks, strict=False)]
     return PeerRateRow(
         block_kib=block_kib,
@@ -149,6 +179,10 @@ def _measure(
         most=max(shares, default=None),
         cpu_s_a_gb=statistics.median(turn.cpu_s_a_gb for turn in turns),
         iperf3_cpu_s_a_gb=statistics.median(turn.cpu_s_a_gb for turn in yardsticks) if yardsticks else None,
+        backend=backend,
+        plain_gb_s=statistics.median(turn.gb_s for turn in plain_turns) if plain_turns else None,
+        plain_share=statistics.median(plain_shares) if plain_shares else None,
+        plain_cpu_s_a_gb=statistics.median(turn.cpu_s_a_gb for turn in plain_turns) if plain_turns else None,
     )
 
 
@@ -200,12 +234,14 @@ def _contents(block_kib: int) -> list[Content]:
 
 
 @asynccontextmanager
-async def _kvbm(directory: Path, instance: str, block_kib: int, streams: int) -> AsyncIterator[KvbmService]:
+async def _kvbm(
+    directory: Path, instance: str, block_kib: int, streams: int, backend: PeerBackend
+) -> AsyncIterator[KvbmService]:
     """Run a kvbm with one layout, without servers."""
     config = KvbmConfig(
         pool=PoolConfig(directory=str(directory), size_bytes=POOL_BYTES),
         tickets=TicketLimits(owner_share=1.0, fetch_time_s=LIMIT_S, store_time_s=LIMIT_S),
-        peers=PeersConfig(listen="127.0.0.1:0", streams=streams),
+        peers=PeersConfig(listen="127.0.0.1:0", streams=streams, backend=backend),
     )
     config = msgspec.structs.replace(config, tiers=msgspec.structs.replace(config.tiers, held_share=1.0))
     broker = MemoryBroker()
@@ -215,21 +251,31 @@ async def _kvbm(directory: Path, instance: str, block_kib: int, streams: int) ->
     ):
         while not service.prefault.complete:  # noqa: ASYNC110 - a thread of its own
             await asyncio.sleep(0.01)
+        assert service.peers is not None
+        while service.peers.nixl is not None and service.peers.nixl.ready is None:  # noqa: ASYNC110 - a process
+            await asyncio.sleep(0.01)
         service.layouts.get_or_open(_layout(block_kib), ()).attach(OWNER)
         yield service
 
 
-def _cpu_s() -> float:
+def _cpu_s(*processes: int) -> float:
+    """Return the CPU seconds of this process and of others."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    total = used.ru_utime + used.ru_stime
+    for pid in processes:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
-def _lend(ends: Connection, directory: Path, block_kib: int, streams: int, known: bool) -> None:
-    uvloop.run(_lending(ends, directory, block_kib, streams, known))
+def _lend(ends: Connection, directory: Path, block_kib: int, streams: int, backend: PeerBackend, known: bool) -> None:
+    uvloop.run(_lending(ends, directory, block_kib, streams, backend, known))
 
 
-async def _lending(ends: Connection, directory: Path, block_kib: int, streams: int, known: bool) -> None:
-    async with _kvbm(directory, "lender", block_kib, streams) as service:
+async def _lending(
+    ends: Connection, directory: Path, block_kib: int, streams: int, backend: PeerBackend, known: bool
+) -> None:
+    async with _kvbm(directory, "lender", block_kib, streams, backend) as service:
         layout = service.layouts.open[_layout(block_kib).digest]
         offered = [StoreBlock(each.key, each.parent, each.tokens) for each in _contents(block_kib)]
         granted = layout.reserve(OWNER, offered)
@@ -243,21 +289,34 @@ async def _lending(ends: Connection, directory: Path, block_kib: int, streams: i
         assert service.peers is not None
         ends.send(service.peers.server.port)
         while await asyncio.to_thread(ends.recv) != "end":
-            ends.send(_cpu_s())
+            nixl = service.peers.nixl
+            ends.send(_cpu_s(*([nixl.process.pid] if nixl is not None and nixl.process is not None else [])))
 
 
 async def _reading(
-    directory: Path, block_kib: int, streams: int, rounds: int, port: int, ends: Connection, iperf3: str | None
-) -> tuple[list[_Turn], list[_Turn]]:
-    async with _kvbm(directory, "reader", block_kib, streams) as service:
+    directory: Path,
+    block_kib: int,
+    streams: int,
+    backend: PeerBackend,
+    rounds: int,
+    port: int,
+    ends: Connection,
+    iperf3: str | None,
+    plain: Connection | None,
+) -> tuple[list[_Turn], list[_Turn], list[_Turn]]:
+    async with _kvbm(directory, "reader", block_kib, streams, backend) as service:
         turns: list[_Turn] = []
+        plain_turns: list[_Turn] = []
         yardsticks: list[_Turn] = []
         await _turn(service, block_kib, port, ends)  # connects, and touches the pools
         for _ in range(rounds):
             turns.append(await _turn(service, block_kib, port, ends))
             if iperf3 is not None:
                 yardsticks.append(await asyncio.to_thread(_iperf3, iperf3, streams))
-        return turns, yardsticks
+            if plain is not None:
+                plain.send("turn")
+                plain_turns.append(_Turn(*await asyncio.to_thread(plain.recv)))
+        return turns, yardsticks, plain_turns
 
 
 async def _turn(service: KvbmService, block_kib: int, port: int, ends: Connection) -> _Turn:
@@ -267,7 +326,9 @@ async def _turn(service: KvbmService, block_kib: int, port: int, ends: Connectio
     assert service.peers is not None
     address = PeerAddress("lender", "127.0.0.1", port)
     ends.send("cpu")
-    before_s = _cpu_s() + await asyncio.to_thread(ends.recv)
+    road = service.peers.road
+    readers = [process.pid for process in road.idle] if isinstance(road, NixlRoad) else []
+    before_s = _cpu_s(*readers) + await asyncio.to_thread(ends.recv)
     took_s, reads = 0.0, 0
     while took_s < TURN_S:
         began_s = time.perf_counter()
@@ -279,7 +340,7 @@ async def _turn(service: KvbmService, block_kib: int, port: int, ends: Connectio
         assert len(done.written) == len(keys), "blocks are missing"
         layout.tickets.discard(OWNER, keys)
     ends.send("cpu")
-    cpu_s = _cpu_s() + await asyncio.to_thread(ends.recv) - before_s
+    cpu_s = _cpu_s(*readers) + await asyncio.to_thread(ends.recv) - before_s
     read_gb = reads * READ_BYTES / 1e9
     return _Turn(read_gb / took_s, cpu_s / read_gb)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -15,6 +15,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+PeerBackend = Literal["sockets", "nixl"]
 
 
 class PoolConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,6 +101,13 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str = ""
     """The host at which other machines reach this one, for the address book; empty: that of `listen`, or the machine's
     name if that is any address."""
+    backend: PeerBackend = "sockets"
+    """What moves the bytes of blocks: sockets or nixl, the same for all machines. NIXL has no TLS: every process that
+    reaches its ports can read and write this kvbm's pool."""
+    nixl_device: str = ""
+    """The network device that NIXL uses, such as eth0 or mlx5_0:1; empty: the one that has the address of `listen`."""
+    nixl_transports: Annotated[str, Meta(min_length=1)] = "tcp"
+    """The transports that NIXL may use, as UCX names them (UCX_TLS), such as tcp or rc."""
     tls_cert: str = ""
     """Path of a PEM file with this machine's certificate; kvbms then speak only TLS 1.3 to each other. Empty: no
     TLS."""
@@ -132,6 +140,8 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """Raise ValueError, which becomes a ConfigError, for settings that contradict each other."""
         if len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) > 1:
             raise ValueError("tls_cert, tls_key and tls_ca need each other")
+        if self.backend == "nixl" and self.tls_cert:
+            raise ValueError("backend nixl has no TLS: remove tls_cert, tls_key and tls_ca, or take backend sockets")
         if self.listen:
             self.address  # noqa: B018 - raises
 

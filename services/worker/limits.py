@@ -9,8 +9,8 @@ from services.worker.config import Offload
 MAX_STEP_TOKENS = 8192
 """Most tokens that one step computes, whatever the time: runners have room for as many."""
 PREFILL_STEP_S = 0.05
-"""Most seconds of a step of a worker that only computes prompts: what a step has computed is stored, and loaded where it
-is decoded, while the next one is computed, so that only the last step's blocks are waited for."""
+"""Most seconds of a step of a worker that only computes prompts. What a step has computed is stored, and loaded where
+it is decoded, while the next one is computed, so only the last step's blocks are waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
@@ -33,12 +35,15 @@ from services.kvbm.peers.messages import (
     Take,
     pack_header,
 )
+from services.kvbm.peers.nixl_process import MODULE
 from services.kvbm.peers.stream import PeerStream
 from shared.blocks import Content
 from shared.kvbm_messages import StoreBlock, StoreLayout
 from tests.kvbm.chains import keys
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, Engine, Store, payload, serving, until
 
+ONLY_WITH_NIXL = pytest.mark.skipif(importlib.util.find_spec(MODULE) is None, reason="NIXL is missing: ./check nixl")
+BACKENDS = ["sockets", pytest.param("nixl", marks=ONLY_WITH_NIXL)]
 PEERS = PeersConfig(listen="127.0.0.1:0", streams=2, take_bytes=3 * 8192)
 """Three blocks a take, so that even short reads have several."""
 

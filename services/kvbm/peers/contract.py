@@ -1,4 +1,5 @@
-"""The road between two kvbms' pools, whatever moves the bytes. `sockets.py` is the back end; NIXL may be another.
+"""The road between two kvbms' pools, whatever moves the bytes. Two back ends: `sockets.py`
+and `nixl_road.py`.
 
     register ──▶ describe ──▶ read … ──▶ gone
 
@@ -65,4 +66,8 @@ class PeerRoad(Protocol):
 
     def gone(self, instance: str) -> None:
         """End all that is under way with a peer that has left; its connections are closed."""
+        ...
+
+    async def close(self) -> None:
+        """Give up all that the road has, after all reads."""
         ...

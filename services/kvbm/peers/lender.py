@@ -1,7 +1,7 @@
 """Answers what other machines' kvbms ask, in the event loop. The bytes are sent by the threads of `server.py`.
 
 Count  ──▶ LayoutStore.leading          Borrow ──▶ LayoutStore.lend, under an owner of its own for each loan
-Take   ──▶ SendOrder, for the thread    Received, Return, a connection's end ──▶ Loans ──▶ LayoutStore.owner_dead
+Take, Locate ──▶ SendOrder, for the thread    Received, Return, a connection's end ──▶ Loans ──▶ LayoutStore.owner_dead
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import count
 
 from msgspec import Struct
 
-from services.kvbm.config import PeersConfig
+from services.kvbm.config import PeerBackend, PeersConfig
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.peers.loans import LoanEnds, LoanLimits, LoanRefused, Loans
@@ -24,6 +24,7 @@ from services.kvbm.peers.messages import (
     Count,
     Counted,
     Lent,
+    Locate,
     PeerAnswer,
     PeerHello,
     PeerLayout,
@@ -33,6 +34,7 @@ from services.kvbm.peers.messages import (
     Return,
     Take,
 )
+from services.kvbm.peers.nixl_messages import NixlReady
 from services.kvbm.tickets.errors import Refusal
 from services.kvbm.tickets.packing import unpack_keys
 from shared.hashing import KEY_BYTES
@@ -50,6 +52,8 @@ class SendOrder(Struct, frozen=True):
     slots: ArenaMap
     block_bytes: int
     blocks: list[SendBlock]
+    agent: NixlReady | None = None
+    """Not None: where the blocks lie is sent, not their bytes."""
 
 
 class SendBlock(Struct, frozen=True):
@@ -69,7 +73,8 @@ class _Lent(Struct, frozen=True):
 
 
 class Lender:
-    """The lending side of one kvbm. `cut` ends a connection at once."""
+    """The lending side of one kvbm. `cut` ends a connection at once. With NIXL, `agent` is what peers read from, if it
+    runs, and `lending` is called with whether anything is lent."""
 
     def __init__(
         self,
@@ -81,12 +86,17 @@ class Lender:
         cut: Callable[[int], None],
         *,
         first_loan: int = 1,
+        agent: Callable[[], NixlReady | None] = lambda: None,
+        lending: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.instance = instance
         self.epoch = epoch
         self.loans = Loans(LoanLimits(config.loans, config.lent_bytes), first_loan=first_loan)
         self._layouts = layouts
         self._lend_s = config.lend_s
+        self._backend: PeerBackend = config.backend
+        self._agent = agent
+        self._lending = lending
         self._metrics = metrics
         self._cut = cut
         self._lent: dict[int, _Lent] = {}
@@ -98,7 +108,7 @@ class Lender:
             PeerLayout(digest, layout.layout, layout.layout.kv.block_bytes)
             for digest, layout in list(self._layouts.items())[:LAYOUTS_MOST]
         ]
-        return PeerHello(PEER_PROTOCOL, self.instance, self.epoch, layouts)
+        return PeerHello(PEER_PROTOCOL, self.instance, self.epoch, layouts, self._backend)
 
     def answer(self, connection: int, question: PeerQuestion) -> PeerAnswer | SendOrder | None:
         """Answer one question of a connection; None if it has no answer."""
@@ -111,7 +121,7 @@ class Lender:
                     return Counted(question.number, self._count(question))
                 case Borrow():
                     return self._borrow(connection, question)
-                case Take():
+                case Take() | Locate():
                     return self._take(connection, question)
                 case Return():
                     self._carry_out(self.loans.give_back(connection, question.loan))
@@ -164,11 +174,17 @@ class Lender:
                 for index, (each, generation) in enumerate(zip(blocks, generations, strict=True))
             ],
         )
+        self._lending(True)
         contents = [each.content for each in blocks]
         wire = [StoreBlock(one.key, one.parent, one.tokens, one.lora, one.salt) for one in contents]
         return Lent(ask.number, loan, self._lend_s, wire)
 
-    def _take(self, connection: int, ask: Take) -> SendOrder:
+    def _take(self, connection: int, ask: Take | Locate) -> SendOrder:
+        agent = self._agent() if isinstance(ask, Locate) else None
+        if isinstance(ask, Locate) != (self._backend == "nixl"):
+            raise LoanRefused("bad_request", f"peers.backend is {self._backend!r} here")
+        if isinstance(ask, Locate) and agent is None:
+            raise LoanRefused("no_agent", "the NIXL process does not run")
         if ask.epoch != self.epoch:
             raise LoanRefused("epoch", f"the epoch is {self.epoch}, not {ask.epoch}")
         self.loans.take(connection, ask.loan, ask.indices)
@@ -177,7 +193,7 @@ class Lender:
         blocks = [lent.blocks[index] for index in ask.indices]
         self._metrics.peer_sent_blocks.inc(len(blocks))
         self._metrics.peer_sent_bytes.inc(len(blocks) * block_bytes)
-        return SendOrder(ask.number, lent.layout.slots, block_bytes, blocks)
+        return SendOrder(ask.number, lent.layout.slots, block_bytes, blocks, agent)
 
     def closed(self, connection: int) -> None:
         """End a connection, after its thread and the kernel have stopped reading slots for it."""
@@ -195,6 +211,13 @@ class Lender:
         for loan in ends.released:
             lent = self._lent.pop(loan)
             lent.layout.owner_dead(lent.owner)
+        if ends.released and not self._lent:
+            self._lending(False)
+
+    def cut_loans(self) -> None:
+        """Cut all connections that are being sent to, or read from by NIXL: what they read from has ended."""
+        for connection in self.loans.sending:
+            self._cut(connection)
 
     def validate(self) -> None:
         """Raise AssertionError where loans and their owners differ."""

@@ -83,6 +83,11 @@ class Loans:
         """How many bytes may be lent in addition; 0 if there are as many loans as may be."""
         return 0 if len(self._loans) >= self.limits.loans else self.limits.size_bytes - self.size_bytes
 
+    @property
+    def sending(self) -> list[int]:
+        """The connections on which some of a loan is on its way."""
+        return list(self._sending)
+
     def open(self, connection: int, layout: str, slots: Sequence[int], block_bytes: int, deadline_s: float) -> int:
         """Open a loan of slots that are held, within `room_bytes`; return its id."""
         size_bytes = len(slots) * block_bytes

@@ -5,6 +5,8 @@
                         Borrow → Lent            pin the leading blocks of these keys until Return
                         Take → blocks            copy these blocks of a loan: for each a header, then its bytes
                         Received                 all of the last Take has come; no answer
+                        Locate → Located         with NIXL in place of Take: where these blocks of a loan lie, and
+                                                 their checksums; Received follows when the reader has read them
                         Return → Counted         the reader will take no more of the loan
     lender ──▶ reader   PeerRefused              in place of any answer; of a Take, after a header with size 0
 
@@ -24,6 +26,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from services.kvbm.config import PeerBackend
 from shared.errors import HeadraceError, ProtocolError
 from shared.kvbm_messages import StoreBlock, StoreLayout
 from shared.messages import Codec
@@ -45,6 +48,7 @@ FaultCode = Literal[
     "late",
     "garbage",
     "protocol",
+    "backend",
     "elsewhere",
     "epoch",
     "layout",
@@ -59,6 +63,7 @@ FaultCode = Literal[
     late         a deadline came first
     garbage      bytes that are no frame, no header, or an answer to another question
     protocol     another version of this protocol
+    backend      the peer has the other back end
     elsewhere    another kvbm listens at the address than the address book names
     epoch        the kvbm has started again, or its pool is another one
     layout       another model, weights, dtype, shape, block size or rank
@@ -96,6 +101,7 @@ class PeerHello(Struct, frozen=True, tag="hello"):
     epoch: int
     """A random number of the lender's life and pool. Loans of another epoch do not exist."""
     layouts: list[PeerLayout]
+    backend: PeerBackend = "sockets"
 
 
 class PeerAddress(Struct, frozen=True):
@@ -137,8 +143,17 @@ class Take(Struct, frozen=True, tag="take"):
     indices: list[int]
 
 
+class Locate(Struct, frozen=True, tag="locate"):
+    """Ask where these blocks of a loan lie, to read them through NIXL."""
+
+    number: QuestionNumber
+    epoch: int
+    loan: int
+    indices: list[int]
+
+
 class Received(Struct, frozen=True, tag="received"):
-    """Report that all of the last Take on this connection has come."""
+    """Report that all of the last Take on this connection has come, or that what Locate named was read."""
 
 
 class Return(Struct, frozen=True, tag="return"):
@@ -167,7 +182,19 @@ class Lent(Struct, frozen=True, tag="lent"):
     blocks: list[StoreBlock]
 
 
-PeerRefusalCode = Literal["bad_request", "epoch", "layout", "unknown_loan", "full"]
+class Located(Struct, frozen=True, tag="located"):
+    """Where the blocks of a Locate lie, in its order."""
+
+    number: int
+    metadata: bytes
+    """What the lender's NIXL agent says of itself and its memory."""
+    addresses: list[int]
+    """Addresses in the process of that agent."""
+    checksums: list[int]
+    """XXH3-64 of each block."""
+
+
+PeerRefusalCode = Literal["bad_request", "epoch", "layout", "unknown_loan", "full", "no_agent"]
 
 
 class PeerRefused(Struct, frozen=True, tag="peer_refused"):
@@ -179,8 +206,8 @@ class PeerRefused(Struct, frozen=True, tag="peer_refused"):
     of_take: bool = False
 
 
-PeerQuestion = Count | Borrow | Take | Received | Return
-PeerAnswer = PeerHello | Counted | Lent | PeerRefused
+PeerQuestion = Count | Borrow | Take | Locate | Received | Return
+PeerAnswer = PeerHello | Counted | Lent | Located | PeerRefused
 PEER_QUESTION: Codec[PeerQuestion] = Codec(PeerQuestion, "peer's question")
 PEER_ANSWER: Codec[PeerAnswer] = Codec(PeerAnswer, "peer's answer")
 
@@ -253,6 +280,12 @@ def check_hello(hello: PeerAnswer, instance: str, epoch: int | None) -> PeerHell
     return hello
 
 
+def check_backend(hello: PeerHello, mine: PeerHello) -> None:
+    """Raise PeerFault unless the peer has the same back end."""
+    if hello.backend != mine.backend:
+        raise PeerFault("backend", f"peers.backend is {hello.backend!r} there, {mine.backend!r} here")
+
+
 def check_layout(hello: PeerHello, mine: StoreLayout) -> None:
     """Raise PeerFault unless the peer has the very same layout, in blocks of the same size."""
     digest = mine.digest
@@ -292,6 +325,17 @@ def check_lent(lent: PeerAnswer, number: int, keys: Sequence[bytes]) -> Lent:
     if not 0 <= lent.time_left_s < float("inf"):
         raise PeerFault("garbage", f"a loan of {lent.time_left_s} s")
     return lent
+
+
+def check_located(located: PeerAnswer, number: int, blocks: int) -> Located:
+    """Return where the blocks lie. Raise PeerFault."""
+    if isinstance(located, PeerRefused) and located.number == number:
+        raise PeerFault("refused", located.reason[:200])
+    if not isinstance(located, Located) or located.number != number:
+        raise PeerFault("garbage", f"no places for question {number}")
+    if len(located.addresses) != blocks or len(located.checksums) != blocks:
+        raise PeerFault("garbage", f"places of {len(located.addresses)} blocks, and {blocks} were asked for")
+    return located
 
 
 def check_counted(counted: PeerAnswer, number: int, most: int) -> int:

@@ -6,14 +6,20 @@ layouts open and close ──▶ sync ──▶ the road           stop: no read
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 
 from services.kvbm.config import PeersConfig
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.peers.cache import PeerCache
+from services.kvbm.peers.contract import PeerRoad
 from services.kvbm.peers.imports import PeerImports
 from services.kvbm.peers.lender import Lender
 from services.kvbm.peers.messages import PeerAddress
+from services.kvbm.peers.nixl_lender import NixlLender
+from services.kvbm.peers.nixl_messages import NixlRole
+from services.kvbm.peers.nixl_process import NixlProcess, nixl_environment, require_nixl
+from services.kvbm.peers.nixl_road import NixlRoad
 from services.kvbm.peers.server import PeerServer
 from services.kvbm.peers.sockets import SocketRoad
 from services.kvbm.peers.tls import peer_tls
@@ -45,14 +51,38 @@ class KvbmPeers:
         self._layouts = layouts
         self._metrics = metrics
         self._registered: set[str] = set()
+        self._agents = count(1)
+        self._agent = f"{runtime.instance}:{epoch}"
+        self._pool = pool
+        self._environment: dict[str, str] = {}
+        self.nixl: NixlLender | None = None
+        """The process that peers read from, with the back end nixl."""
+        if config.backend == "nixl":
+            require_nixl()
+            self._environment = nixl_environment(config)
+            self.nixl = NixlLender(lambda: self._start("lend"), lambda: self.server.lender.cut_loans())
         self.server = PeerServer(
             config,
             tls,
             pool,
             metrics,
-            lambda cut: Lender(runtime.instance, epoch, config, layouts, metrics, cut, first_loan=first_loan),
+            lambda cut: Lender(
+                runtime.instance,
+                epoch,
+                config,
+                layouts,
+                metrics,
+                cut,
+                first_loan=first_loan,
+                agent=lambda: None if self.nixl is None else self.nixl.ready,
+                lending=lambda on: None if self.nixl is None else self.nixl.set_lending(on),
+            ),
         )
-        self.road = SocketRoad(config, tls, self.server.lender.hello)
+        self.road: PeerRoad
+        if self.nixl is None:
+            self.road = SocketRoad(config, tls, self.server.lender.hello)
+        else:
+            self.road = NixlRoad(config, self.server.lender.hello, lambda: self._start("read"))
         self.imports = PeerImports(self.road, config, metrics)
         self.cache = PeerCache(self.imports, config, metrics)
         self._instance = runtime.instance
@@ -61,13 +91,23 @@ class KvbmPeers:
     def open(self) -> None:
         """Listen. Raise ConfigError."""
         self.server.open()
+        if self.nixl is not None:
+            self.nixl.open()
+        if isinstance(self.road, NixlRoad):
+            self.road.open()
 
     async def close(self) -> bool:
         """End all reads and loans. Return False if a thread may still read slots."""
         await self.cache.close()
         await self.imports.close()
-        self.road.close()
-        return await self.server.close()
+        await self.road.close()
+        closed = await self.server.close()
+        if self.nixl is not None:
+            await self.nixl.close()
+        return closed
+
+    def _start(self, role: NixlRole) -> NixlProcess:
+        return NixlProcess(role, f"{self._agent}:{role}{next(self._agents)}", self._pool, self._environment)
 
     @property
     def address(self) -> str:

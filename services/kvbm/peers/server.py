@@ -29,11 +29,13 @@ from services.kvbm.peers.messages import (
     PEER_QUESTION,
     QUESTION_BYTES_MOST,
     BlockHeader,
+    Located,
     PeerAnswer,
     PeerFault,
     PeerRefused,
     pack_header,
 )
+from services.kvbm.peers.nixl_messages import NixlReady
 from services.kvbm.peers.stream import PeerStream
 from services.kvbm.peers.tls import PeerTls
 from shared.errors import ConfigError, ProtocolError
@@ -205,7 +207,9 @@ class PeerServer:
             while True:
                 body = stream.receive_frame(QUESTION_BYTES_MOST)
                 answer = self._in_loop(lambda body=body: self._answer(connection, body))  # type: ignore[misc]
-                if isinstance(answer, SendOrder):
+                if isinstance(answer, SendOrder) and answer.agent is not None:
+                    self._locate(stream, answer, answer.agent)
+                elif isinstance(answer, SendOrder):
                     self._send(stream, answer)
                 elif isinstance(answer, PeerRefused):
                     self._refuse(stream, answer)
@@ -232,6 +236,19 @@ class PeerServer:
                 checksum = each.checksum or xxh3_64_intdigest(memory)
                 header = BlockHeader(order.number, each.index, order.block_bytes, checksum)
                 stream.send_slot(header, self._pool, order.slots.arena.offset_of(each.slot), memory)
+
+    def _locate(self, stream: PeerStream, order: SendOrder, agent: NixlReady) -> None:
+        """Send where the blocks lie. They are held as those of a Take, until the peer's next word."""
+        checksums: list[int] = []
+        for each in order.blocks:
+            if order.slots.generation(each.slot) != each.generation:
+                reason = f"block {each.index} was discarded, since it may be wrong"
+                self._refuse(stream, PeerRefused(order.number, "unknown_loan", reason))
+                return
+            with order.slots.slot(each.slot) as whole, whole[: order.block_bytes] as memory:
+                checksums.append(each.checksum or xxh3_64_intdigest(memory))
+        addresses = [agent.base + order.slots.arena.offset_of(each.slot) for each in order.blocks]
+        stream.send_frame(PEER_ANSWER.encode(Located(order.number, agent.metadata, addresses, checksums)))
 
     def _refuse(self, stream: PeerStream, refused: PeerRefused) -> None:
         """Send a refusal; of a Take it stands where the next block would."""
