@@ -13,7 +13,8 @@ stays queued until that fetch has ended: a loaded block serves both.
 
 A prefetch is a fetch for a sequence that has not come yet, since another worker is computing its prompt. It awaits the
 blocks at the kvbm, and ends when the sequence comes: what is loaded is in the prefix cache, and the rest is fetched for
-the sequence. Nothing waits for it, and its room is taken back first.
+the sequence. If the last copies are under way just then, the sequence waits for these. Until then nothing waits for a
+prefetch, and its room is taken back first.
 
 A loaded block is simply in the prefix cache. From the first `begin_load` until its fetch ends or is abandoned, a
 sequence holds the prefix that it builds on and all blocks that load after it, so that none of them is evicted. Copies
@@ -112,10 +113,20 @@ class Onboarding:
         return True
 
     def end_prefetch(self, request: str, attempt: int) -> None:
-        """The sequence that a prefetch is for has come, or will not come. Without such a prefetch nothing happens."""
+        """The sequence that a prefetch is for will not come. Without such a prefetch nothing happens."""
         for fetch in self._prefetches():
             if fetch.sequence.name == (request, attempt):
                 self._abandon(fetch)
+
+    def arrived(self, sequence: Sequence) -> None:
+        """The sequence that a prefetch may be for has come, and was considered."""
+        own = self._fetches.get(sequence.arrival)
+        for fetch in self._prefetches():
+            if fetch.sequence.name == sequence.name:
+                if own is not None and fetch.state == "fetching" and len(fetch.slots) == fetch.count:
+                    own.after = fetch
+                else:
+                    self._abandon(fetch)
 
     def _prefetches(self) -> list[SequenceFetch]:
         return [fetch for fetch in self._fetches.values() if fetch.prefetch and fetch.state != "abandoned"]
@@ -256,6 +267,10 @@ class Onboarding:
             self._learn_cost(round_trip_s)
         fetch.state = "abandoned"
         self._release(fetch)
+        for waiting in [one for one in self._fetches.values() if one.after is fetch and one.state == "queued"]:
+            keys = waiting.sequence.reusable_keys
+            if self._pool.longest_prefix(keys) == len(keys):
+                self._abandon(waiting)  # it goes on in the next step
 
     # --- inside
 

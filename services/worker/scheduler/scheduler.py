@@ -118,7 +118,6 @@ class Scheduler:
         assert self._step is None
         if (submit.request, submit.attempt) in self._living or (submit.request, submit.attempt) in self._storing:
             return
-        self._onboarding.end_prefetch(submit.request, submit.attempt)
         sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
         self._arrivals += 1
         reason = self._unfit(sequence)
@@ -131,6 +130,7 @@ class Scheduler:
             self._earliest_end_s = min(self._earliest_end_s, sequence.ends_by_s)
             self._enqueue(sequence, now_s)
             self._consider_onboarding(now_s)
+        self._onboarding.arrived(sequence)
         self._stalled_at = None
 
     def prefetch(self, submit: Submit, now_s: float) -> None:

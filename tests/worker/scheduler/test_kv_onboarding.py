@@ -160,6 +160,23 @@ def test_blocks_of_an_expected_prompt_are_loaded_and_found_when_it_comes() -> No
     assert kvbm.engine.runner.computed_tokens == 2
 
 
+def test_an_expected_prompt_that_comes_during_its_last_copies_waits_for_these_and_goes_on_in_the_next_step() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", PROMPT)
+    (request,) = kvbm.poll()
+    assert kvbm.begin(request.number, 6) == 6
+    kvbm.engine.submit("a", PROMPT, max_tokens=2)
+    assert kvbm.poll() == [], "nothing is fetched twice"
+    assert kvbm.engine.step() == []
+    for index in range(6):
+        kvbm.land(request.number, index)
+    kvbm.settle(request.number)
+    (work,) = kvbm.engine.step()
+    assert (work.start, work.end) == (12, 13)
+    kvbm.run()
+    assert kvbm.engine.output("a") == continuation(PROMPT, 2, 64)
+
+
 def test_a_prompt_is_expected_once_and_not_where_it_is_here_already() -> None:
     kvbm = kvbm_with(PROMPT, capacity_blocks=64)
     kvbm.engine.expect("a", PROMPT)
