@@ -12,9 +12,8 @@ computing the missing blocks would take (or `wait_s`). A sequence that misses a 
 stays queued until that fetch has ended: a loaded block serves both.
 
 A prefetch is a fetch for a sequence that has not come yet, since another worker is computing its prompt. It awaits the
-blocks at the kvbm, and ends when the sequence comes: what is loaded is in the prefix cache, and the rest is fetched for
-the sequence. If the last copies are under way just then, the sequence waits for these. Until then nothing waits for a
-prefetch, and its room is taken back first.
+blocks at the kvbm. When the sequence comes, it waits for its prefetch as for a fetch of its own, and no longer: then
+both end. Until then nothing waits for a prefetch, and its room is taken back first.
 
 A loaded block is simply in the prefix cache. From the first `begin_load` until its fetch ends or is abandoned, a
 sequence holds the prefix that it builds on and all blocks that load after it, so that none of them is evicted. Copies
@@ -123,7 +122,7 @@ class Onboarding:
         own = self._fetches.get(sequence.arrival)
         for fetch in self._prefetches():
             if fetch.sequence.name == sequence.name:
-                if own is not None and fetch.state == "fetching" and len(fetch.slots) == fetch.count:
+                if own is not None and fetch.state == "fetching":
                     own.after = fetch
                 else:
                     self._abandon(fetch)
@@ -164,7 +163,8 @@ class Onboarding:
         for fetch in self._waiting():
             if fetch.until_s <= now_s:
                 self.late += 1
-                self._learn_cost(2 * (fetch.until_s - fetch.began_s))  # at least this; how much more is not known
+                if fetch.after is None or not fetch.after.prefetch:
+                    self._learn_cost(2 * (fetch.until_s - fetch.began_s))  # at least this; how much more is not known
                 self._abandon(fetch)
 
     def abandon(self, sequence: Sequence) -> None:
@@ -326,6 +326,8 @@ class Onboarding:
         """End the sequence's wait and release what it holds. Copies that load for it go on."""
         if fetch.state == "queued":
             del self._fetches[fetch.sequence.arrival]
+            if fetch.after is not None and fetch.after.prefetch:
+                self._abandon(fetch.after)
         elif fetch.state == "fetching":
             fetch.state = "abandoned"
             self._abandoned.add(fetch.sequence.arrival)

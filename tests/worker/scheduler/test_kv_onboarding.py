@@ -150,14 +150,52 @@ def test_blocks_of_an_expected_prompt_are_loaded_and_found_when_it_comes() -> No
     assert (load.prefetched_blocks, load.onboarding, load.waiting, load.held_blocks) == (4, 0, 0, 4)
     assert not kvbm.engine.scheduler.living
     kvbm.engine.submit("a", PROMPT, max_tokens=2)
-    (rest,) = kvbm.poll()
-    assert kvbm.fetches[request.number].abandoned
-    assert (rest.awaits, len(rest.keys)) == (False, 2), "what is missing is fetched for the attempt itself"
-    kvbm.settle(request.number)
+    assert kvbm.poll() == [], "it waits for the rest of its prefetch"
+    kvbm.serve(request.number)
     kvbm.run()
     assert kvbm.engine.output("a") == continuation(PROMPT, 2, 64)
     assert kvbm.engine.last("a").cached_tokens == 12
     assert kvbm.engine.runner.computed_tokens == 2
+
+
+def test_what_a_prefetch_does_not_bring_is_fetched_for_the_attempt_itself() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", PROMPT)
+    (request,) = kvbm.poll()
+    for index in range(kvbm.begin(request.number, 4)):
+        kvbm.land(request.number, index)
+    kvbm.engine.submit("a", PROMPT, max_tokens=2)
+    kvbm.settle(request.number)
+    (rest,) = kvbm.poll()
+    assert (rest.awaits, len(rest.keys)) == (False, 2)
+    kvbm.run()
+    assert kvbm.engine.runner.computed_tokens == 2
+
+
+def test_an_attempt_waits_for_its_prefetch_no_longer_than_computing_would_take() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", PROMPT)
+    (request,) = kvbm.poll()
+    kvbm.engine.submit("a", PROMPT, max_tokens=2)
+    assert kvbm.engine.step() == []
+    kvbm.engine.now_s = 1.2
+    assert len(kvbm.engine.step()) == 1, "it is computed"
+    kvbm.poll()
+    assert kvbm.fetches[request.number].abandoned
+    kvbm.end()
+    kvbm.run()
+    assert kvbm.engine.output("a") == continuation(PROMPT, 2, 64)
+
+
+def test_a_prefetch_ends_with_the_attempt_that_waits_for_it() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", PROMPT)
+    (request,) = kvbm.poll()
+    kvbm.engine.submit("a", PROMPT, max_tokens=2)
+    kvbm.engine.scheduler.cancel("a", 1)
+    kvbm.poll()
+    assert kvbm.fetches[request.number].abandoned
+    kvbm.end()
 
 
 def test_an_expected_prompt_that_comes_during_its_last_copies_waits_for_these_and_goes_on_in_the_next_step() -> None:
