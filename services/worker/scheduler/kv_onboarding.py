@@ -71,7 +71,13 @@ class SequenceFetch:
     held: list[int] = field(default_factory=list)
     """Slots that the sequence holds: those of blocks 0 … first + len(slots) - 1, or none."""
     prefetch: bool = False
-    """No sequence waits for it."""
+    """No sequence waits for it yet."""
+
+    @property
+    def keys(self) -> list[ContentKey]:
+        """The blocks that the sequence can use. An expected one comes with a token more, so it can use all that are
+        full."""
+        return self.sequence.keys if self.prefetch else self.sequence.reusable_keys
 
 
 class Onboarding:
@@ -102,7 +108,7 @@ class Onboarding:
         """Fetch the blocks of a sequence that is expected, also those that the kvbm does not have yet. Return False if
         there is no kvbm, nothing is missing, or as many prefetches run as may."""
         running = self._prefetches()
-        keys = sequence.reusable_keys
+        keys = sequence.keys
         if not self.enabled or len(running) >= PREFETCHES or any(one.sequence.name == sequence.name for one in running):
             return False
         needed = sum(one.sequence.blocks_needed for one in running) + sequence.blocks_needed
@@ -206,7 +212,7 @@ class Onboarding:
         for fetch in [fetch for fetch in self._fetches.values() if fetch.state == "queued"]:
             if fetch.after is not None and fetch.after.state == "fetching":
                 continue  # without this, seven long prompts, looked up in each step, cost the step 2 ms
-            keys = fetch.sequence.reusable_keys
+            keys = fetch.keys
             first = self._pool.longest_prefix(keys)
             if first == len(keys):
                 self._abandon(fetch)

@@ -158,6 +158,19 @@ def test_blocks_of_an_expected_prompt_are_loaded_and_found_when_it_comes() -> No
     assert kvbm.engine.runner.computed_tokens == 2
 
 
+def test_an_expected_prompt_of_full_blocks_is_loaded_whole_since_it_comes_with_a_token_more() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", PROMPT[:12])
+    (request,) = kvbm.poll()
+    assert len(request.keys) == 6
+    kvbm.serve(request.number)
+    kvbm.engine.submit("a", PROMPT[:12], attempt=2, produced=PROMPT[12:], max_tokens=4)
+    assert kvbm.poll() == []
+    (work,) = kvbm.engine.step()
+    assert (work.start, work.end) == (12, 13)
+    kvbm.run()
+
+
 def test_what_a_prefetch_does_not_bring_is_fetched_for_the_attempt_itself() -> None:
     kvbm = kvbm_with(PROMPT, capacity_blocks=64)
     kvbm.engine.expect("a", PROMPT)
