@@ -1,4 +1,6 @@
-"""The stack under faults: one seed of a minute, more on a slow machine, and half of that with roles. `python -m tests.chaos` has longer runs."""
+"""The stack under faults: one seed of a minute, more on a slow machine, and half of that with roles.
+`python -m tests.chaos` has longer runs.
+"""
 
 from __future__ import annotations
 
