@@ -1,4 +1,6 @@
-"""The stack under faults: one seed of a minute, more on a slow machine. `python -m tests.chaos` has longer runs."""
+"""The stack under faults: one seed of a minute, more on a slow machine, and half of that with roles.
+`python -m tests.chaos` has longer runs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ from tests.chaos.storm import Settings, run
 SEED = 9582
 """Its first ten faults befall everything there is."""
 FAULTS = 16
+ROLES_SEED = 23739
+"""Its first faults freeze and kill a decode worker, a prefill worker, and the kvbm."""
+ROLES_FAULTS = 8
 
 
 @pytest.mark.chaos
@@ -26,4 +31,20 @@ async def test_no_fault_costs_a_request_its_end_a_token_or_an_error(
     everything: set[Target] = {"worker", "engine", "router", "frontend", "kvbm", "nats", "etcd"}
     assert {happened.fault.target for happened in outcome.faults} == everything
     assert outcome.verdict.answered > 100
+    assert outcome.verdict.good, "\n".join(told)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+async def test_with_roles_neither_half_costs_a_request_its_end_a_token_or_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = [f"seed {ROLES_SEED}, with roles"]
+    settings = Settings(seed=ROLES_SEED, most_s=300.0, most_faults=ROLES_FAULTS, roles=True)
+    outcome = await run(settings, tmp_path, told.append)
+    with capsys.disabled():
+        print("", *told, sep="\n")
+    halves: set[Target] = {"prefill", "decode", "decode engine", "kvbm"}
+    assert {happened.fault.target for happened in outcome.faults} == halves
+    assert outcome.hand_overs
     assert outcome.verdict.good, "\n".join(told)

@@ -9,7 +9,7 @@ import pytest
 
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "1000"))
 """Seeds from 0 on, the same in each run."""
-NEW = int(os.environ.get("SIMULATION_NEW", "500"))
+NEW = int(os.environ.get("SIMULATION_NEW", "450"))
 """Seeds that no run had before, in a row."""
 first_new = SEEDS + secrets.randbelow(1 << 40)
 

@@ -55,7 +55,7 @@ OF_HALVES: tuple[FaultKind, ...] = (
 )
 """What befalls the halves of a hand-over; the first five also a kvbm."""
 AGGREGATED: tuple[Role, ...] = ("aggregated",)
-ROLES_SHARE = 0.4
+ROLES_SHARE = 0.3
 """Of the seeds; in theirs workers have roles."""
 AIMED_SHARE = 0.7
 """Of the faults of these seeds."""
