@@ -160,7 +160,10 @@ def test_the_attempt_that_takes_over_is_answered_with_the_worker_that_it_is_rese
 
 def test_round_robin_takes_turns_among_the_workers_that_decode() -> None:
     router = fleet(RoundRobinPolicy())
-    chosen = [pair_of(router.select(select(name), 0.0)) for name in "abcdef"]
+    chosen: list[tuple[str, str]] = []
+    for name in "abcdef":
+        chosen.append(pair_of(router.select(select(name), 0.0)))
+        router.apply_load_event(Finished(name, 1), 0.0)  # or the next prompt would wait for it
     assert all(prefill == "p" for prefill, _ in chosen)
     assert [decode for _, decode in chosen] == ["d", "e"] * 3
 

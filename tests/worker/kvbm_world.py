@@ -342,7 +342,7 @@ class World:
         prompt = [token for token in prompt for _ in range(BLOCK_SIZE)] + [3] * self.draw.randint(0, 2)
         lora = self.draw.choice(self.loras) if len(self.loras) > 1 else ""
         name, most = f"r{self.requests}", self.draw.randint(1, 6)
-        if self.draw.random() < 0.3:
+        if self.engines and self.draw.random() < 0.3:
             other = self.draw.choice(self.engines)
             other.expect(f"of {name}", prompt, lora)
             self.expected.append((other, f"of {name}", prompt, most, lora))
