@@ -30,6 +30,7 @@ from services.kvbm.peers.nixl_messages import (
     NixlRole,
     NixlStart,
 )
+from shared.config import environment
 from shared.errors import ConfigError, ProtocolError
 
 MODULE = "nixl_cu13"
@@ -51,7 +52,7 @@ def nixl_environment(config: PeersConfig) -> dict[str, str]:
     """Return the environment of a NIXL process: it uses the one device. Raise ConfigError."""
     device = config.nixl_device or device_with(config.address[0])
     return {
-        **os.environ,
+        **environment(),
         "UCX_TLS": config.nixl_transports,
         "UCX_NET_DEVICES": device,
         "UCX_HANDLE_ERRORS": "none",

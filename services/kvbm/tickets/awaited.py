@@ -28,6 +28,8 @@ class AwaitedBlocks:
         self._next: dict[ContentKey, set[int]] = {}
         """Block → the tickets that wait for it as their next one; never empty."""
         self._counts: Counter[ContentKey] = Counter()
+        self._total = 0
+        """Their sum: a fetch asks for it at each commit of its blocks."""
 
     def __contains__(self, key: object) -> bool:
         """Whether any fetch awaits the block."""
@@ -39,7 +41,7 @@ class AwaitedBlocks:
 
     def has_room(self, blocks: int) -> bool:
         """Return whether as many further blocks may be awaited."""
-        return self._counts.total() + blocks <= AWAITED_MOST if blocks else True
+        return self._total + blocks <= AWAITED_MOST
 
     def waiting_for(self, key: ContentKey) -> Collection[int]:
         """Return the tickets whose next block this is, ascending."""
@@ -48,6 +50,7 @@ class AwaitedBlocks:
     def replace(self, ticket: int, keys: Sequence[ContentKey]) -> None:
         """From now on, the ticket awaits these blocks, in order; none if empty."""
         before = self._keys.pop(ticket, ())
+        self._total += len(keys) - len(before)
         if before:
             waiting = self._next[before[0]]
             waiting.discard(ticket)
@@ -71,4 +74,4 @@ class AwaitedBlocks:
         for ticket, keys in self._keys.items():
             expected.setdefault(keys[0], set()).add(ticket)
         assert self._next == expected, "a fetch waits for another block than its next one"
-        assert self._counts.total() <= AWAITED_MOST, "too many blocks are awaited"
+        assert self._counts.total() == self._total <= AWAITED_MOST, "too many blocks are awaited"

@@ -87,16 +87,20 @@ def predicted_start_s(candidate: CandidateState) -> float | None:
     return candidate.load.queued_tokens / rate if rate else None
 
 
+def fetch_s(candidate: CandidateState, request: RoutingRequest) -> float:
+    """Return the seconds to fetch the blocks that the candidate has elsewhere than on its device."""
+    overlap = candidate.overlap
+    return overlap.host * request.host_s + overlap.disk * request.disk_s + overlap.remote * candidate.remote_s
+
+
 def predicted_first_token_s(candidate: CandidateState, request: RoutingRequest) -> float | None:
     """Predict the seconds until the prompt's first token if the candidate got it; None if the worker's speed is
     unknown. Blocks are fetched while earlier requests are computed."""
     rate = candidate.speed.prefill_tokens_per_s
     if not rate:
         return None
-    overlap = candidate.overlap
-    uncached_tokens = request.prompt_tokens - overlap.blocks * request.block_size
-    fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s + overlap.remote * candidate.remote_s
-    return max(candidate.load.queued_tokens / rate, fetch_s) + uncached_tokens / rate
+    uncached_tokens = request.prompt_tokens - candidate.overlap.blocks * request.block_size
+    return max(candidate.load.queued_tokens / rate, fetch_s(candidate, request)) + uncached_tokens / rate
 
 
 class ScoredCandidate(Struct, frozen=True, gc=False):

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from services.worker.device_blocks import PREFETCHES, FetchRequest
@@ -149,9 +150,9 @@ class Onboarding:
     def consider(self, waiting: Seq[Sequence], tokens_per_s: float, now_s: float) -> None:
         """Queue the first of these sequences for which a fetch is worth its time. Each is considered once a wait."""
         for sequence in waiting[: self._look_ahead]:
-            if sum([not fetch.prefetch for fetch in self._fetches.values()]) == self._look_ahead:
-                return
             if not sequence.looked_up and sequence.arrival not in self._fetches:
+                if sum([not fetch.prefetch for fetch in self._fetches.values()]) == self._look_ahead:
+                    return
                 sequence.looked_up = True
                 self._enqueue(sequence, tokens_per_s, now_s)
 
@@ -197,7 +198,7 @@ class Onboarding:
     @property
     def until_s(self) -> float:
         """When the next sequence gives up, or a prefetch ends; infinite if there is none."""
-        return min((fetch.until_s for fetch in (*self._waiting(), *self._prefetches())), default=float("inf"))
+        return min((fetch.until_s for fetch in self._fetches.values() if fetch.state != "abandoned"), default=inf)
 
     @property
     def waiting(self) -> int:

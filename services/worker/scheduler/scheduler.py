@@ -116,7 +116,7 @@ class Scheduler:
     def submit(self, submit: Submit, now_s: float) -> None:
         """Take an attempt. One that lives here already is ignored."""
         assert self._step is None
-        if (submit.request, submit.attempt) in self._living or (submit.request, submit.attempt) in self._storing:
+        if self._knows(submit):
             return
         sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
         self._arrivals += 1
@@ -133,12 +133,16 @@ class Scheduler:
         self._onboarding.arrived(sequence)
         self._stalled_at = None
 
+    def _knows(self, submit: Submit) -> bool:
+        """Return whether the attempt lives here."""
+        name = submit.request, submit.attempt
+        return name in self._living or name in self._storing
+
     def prefetch(self, submit: Submit, now_s: float) -> None:
         """Load the blocks of a prompt that another worker is computing, for an attempt that is expected. Advice: where
         it cannot be followed nothing happens, and it ends by itself."""
         assert self._step is None
-        name = submit.request, submit.attempt
-        if not self._onboarding.enabled or name in self._living or name in self._storing:
+        if not self._onboarding.enabled or self._knows(submit):
             return
         sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
         self._arrivals += 1

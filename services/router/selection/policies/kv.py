@@ -45,7 +45,7 @@ from collections.abc import Sequence
 from math import log2
 from random import Random
 
-from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate, best
+from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate, best, fetch_s
 
 FETCH_WEIGHT = 1 / 3
 """Weight of a second of fetching, in seconds of computing."""
@@ -144,22 +144,20 @@ def split_costs(
     computing = prefill.speed.prefill_tokens_per_s or usual
     one_s, one_fetch_s, one_queue_s = _prompt_s(request, whole, whole.speed.prefill_tokens_per_s or computing)
     prompt_s, prompt_fetch_s, prompt_queue_s = _prompt_s(request, prefill, computing)
-    rest_s, fetch_s, queue_s = _prompt_s(request, decode, decode.speed.prefill_tokens_per_s or computing)
+    rest_s, rest_fetch_s, queue_s = _prompt_s(request, decode, decode.speed.prefill_tokens_per_s or computing)
     storing_s = (decode.overlap.blocks - decode.overlap.device) * request.host_s
     if prefill.load.requests:
         storing_s += min(prompt_s, STORING_S)
     alone = one_queue_s + one_fetch_s + one_s * (1 + DECODE_WEIGHT * whole.load.requests)
     first = prompt_queue_s + prompt_fetch_s + prompt_s * (1 + PROMPT_WEIGHT * prefill.load.requests)
-    handed_over = storing_s + queue_s + fetch_s + rest_s * (1 + DECODE_WEIGHT * decode.load.requests)
+    handed_over = storing_s + queue_s + rest_fetch_s + rest_s * (1 + DECODE_WEIGHT * decode.load.requests)
     return first + handed_over, alone
 
 
 def _prompt_s(request: RoutingRequest, candidate: CandidateState, tokens_per_s: float) -> tuple[float, float, float]:
     """Return the seconds of the prompt's uncached tokens, of fetching the others, and of the queue before both."""
-    overlap = candidate.overlap
-    uncached = request.prompt_tokens - overlap.blocks * request.block_size
-    fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s + overlap.remote * candidate.remote_s
-    return uncached / tokens_per_s, fetch_s, candidate.load.queued_tokens / tokens_per_s
+    uncached = request.prompt_tokens - candidate.overlap.blocks * request.block_size
+    return uncached / tokens_per_s, fetch_s(candidate, request), candidate.load.queued_tokens / tokens_per_s
 
 
 def _slowness(usual: float, own: float) -> float:
