@@ -41,11 +41,13 @@ from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.report import ROOT, Goal, report
 from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.copier import Copier
+from services.worker.transfer.lane import DEPTH
 from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
 from services.worker.transfer.peer.lender import PeerLender
-from services.worker.transfer.peer.memory import PageMapper, PeerCopier
+from services.worker.transfer.peer.memory import PageMapper
 from services.worker.transfer.peer.messages import Lent, PeerIdentity
-from services.worker.transfer.peer.reader import DEPTH, PeerReader
+from services.worker.transfer.peer.reader import PeerReader
 from shared.pool.lock import hold_owner
 
 GIB = 1 << 30
@@ -166,18 +168,26 @@ def _lend(setup: Setup) -> None:
         setup.shape(pages.address),
         setup.identity,
         1,
-        lambda keys: [int.from_bytes(key, "little") for key in keys],
-        lambda _slots: None,
+        _AllBlocks(),
     )
     print("ready", flush=True)
     while True:
         readable, _, _ = select.select([0, lender.fileno()], [], [], 0.1)
         if 0 in readable and not os.read(0, 1024):
             break
-        lender.turn()
+        lender.turn(time.monotonic())
         lender.watch()
     lender.close()
     held.close(delete=True)
+
+
+class _AllBlocks:
+    """Lends the slot that a key is the number of."""
+
+    def lend(self, keys: Sequence[bytes]) -> list[int]:
+        return [int.from_bytes(key, "little") for key in keys]
+
+    def take_back(self, slots: Sequence[int]) -> None: ...
 
 
 # --- the reader, this process
@@ -203,12 +213,14 @@ def _shape(name: str, fragments: int, rate: float, flags: argparse.Namespace) ->
             _until(reader, lambda: reader.theirs is not None)
             print(f"{name}: mapped in {(time.perf_counter() - begun_s) * 1e3:.1f} ms", file=sys.stderr, flush=True)
             rows: list[PeerRow] = []
+            loan = 0
             for label, copier, default in _copiers(setup, reader, own, own_device, quick=flags.quick):
                 for blocks in BLOCKS:
-                    copies = _borrowed(reader, blocks)
+                    loan += 1
+                    copies = _borrowed(reader, loan, blocks)
                     rows += _rows(name, label, copier, copies, block_bytes, rate, default, flags)
                     check(copies)
-                    reader.release(blocks)
+                    reader.release(loan)
                 copier.close()
             reader.leave()
             lender.stdin.close()
@@ -251,7 +263,7 @@ def _own_memory(setup: Setup, device: int) -> tuple[PageMapper, BlockShape, Call
 
 def _copiers(
     setup: Setup, reader: PeerReader, own: BlockShape, device: int, *, quick: bool
-) -> list[tuple[str, PeerCopier, bool]]:
+) -> list[tuple[str, Copier, bool]]:
     theirs = reader.theirs
     assert theirs is not None
     if setup.kind != "cuda":
@@ -259,7 +271,7 @@ def _copiers(
     from services.worker.transfer.peer.device_copier import DevicePeerCopier
 
     default = DevicePeerCopier(theirs, own, device)
-    made: list[tuple[str, PeerCopier, bool]] = [(f"{default.path}, as is", default, True)]
+    made: list[tuple[str, Copier, bool]] = [(f"{default.path}, as is", default, True)]
     for path in ("rows", "batch"):
         made += [
             (f"{path} / {streams}", DevicePeerCopier(theirs, own, device, path=path, streams=streams), False)
@@ -272,16 +284,15 @@ def _copiers(
     return made
 
 
-def _borrowed(reader: PeerReader, blocks: int) -> list[Copy]:
+def _borrowed(reader: PeerReader, loan: int, blocks: int) -> list[Copy]:
     """Borrow blocks, from and to slots in a random order."""
     draw = np.random.default_rng(blocks)
     slots = draw.permutation(max(BLOCKS))[:blocks].tolist()
-    reader.borrow(blocks, [slot.to_bytes(16, "little") for slot in slots])
+    reader.borrow(loan, [slot.to_bytes(16, "little") for slot in slots])
     answers: list[Any] = []
     _until(reader, lambda: bool(answers), answers)
     assert isinstance(answers[0], Lent), answers
-    lent = [slot for slot in answers[0].slots if slot is not None]
-    return [Copy(slot, to) for slot, to in zip(lent, draw.permutation(max(BLOCKS)).tolist(), strict=False)]
+    return [Copy(slot, to) for slot, to in zip(answers[0].slots, draw.permutation(max(BLOCKS)).tolist(), strict=False)]
 
 
 def _until(reader: PeerReader, done: Callable[[], bool], answers: list[Any] | None = None) -> None:
@@ -300,7 +311,7 @@ def _until(reader: PeerReader, done: Callable[[], bool], answers: list[Any] | No
 def _rows(
     name: str,
     label: str,
-    copier: PeerCopier,
+    copier: Copier,
     copies: Sequence[Copy],
     block_bytes: int,
     rate: float,
@@ -326,21 +337,21 @@ def _rows(
     return [PeerRow(name, len(copies), label, how, each, each / rate, default) for how, each in rates.items()]
 
 
-def _warm_up(copier: PeerCopier, copies: Sequence[Copy]) -> None:
+def _warm_up(copier: Copier, copies: Sequence[Copy]) -> None:
     """Copy for a while: after a pause, an idle GPU's first copies are slower."""
     until_s = time.perf_counter() + WARM_UP_S
     while time.perf_counter() < until_s:
         _copy(copier, copies, 1)
 
 
-def _copy(copier: PeerCopier, copies: Sequence[Copy], times: int) -> None:
-    """Copy in groups, DEPTH at a time, as `read_blocks` does."""
+def _copy(copier: Copier, copies: Sequence[Copy], times: int) -> None:
+    """Copy in groups, DEPTH at a time, as a mover does."""
     under_way: deque[Any] = deque()
     for _ in range(times):
         for first in range(0, len(copies), copier.group_blocks):
             if len(under_way) == DEPTH:
                 under_way.popleft().wait()
-            under_way.append(copier.begin(copies[first : first + copier.group_blocks]))
+            under_way.append(copier.begin(copies[first : first + copier.group_blocks], loads=True))
     for pending in under_way:
         pending.wait()
 

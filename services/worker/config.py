@@ -100,6 +100,9 @@ class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     timeout_s: Annotated[float, Meta(gt=0, le=4)] = 2.0
     """Most seconds until each of kvbm's answers. It must be less than the frontends' `frozen_s`, since no step is made
     while all requests wait for an answer."""
+    lending: bool = True
+    """Whether blocks of a prompt that is handed over go from the device of the worker that computes it to that of the
+    worker that decodes, where both are on one machine and their engine can do that. Without it they go through kvbm."""
     blocks_in_flight: Positive = 256
     """Most device blocks that copies to the pool hold at once, and never more than a quarter of the device's blocks:
     requests cannot use blocks that copies hold. Copies from the pool have no bound but the device's blocks."""
@@ -301,6 +304,16 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
         if self.device == "cpu" and self.kv_dtype == "float16":
             raise ValueError("kv_dtype is float16; on a CPU there are float32 and bfloat16")
+
+    @property
+    def lends(self) -> bool:
+        """Whether other engines may copy blocks of this one."""
+        return self.role == "prefill" and self.kvbm.lending
+
+    @property
+    def borrows(self) -> bool:
+        """Whether this engine copies blocks of others."""
+        return self.role == "decode" and self.kvbm.lending
 
     def _role_fault(self) -> str:
         """Return why the worker cannot have its role; empty: it can."""

@@ -31,6 +31,8 @@ class FetchRequest(Struct, frozen=True):
     """`Submit.number` of the attempt that waits; 0: the engine is not ours, or no attempt waits."""
     awaits: bool = False
     """Whether blocks that are not stored yet are waited for: another engine is computing them."""
+    lender: str = ""
+    """Instance id of the worker whose engine is computing them, which may lend them; empty: not known."""
 
 
 class DeviceBlocks(Protocol):

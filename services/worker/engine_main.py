@@ -28,7 +28,14 @@ from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.messages import Failed, Loading, Ready
 from services.worker.model_facts import facts_of
 from services.worker.runner import Runner
+from services.worker.transfer.peer.block_borrower import BlockBorrower
+from services.worker.transfer.peer.block_lender import BlockLender
+from services.worker.transfer.peer.lender import LendableBlocks
+from services.worker.transfer.peer.lending import LendingLimits
+from services.worker.transfer.peer.memory import HasPeerMemory
+from services.worker.transfer.peer.messages import PeerIdentity
 from shared.errors import ConfigError, ModelError
+from shared.kvbm_messages import StoreLayout
 from shared.runtime import logs
 
 _log = logging.getLogger(__name__)
@@ -37,6 +44,11 @@ SWITCH_INTERVAL_S = 1e-4
 """Seconds after which a copying thread gets the interpreter while the loop goes on. With a free core it began 0.22 ms
 after the request, and not only when the loop was through, as with Python's 5 ms. On an H200 a step during incessant
 copies in both directions took 2 to 4 % longer because of it, on a CPU no longer; 0.02 ms gained nothing more."""
+
+
+LENT_PART = 4
+"""The engine's blocks divided by this are the most that are lent at once: requests cannot use blocks that a frozen
+reader keeps."""
 
 
 def main(arguments: list[str]) -> int:
@@ -147,15 +159,42 @@ def _facts(config: WorkerConfig, report: Callable[[Loading], None]) -> Ready:
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
     """Run the engine's loop until Shutdown. Raise ConfigError, and what the runner raises."""
-    mover = None
+    mover = borrower = lender = None
     if attachment is not None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         mover = runner.mover(time.monotonic)
         if mover.fileno() >= 0:
             channel.watch(mover.fileno())
-    with closing(EngineCore.of(config, runner.facts, mover, attachment)) as core:
+        borrower, lender = _loans(config, runner, channel)
+    with closing(EngineCore.of(config, runner.facts, mover, attachment, borrower=borrower, lender=lender)) as core:
         channel.send(runner.facts)
         EngineLoop(channel, core, runner, time.monotonic).run()
+
+
+def _loans(
+    config: EngineConfig, runner: Runner, channel: EngineEnd
+) -> tuple[BlockBorrower | None, Callable[[LendableBlocks], BlockLender] | None]:
+    """Return what borrows blocks from other engines of the machine, and what makes the lender to them; None for what
+    this engine does not do."""
+    settings = config.worker
+    if not isinstance(runner, HasPeerMemory) or not (settings.lends or settings.borrows):
+        return None, None
+    memory = runner.peer_memory
+    facts, directory = runner.facts, Path(settings.kvbm.pool)
+    layout = StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout)
+    identity = PeerIdentity(config.model_name, layout.digest, facts.kv_layout.dtype, kind=memory().kind)
+    if settings.borrows:
+        borrower = BlockBorrower(directory, memory, identity, time.monotonic)
+        channel.watch(borrower.fileno())
+        return borrower, None
+
+    def lender(blocks: LendableBlocks) -> BlockLender:
+        limits = LendingLimits(blocks=max(1, facts.capacity_blocks // LENT_PART))
+        lends = BlockLender(directory, memory, identity, blocks, limits)
+        channel.watch(lends.fileno())
+        return lends
+
+    return None, lender
 
 
 def _die_with(parent_pid: int) -> None:

@@ -53,6 +53,8 @@ class Prefetch(Struct, frozen=True, tag="prefetch"):
     attempt's Submit or CancelAttempt ends it."""
 
     expected: Submit
+    lender: str = ""
+    """Instance id of the worker that computes the prompt; empty: not known."""
 
 
 class CancelAttempt(Struct, frozen=True, tag="cancel"):

@@ -378,7 +378,7 @@ class Worker:
         expected = GENERATE.decode(message.payload, message.headers)
         facts = None if self._announcement.card is None else self.engine.facts
         if self._config.role == "decode" and self._attempts.expects(expected, facts):
-            self.engine.submit(Prefetch(_MAKE_SUBMIT(*_SUBMITTED(expected), 0)))
+            self.engine.submit(Prefetch(_MAKE_SUBMIT(*_SUBMITTED(expected), 0), expected.prefill_by))
 
     async def _cancel(self, message: Message) -> None:
         cancel = CANCEL.decode(message.payload, message.headers)

@@ -37,6 +37,7 @@ from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpa
 from shared.kvbm_messages import StoreLayout
 from shared.messages import Part, Sampling
 from tests.worker.fake_runner import EOS, continuation
+from tests.worker.hand_loans import HandBorrower, HandLender
 from tests.worker.kvbm_drawer import Drawer
 from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner, fingerprints
 
@@ -70,6 +71,10 @@ class Engine:
         )
         self.scheduler = Scheduler(limits)
         self.scheduler.loras.update(lora for lora in world.loras if lora)
+        memory, clock = self.runner.memory, lambda: world.now_s
+        self.borrower = HandBorrower(name, memory, world.lender_of, clock)
+        self.lender = HandLender(self.scheduler.kv_cache, memory)
+        self.scheduler.kv_cache.awaited = self.lender.awaits
         self.connector = KVConnector(
             self.scheduler.kv_cache,
             mover,
@@ -79,6 +84,8 @@ class Engine:
             timeout_s=world.answer_s,
             most_blocks=6,
             checksums=world.checks,
+            borrower=self.borrower,
+            lender=self.lender,
         )
         self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.connector, ("clear", "sleep", "wake"))
         self.sleeps = False
@@ -135,12 +142,13 @@ class Engine:
         self.living[request], self.answers[request] = submit, []
         self.core.handle(submit, self.world.now_s)
 
-    def expect(self, request: str, prompt: list[int], lora: str) -> None:
-        """Tell the engine of a request that may come."""
+    def expect(self, request: str, prompt: list[int], lora: str, lender: str = "") -> None:
+        """Tell the engine of a request that may come, and whose blocks the worker `lender` computes."""
         self.world.expect(prompt, 1, lora)
         sampling, tokens = Sampling(max_tokens=1), pack_tokens(prompt)
         self.core.handle(
-            Prefetch(Submit(request, 1, "f", tokens, len(prompt), sampling, 10_000.0, lora=lora)), self.world.now_s
+            Prefetch(Submit(request, 1, "f", tokens, len(prompt), sampling, 10_000.0, lora=lora), lender),
+            self.world.now_s,
         )
 
     def cancel(self, pick: int) -> None:
@@ -191,14 +199,19 @@ class Engine:
 
     def copy(self, halves: int) -> None:
         """Some of them go on."""
-        if self.hand is not None:
-            for _ in range(halves):
+        for _ in range(halves):
+            self.borrower.go_on(self.world.draw.randrange(100))
+            if self.hand is not None:
                 self.hand.go_on(self.world.draw.randrange(100))
 
     def copied(self) -> bool:
         """All of them go on to their end; False: there were none."""
         if self.connector.idle:
             return False
+        if not self.borrower.idle:
+            while not self.borrower.idle:
+                self.borrower.go_on(0)
+            return True
         while self.hand is not None and not self.hand.idle:
             self.hand.go_on(0)
         if self.hand is None:
@@ -303,6 +316,9 @@ class World:
         for index, key in enumerate(content_keys(root_key("model", lora), pack_tokens(tokens), BLOCK_SIZE), 1):
             self.prefixes[key] = tokens[: index * BLOCK_SIZE]
 
+    def lender_of(self, name: str) -> HandLender | None:
+        return next((engine.lender for engine in self.engines if engine.name == name), None)
+
     # --- what happens
 
     def open_kvbm(self) -> None:
@@ -343,8 +359,8 @@ class World:
         lora = self.draw.choice(self.loras) if len(self.loras) > 1 else ""
         name, most = f"r{self.requests}", self.draw.randint(1, 6)
         if self.engines and self.draw.random() < 0.3:
-            other = self.draw.choice(self.engines)
-            other.expect(f"of {name}", prompt, lora)
+            other = self.draw.choice([one for one in self.engines if one is not engine] or [engine])
+            other.expect(f"of {name}", prompt, lora, self.draw.choice((engine.name, engine.name, engine.name, "")))
             self.expected.append((other, f"of {name}", prompt, most, lora))
         engine.submit(name, prompt, most, lora)
 
@@ -441,6 +457,7 @@ class World:
         for engine in self.engines:
             load = engine.scheduler.load()
             assert (load.held_blocks, load.waiting, load.running) == (0, 0, 0)
+            assert engine.lender.lending.blocks == 0
         statistics = self.drawer.tickets.statistics()
         assert (statistics.stores, statistics.expired, statistics.awaited) == (0, 0, 0)
         self.now_s += BOUNDS.fetch_time_s  # a fetch whose answer was lost ends by itself

@@ -98,7 +98,8 @@ class Engine:
     def expect(self, request: str, prompt: Sequence[int], *, time_left_s: float = 1e9) -> None:
         """Tell the scheduler of an attempt that may come."""
         tokens, sampling = pack_tokens(prompt), Sampling(max_tokens=8)
-        self.scheduler.prefetch(Submit(request, 1, "frontend", tokens, len(prompt), sampling, time_left_s), self.now_s)
+        expected = Submit(request, 1, "frontend", tokens, len(prompt), sampling, time_left_s)
+        self.scheduler.prefetch(expected, "prefill", self.now_s)
 
     def step(self, elapsed_s: float = 0.01) -> list[Work]:
         """The works as they were computed; the scheduler's own move on."""

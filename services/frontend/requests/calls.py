@@ -187,6 +187,7 @@ class BusCalls:
             lora=request.lora,
             salt=request.salt,
             priority=request.priority,
+            prefill_by=action.prefill if isinstance(action, AnnounceAttempt) else "",
         )
 
     def _missing_feature(self, instance: str, request: InferenceRequest) -> str:

@@ -14,13 +14,14 @@ The engine process drives the core with a runner and a real clock, simulated eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.limits import PREFILL_STEP_S, SchedulerLimits
+from services.worker.loans import Borrower, Lender
 from services.worker.messages import (
     BlockExplained,
     CancelAttempt,
@@ -43,6 +44,7 @@ from services.worker.messages import (
 )
 from services.worker.mover import Mover
 from services.worker.runner import Drawn, Work
+from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
 from shared.kv_events import to_kv_events, to_snapshot
@@ -91,10 +93,16 @@ class EngineCore:
 
     @staticmethod
     def of(
-        config: EngineConfig, facts: Ready, mover: Mover | None = None, attachment: Attachment | None = None
+        config: EngineConfig,
+        facts: Ready,
+        mover: Mover | None = None,
+        attachment: Attachment | None = None,
+        *,
+        borrower: Borrower | None = None,
+        lender: Callable[[KVCacheManager], Lender] | None = None,
     ) -> EngineCore:
         """Return a core with the bounds that the settings give. With mover and attachment it exchanges blocks with a
-        kvbm."""
+        kvbm; with `borrower`, or with what `lender` makes for its blocks, also with other engines."""
         settings = config.worker
         limits = SchedulerLimits(
             model=config.model_name,
@@ -112,6 +120,9 @@ class EngineCore:
         scheduler = Scheduler(limits)
         if mover is None or attachment is None:
             return EngineCore(scheduler, facts.block_size, operations=facts.operations)
+        lends = None if lender is None else lender(scheduler.kv_cache)
+        if lends is not None:
+            scheduler.kv_cache.awaited = lends.awaits
         connector = KVConnector(
             scheduler.kv_cache,
             mover,
@@ -122,6 +133,8 @@ class EngineCore:
             most_blocks=min(settings.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
             checksums=settings.kvbm.checksums,
             collect_s=0.0 if settings.role == "prefill" else COLLECT_S,
+            borrower=borrower,
+            lender=lends,
         )
         return EngineCore(scheduler, facts.block_size, connector, facts.operations)
 
@@ -141,8 +154,8 @@ class EngineCore:
         match command:
             case Submit():
                 self._scheduler.submit(command, now_s)
-            case Prefetch(expected):
-                self._scheduler.prefetch(expected, now_s)
+            case Prefetch(expected, lender):
+                self._scheduler.prefetch(expected, lender, now_s)
             case CancelAttempt(request, attempt):
                 self._scheduler.cancel(request, attempt)
             case TakeEngineSnapshot(ticket):

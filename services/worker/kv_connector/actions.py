@@ -9,7 +9,7 @@ from msgspec import Struct
 from services.worker.messages import KvbmOperation
 from services.worker.mover import Copy
 from shared.errors import HeadraceError
-from shared.hashing import unpack_tokens
+from shared.hashing import ContentKey, unpack_tokens
 
 
 class AskKvbm(Struct, frozen=True):
@@ -35,10 +35,12 @@ class SaveBatch(Struct, frozen=True):
 
 
 class LoadBatch(Struct, frozen=True):
-    """Copy blocks from the pool to the device."""
+    """Copy blocks to the device."""
 
     batch: int
     copies: Sequence[Copy]
+    loan: int = 0
+    """The loan that they belong to; 0: they are in the pool."""
 
 
 class CancelBatch(Struct, frozen=True):
@@ -47,7 +49,22 @@ class CancelBatch(Struct, frozen=True):
     batch: int
 
 
-Action = AskKvbm | SaveBatch | LoadBatch | CancelBatch
+class Borrow(Struct, frozen=True):
+    """Ask the engine of another worker to lend blocks."""
+
+    number: int
+    """Names the loan."""
+    worker: str
+    keys: Sequence[ContentKey]
+
+
+class ReturnLoan(Struct, frozen=True):
+    """Nothing reads the blocks of this loan any more."""
+
+    number: int
+
+
+Action = AskKvbm | SaveBatch | LoadBatch | CancelBatch | Borrow | ReturnLoan
 
 
 class LinkLost(HeadraceError):

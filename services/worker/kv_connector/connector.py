@@ -28,14 +28,17 @@ from services.worker.device_blocks import DeviceBlocks
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,
+    Borrow,
     CancelBatch,
     LinkLost,
     LoadBatch,
+    ReturnLoan,
     SaveBatch,
 )
 from services.worker.kv_connector.fetches import Fetches
 from services.worker.kv_connector.stats import TransferStats
 from services.worker.kv_connector.stores import COLLECT_S, Stores
+from services.worker.loans import Borrower, Lender
 from services.worker.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
 from services.worker.mover import Copied, Mover, Slots
 from shared.errors import ProtocolError
@@ -99,10 +102,12 @@ class KVConnector:
         most_blocks: int,
         checksums: bool = False,
         collect_s: float = COLLECT_S,
+        borrower: Borrower | None = None,
+        lender: Lender | None = None,
     ) -> None:
         """`worker` is its instance id, `timeout_s` the time for each answer, `most_blocks` the bound of `Stores`. With
         `checksums` blocks go to the kvbm with a checksum, which is compared when they come back. A block waits for
-        `collect_s` for others that are stored with it."""
+        `collect_s` for others that are stored with it. `borrower` and `lender` exchange blocks with other engines."""
         self.mover = mover
         self._blocks = blocks
         self._attachment = attachment
@@ -111,7 +116,10 @@ class KVConnector:
         self._timeout_s = timeout_s
         self._numbers, batches = count(1), count(1)
         self._stores = Stores(*(blocks, self._numbers, batches, most_blocks), checksums=checksums, collect_s=collect_s)
-        self._fetches = Fetches(blocks, self._numbers, batches, checksums=checksums)
+        borrows = borrower is not None
+        self._fetches = Fetches(blocks, self._numbers, batches, checksums=checksums, borrows=borrows)
+        self._borrower = borrower
+        self._lender = lender
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
         """Changed by `_enter` alone."""
         self._kvbm = ""
@@ -161,10 +169,18 @@ class KVConnector:
                 assert_never(command)
 
     def poll_copies(self, now_s: float) -> None:
-        """Take up the copies that have ended."""
+        """Take up the copies that have ended, and what other engines lend and borrow."""
+        if self._lender is not None and not self._paused:
+            self._lender.turn(self._owner, now_s)
         if not self.idle:
             for copied in self.mover.ended():
                 self._handle_copied(copied, now_s)
+        if self._borrower is not None:
+            for answer in self._borrower.turn():
+                self._perform(self._fetches.borrowed(answer))
+            for copied in self._borrower.ended():
+                self._stats.count_loaded(copied)
+                self._perform(self._fetches.loaded(copied))
 
     def step(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """Do what is due; return the messages for the shell. Called each step: it takes some 2 µs while nothing is
@@ -207,7 +223,8 @@ class KVConnector:
             own_s = self._stores.wait_until_s
         elif self._state == "detached" and self._kvbm and not self._paused:
             own_s = self._try_s
-        return own_s if copies_s is None else copies_s if own_s is None else min(copies_s, own_s)
+        lender_s = None if self._lender is None else self._lender.wait_until_s
+        return min([due_s for due_s in (copies_s, own_s, lender_s) if due_s is not None], default=None)
 
     @property
     def stats_changed(self) -> bool:
@@ -230,6 +247,10 @@ class KVConnector:
         if self.idle and self._mapped:
             self._mapped = False
             self.mover.detach()
+        if self.idle and self._borrower is not None:
+            self._borrower.leave()
+        if self._lender is not None:
+            self._lender.close()
         return self.idle
 
     def resume(self, now_s: float) -> None:
@@ -247,6 +268,10 @@ class KVConnector:
     def close(self) -> None:
         """Begin no further copy. The pool is left alone when this returns. Where the mover fails, since its GPU is lost
         and may still write, the lock is released only when the process ends."""
+        if self._lender is not None:
+            self._lender.close()
+        if self._borrower is not None:
+            self._borrower.close()
         self.mover.close()
         self._attachment.close()
 
@@ -323,10 +348,21 @@ class KVConnector:
                     self._ask(action)
                 case SaveBatch(batch, copies, until_s):
                     self.mover.save(batch, copies, until_s)
-                case LoadBatch(batch, copies):
-                    self.mover.load(batch, copies)
+                case LoadBatch(batch, copies, loan):
+                    if loan and self._borrower is not None:
+                        self._borrower.load(batch, loan, copies)
+                    else:
+                        self.mover.load(batch, copies)
                 case CancelBatch(batch):
                     self.mover.cancel(batch)
+                    if self._borrower is not None:
+                        self._borrower.cancel(batch)
+                case Borrow(number, worker, keys):
+                    assert self._borrower is not None
+                    self._borrower.ask(number, self._owner, worker, keys)
+                case ReturnLoan(number):
+                    assert self._borrower is not None
+                    self._borrower.release(number)
                 case _:
                     assert_never(action)
 

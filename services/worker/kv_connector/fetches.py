@@ -1,10 +1,14 @@
-"""Fetches: blocks on their way from the kvbm to the device, for the sequences that wait for them. Pure.
+"""Fetches: blocks on their way to the device, for the sequences that wait for them. Pure.
 
     queued ──Fetch──▶ open ──▶ no more blocks will be loaded ──▶ settled: the last copy has ended, the ticket released
        │               ▲ │       the last answer came; abandoned;             │
        │               └─┘       no room on the device; a copy was bad        │ the last answer came
        │            Fetched: batches of copies begin                          ▼
        └── abandoned: settled at once                                        over
+
+The kvbm answers a Fetch. Blocks that another engine of the machine is computing are borrowed from it, if there is a
+borrower: `Borrow` and `Borrowed` take the places of Fetch and Fetched, and a loan takes that of the ticket. If that
+engine lends nothing, the kvbm is asked.
 
 A block whose bytes do not match the kvbm's checksum of it is damaged: it is reported to the kvbm as a block that may be
 wrong, and computed.
@@ -21,7 +25,17 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from services.worker.device_blocks import DeviceBlocks, FetchRequest
-from services.worker.kv_connector.actions import Action, AskKvbm, CancelBatch, LinkLost, LoadBatch, unpack_slots
+from services.worker.kv_connector.actions import (
+    Action,
+    AskKvbm,
+    Borrow,
+    CancelBatch,
+    LinkLost,
+    LoadBatch,
+    ReturnLoan,
+    unpack_slots,
+)
+from services.worker.loans import Borrowed
 from services.worker.mover import Copied, Copy
 from shared.hashing import unpack_hashes
 from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
@@ -58,6 +72,8 @@ class _OpenFetch(Struct, eq=False):
     """Seconds to the first answer, or until it was clear that none would come; 0: neither yet."""
     ticket: int = 0
     """0: not known yet, or released."""
+    loan: int = 0
+    """The loan of another engine; 0: the kvbm is asked."""
     shown: int = 0
     """Blocks that the kvbm's answers have named so far."""
     found: int = -1
@@ -85,11 +101,18 @@ class Fetches:
     """The fetches of one engine. Between `open` and `close` there is a kvbm to ask; copies may end later."""
 
     def __init__(
-        self, blocks: DeviceBlocks, numbers: Iterator[int], batches: Iterator[int], *, checksums: bool = False
+        self,
+        blocks: DeviceBlocks,
+        numbers: Iterator[int],
+        batches: Iterator[int],
+        *,
+        checksums: bool = False,
+        borrows: bool = False,
     ) -> None:
         """`numbers` names the requests, `batches` the mover's batches. With `checksums` the mover compares them, where
-        the kvbm has any."""
+        the kvbm has any. With `borrows` other engines are asked to lend blocks."""
         self._checksums = checksums
+        self._borrows = borrows
         self._blocks = blocks
         self._numbers = numbers
         self._batches = batches
@@ -103,6 +126,8 @@ class Fetches:
         """`FetchRequest.number` → fetch, of those that are not settled."""
         self._asked: dict[int, _OpenFetch] = {}
         """Number of a request → fetch, of those whose last answer has not come."""
+        self._loans: dict[int, _OpenFetch] = {}
+        """Loan → fetch, of those that are not settled."""
         self._loads: dict[int, _LoadingBatch] = {}
         """Batch of the mover → the blocks that it copies."""
 
@@ -152,12 +177,21 @@ class Fetches:
             actions.append(self._send(self._queue.popleft(), now_s))
         return actions
 
-    def _send(self, request: FetchRequest, now_s: float) -> AskKvbm:
+    def _send(self, request: FetchRequest, now_s: float) -> AskKvbm | Borrow:
+        fetch = self._fetches[request.number] = _OpenFetch(request, now_s)
+        if not (self._borrows and request.lender):
+            return self._ask_kvbm(fetch)
+        fetch.loan = next(self._numbers)
+        self._loans[fetch.loan] = fetch
+        return Borrow(fetch.loan, request.lender, request.keys)
+
+    def _ask_kvbm(self, fetch: _OpenFetch) -> AskKvbm:
+        request = fetch.request
         number, keys = next(self._numbers), request.keys[: self._most_blocks]
-        self._asked[number] = self._fetches[request.number] = _OpenFetch(request, now_s)
-        fetch = Fetch(self._owner, b"".join(keys), awaits=request.awaits)
+        self._asked[number] = fetch
+        payload = FETCH.encode(Fetch(self._owner, b"".join(keys), awaits=request.awaits))
         timeout_s = AWAITING_TIMEOUT_S if request.awaits else 0.0
-        return AskKvbm(number, "fetch", FETCH.encode(fetch), request.attempt, timeout_s)
+        return AskKvbm(number, "fetch", payload, request.attempt, timeout_s)
 
     def _unqueue(self, number: int) -> None:
         for request in list(self._queue):
@@ -180,6 +214,23 @@ class Fetches:
             yield from self._take(fetch, reply)
         yield from self._go_on(fetch)
 
+    def borrowed(self, answer: Borrowed) -> Iterator[Action]:
+        """Another engine lends blocks, or no more of them. Yields as `fetched`."""
+        fetch = self._loans.get(answer.number)
+        if fetch is None:
+            return  # settled meanwhile
+        count = len(answer.slots)
+        if answer.last and not fetch.shown + count and fetch.open and self._most_blocks:
+            del self._loans[fetch.loan]
+            yield ReturnLoan(fetch.loan)
+            fetch.loan = 0
+            yield self._ask_kvbm(fetch)
+            return
+        self._show(fetch, fetch.shown, answer.slots, [0] * count, [None] * count, disk=False)
+        fetch.answered = answer.last
+        fetch.found = fetch.shown if answer.last else len(fetch.request.keys)
+        yield from self._go_on(fetch)
+
     def _take(self, fetch: _OpenFetch, reply: Fetched) -> Iterator[Action]:
         """More of the prefix can be read."""
         pool_slots = unpack_slots(reply.slots, self._pool_slots)
@@ -192,12 +243,25 @@ class Fetches:
             fetch.ticket = reply.ticket
         elif reply.ticket:  # the sequence did not wait for this answer, so that no ticket was known to release
             yield self._release(reply.ticket)
-        fetch.shown += count
         fetch.found = reply.found
-        if fetch.open and count:
-            for at in range(0, count, BATCH_BLOCKS):
+        self._show(fetch, first, pool_slots, generations, checksums, disk=reply.disk)
+
+    def _show(
+        self,
+        fetch: _OpenFetch,
+        first: int,
+        slots: list[int],
+        generations: list[int],
+        checksums: list[int | None],
+        *,
+        disk: bool,
+    ) -> None:
+        """Blocks first, first + 1, … can be copied from these slots."""
+        fetch.shown += len(slots)
+        if fetch.open:
+            for at in range(0, len(slots), BATCH_BLOCKS):
                 part = slice(at, at + BATCH_BLOCKS)
-                shown = _Shown(first + at, pool_slots[part], generations[part], checksums[part], reply.disk)
+                shown = _Shown(first + at, slots[part], generations[part], checksums[part], disk)
                 fetch.unplaced.append(shown)
 
     def _go_on(self, fetch: _OpenFetch) -> Iterator[Action]:
@@ -213,9 +277,8 @@ class Fetches:
                 batch = next(self._batches)
                 self._loads[batch] = _LoadingBatch(fetch, shown.first, device_slots, shown.disk)
                 fetch.batches += 1
-                yield LoadBatch(
-                    batch, list(map(Copy, shown.pool_slots, device_slots, shown.generations, shown.checksums))
-                )
+                copies = list(map(Copy, shown.pool_slots, device_slots, shown.generations, shown.checksums))
+                yield LoadBatch(batch, copies, fetch.loan)
             if len(device_slots) < count:
                 fetch.open = False
                 fetch.unplaced.clear()
@@ -253,6 +316,9 @@ class Fetches:
         fetch.settled = True
         del self._fetches[fetch.request.number]
         self._blocks.end_fetch(fetch.request.number, fetch.round_trip_s)
+        if fetch.loan:
+            del self._loans[fetch.loan]
+            return [ReturnLoan(fetch.loan)]
         ticket, fetch.ticket = fetch.ticket, 0
         return [self._release(ticket)] if ticket else []
 
@@ -265,6 +331,7 @@ class Fetches:
         assert len(self._asked) <= MOST_ASKED
         if not self._most_blocks:
             assert not [*self._queue, *self._asked], "closed, and a request is open"
+        assert {id(fetch) for fetch in self._loans.values()} == {id(f) for f in self._fetches.values() if f.loan}
         for number, fetch in self._fetches.items():
             assert fetch.request.number == number
             assert not fetch.settled

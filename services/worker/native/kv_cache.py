@@ -22,20 +22,26 @@ import numpy as np
 
 from services.worker.native.bfloat16 import from_bfloat16, to_bfloat16
 from services.worker.native.linear import Array
+from services.worker.transfer.peer.host_pages import HostPages
 from shared.messages import KvLayout
 
 
 class KvCache:
     """The KV pages: `capacity_blocks` slots of `layout`. Memory is touched when a slot is first used."""
 
-    def __init__(self, layout: KvLayout, capacity_blocks: int) -> None:
-        """Map the pages. `layout.dtype` is float32 or bfloat16."""
+    def __init__(self, layout: KvLayout, capacity_blocks: int, *, lent: bool = False) -> None:
+        """Map the pages. `layout.dtype` is float32 or bfloat16. With `lent` other processes can map them."""
         self.layout = layout
         self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
         shape = (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
-        mapping, pages = _zeros(shape, np.uint16 if self._narrow else np.float32)
-        self.pages: Array = pages
-        self._mapping: mmap.mmap | None = mapping
+        item = np.uint16 if self._narrow else np.float32
+        self.exported = HostPages(prod(shape) * np.dtype(item).itemsize) if lent else None
+        """The memory of the pages, if other processes can map it."""
+        self._mapping: mmap.mmap | None = None
+        if self.exported is not None:
+            self.pages: Array = self.exported.array.view(item).reshape(shape)
+        else:
+            self._mapping, self.pages = _zeros(shape, item)
 
     @property
     def memory(self) -> memoryview:
@@ -67,12 +73,18 @@ class KvCache:
 
     def drop(self) -> None:
         """Give the memory of all slots back to the system. What they held is lost; they can be used as before."""
-        assert self._mapping is not None
-        self._mapping.madvise(mmap.MADV_DONTNEED)
+        if self.exported is not None:
+            self.exported.drop()
+        else:
+            assert self._mapping is not None
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Let go of the pages; their memory is freed when the last view of it ends."""
         self.pages = self._mapping = None
+        if self.exported is not None:
+            self.exported.close()
+            self.exported = None
 
 
 def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> tuple[mmap.mmap, Array]:

@@ -13,7 +13,8 @@ nor a copy takes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from services.worker.device_blocks import FetchRequest
@@ -48,6 +49,10 @@ class KVCacheManager:
         """Number of sequences that hold blocks: those that were admitted and not freed."""
         self._discards: list[ContentKey] = []
         """Keys of blocks that the connector must report to the kvbm as wrong."""
+        self._lent: Counter[int] = Counter()
+        """How many loans each slot belongs to."""
+        self.awaited: Callable[[ContentKey], bool] = lambda _key: False
+        """Whether another engine borrows this block, and all before it, as soon as it is there."""
         self._events: list[PoolEvent] = []
         self.changes = 0
         """Counts the connector's calls that may let a scheduler go on that found nothing to compute."""
@@ -218,7 +223,8 @@ class KVCacheManager:
         self._events.extend(stored)
         for event in stored:
             self.offloading.mark_remote(event.content)
-            self.notes.add(event.content.key, "loaded from the kvbm's {}", "disk" if disk else "host memory")
+            place = "the kvbm's disk" if disk else "the kvbm's host memory, or lent by a prefill worker"
+            self.notes.add(event.content.key, "loaded from {}", place)
         self.changes += 1
 
     def end_fetch(self, number: int, round_trip_s: float) -> None:
@@ -245,6 +251,33 @@ class KVCacheManager:
     def unpin(self, slots: Seq[int]) -> None:
         """The copies that read these slots have ended. Called exactly once for each pin, parents before children."""
         self.offloading.unpin(slots)
+        self.changes += 1
+
+    def are_handed_over(self, keys: Seq[ContentKey]) -> bool:
+        """Whether the engine that goes on with these blocks gets them: it borrows them, or the kvbm has them."""
+        return not keys or self.awaited(keys[-1]) or not self.offloading.owes(keys)
+
+    def lend(self, keys: Seq[ContentKey]) -> list[int]:
+        """Return the device slots of the leading ones of these blocks, as far as they are there and room is left
+        without them. They stay as they are until `take_back`."""
+        slots: list[int] = []
+        for key in keys:
+            slot = self._pool.find(key)
+            if slot is None or (self._pool.state(slot) == "cached" and self._pool.available <= self._holders):
+                break
+            self._pool.hold_for_copy(slot)
+            slots.append(slot)
+        self._lent.update(slots)
+        return slots
+
+    def take_back(self, slots: Seq[int]) -> None:
+        """The copies of lent slots have ended. Called exactly once for each slot of `lend`."""
+        for slot in slots:
+            assert self._lent[slot] > 0, f"slot {slot} is not lent"
+            self._lent[slot] -= 1
+            if not self._lent[slot]:
+                del self._lent[slot]
+        self._pool.release_copies(slots)
         self.changes += 1
 
     def discard(self, keys: Seq[ContentKey]) -> None:
@@ -306,7 +339,7 @@ class KVCacheManager:
         self.onboarding.validate()
         self.offloading.validate()
         assert self._holders == len(running)
-        held = {*others, *self.offloading.pinned()}
+        held = {*others, *self.offloading.pinned(), *self._lent}
         held.update(*self.onboarding.held())
         for sequence in running:
             held.update(sequence.blocks)

@@ -73,6 +73,8 @@ class SequenceFetch:
     """Slots that the sequence holds: those of blocks 0 … first + len(slots) - 1, or none."""
     prefetch: bool = False
     """No sequence waits for it yet."""
+    lender: str = ""
+    """The worker that computes its blocks."""
 
     @property
     def keys(self) -> list[ContentKey]:
@@ -105,9 +107,9 @@ class Onboarding:
 
     # --- the queue
 
-    def prefetch(self, sequence: Sequence, until_s: float, now_s: float) -> bool:
-        """Fetch the blocks of a sequence that is expected, also those that the kvbm does not have yet. Return False if
-        there is no kvbm, nothing is missing, or as many prefetches run as may."""
+    def prefetch(self, sequence: Sequence, lender: str, until_s: float, now_s: float) -> bool:
+        """Fetch the blocks of a sequence that is expected, also those that are still to be computed, by the worker
+        `lender`. Return False if there is no kvbm, nothing is missing, or as many prefetches run as may."""
         running = self._prefetches()
         keys = sequence.keys
         if not self.enabled or len(running) >= PREFETCHES or any(one.sequence.name == sequence.name for one in running):
@@ -115,7 +117,7 @@ class Onboarding:
         needed = sum(one.sequence.blocks_needed for one in running) + sequence.blocks_needed
         if needed > PREFETCH_SHARE * self._pool.capacity or self._pool.longest_prefix(keys) == len(keys):
             return False
-        self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, until_s, prefetch=True)
+        self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, until_s, prefetch=True, lender=lender)
         return True
 
     def end_prefetch(self, request: str, attempt: int) -> None:
@@ -220,7 +222,8 @@ class Onboarding:
                 continue
             if fetch.prefetch:
                 fetch.state, fetch.first, fetch.count = "fetching", first, len(keys) - first
-                requests.append(FetchRequest(fetch.sequence.arrival, keys[first:], awaits=True))
+                arrival = fetch.sequence.arrival
+                requests.append(FetchRequest(arrival, keys[first:], awaits=True, lender=fetch.lender))
                 continue
             fetch.after = self._fetching(first, keys[first])
             if fetch.after is None:

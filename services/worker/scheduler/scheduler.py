@@ -10,7 +10,7 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
             onboarding: passed over until its blocks are loaded, or until it has waited long enough
 
     waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
-    running ── advance: the first token of an attempt that only prefills ──▶ storing
+    running ── advance: the first token of an attempt that only prefills ──▶ storing, or ended if its blocks are lent
     storing ── schedule: the kvbm has its blocks, or it has waited long enough; cancel ──▶ ended
     waiting, onboarding ── not admitted in the time that its frontend gave ──▶ ended
     running ── advance: numbers that are not finite ──▶ waiting, alone; the second time ──▶ ended
@@ -138,9 +138,9 @@ class Scheduler:
         name = submit.request, submit.attempt
         return name in self._living or name in self._storing
 
-    def prefetch(self, submit: Submit, now_s: float) -> None:
-        """Load the blocks of a prompt that another worker is computing, for an attempt that is expected. Advice: where
-        it cannot be followed nothing happens, and it ends by itself."""
+    def prefetch(self, submit: Submit, lender: str, now_s: float) -> None:
+        """Load the blocks of a prompt that the worker `lender` is computing, for an attempt that is expected. Advice:
+        where it cannot be followed nothing happens, and it ends by itself."""
         assert self._step is None
         if not self._onboarding.enabled or self._knows(submit):
             return
@@ -148,7 +148,7 @@ class Scheduler:
         self._arrivals += 1
         if not self._unfit(sequence):
             until_s = min(sequence.deadline_s, now_s + PREFETCH_MOST_S)
-            self._onboarding.prefetch(sequence, until_s, now_s)
+            self._onboarding.prefetch(sequence, lender, until_s, now_s)
 
     def cancel(self, request: str, attempt: int) -> None:
         """End an attempt and free its blocks. Unknown ones are ignored."""
@@ -430,7 +430,7 @@ class Scheduler:
             finish = "stop"
         elif len(tokens) >= sequence.most_tokens:
             finish = "length"
-        elif sequence.submit.prefill_only and not self.kv_cache.offloading.owes(sequence.keys):
+        elif sequence.submit.prefill_only and self.kv_cache.are_handed_over(sequence.keys):
             finish = "handed_over"
         part = Part(
             sequence.request,
@@ -483,7 +483,7 @@ class Scheduler:
     def _hand_over(self, now_s: float) -> None:
         """End the attempts whose prompts the kvbm has stored, and those that have waited for it long enough."""
         for name, (sequence, end_s) in list(self._storing.items()):
-            if end_s <= now_s or not self.kv_cache.offloading.owes(sequence.keys):
+            if end_s <= now_s or self.kv_cache.are_handed_over(sequence.keys):
                 del self._storing[name]
                 self._report_end(sequence, "handed_over")
 

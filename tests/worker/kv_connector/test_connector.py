@@ -17,10 +17,12 @@ from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snaps
 from services.worker.mover import Copy
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
+from services.worker.transfer.peer.lending import LendingLimits
 from shared import kvbm_messages as wire
 from shared.hashing import pack_tokens
 from shared.messages import BlockRemoved
 from shared.pool.lock import OWNERS
+from tests.worker.hand_loans import LIMITS
 from tests.worker.kvbm_world import BOUNDS, Engine, World
 
 PROMPT = [1, 1, 2, 2, 1, 1, 2, 2]
@@ -141,6 +143,68 @@ def test_what_a_lora_computed_is_loaded_for_that_lora_alone(world: World) -> Non
     second.submit("the same", PROMPT, 1, "poet@1")
     world.settle()
     assert second.host_tokens == REUSABLE_TOKENS
+
+
+EXPECTED = PROMPT[:4]
+"""A prompt that is no longer than prefetches may be."""
+
+
+def test_blocks_that_another_engine_computes_are_copied_from_it_and_not_from_the_kvbm(world: World) -> None:
+    first, second = world.engines
+    second.expect("r", EXPECTED, "", first.name)
+    second.step()
+    assert not second.asks, "the kvbm is not asked"
+    compute(world, first)
+    assert second.borrower.copied_blocks == second.exchanged.loaded_blocks == 2
+    assert first.lender.lending.blocks == 0, "the loan is returned"
+    second.submit("r", PROMPT, 1)
+    second.step()
+    world.settle()
+    assert second.borrower.copied_blocks == 2
+
+
+@pytest.mark.parametrize("limit", [0, LIMITS.blocks])
+def test_where_nothing_is_lent_the_kvbm_is_asked(world: World, limit: int) -> None:
+    first, second = world.engines
+    first.lender.lending.limits = LendingLimits(blocks=limit)
+    second.expect("r", EXPECTED, "", first.name if limit == 0 else "nobody")
+    second.step()
+    second.step()
+    assert [ask.operation for ask in second.asks] == ["fetch"]
+    compute(world, first)
+    assert second.borrower.copied_blocks == 0
+    assert second.exchanged.loaded_blocks == 2
+
+
+@pytest.mark.parametrize("lost", ["lender", "lender sleeps", "reader sleeps", "kvbm"])
+def test_whatever_is_lost_while_lent_blocks_are_copied_nothing_wrong_is_used_and_nothing_is_left(
+    world: World, lost: str
+) -> None:
+    first, second = world.engines
+    second.expect("r", EXPECTED, "", first.name)
+    second.step()
+    first.submit("first", EXPECTED, 1)
+    for _ in range(100):
+        if not second.borrower.idle:
+            break
+        first.step()
+        second.step()
+    second.borrower.go_on(0)
+    match lost:
+        case "lender":
+            world.kill_engine(first)
+        case "lender sleeps":
+            first.cancel(0)
+            first.operate("sleep")
+            first.step()
+        case "reader sleeps":
+            second.operate("sleep")
+        case _:
+            world.kill_kvbm()
+    world.settle()
+    second.submit("r", EXPECTED, 1)
+    world.settle()
+    world.nothing_is_left()
 
 
 def test_the_first_copies_begin_before_there_is_room_for_the_last(

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.runner import Drawn
-from shared.hashing import KEY_BYTES
+from shared.hashing import KEY_BYTES, content_keys, pack_tokens, root_key
 from shared.messages import NOT_BEGUN, Pooling, Sampling
 from tests.worker.fake_runner import EOS, continuation, embedding
 from tests.worker.manual_engine import Engine, step_with
@@ -127,6 +127,32 @@ def test_a_prompt_is_handed_over_when_its_blocks_are_stored_or_it_has_waited_as_
         assert (engine.last("a").finish, engine.last("a").first, engine.last("a").tokens) == (finish, 1, b"")
         assert engine.scheduler.living == 0
         assert engine.scheduler.wait_until_s is None
+
+
+def test_a_prompt_whose_blocks_another_engine_borrows_is_handed_over_with_its_first_token() -> None:
+    engine = Engine()
+    engine.scheduler.kv_cache.offloading.set_enabled(True)
+    borrowed = content_keys(root_key("model"), pack_tokens(PROMPT), 2)[-1]
+    engine.scheduler.kv_cache.awaited = lambda key: key == borrowed
+    engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
+    engine.step(0.5)
+    assert [(part.finish, len(part.tokens)) for part in engine.parts["a", 1]] == [("handed_over", 4)]
+
+
+def test_lent_blocks_stay_until_they_are_taken_back() -> None:
+    engine = Engine(capacity_blocks=4)
+    cache = engine.scheduler.kv_cache
+    engine.submit("a", PROMPT, max_tokens=1)
+    engine.run()
+    slots = cache.lend(content_keys(root_key("model"), pack_tokens([*PROMPT, 7, 7]), 2))
+    assert len(slots) == len(PROMPT) // 2
+    assert cache.statistics().held == len(slots)
+    engine.submit("b", [8] * len(PROMPT), max_tokens=1)
+    engine.step()
+    assert engine.scheduler.load().waiting == 1, "there is no room"
+    cache.take_back(slots)
+    engine.run()
+    assert engine.last("b").finish == "length"
 
 
 def test_an_attempt_that_only_prefills_and_is_complete_with_its_first_token_is_not_handed_over() -> None:

@@ -13,7 +13,9 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
@@ -46,6 +48,9 @@ from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.mover import TransferMover
+from services.worker.transfer.peer.device_copier import DevicePeerCopier
+from services.worker.transfer.peer.device_pages import DeviceMapper, DevicePages
+from services.worker.transfer.peer.memory import PeerMemory
 from shared.errors import ConfigError, ModelError
 from shared.messages import KvLayout
 
@@ -73,12 +78,14 @@ class CudaRunner:
         digest: str = "",
         lora_rank: int = LORA_RANK,
         lora_bytes: int = LORA_BYTES,
+        lends: bool = False,
         grammars: GrammarCache | None = None,
         progress: Callable[[float], None] = lambda _share: None,
     ) -> None:
         """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
-        A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. `progress` is called
+        A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `lends` other
+        engines can copy blocks. `progress` is called
         with the share of the graphs that are captured.
         """
         element_type = settings.dtype
@@ -112,6 +119,9 @@ class CudaRunner:
         self._memory = memory
         self._settings = settings
         self._verify = verify
+        self._lends = lends
+        self._exported: DevicePages | None = None
+        """The memory of the KV pages, if other processes can map it."""
         self._mover: TransferMover | None = None
         self._clock: Callable[[], float] = time.monotonic
         """The clock of the mover, and so of each of its copiers."""
@@ -134,7 +144,7 @@ class CudaRunner:
         with self.stream, cp.cuda.using_allocator(self._memory.allocator()):
             with no_room_as_model_error(model, f"{blocks} blocks of KV of {layout.block_bytes} bytes"):
                 shape = (blocks, config.layers, 2, layout.block_size, config.kv_heads, config.head_dim)
-                self.pages: Array = cp.empty(shape, DTYPES[element_type])
+                self.pages: Array = self._new_pages(shape, DTYPES[element_type])
             with no_room_as_model_error(model, f"steps of {limits.rows} tokens"):
                 self._buffers = Buffers.allocate(config, limits, element_type)
                 self._staged_ints = pinned_array(limits.ints, np.int32)
@@ -158,6 +168,15 @@ class CudaRunner:
                 )
                 self.stream.synchronize()
 
+    def _new_pages(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return uninitialised KV pages on the device."""
+        if not self._lends:
+            return cp.empty(shape, dtype)
+        self._memory.trim()  # what the pool keeps is not there for others
+        size_bytes = prod(shape) * cp.dtype(dtype).itemsize
+        self._exported = DevicePages(size_bytes, self._memory.device)
+        return self._exported.array()[:size_bytes].view(dtype).reshape(shape)
+
     def _free_memory(self) -> None:
         """Free what `_take_memory` has allocated, as far as it came, and the weights on the device."""
         blas = self.__dict__.pop("_blas", None)
@@ -165,6 +184,9 @@ class CudaRunner:
             blas.close()
         for name in ("_graphs", "_drawing", "_pooling", "_decoder", "_buffers", "_weights", "pages"):
             self.__dict__.pop(name, None)
+        if self._exported is not None:
+            self._exported.close()
+            self._exported = None
 
     @property
     def facts(self) -> Ready:
@@ -284,9 +306,10 @@ class CudaRunner:
         with device_errors_as_model_error(), cp.cuda.Device(self._memory.device):
             free, total = cp.cuda.runtime.memGetInfo()
             pool = self._memory.statistics()
+        exported = 0 if self._exported is None else self._exported.size_bytes
         kept = max(0, pool.reserved_bytes - pool.used_bytes)
-        others = max(0, total - free - pool.reserved_bytes)
-        return MemoryUse(used=pool.used_bytes, kept=kept, others=others, free=free)
+        others = max(0, total - free - pool.reserved_bytes - exported)
+        return MemoryUse(used=pool.used_bytes + exported, kept=kept, others=others, free=free)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Return a mover between the KV pages and a pool, on streams of its own.
@@ -302,10 +325,18 @@ class CudaRunner:
 
     def _copier(self) -> CudaCopier:
         self.stream.synchronize()
-        shape = BlockShape.contiguous(
-            self.pages.data.ptr, self._facts.kv_layout.block_bytes, self._facts.capacity_blocks
+        return CudaCopier(self._block_shape(), self._memory, self._clock, path=self._settings.copy_path)
+
+    def _block_shape(self) -> BlockShape:
+        facts = self._facts
+        return BlockShape.contiguous(self.pages.data.ptr, facts.kv_layout.block_bytes, facts.capacity_blocks)
+
+    def peer_memory(self) -> PeerMemory:
+        shape, device = self._block_shape(), self._memory.device
+        return PeerMemory(
+            *("cuda", shape, self._exported, DeviceMapper(device)),
+            lambda theirs: DevicePeerCopier(theirs, shape, device),
         )
-        return CudaCopier(shape, self._memory, self._clock, path=self._settings.copy_path)
 
     def close(self) -> None:
         """Wait for the device and free its memory. On a lost device there is nothing to free."""

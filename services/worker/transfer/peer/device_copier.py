@@ -16,7 +16,7 @@ import cupy  # pyright: ignore[reportMissingImports]
 import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.mover import Copy
+from services.worker.mover import Copy, Slots
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ANYWHERE, Event, Stream, new_stream, translated_errors, use_device
 from services.worker.transfer.cuda_copier import InFlight
@@ -33,7 +33,9 @@ SPIN_BYTES = 128 << 20
 
 
 class DevicePeerCopier:
-    """A PeerCopier for one GPU."""
+    """A Copier for one GPU."""
+
+    duplex = False
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class DevicePeerCopier:
         assert (theirs.fragments, theirs.fragment_bytes) == (own.fragments, own.fragment_bytes)
         self.group_blocks = max(1, min(GROUP_BYTES // own.block_bytes, GROUP_BLOCKS))
         self._device = device
-        self._block_bytes = own.block_bytes
+        self.shape = own
         use_device(device)
         memcpy = load_memcpy_batch()
         self.path: PeerPath = path or best_path(own.fragments, batch=memcpy is not None)
@@ -67,7 +69,19 @@ class DevicePeerCopier:
         else:
             self._issuer = _Rows(theirs, own)
 
-    def begin(self, copies: Sequence[Copy]) -> InFlight:
+    def attach(self, slots: Slots) -> None:
+        """The lender's slots are mapped already."""
+
+    def detach(self) -> None: ...
+
+    def prepare(self) -> bool:
+        return False
+
+    def differs(self, copies: Sequence[Copy]) -> list[bool]:  # noqa: ARG002 - see below
+        raise AssertionError("lent blocks are not compared")
+
+    def begin(self, copies: Sequence[Copy], *, loads: bool) -> InFlight:
+        assert loads, "lent blocks are only read"
         use_device(self._device)
         flight = InFlight()
         try:
@@ -76,9 +90,9 @@ class DevicePeerCopier:
                     part = copies[turn :: len(self._streams)]
                     if part:
                         self._issuer.issue(part, stream)
-                        done = self._end_event(len(copies) * self._block_bytes)
+                        done = self._end_event(len(copies) * self.shape.block_bytes)
                         done.record(stream)
-                        flight.add(self.path, len(part), done)
+                        flight.add(f"peer_{self.path}", len(part), done)
         except BaseException:
             self._synchronize()
             raise

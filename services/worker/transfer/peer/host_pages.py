@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.mover import Copy
+from services.worker.mover import Copy, Slots
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.host_copier import GROUP_BYTES, PATH, FinishedCopies
+from services.worker.transfer.host_copier import GROUP_BYTES, FinishedCopies
 from services.worker.transfer.peer.memory import MapFailed
 
+PATH = "peer_memmove"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -32,7 +33,8 @@ class HostPages:
         self._descriptor = os.memfd_create("headrace-peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor, size_bytes)
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        self.array = np.frombuffer(mmap.mmap(self._descriptor, size_bytes), np.uint8)
+        self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, size_bytes)
+        self.array = np.frombuffer(self._mapping, np.uint8)
         """All bytes, writable."""
 
     @property
@@ -42,10 +44,15 @@ class HostPages:
     def descriptors(self) -> Sequence[int]:
         return [self._descriptor]
 
+    def drop(self) -> None:
+        """Give the memory back to the system. All bytes are zero afterwards, for whoever has mapped them."""
+        assert self._mapping is not None
+        self._mapping.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Let go of the memory; the mapping ends with the last view of `array`."""
         os.close(self._descriptor)
-        self.array = np.empty(0, np.uint8)
+        self.array, self._mapping = np.empty(0, np.uint8), None
 
 
 class HostMapper:
@@ -79,20 +86,33 @@ class HostMapping:
 
 
 class HostPeerCopier:
-    """A PeerCopier between two pieces of host memory. Its copies have ended when `begin` returns."""
+    """A Copier from another process's host memory to this one's. Its copies have ended when `begin` returns."""
+
+    duplex = False
 
     def __init__(self, theirs: BlockShape, own: BlockShape) -> None:
         assert (theirs.fragments, theirs.fragment_bytes) == (own.fragments, own.fragment_bytes)
-        self._theirs, self._own = theirs, own
+        self._theirs, self.shape = theirs, own
         self.group_blocks = max(1, GROUP_BYTES // own.block_bytes)
 
-    def begin(self, copies: Sequence[Copy]) -> FinishedCopies:
-        theirs, own = self._theirs, self._own
+    def attach(self, slots: Slots) -> None:
+        """The lender's slots are mapped already."""
+
+    def detach(self) -> None: ...
+
+    def prepare(self) -> bool:
+        return False
+
+    def begin(self, copies: Sequence[Copy], *, loads: bool) -> FinishedCopies:
+        assert loads, "lent blocks are only read"
+        theirs, own = self._theirs, self.shape
         for copy in copies:
             origin, to = copy.pool_slot * theirs.stride_bytes, copy.device_slot * own.stride_bytes
             for source, target in zip(theirs.regions, own.regions, strict=True):
                 ctypes.memmove(target + to, source + origin, own.fragment_bytes)
         return FinishedCopies({PATH: len(copies)})
 
-    def close(self) -> None:
-        return
+    def differs(self, copies: Sequence[Copy]) -> list[bool]:  # noqa: ARG002 - see below
+        raise AssertionError("lent blocks are not compared")
+
+    def close(self) -> None: ...

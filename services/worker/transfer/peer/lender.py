@@ -1,7 +1,7 @@
 """PeerLender: lends this process's blocks to other processes of the machine, over a Unix socket.
 
-`turn` and `watch` are called by the engine's loop: when the descriptor is readable, and a few times a second. Neither
-waits. `lending` decides; this module carries it out.
+`turn` and `watch` are called by the engine's loop: between steps and when the descriptor is readable, and a few times a
+second. Neither waits. `lending` decides; this module carries it out.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from msgspec import Struct
 
@@ -48,6 +48,19 @@ MOST_PACKETS = 32
 _log = logging.getLogger(__name__)
 
 
+class LendableBlocks(Protocol):
+    """The blocks of this process's engine."""
+
+    def lend(self, keys: Sequence[ContentKey], /) -> list[int]:
+        """Return the device slots of the leading ones of these blocks, as far as they are there. They stay as they are
+        until `take_back`."""
+        ...
+
+    def take_back(self, slots: Sequence[int], /) -> None:
+        """The copies that read these slots have ended. Called exactly once for each slot of `lend`."""
+        ...
+
+
 class _Connection(Struct):
     socket: socket.socket
     owner: str = ""
@@ -65,13 +78,12 @@ class PeerLender:
         shape: BlockShape,
         identity: PeerIdentity,
         generation: int,
-        pin: Callable[[Sequence[ContentKey]], list[int | None]],
-        unpin: Callable[[Sequence[int]], None],
+        blocks: LendableBlocks,
         limits: LendingLimits | None = None,
     ) -> None:
         """Listen in `directory`, where this process holds the lock of `owner`. The pages stay the caller's.
 
-        `shape` lies in `pages`. `pin` and `unpin` are those of `DeviceBlocks`. Raise OSError.
+        `shape` lies in `pages`. Raise OSError.
         """
         self.lending = Lending(limits or LendingLimits())
         self._directory = directory
@@ -79,7 +91,7 @@ class PeerLender:
         self._offer = Offer(
             PROTOCOL, owner, identity, generation, pages.device, pages.size_bytes, offsets(shape, pages.address)
         )
-        self._pin, self._unpin = pin, unpin
+        self._blocks = blocks
         self._path = packets.socket_of(directory, owner)
         check_directory(directory)
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -98,13 +110,17 @@ class PeerLender:
         """Whether no other process can read the memory any more."""
         return self.lending.may_free
 
-    def turn(self) -> None:
-        """Take what has come."""
+    def turn(self, now_s: float) -> None:
+        """Take what has come, and lend the blocks that have been computed since."""
         for descriptor, _ in self._poller.poll(0):
             if descriptor == self._listening.fileno():
                 self._accept()
             elif descriptor in self._connections:
-                self._read(descriptor)
+                self._read(descriptor, now_s)
+        for descriptor, number, loan in self.lending.waiting():
+            slots = self._blocks.lend(loan.keys[len(loan.slots) :])
+            if self.lending.add(loan, slots, now_s):
+                self._send(descriptor, Lent(number, self._offer.generation, slots, last=not loan.waits))
 
     def watch(self) -> None:
         """End the readers that are proven dead."""
@@ -113,7 +129,7 @@ class PeerLender:
                 slots = self.lending.proven_dead(owner)
                 _log.info("%s, which read blocks of this process, is dead; %d slots are free again", owner, len(slots))
                 self._forget(owner)
-                self._unpin(slots)
+                self._blocks.take_back(slots)
 
     def close_lending(self) -> None:
         """Lend nothing more, and ask all readers to leave; `may_free` says when they are gone."""
@@ -121,7 +137,8 @@ class PeerLender:
             self._send(connection, Closing())
 
     def close(self) -> None:
-        """Close the socket. Readers that are still there keep the memory, and read what it holds from now on."""
+        """Close the socket, and end all loans. Readers that are still there keep the memory, and discard what they read
+        from now on, since their connections are closed."""
         for connection in self._connections.values():
             connection.socket.close()
         for watch in self._watches.values():
@@ -131,6 +148,7 @@ class PeerLender:
         self._poller.close()
         self._listening.close()
         self._path.unlink(missing_ok=True)
+        self._blocks.take_back(self.lending.end_all())
 
     # --- connections
 
@@ -145,7 +163,7 @@ class PeerLender:
             self._connections[connection.fileno()] = _Connection(connection)
             self._poller.register(connection, select.EPOLLIN)
 
-    def _read(self, descriptor: int) -> None:
+    def _read(self, descriptor: int, now_s: float) -> None:
         for _ in range(MOST_PACKETS):
             connection = self._connections.get(descriptor)
             if connection is None:
@@ -156,12 +174,12 @@ class PeerLender:
                     return
                 packet, descriptors = received
                 packets.close_all(descriptors)
-                self._take(descriptor, TO_LENDER.decode(packet))
+                self._take(descriptor, TO_LENDER.decode(packet), now_s)
             except (packets.ConnectionEnded, ProtocolError) as wrong:
                 self._drop(descriptor, str(wrong))
                 return
 
-    def _take(self, descriptor: int, message: Import | Borrow | Release | Leave) -> None:
+    def _take(self, descriptor: int, message: Import | Borrow | Release | Leave, now_s: float) -> None:
         admitted = bool(self._connections[descriptor].owner)
         if admitted == isinstance(message, Import):
             raise ProtocolError("a reader says what it imports first, and once")
@@ -169,13 +187,13 @@ class PeerLender:
             case Import():
                 self._admit(descriptor, message)
             case Borrow():
-                self._lend(descriptor, message)
+                self._open_loan(descriptor, message, now_s)
             case Release():
-                self._unpin(self.lending.release(descriptor, message.number))
+                self._blocks.take_back(self.lending.release(descriptor, message.number))
             case Leave():
                 slots = self.lending.leave(descriptor)
                 self._forget(self._connections[descriptor].owner)
-                self._unpin(slots)
+                self._blocks.take_back(slots)
             case _:
                 assert_never(message)
 
@@ -196,18 +214,14 @@ class PeerLender:
         self._forget(asked.owner)
         self._watches[asked.owner] = watch
         self._connections[descriptor].owner = asked.owner
-        self._unpin(slots)
+        self._blocks.take_back(slots)
         self._send(descriptor, self._offer, self._pages.descriptors())
 
-    def _lend(self, descriptor: int, asked: Borrow) -> None:
+    def _open_loan(self, descriptor: int, asked: Borrow, now_s: float) -> None:
         try:
-            self.lending.check_loan(descriptor, asked.number, len(asked.keys))
+            self.lending.open_loan(descriptor, asked.number, asked.keys, now_s)
         except LendingRefused as refused:
             self._send(descriptor, Refused(refused.code, str(refused), asked.number))
-            return
-        slots = self._pin(asked.keys)
-        self.lending.lend(descriptor, asked.number, [slot for slot in slots if slot is not None])
-        self._send(descriptor, Lent(asked.number, self._offer.generation, slots))
 
     def _send(self, descriptor: int, message: Offer | Refused | Lent | Closing, pages: Sequence[int] = ()) -> None:
         connection = self._connections.get(descriptor)

@@ -5,10 +5,14 @@
                          │   └───────── admit again ──────┘     what it had before has ended
                          └──leave──▶ gone
 
-    loan     lend ──▶ lent ──release, or its reader is gone or admitted again──▶ returned: its slots may change
+    loan     open_loan ──▶ waiting ── add, until its last block ──▶ lent
+                               │ no further block for QUIET_S         │
+                               └──────────────────────────────────────┤ release, or its reader is gone or admitted again
+                                                                      ▼
+                                                           returned: its slots may change
 
-No clock ends a loan. A reader that is stopped may go on and read; its GPU may be reading at this moment. So a slot is
-returned when the reader says that it has ended, or when the kernel's lock proves that the reader is dead.
+No clock returns a slot. A reader that is stopped may go on and read; its GPU may be reading at this moment. So a slot
+is returned when the reader says that it has ended, or when the kernel's lock proves that the reader is dead.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ from msgspec import Struct, field
 
 from services.worker.transfer.peer.messages import RefusalCode
 from shared.errors import HeadraceError
+from shared.hashing import ContentKey
+
+QUIET_S = 10.0
+"""Seconds for which a loan waits for its next block. A step with a part of a prompt takes a fraction of a second."""
 
 
 class LendingRefused(HeadraceError):
@@ -36,7 +44,19 @@ class LendingLimits(Struct, frozen=True):
     loans: int = 8
     """Loans of each reader."""
     blocks: int = 4096
-    """Blocks of all loans; one that is lent twice counts twice."""
+    """Blocks of all loans, those included that they still wait for; one that is lent twice counts twice."""
+
+
+class Loan(Struct):
+    """Blocks that one reader has asked for."""
+
+    keys: Sequence[ContentKey]
+    quiet_s: float
+    """When it ends to wait."""
+    slots: list[int] = field(default_factory=list)
+    """The slots of the blocks that are lent: leading ones of `keys`."""
+    waits: bool = True
+    """Whether further blocks will be lent."""
 
 
 class Reader(Struct):
@@ -44,8 +64,8 @@ class Reader(Struct):
 
     connection: int | None
     """None: its connection is closed, and it may still read."""
-    loans: dict[int, list[int]] = field(default_factory=dict)
-    """The slots of each loan, by its number."""
+    loans: dict[int, Loan] = field(default_factory=dict)
+    """The loans by their numbers."""
 
 
 class Lending:
@@ -58,7 +78,7 @@ class Lending:
         self._owners: dict[int, str] = {}
         """Connection → its reader."""
         self.blocks = 0
-        """The blocks of all loans."""
+        """The blocks of all loans, those included that they wait for."""
 
     @property
     def readers(self) -> list[str]:
@@ -83,8 +103,8 @@ class Lending:
         self._owners[connection] = owner
         return slots
 
-    def check_loan(self, connection: int, number: int, blocks: int) -> None:
-        """Raise LendingRefused where a loan of `blocks` blocks would be too much, before anything is held for it."""
+    def open_loan(self, connection: int, number: int, keys: Sequence[ContentKey], now_s: float) -> None:
+        """Begin a loan of these blocks, none of which is lent yet. Raise LendingRefused where it would be too much."""
         loans = self._readers[self._owners[connection]].loans
         if self.closing:
             raise LendingRefused("closing", "the lender lends nothing more")
@@ -92,20 +112,41 @@ class Lending:
             raise LendingRefused("limit", f"loan {number} has not ended")
         if len(loans) >= self.limits.loans:
             raise LendingRefused("limit", f"the reader has {len(loans)} loans already")
-        if self.blocks + blocks > self.limits.blocks:
+        if self.blocks + len(keys) > self.limits.blocks:
             raise LendingRefused("limit", f"{self.blocks} blocks of at most {self.limits.blocks} are lent already")
+        loans[number] = Loan(keys, now_s + QUIET_S)
+        self.blocks += len(keys)
 
-    def lend(self, connection: int, number: int, slots: Sequence[int]) -> None:
-        """Record a loan that `check_loan` has allowed. Its slots stay as they are until a method returns them."""
-        self.check_loan(connection, number, len(slots))
-        self._readers[self._owners[connection]].loans[number] = list(slots)
-        self.blocks += len(slots)
+    def waiting(self) -> list[tuple[int, int, Loan]]:
+        """Return connection, number and loan of each loan that waits for blocks."""
+        return [
+            (connection, number, loan)
+            for connection, owner in self._owners.items()
+            for number, loan in self._readers[owner].loans.items()
+            if loan.waits
+        ]
+
+    def is_awaited(self, key: ContentKey) -> bool:
+        """Return whether this is the last block of a loan that waits for it: it is lent as soon as it is there."""
+        return any(loan.keys[-1] == key for _, _, loan in self.waiting())
+
+    def add(self, loan: Loan, slots: Sequence[int], now_s: float) -> bool:
+        """Record that these slots are lent, too. Return whether that is news for the reader: blocks, or that no more
+        will come."""
+        assert loan.waits
+        loan.slots.extend(slots)
+        if slots:
+            loan.quiet_s = now_s + QUIET_S
+        loan.waits = len(loan.slots) < len(loan.keys) and now_s < loan.quiet_s
+        return bool(slots) or not loan.waits
 
     def release(self, connection: int, number: int) -> list[int]:
         """End a loan of this connection's reader; return its slots. An unknown one has none."""
-        slots = self._readers[self._owners[connection]].loans.pop(number, [])
-        self.blocks -= len(slots)
-        return slots
+        loan = self._readers[self._owners[connection]].loans.pop(number, None)
+        if loan is None:
+            return []
+        self.blocks -= len(loan.keys)
+        return loan.slots
 
     def leave(self, connection: int) -> list[int]:
         """End a reader that has nothing mapped any more; return the slots of all its loans."""
@@ -124,7 +165,14 @@ class Lending:
     def close(self) -> list[int]:
         """Lend nothing more. Return the connections of readers, which are to leave."""
         self.closing = True
+        for _, _, loan in self.waiting():
+            loan.waits = False
         return list(self._owners)
+
+    def end_all(self) -> list[int]:
+        """End all readers; return the slots of all loans. The connections are closed, so that no reader believes what
+        it reads from now on."""
+        return [slot for owner in list(self._readers) for slot in self._end(owner)]
 
     def _end(self, owner: str) -> list[int]:
         reader = self._readers.pop(owner, None)
@@ -132,14 +180,14 @@ class Lending:
             return []
         if reader.connection is not None:
             del self._owners[reader.connection]
-        slots = [slot for loan in reader.loans.values() for slot in loan]
-        self.blocks -= len(slots)
-        return slots
+        self.blocks -= sum(len(loan.keys) for loan in reader.loans.values())
+        return [slot for loan in reader.loans.values() for slot in loan.slots]
 
     def validate(self) -> None:
         """Raise AssertionError where the loans contradict themselves."""
         loans = [loan for reader in self._readers.values() for loan in reader.loans.values()]
-        assert self.blocks == sum(map(len, loans)) <= self.limits.blocks
+        assert self.blocks == sum(len(loan.keys) for loan in loans) <= self.limits.blocks
+        assert all(len(loan.slots) <= len(loan.keys) for loan in loans)
         assert len(self._readers) <= self.limits.readers
         assert all(len(reader.loans) <= self.limits.loans for reader in self._readers.values())
         connected = {name: reader.connection for name, reader in self._readers.items() if reader.connection is not None}

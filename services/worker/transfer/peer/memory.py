@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
-from services.worker.mover import Copy
+from msgspec import Struct
+
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.copier import Pending
-from services.worker.transfer.peer.messages import SlotShape
+from services.worker.transfer.copier import Copier
+from services.worker.transfer.peer.messages import MemoryKind, SlotShape
 from shared.errors import HeadraceError
 
 
@@ -56,23 +57,25 @@ class PageMapper(Protocol):
         ...
 
 
-class PeerCopier(Protocol):
-    """Copies blocks of another process's memory to this process's. It belongs to one thread."""
+class PeerMemory(Struct, frozen=True):
+    """What an engine's memory is to other engines, and theirs to it."""
 
-    @property
-    def group_blocks(self) -> int:
-        """How many blocks to hand over at once."""
-        ...
+    kind: MemoryKind
+    shape: BlockShape
+    """Where the engine's own blocks lie."""
+    pages: ExportedPages | None
+    """The memory that they lie in, if others can map it."""
+    mapper: PageMapper
+    copier: Callable[[BlockShape], Copier]
+    """Makes a copier from blocks of that shape, which are mapped here, to the engine's own."""
 
-    def begin(self, copies: Sequence[Copy]) -> Pending:
-        """Start copies from `pool_slot`, a slot of the other's memory, to `device_slot`, one of ours.
 
-        If DeviceFailed is raised, none of them is under way.
-        """
-        ...
+@runtime_checkable
+class HasPeerMemory(Protocol):
+    """A runner whose KV memory can be exchanged with that of other engines on the machine."""
 
-    def close(self) -> None:
-        """Free what the copier holds. Nothing may be under way."""
+    def peer_memory(self) -> PeerMemory:
+        """Return the present KV memory; it ends with the next sleep."""
         ...
 
 

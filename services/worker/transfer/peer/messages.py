@@ -3,7 +3,8 @@
 reader  ── Import ──▶   lender         one message a packet (SOCK_SEQPACKET), msgpack
         ◀── Offer ──                   with the memory's descriptors; or Refused, and the connection ends
         ── Borrow ──▶
-        ◀── Lent ──                    its slots stay as they are until Release, Leave, or proof that the reader died
+        ◀── Lent ── …                  each as soon as its blocks are there; the slots stay as they are until Release,
+                                       Leave, the end of the connection, or proof that the reader died
         ── Release ─▶
         ◀── Closing ──                 the lender wants its memory back: return everything, then Leave
         ── Leave ──▶                   nothing is mapped or read any more
@@ -22,8 +23,8 @@ PROTOCOL = 1
 """The version of the packets; another one is refused."""
 MOST_PACKET_BYTES = 64 << 10
 """The most bytes of a packet."""
-MOST_BLOCKS = 512
-"""The most blocks of one loan: 1 GiB of an 8B model, 8,192 tokens."""
+MOST_BLOCKS = 2048
+"""The most blocks of one loan: 32,768 tokens in blocks of 16."""
 MOST_DESCRIPTORS = 4
 """The most descriptors of one offer."""
 
@@ -68,15 +69,15 @@ class Import(Struct, frozen=True, tag="import"):
 
 
 class Borrow(Struct, frozen=True, tag="borrow"):
-    """Hold these blocks in place."""
+    """Lend the leading ones of these blocks that are there, and each further one as soon as it is."""
 
     number: _Number
-    """Names the loan. The reader chooses it."""
+    """Names the loan. The reader chooses it: 1 or more, and each only once."""
     keys: Annotated[list[ContentKey], Meta(min_length=1, max_length=MOST_BLOCKS)]
 
 
 class Release(Struct, frozen=True, tag="release"):
-    """Nothing reads the slots of this loan any more. An unknown one is ignored."""
+    """Nothing reads the slots of this loan any more, and no further ones are wanted. An unknown one is ignored."""
 
     number: _Number
 
@@ -110,12 +111,14 @@ class Refused(Struct, frozen=True, tag="refused"):
 
 
 class Lent(Struct, frozen=True, tag="lent"):
-    """The answer to Borrow."""
+    """An answer to Borrow: more blocks of the loan."""
 
     number: int
     generation: int
-    slots: list[int | None]
-    """The slot of each block; None: it is not there, and is not lent."""
+    slots: list[int]
+    """The slots of the blocks that follow those lent before."""
+    last: bool = False
+    """No further block of the loan will be lent."""
 
 
 class Closing(Struct, frozen=True, tag="closing"):

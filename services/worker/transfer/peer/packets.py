@@ -16,6 +16,8 @@ from shared.socket_path import reachable
 
 LENDERS = "lenders"
 """The directory of the sockets of lenders, in the directory of the pool."""
+MOST_NAMES = 4
+"""The most lenders of one worker that are tried."""
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 
@@ -26,6 +28,23 @@ class ConnectionEnded(Exception):
 
 def socket_of(directory: Path, lender: str) -> Path:
     return directory / LENDERS / lender
+
+
+def lenders_of(directory: Path, worker: str) -> list[str]:
+    """Return the names of the lenders of a worker's engines, the newest first; an engine that has ended may be among
+    them."""
+    try:
+        found = [path for path in (directory / LENDERS).iterdir() if path.name.rpartition("-")[0] == worker]
+    except OSError:
+        return []
+    return [path.name for path in sorted(found, key=_made_ns, reverse=True)[:MOST_NAMES]]
+
+
+def _made_ns(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def listening(path: Path) -> socket.socket:

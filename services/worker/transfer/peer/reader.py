@@ -3,7 +3,10 @@
     asked ──Offer, checked and mapped──▶ mapped ──leave──▶ ended
       └──Refused, a wrong offer, the connection closed──▶ ended   also from mapped: what is being read is discarded
 
-`turn`, `borrow`, `release` and `leave` belong to the loop's thread; `is_lent` may be asked by the thread that copies.
+All belongs to the loop's thread, but `connected`, for which the thread that copies may ask.
+
+What was copied from lent slots may be used if the connection is still open after the last copy has ended: the lender
+leaves the slots of a loan as they are until this process releases them, or the connection ends.
 """
 
 from __future__ import annotations
@@ -11,18 +14,15 @@ from __future__ import annotations
 import logging
 import select
 import socket
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import assert_never
 
-from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.copier import Pending
 from services.worker.transfer.peer import packets
 from services.worker.transfer.peer.lending import LendingRefused
-from services.worker.transfer.peer.memory import MapFailed, MappedPages, PageMapper, PeerCopier, placed
+from services.worker.transfer.peer.memory import MapFailed, MappedPages, PageMapper, placed
 from services.worker.transfer.peer.messages import (
     FROM_LENDER,
     PROTOCOL,
@@ -40,9 +40,6 @@ from services.worker.transfer.peer.messages import (
 from services.worker.transfer.peer.offer_check import check_offer
 from shared.errors import ProtocolError, Unavailable
 from shared.hashing import ContentKey
-
-DEPTH = 2
-"""The most groups of copies under way at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,15 +67,16 @@ class PeerReader:
         """Why nothing more is lent; empty while it is."""
         self.closing = False
         """The lender wants its memory back: release what is lent, and leave."""
-        self._lender = lender
+        self.lender = lender
         self._own = own
         self._mapper = mapper
         self._asked = Import(PROTOCOL, owner, wanted, generation)
         self._generation = 0
         self._pages: MappedPages | None = None
-        self._borrowed: dict[int, int] = {}
-        """The number of blocks of each loan that was asked for and not answered."""
-        self._lent: set[int] = set()
+        self._loans: dict[int, int] = {}
+        """The number of each loan that is not released → its blocks that are not lent yet."""
+        self._newest = 0
+        """The highest number of a loan so far."""
         self._socket = _connected(directory, lender, TO_LENDER.encode(self._asked))
         self._hang_up = select.poll()
         self._hang_up.register(self._socket, select.POLLRDHUP)
@@ -87,8 +85,8 @@ class PeerReader:
         return self._socket.fileno()
 
     def turn(self) -> list[Lent | Refused]:
-        """Take what has come; return the answers to `borrow`. A loan that is not answered when `ended` is set is not
-        lent."""
+        """Take what has come; return the answers about loans that are not released. When `ended` is set, nothing more
+        is lent."""
         answers: list[Lent | Refused] = []
         while not self.ended:
             try:
@@ -101,24 +99,23 @@ class PeerReader:
         return answers
 
     def borrow(self, number: int, keys: Sequence[ContentKey]) -> None:
-        """Ask for blocks, once they are mapped. The number must not name another loan."""
+        """Ask for blocks, once the memory is mapped. Numbers ascend."""
         assert self.theirs is not None
-        assert number not in self._lent
-        assert number not in self._borrowed
+        assert number > self._newest
+        self._newest = number
         if not self.ended:
-            self._borrowed[number] = len(keys)
+            self._loans[number] = len(keys)
             self._send(Borrow(number, list(keys)))
 
     def release(self, number: int) -> None:
-        """Give a loan back that was answered. No copy that reads it may be under way."""
-        assert number not in self._borrowed, "the lender has not answered yet"
-        self._lent.discard(number)
-        if not self.ended:
+        """End a loan. No copy that reads it may be under way."""
+        if self._loans.pop(number, None) is not None:
             self._send(Release(number))
 
-    def is_lent(self, number: int) -> bool:
-        """Return whether the blocks of this loan are still as they were: the lender has not ended until now."""
-        return number in self._lent and not self.ended and not self._hang_up.poll(0)
+    @property
+    def connected(self) -> bool:
+        """Whether the lender has not ended until now."""
+        return not self.ended and not self._hang_up.poll(0)
 
     def leave(self) -> None:
         """Unmap the memory and close the connection. No copy may be under way. Idempotent."""
@@ -140,15 +137,16 @@ class PeerReader:
             packets.close_all(descriptors)
         match message:
             case Refused(number=-1):
-                raise LendingRefused(message.code, f"{self._lender} refused: {message.reason}")
+                raise LendingRefused(message.code, f"{self.lender} refused: {message.reason}")
             case Refused():
-                self._answered(message.number)
-                answers.append(message)
+                if self._asked_for(message.number):
+                    del self._loans[message.number]
+                    answers.append(message)
             case Lent():
-                asked = self._answered(message.number)
-                self._check(message, asked)
-                self._lent.add(message.number)
-                answers.append(message)
+                if self._asked_for(message.number):
+                    self._check(message)
+                    self._loans[message.number] -= len(message.slots)
+                    answers.append(message)
             case Closing():
                 self.closing = True
             case Offer():
@@ -157,23 +155,24 @@ class PeerReader:
                 assert_never(message)
 
     def _map(self, offer: Offer, descriptors: list[int]) -> None:
-        check_offer(offer, self._asked, self._own, len(descriptors), self._lender)
+        check_offer(offer, self._asked, self._own, len(descriptors), self.lender)
         self._pages = self._mapper.map(descriptors, offer.size_bytes, offer.device)
         self.theirs = placed(offer.shape, self._pages.address)
         self._generation = offer.generation
 
-    def _answered(self, number: int) -> int:
-        if number not in self._borrowed:
+    def _asked_for(self, number: int) -> bool:
+        """Return whether the loan is not released. Raise ProtocolError where there was none."""
+        if number > self._newest:
             raise ProtocolError(f"an answer about loan {number}, which was not asked for")
-        return self._borrowed.pop(number)
+        return number in self._loans
 
-    def _check(self, lent: Lent, asked: int) -> None:
+    def _check(self, lent: Lent) -> None:
         assert self.theirs is not None
         if lent.generation != self._generation:
             raise LendingRefused("generation", f"blocks of generation {lent.generation}, mapped is {self._generation}")
-        slots = [slot for slot in lent.slots if slot is not None]
-        if len(lent.slots) != asked or not all(0 <= slot < self.theirs.slots for slot in slots):
-            raise ProtocolError(f"loan {lent.number} has slots that do not exist, or another number of them")
+        slots = self.theirs.slots
+        if len(lent.slots) > self._loans[lent.number] or not all(0 <= slot < slots for slot in lent.slots):
+            raise ProtocolError(f"loan {lent.number} has slots that do not exist, or too many of them")
 
     def _send(self, message: Borrow | Release) -> None:
         try:
@@ -183,10 +182,9 @@ class PeerReader:
 
     def _end(self, why: str) -> None:
         if not self.ended:
-            _log.info("%s lends this process no blocks any more: %s", self._lender, why)
+            _log.info("%s lends this process no blocks any more: %s", self.lender, why)
         self.ended = self.ended or why
-        self._lent.clear()
-        self._borrowed.clear()
+        self._loans.clear()
 
 
 def _connected(directory: Path, lender: str, first: bytes) -> socket.socket:
@@ -203,22 +201,3 @@ def _connected(directory: Path, lender: str, first: bytes) -> socket.socket:
         connection.close()
         raise Unavailable(f"{lender} lends no blocks: {wrong}") from wrong
     return connection
-
-
-def read_blocks(copier: PeerCopier, copies: Sequence[Copy], is_lent: Callable[[], bool]) -> bool:
-    """Copy lent blocks, waiting for the end. Return whether they may be used; if not, all of them are discarded.
-
-    No copy is under way then. If DeviceFailed is raised, the device is lost, and the loan must not be released.
-    """
-    under_way: deque[Pending] = deque()
-    try:
-        for first in range(0, len(copies), copier.group_blocks):
-            if not is_lent():
-                return False
-            if len(under_way) == DEPTH:
-                under_way.popleft().wait()
-            under_way.append(copier.begin(copies[first : first + copier.group_blocks]))
-    finally:
-        while under_way:
-            under_way.popleft().wait()
-    return is_lent()

@@ -12,8 +12,10 @@ import os
 import select
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +25,13 @@ from msgspec import Struct
 
 from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.copier import Copier
 from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
 from services.worker.transfer.peer.lender import PeerLender
 from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import ExportedPages, PageMapper, PeerCopier
+from services.worker.transfer.peer.memory import ExportedPages, PageMapper
 from services.worker.transfer.peer.messages import Lent, PeerIdentity, Refused
-from services.worker.transfer.peer.reader import PeerReader, read_blocks
+from services.worker.transfer.peer.reader import PeerReader
 from shared.pool.lock import hold_owner
 
 IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
@@ -138,6 +141,8 @@ class LenderProcess:
         self._memory = Memory(settings)
         self._memory.fill(0)
         self._pins: Counter[int] = Counter()
+        self._computed = settings.slots
+        """Slots from this one on hold nothing yet."""
         self.lender = PeerLender(
             directory,
             settings.owner,
@@ -145,8 +150,7 @@ class LenderProcess:
             self._memory.shape,
             settings.identity,
             settings.generation,
-            self._pin,
-            self._pins.subtract,
+            self,
             settings.limits,
         )
 
@@ -154,7 +158,7 @@ class LenderProcess:
         return self.lender.fileno()
 
     def turn(self) -> None:
-        self.lender.turn()
+        self.lender.turn(time.monotonic())
         self.lender.watch()
         self.lender.lending.validate()
 
@@ -179,11 +183,18 @@ class LenderProcess:
     def close_lending(self) -> None:
         self.lender.close_lending()
 
-    def _pin(self, keys: Sequence[bytes]) -> list[int | None]:
+    def compute(self, slots: int) -> None:
+        """Have as many slots from now on."""
+        self._computed = slots
+
+    def lend(self, keys: Sequence[bytes]) -> list[int]:
         slots = [int.from_bytes(key, "little") for key in keys]
-        found = [slot if slot < self.settings.slots else None for slot in slots]
-        self._pins.update(slot for slot in found if slot is not None)
-        return found
+        there = list(takewhile(lambda slot: slot < self._computed, slots))
+        self._pins.update(there)
+        return there
+
+    def take_back(self, slots: Sequence[int]) -> None:
+        self._pins.subtract(slots)
 
 
 class ReaderProcess:
@@ -201,7 +212,7 @@ class ReaderProcess:
 
             self._mapper = DeviceMapper(settings.device)
         self.reader: PeerReader | None = None
-        self._copier: PeerCopier | None = None
+        self._copier: Copier | None = None
         self._answers: dict[int, Lent | Refused] = {}
 
     def fileno(self) -> int:
@@ -229,31 +240,33 @@ class ReaderProcess:
         return reader.ended
 
     def borrow(self, number: int, slots: list[int]) -> Any:
-        """Borrow; return the slots, or a refusal's code."""
+        """Borrow; return the first slots that are lent, or a refusal's code."""
         assert self.reader is not None
         self.reader.borrow(number, [key_of(slot) for slot in slots])
+        return self.answer(number)
+
+    def answer(self, number: int) -> Any:
+        """Return the next slots that are lent, or a refusal's code, or why the reader has ended."""
+        assert self.reader is not None
         while number not in self._answers and not self.reader.ended:
             self._wait()
         answer = self._answers.pop(number, None)
         return answer.slots if isinstance(answer, Lent) else answer.code if answer is not None else self.reader.ended
 
-    def copy(self, number: int, pairs: list[tuple[int, int]]) -> bool:
-        """Copy blocks of a loan; return whether they are good."""
+    def copy(self, pairs: list[tuple[int, int]]) -> bool:
+        """Copy blocks; return whether they are good."""
         assert self.reader is not None
         assert self._copier is not None
-        reader = self.reader
-        return read_blocks(self._copier, [Copy(*pair) for pair in pairs], lambda: reader.is_lent(number))
+        copies, most = [Copy(*pair) for pair in pairs], self._copier.group_blocks
+        for first in range(0, len(copies), most):
+            self._copier.begin(copies[first : first + most], loads=True).wait()
+        return self.reader.connected
 
-    def copy_anyway(self, pairs: list[tuple[int, int]]) -> bool:
-        """Copy blocks without asking whether they are lent; return whether that ended well."""
-        assert self._copier is not None
-        return read_blocks(self._copier, [Copy(*pair) for pair in pairs], lambda: True)
-
-    def copy_endlessly(self, number: int, pairs: list[tuple[int, int]]) -> None:
+    def copy_endlessly(self, pairs: list[tuple[int, int]]) -> None:
         """Copy again and again, in a thread; each good round prints a line, and the first other one the last line."""
 
         def go_on() -> None:
-            while self.copy(number, pairs):
+            while self.copy(pairs):
                 say("copied")
             say("discarded")
 
@@ -284,7 +297,7 @@ class ReaderProcess:
         assert self.reader.theirs is not None
         ctypes.memset(self.reader.theirs.regions[0], 0, 1)
 
-    def _new_copier(self, theirs: BlockShape) -> PeerCopier:
+    def _new_copier(self, theirs: BlockShape) -> Copier:
         if self.settings.kind == "host":
             return HostPeerCopier(theirs, self._memory.shape)
         from services.worker.transfer.peer.device_copier import DevicePeerCopier

@@ -9,17 +9,31 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.transfer.peer.lending import Lending, LendingLimits, LendingRefused
+from services.worker.transfer.peer.lending import QUIET_S, Lending, LendingLimits, LendingRefused
 
 LIMITS = LendingLimits(readers=3, loans=2, blocks=8)
+
+
+def keys(*slots: int) -> list[bytes]:
+    """Return the keys of blocks; the block in slot n has the key n."""
+    return [bytes([slot]) for slot in slots]
+
+
+def lend(lending: Lending, connection: int, number: int, slots: list[int]) -> None:
+    """Lend blocks that are all there."""
+    lending.open_loan(connection, number, keys(*slots), 0.0)
+    [loan] = [loan for at, name, loan in lending.waiting() if (at, name) == (connection, number)]
+    assert lending.add(loan, slots, 0.0)
+
+
 OWNERS = [f"reader-{number}" for number in range(4)]
 
 
 def test_a_closed_connection_returns_nothing_and_death_returns_all() -> None:
     lending = Lending(LIMITS)
     assert lending.admit(1, "a") == []
-    lending.lend(1, 5, [3, 4])
-    lending.lend(1, 6, [4])
+    lend(lending, 1, 5, [3, 4])
+    lend(lending, 1, 6, [4])
     lending.connection_closed(1)
     assert (lending.readers, lending.blocks) == (["a"], 3)
     assert sorted(lending.proven_dead("a")) == [3, 4, 4]
@@ -29,10 +43,10 @@ def test_a_closed_connection_returns_nothing_and_death_returns_all() -> None:
 def test_a_reader_that_is_admitted_again_has_returned_what_it_had() -> None:
     lending = Lending(LIMITS)
     lending.admit(1, "a")
-    lending.lend(1, 5, [3, 4])
+    lend(lending, 1, 5, [3, 4])
     assert lending.admit(2, "a") == [3, 4]
     lending.connection_closed(1)
-    lending.lend(2, 5, [7])
+    lend(lending, 2, 5, [7])
     assert lending.release(2, 5) == [7]
     assert lending.release(2, 5) == []
 
@@ -52,8 +66,44 @@ def test_memory_may_be_freed_when_lending_is_closed_and_the_last_reader_is_gone(
         lending.proven_dead("a")
     else:
         with pytest.raises(LendingRefused, match="lends nothing more"):
-            lending.check_loan(1, 1, 1)
+            lending.open_loan(1, 1, keys(1), 0.0)
         lending.leave(1)
+    assert lending.may_free
+
+
+def test_a_loan_waits_for_its_blocks_and_no_longer_than_it_is_quiet() -> None:
+    lending = Lending(LIMITS)
+    lending.admit(1, "a")
+    lending.open_loan(1, 1, keys(1, 2, 3), 0.0)
+    [(_, _, loan)] = lending.waiting()
+    assert not lending.add(loan, [], 1.0)
+    assert lending.add(loan, [1], 9.0)
+    assert lending.is_awaited(b"\3")
+    assert not lending.is_awaited(b"\2")
+    assert not lending.add(loan, [], 9.0 + QUIET_S - 0.1)
+    assert lending.add(loan, [], 9.0 + QUIET_S)
+    assert not loan.waits
+    assert not lending.is_awaited(b"\3")
+    assert lending.release(1, 1) == [1], "only the reader's word returns it"
+
+
+def test_a_loan_whose_last_block_is_there_waits_no_longer() -> None:
+    lending = Lending(LIMITS)
+    lending.admit(1, "a")
+    lend(lending, 1, 1, [1, 2])
+    assert lending.waiting() == []
+    assert not lending.is_awaited(b"\2")
+
+
+def test_closing_lets_no_loan_wait_and_ending_all_returns_every_slot() -> None:
+    lending = Lending(LIMITS)
+    lending.admit(1, "a")
+    lending.open_loan(1, 1, keys(1, 2), 0.0)
+    [(_, _, loan)] = lending.waiting()
+    lending.add(loan, [1], 0.0)
+    assert lending.close() == [1]
+    assert lending.waiting() == []
+    assert lending.end_all() == [1]
     assert lending.may_free
 
 
@@ -66,6 +116,10 @@ class LendingMachine(RuleBasedStateMachine):
         self.next = 0
         self.connections: dict[int, str] = {}
         self.held: dict[str, dict[int, list[int]]] = {}
+        self.kept: list[list[int]] = []
+        """All loans, so that each has another id."""
+        self.sizes: dict[int, int] = {}
+        """The blocks that each loan was asked for, by its id."""
 
     def returned(self, slots: list[int], owner: str) -> None:
         loans = self.held.pop(owner, {})
@@ -88,18 +142,28 @@ class LendingMachine(RuleBasedStateMachine):
         self.connections[self.next] = owner
 
     @precondition(lambda self: self.connections)
-    @rule(data=st.data(), number=st.integers(0, 3), slots=st.lists(st.integers(0, 20), max_size=5))
-    def lend(self, data: st.DataObject, number: int, slots: list[int]) -> None:
+    @rule(data=st.data(), number=st.integers(0, 3), size=st.integers(1, 5))
+    def borrow(self, data: st.DataObject, number: int, size: int) -> None:
         connection = data.draw(st.sampled_from(sorted(self.connections)))
         loans = self.held[self.connections[connection]]
-        lent = sum(len(loan) for reader in self.held.values() for loan in reader.values())
-        full = len(loans) >= LIMITS.loans or number in loans or lent + len(slots) > LIMITS.blocks
+        asked = sum(self.sizes[id(loan)] for reader in self.held.values() for loan in reader.values())
+        full = len(loans) >= LIMITS.loans or number in loans or asked + size > LIMITS.blocks
         if full or self.lending.closing:
             with pytest.raises(LendingRefused):
-                self.lending.lend(connection, number, slots)
+                self.lending.open_loan(connection, number, keys(*range(size)), 0.0)
             return
-        self.lending.lend(connection, number, slots)
-        loans[number] = slots
+        self.lending.open_loan(connection, number, keys(*range(size)), 0.0)
+        loans[number] = []
+        self.sizes[id(loans[number])] = size
+        self.kept.append(loans[number])
+
+    @precondition(lambda self: self.lending.waiting())
+    @rule(data=st.data(), more=st.integers(0, 5))
+    def compute(self, data: st.DataObject, more: int) -> None:
+        connection, number, loan = data.draw(st.sampled_from(self.lending.waiting()))
+        slots = list(range(20))[:more][: len(loan.keys) - len(loan.slots)]
+        assert self.lending.add(loan, slots, 0.0) == bool(slots)
+        self.held[self.connections[connection]][number] += slots
 
     @precondition(lambda self: self.connections)
     @rule(data=st.data(), number=st.integers(0, 3))

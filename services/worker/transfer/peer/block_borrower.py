@@ -1,0 +1,217 @@
+"""BlockBorrower: a decode worker's end of all loans: one connection, one mapping and one thread of copies a lender.
+
+ask ──▶ the lender's socket is found ──▶ its memory is mapped ──▶ borrow ──▶ Lent … ──▶ load ──▶ release
+               │ none listens, it refuses, its memory cannot be mapped, it ends
+               └──▶ the answer says that no block is lent; the engine goes another way
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from services.worker.loans import Borrowed
+from services.worker.mover import Copied, Copy
+from services.worker.transfer.mover import TransferMover
+from services.worker.transfer.peer import packets
+from services.worker.transfer.peer.memory import PeerMemory
+from services.worker.transfer.peer.messages import MOST_BLOCKS, Lent, PeerIdentity
+from services.worker.transfer.peer.reader import PeerReader
+from shared.errors import Unavailable
+from shared.hashing import ContentKey
+from shared.pool.format import Arena
+from shared.rate_limited_log import RateLimitedLog
+
+MOST_LENDERS = 8
+"""The most engines whose memory is mapped at once. For a further one, another that lends nothing now is left."""
+REFUSED_S = 10.0
+"""Seconds for which a lender is not asked again after its memory could not be mapped."""
+MOST_REFUSED = 64
+"""The most such lenders that are remembered."""
+_READABLE = 1
+"""The generation of all slots of a lender whose connection is open. Afterwards they have another one."""
+
+_log = logging.getLogger(__name__)
+
+
+class _LentSlots:
+    """The lender's slots as a mover needs them; the copier knows where they are mapped."""
+
+    bytes = memoryview(b"")
+
+    def __init__(self, reader: PeerReader, block_bytes: int, slots: int) -> None:
+        self.arena = Arena(0, block_bytes, slots, 0)
+        self._reader = reader
+
+    def generation(self, slot: int) -> int:  # noqa: ARG002 - all slots have the same one
+        """Return the same generation as long as the lender keeps all lent slots as they are."""
+        return _READABLE if self._reader.connected else 0
+
+
+class _Link(Struct, eq=False):
+    """The connection to one lender."""
+
+    reader: PeerReader
+    mover: TransferMover | None = None
+    """None: the lender's memory is not mapped."""
+    queued: list[tuple[int, Sequence[ContentKey]]] = field(default_factory=list)
+    """Loans to ask for once it is."""
+    loans: dict[int, bool] = field(default_factory=dict)
+    """Number of each loan that is not released → whether further answers will come."""
+    batches: set[int] = field(default_factory=set)
+    """Batches of copies under way."""
+    failed: str = ""
+    """Why it is not used any longer."""
+
+
+class BlockBorrower:
+    """A Borrower of one engine, from lenders in the directory of its kvbm's pool."""
+
+    def __init__(
+        self,
+        directory: Path,
+        memory: Callable[[], PeerMemory],
+        identity: PeerIdentity,
+        clock: Callable[[], float],
+    ) -> None:
+        """`memory` returns the engine's present memory; what it returned before is not used after `leave`."""
+        self._directory = directory
+        self._memory = memory
+        self._identity = identity
+        self._clock = clock
+        self._links: dict[str, _Link] = {}
+        """Worker → the link to its engine, the one that was used last at the end."""
+        self._answers: list[Borrowed] = []
+        self._lost: list[Copied] = []
+        """Batches that were asked for after their lender had ended."""
+        self._refused: dict[str, float] = {}
+        """Lender whose memory could not be mapped → when it is asked again, the newest at the end."""
+        self._limited_log = RateLimitedLog(clock=clock)
+        self._poller = select.epoll()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `turn` or `ended` has something to do."""
+        return self._poller.fileno()
+
+    def ask(self, number: int, owner: str, worker: str, keys: Sequence[ContentKey]) -> None:
+        link = self._links.pop(worker, None) or self._connect(worker, owner)
+        if link is None:
+            self._answers.append(Borrowed(number, [], last=True))
+            return
+        self._links[worker] = link
+        link.loans[number] = True
+        if link.mover is None:
+            link.queued.append((number, keys[:MOST_BLOCKS]))
+        else:
+            link.reader.borrow(number, keys[:MOST_BLOCKS])
+
+    def turn(self) -> list[Borrowed]:
+        for worker, link in list(self._links.items()):
+            for answer in link.reader.turn():
+                slots = answer.slots if isinstance(answer, Lent) else []
+                self._answer(link, answer.number, slots, last=not isinstance(answer, Lent) or answer.last)
+            if link.reader.theirs is not None and link.mover is None and not link.reader.ended:
+                self._open(link)
+            if link.reader.ended or link.reader.closing or link.failed:
+                for number in [number for number, expected in link.loans.items() if expected]:
+                    self._answer(link, number, [], last=True)
+                if not link.batches and (link.reader.ended or not link.loans):
+                    self._leave(worker)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def load(self, batch: int, number: int, copies: Sequence[Copy]) -> None:
+        link = next((link for link in self._links.values() if number in link.loans), None)
+        if link is None:
+            self._lost.append(Copied(batch, [False] * len(copies), 0, 0.0))
+            return
+        assert link.mover is not None
+        link.batches.add(batch)
+        link.mover.load(batch, [replace(copy, generation=_READABLE, checksum=None) for copy in copies])
+
+    def cancel(self, batch: int) -> None:
+        for link in self._links.values():
+            if batch in link.batches and link.mover is not None:
+                link.mover.cancel(batch)
+
+    def ended(self) -> list[Copied]:
+        ended, self._lost = self._lost, []
+        for link in self._links.values():
+            for copied in [] if link.mover is None else link.mover.ended():
+                link.batches.remove(copied.batch)
+                link.failed = link.failed or copied.failed
+                ended.append(replace(copied, failed=""))
+        return ended
+
+    def release(self, number: int) -> None:
+        for link in self._links.values():
+            if link.loans.pop(number, None) is not None:
+                link.queued = [asked for asked in link.queued if asked[0] != number]
+                link.reader.release(number)
+
+    def leave(self) -> None:
+        for worker in list(self._links):
+            self._leave(worker)
+
+    def close(self) -> None:
+        self.leave()
+        self._poller.close()
+
+    # --- links
+
+    def _connect(self, worker: str, owner: str) -> _Link | None:
+        """Return a link to the worker's engine whose memory is not mapped yet; None if it cannot be had."""
+        if len(self._links) == MOST_LENDERS and not self._make_room():
+            return None
+        memory, now_s, why = self._memory(), self._clock(), f"worker {worker} lends no blocks"
+        for lender in packets.lenders_of(self._directory, worker):
+            if self._refused.get(lender, now_s) > now_s:
+                continue
+            try:
+                reader = PeerReader(self._directory, lender, owner, self._identity, memory.shape, memory.mapper)
+            except Unavailable as wrong:
+                why = str(wrong)
+                continue
+            self._poller.register(reader.fileno(), select.EPOLLIN)
+            return _Link(reader)
+        self._limited_log.warn("blocks come through the kvbm only", why)
+        return None
+
+    def _make_room(self) -> bool:
+        idle = next((worker for worker, link in self._links.items() if not link.loans and not link.batches), None)
+        if idle is not None:
+            self._leave(idle)
+        return idle is not None
+
+    def _open(self, link: _Link) -> None:
+        """The lender's memory is mapped: ask for what waits."""
+        theirs, memory = link.reader.theirs, self._memory()
+        assert theirs is not None
+        link.mover = TransferMover(memory.copier(theirs), self._clock)
+        link.mover.attach(_LentSlots(link.reader, theirs.block_bytes, theirs.slots))
+        self._poller.register(link.mover.fileno(), select.EPOLLIN)
+        for number, keys in link.queued:
+            link.reader.borrow(number, keys)
+        link.queued.clear()
+
+    def _answer(self, link: _Link, number: int, slots: list[int], *, last: bool) -> None:
+        link.loans[number] = not last
+        self._answers.append(Borrowed(number, slots, last))
+
+    def _leave(self, worker: str) -> None:
+        link = self._links.pop(worker)
+        if link.mover is None and link.reader.ended:
+            self._refused.pop(link.reader.lender, None)
+            self._refused[link.reader.lender] = self._clock() + REFUSED_S
+            if len(self._refused) > MOST_REFUSED:
+                del self._refused[next(iter(self._refused))]
+        self._poller.unregister(link.reader.fileno())
+        if link.mover is not None:
+            self._poller.unregister(link.mover.fileno())
+            link.mover.close()
+        link.reader.leave()

@@ -1,0 +1,91 @@
+"""BlockLender: a prefill worker's end of all loans. It lends as soon as the engine holds its lock, and again after the
+engine's memory has changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+
+from services.worker.transfer.peer.lender import LendableBlocks, PeerLender
+from services.worker.transfer.peer.lending import LendingLimits
+from services.worker.transfer.peer.memory import PeerMemory
+from services.worker.transfer.peer.messages import PeerIdentity
+from shared.hashing import ContentKey
+
+WATCH_INTERVAL_S = 0.25
+"""Seconds between two looks at whether readers are dead, while any are there."""
+_GENERATION_BYTES = 7
+
+_log = logging.getLogger(__name__)
+
+
+class BlockLender:
+    """A Lender of one engine, in the directory of its kvbm's pool."""
+
+    def __init__(
+        self,
+        directory: Path,
+        memory: Callable[[], PeerMemory],
+        identity: PeerIdentity,
+        blocks: LendableBlocks,
+        limits: LendingLimits,
+    ) -> None:
+        """`memory` returns the engine's present memory, which has pages."""
+        self._directory = directory
+        self._memory = memory
+        self._identity = identity
+        self._blocks = blocks
+        self._limits = limits
+        self._owner = ""
+        """The owner under whose name this lends; empty: it does not."""
+        self._lender: PeerLender | None = None
+        self._watch_s = 0.0
+        """When to look at the readers' locks next."""
+        self._poller = select.epoll()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `turn` has something to do."""
+        return self._poller.fileno()
+
+    def turn(self, owner: str, now_s: float) -> None:
+        if owner != self._owner:
+            self._open(owner)
+        if self._lender is not None:
+            self._lender.turn(now_s)
+            if now_s >= self._watch_s:
+                self._watch_s = now_s + WATCH_INTERVAL_S
+                self._lender.watch()
+
+    def awaits(self, key: ContentKey) -> bool:
+        return self._lender is not None and self._lender.lending.is_awaited(key)
+
+    @property
+    def wait_until_s(self) -> float | None:
+        return self._watch_s if self._lender is not None and self._lender.lending.readers else None
+
+    def close(self) -> None:
+        self._owner = ""
+        if self._lender is not None:
+            self._poller.unregister(self._lender.fileno())
+            self._lender.close_lending()
+            self._lender.close()
+            self._lender = None
+
+    def _open(self, owner: str) -> None:
+        self.close()
+        self._owner = owner
+        memory = self._memory()
+        assert memory.pages is not None
+        generation = 1 + int.from_bytes(os.urandom(_GENERATION_BYTES), "little")
+        try:
+            self._lender = PeerLender(
+                *(self._directory, owner, memory.pages, memory.shape, self._identity, generation),
+                *(self._blocks, self._limits),
+            )
+        except OSError as wrong:
+            _log.warning("this engine lends no blocks, which decode workers get from the kvbm only: %s", wrong)
+            return
+        self._poller.register(self._lender.fileno(), select.EPOLLIN)

@@ -1,0 +1,243 @@
+"""BlockBorrower and BlockLender of two engines in one process, over real sockets and memory."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.loans import Borrowed
+from services.worker.mover import Copied, Copy
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.peer import block_borrower, packets
+from services.worker.transfer.peer.block_borrower import MOST_LENDERS, BlockBorrower
+from services.worker.transfer.peer.block_lender import WATCH_INTERVAL_S, BlockLender
+from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
+from services.worker.transfer.peer.lending import LendingLimits
+from services.worker.transfer.peer.memory import PeerMemory
+from services.worker.transfer.peer.messages import PeerIdentity
+from shared.pool.lock import HeldLock, hold_owner
+
+SLOTS, BLOCK_BYTES = 16, 4096
+IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
+LIMIT_S = 60.0
+OWNER = "decode-00000000"
+
+
+def key_of(slot: int) -> bytes:
+    return slot.to_bytes(16, "little")
+
+
+class Memory:
+    """One engine's blocks in host memory."""
+
+    def __init__(self, fill: int) -> None:
+        self.pages = HostPages(SLOTS * BLOCK_BYTES)
+        self.blocks = self.pages.array.reshape(SLOTS, BLOCK_BYTES)
+        self.blocks[:] = np.arange(SLOTS, dtype=np.uint8)[:, None] + fill
+
+    def seen(self) -> PeerMemory:
+        shape = BlockShape.contiguous(self.pages.address, BLOCK_BYTES, SLOTS)
+        return PeerMemory("host", shape, self.pages, HostMapper(), lambda theirs: HostPeerCopier(theirs, shape))
+
+
+class LendingEngine:
+    """An engine that lends the first `computed` of its blocks, under the name of a worker."""
+
+    def __init__(self, directory: Path, worker: str, identity: PeerIdentity = IDENTITY) -> None:
+        self.owner = f"{worker}-11111111"
+        self.lock = hold_owner(directory, self.owner)
+        self.memory = Memory(100)
+        self.computed = SLOTS
+        self.lent: list[int] = []
+        self.lender = BlockLender(directory, self.memory.seen, identity, self, LendingLimits(blocks=SLOTS))
+
+    def turn(self) -> None:
+        self.lender.turn(self.owner, time.monotonic())
+
+    def lend(self, keys: Sequence[bytes]) -> list[int]:
+        slots = [int.from_bytes(key, "little") for key in keys]
+        there = [slot for slot in slots if slot < self.computed]
+        self.lent += there
+        return there
+
+    def take_back(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.lent.remove(slot)
+
+    def close(self) -> None:
+        self.lender.close()
+        self.lock.close(delete=True)
+        self.memory.pages.close()
+
+
+class Rig:
+    """A borrower, and engines that lend."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "owners").mkdir(mode=0o700)
+        directory.chmod(0o700)
+        self.directory = directory
+        self.lock: HeldLock = hold_owner(directory, OWNER)
+        self.memory = Memory(0)
+        self.borrower = BlockBorrower(directory, self.memory.seen, IDENTITY, time.monotonic)
+        self.engines: list[LendingEngine] = []
+        self.answers: list[Borrowed] = []
+        self.copied: list[Copied] = []
+
+    def engine(self, worker: str = "prefill", identity: PeerIdentity = IDENTITY) -> LendingEngine:
+        self.engines.append(LendingEngine(self.directory, worker, identity))
+        self.engines[-1].turn()
+        return self.engines[-1]
+
+    def ask(self, number: int, slots: Sequence[int], worker: str = "prefill") -> None:
+        self.borrower.ask(number, OWNER, worker, [key_of(slot) for slot in slots])
+
+    def until(self, done: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + LIMIT_S
+        while not done():
+            assert time.monotonic() < until_s, (self.answers, self.copied)
+            for engine in self.engines:
+                engine.turn()
+            self.answers += self.borrower.turn()
+            self.copied += self.borrower.ended()
+            select.select([self.borrower], [], [], 0.01)
+
+    def close(self) -> None:
+        self.borrower.close()
+        for engine in self.engines:
+            engine.close()
+        self.lock.close(delete=True)
+        self.memory.pages.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with closing(Rig(tmp_path)) as one:
+        yield one
+
+
+def test_blocks_are_lent_as_they_are_computed_copied_and_returned(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.computed = 2
+    rig.ask(1, [0, 1, 2, 3])
+    rig.until(lambda: bool(rig.answers))
+    assert rig.answers == [Borrowed(1, [0, 1], last=False)]
+    assert engine.lender.awaits(key_of(3))
+    engine.computed = 4
+    rig.until(lambda: len(rig.answers) == 2)
+    assert rig.answers[1] == Borrowed(1, [2, 3], last=True)
+    assert not engine.lender.awaits(key_of(3))
+    rig.borrower.load(7, 1, [Copy(0, 9), Copy(3, 5)])
+    rig.until(lambda: bool(rig.copied))
+    [copied] = rig.copied
+    assert (copied.batch, copied.good, copied.paths) == (7, [True, True], {"peer_memmove": 2})
+    assert rig.memory.blocks[9, 0] == 100
+    assert rig.memory.blocks[5, 0] == 103
+    assert engine.lent == [0, 1, 2, 3]
+    rig.borrower.release(1)
+    rig.until(lambda: not engine.lent)
+
+
+def test_without_a_lender_of_that_worker_the_answer_is_that_nothing_is_lent(rig: Rig) -> None:
+    rig.engine("another")
+    rig.ask(1, [0])
+    assert rig.borrower.turn() == [Borrowed(1, [], last=True)]
+
+
+def test_a_lender_of_other_blocks_lends_nothing_and_is_not_asked_again_soon(rig: Rig) -> None:
+    engine = rig.engine(identity=PeerIdentity("a-model", "fedcba9876543210", "bfloat16", kind="host"))
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    assert rig.answers == [Borrowed(1, [], last=True)]
+    rig.ask(2, [0])
+    assert rig.borrower.turn() == [Borrowed(2, [], last=True)]
+    assert engine.lent == []
+
+
+def test_more_than_is_lent_at_once_is_refused(rig: Rig) -> None:
+    rig.engine()
+    rig.ask(1, range(10))
+    rig.ask(2, range(10))
+    rig.until(lambda: len(rig.answers) == 2)
+    assert sorted(rig.answers, key=lambda answer: answer.number) == [
+        Borrowed(1, list(range(10)), last=True),
+        Borrowed(2, [], last=True),
+    ]
+
+
+def test_when_the_lender_ends_open_loans_end_and_its_copies_are_not_good(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.computed = 2
+    rig.ask(1, range(4))
+    rig.until(lambda: bool(rig.answers))
+    engine.lender.close()
+    assert engine.lent == [], "its memory is about to go"
+    rig.borrower.load(7, 1, [Copy(0, 9)])
+    rig.engines.clear()
+    rig.until(lambda: len(rig.answers) == 2 and bool(rig.copied))
+    assert rig.answers[1] == Borrowed(1, [], last=True)
+    assert rig.copied[0].good == [False]
+    rig.borrower.load(8, 1, [Copy(1, 9)])
+    rig.until(lambda: len(rig.copied) == 2)
+    assert rig.copied[1].good == [False], "there is no such loan any more"
+    rig.borrower.release(1)
+    engine.close()
+
+
+def test_a_lender_whose_memory_has_changed_is_asked_again(rig: Rig) -> None:
+    engine = rig.engine()
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    engine.lender.close()  # as before a sleep
+    rig.borrower.release(1)
+    rig.until(lambda: (rig.directory / packets.LENDERS / engine.owner).exists() and not rig.borrower.turn())
+    rig.ask(2, [1])
+    rig.until(lambda: len(rig.answers) == 2)
+    assert rig.answers[1] == Borrowed(2, [1], last=True)
+
+
+def test_only_so_many_lenders_are_mapped_and_one_that_lends_nothing_makes_room(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MOST_LENDERS > 2
+    monkeypatch.setattr(block_borrower, "MOST_LENDERS", 2)
+    for number, worker in enumerate(("one", "two"), 1):
+        rig.engine(worker)
+        rig.ask(number, [0], worker)
+    rig.until(lambda: len(rig.answers) == 2)
+    rig.engine("three")
+    rig.ask(3, [0], "three")
+    rig.until(lambda: len(rig.answers) == 3)
+    assert rig.answers[2] == Borrowed(3, [], last=True), "both lend"
+    rig.borrower.release(1)
+    rig.ask(4, [0], "three")
+    rig.until(lambda: len(rig.answers) == 4)
+    assert rig.answers[3] == Borrowed(4, [0], last=True)
+
+
+def test_a_borrower_that_lets_go_returns_everything_and_may_ask_again(rig: Rig) -> None:
+    engine = rig.engine()
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    rig.borrower.leave()
+    rig.until(lambda: not engine.lent)
+    rig.ask(2, [1])
+    rig.until(lambda: len(rig.answers) == 2)
+
+
+def test_the_lender_looks_at_its_readers_only_while_there_are_any(rig: Rig) -> None:
+    engine = rig.engine()
+    assert engine.lender.wait_until_s is None
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    until_s = engine.lender.wait_until_s
+    assert until_s is not None
+    assert until_s <= time.monotonic() + WATCH_INTERVAL_S
+    rig.borrower.leave()
+    rig.until(lambda: engine.lender.wait_until_s is None)
