@@ -196,6 +196,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long streams are heard, each time")
     parser.add_argument("--pool-bytes", type=int, default=0)
+    parser.add_argument("--no-lending", action="store_true", help="blocks go through kvbm, not from engine to engine")
     parser.add_argument("--quick", action="store_true", help="three rounds, streams for two seconds")
     parser.add_argument("--logs", type=Path, help="a new directory for the processes' logs; default: none are kept")
     parser.add_argument("--json", action="store_true")
@@ -347,6 +348,7 @@ def _start(services: Fleet, flags: argparse.Namespace, folder: Path, model: Path
     for name, role in (("prefill", "prefill"), ("decode", "decode"), ("alone", "aggregated")):
         words = ["--model", str(model), "--model-name", ALONE if name == "alone" else PAIR, "--role", role]
         words += [] if name == "alone" else kvbm
+        words += ["--kvbm-lending", "false"] if flags.no_lending and name != "alone" else []
         if cuda:
             gpu = int(name == "prefill" and gpus > 1)
             words += ["--device", "cuda", "--cuda-gpu", str(gpu), "--cuda-memory-share", str(shares[name])]
