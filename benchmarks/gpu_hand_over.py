@@ -157,7 +157,9 @@ class Client:
             async with asyncio.timeout(LIMIT_S):
                 while not all(self.wire.parts[name] for name in names):
                     await asyncio.sleep(0.01)
-                    assert not any(task.done() for task in tasks), "a stream ended"
+                    for task in tasks:
+                        if task.done():
+                            task.result()
             yield names
         finally:
             for task in tasks:

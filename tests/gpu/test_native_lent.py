@@ -57,7 +57,6 @@ def test_a_runner_computes_the_same_in_pages_that_are_lent_and_gives_them_back(t
         kv_bytes = CAPACITY_BLOCKS * memory.shape.block_bytes
         assert memory.pages.size_bytes >= kv_bytes
         assert use.used >= kv_bytes
-        runner.close()
     runner._memory.trim()
     assert free_bytes() >= before - (8 << 20)
 
