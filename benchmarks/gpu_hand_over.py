@@ -13,7 +13,8 @@ has the second one. The model is of Llama 8B's shape with random weights, in bfl
                   `decode`: storing, the second attempt, loading, a step; the median
     alone         the same two tokens from `alone`, which computes the prompt and goes on
     between       the time between two tokens of streams that `decode` decodes, without and with prompts that are asked
-                  for without a pause, one and two at a time. Two at a time are more than `prefill` computes at once, so
+                  for without a pause, one and two at a time; the streams begin again each time, since a step takes
+                  longer the longer they are. Two at a time are more than `prefill` computes at once, so
                   that the router may have `decode` compute one, in chunks between its streams' tokens: the rows say
                   how many were handed over. The goal is for one at a time
 
@@ -282,12 +283,12 @@ async def _measure(
                     for _ in range(flags.rounds):
                         rows.append(await _row(client, name, flags.tokens))
                         _progress(_line(rows[-1]))
-            async with client.streaming(PAIR) as streams:
-                _progress("streams, without and with prompts …")
-                between: list[BetweenRow] = []
-                for prompts in PROMPTS:
+            _progress("streams, without and with prompts …")
+            between: list[BetweenRow] = []
+            for prompts in PROMPTS:
+                async with client.streaming(PAIR) as streams:
                     between.append(await _between(client, streams, flags, prompts))
-                    _progress(_line(between[-1]))
+                _progress(_line(between[-1]))
         await bus.close()
     return rows, between
 

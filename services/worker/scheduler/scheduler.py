@@ -61,6 +61,8 @@ from shared.messages import NOT_BEGUN, FinishReason, Part
 _NEVER = float("inf")
 PREFETCH_MOST_S = 120.0
 """Most seconds for which blocks of an expected prompt are loaded."""
+MOST_EXPECTED = 8
+"""The most expected attempts whose hashed prompts are kept."""
 STORING_MOST_S = 1.0
 """Most seconds for which a prompt that is computed waits until its blocks are stored, before it is handed over; it
 waits no longer than it was computed."""
@@ -85,6 +87,8 @@ class Scheduler:
             first_tokens_per_s=limits.first_tokens_per_s,
         )
         self._throughput = Throughput()
+        self._expected: dict[tuple[str, int], Sequence] = {}
+        """Attempts for which blocks were to be loaded beforehand, the newest at the end, at most MOST_EXPECTED."""
         self._living: dict[tuple[str, int], Sequence] = {}
         self._storing: dict[tuple[str, int], tuple[Sequence, float]] = {}
         """Attempts that only prefill, have their first token and hold nothing, while the kvbm stores their blocks → the
@@ -118,7 +122,8 @@ class Scheduler:
         assert self._step is None
         if self._knows(submit):
             return
-        sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
+        expected = self._expected.pop((submit.request, submit.attempt), None)
+        sequence = Sequence.of(submit, self._limits, self._arrivals, now_s, expected)
         self._arrivals += 1
         reason = self._unfit(sequence)
         if reason:
@@ -147,12 +152,16 @@ class Scheduler:
         sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
         self._arrivals += 1
         if not self._unfit(sequence):
+            self._expected[sequence.name] = sequence
+            if len(self._expected) > MOST_EXPECTED:
+                del self._expected[next(iter(self._expected))]
             until_s = min(sequence.deadline_s, now_s + PREFETCH_MOST_S)
             self._onboarding.prefetch(sequence, lender, until_s, now_s)
 
     def cancel(self, request: str, attempt: int) -> None:
         """End an attempt and free its blocks. Unknown ones are ignored."""
         assert self._step is None
+        self._expected.pop((request, attempt), None)
         self._onboarding.end_prefetch(request, attempt)
         sequence = self._living.get((request, attempt))
         stored = self._storing.pop((request, attempt), None)
@@ -586,6 +595,7 @@ class Scheduler:
             assert sequence.begin_by_s == _NEVER
         assert not (self._stalled and self._running)
         assert self._living.keys().isdisjoint(self._storing)
+        assert len(self._expected) <= MOST_EXPECTED
         assert not any(sequence.blocks for sequence, _ in self._storing.values())
 
 

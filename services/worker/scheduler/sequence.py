@@ -84,8 +84,10 @@ class Sequence:
     caused."""
 
     @staticmethod
-    def of(submit: Submit, limits: SchedulerLimits, arrival: int, now_s: float) -> Sequence:
-        """Return the sequence of a submitted attempt. Hash its tokens, once."""
+    def of(
+        submit: Submit, limits: SchedulerLimits, arrival: int, now_s: float, expected: Sequence | None = None
+    ) -> Sequence:
+        """Return the sequence of a submitted attempt. Hash its tokens, as far as `expected` has no keys of them."""
         sampling, block_size = submit.sampling, limits.block_size
         root = root_key(limits.model, submit.lora, submit.salt)
         tokens, blocks = token_array(submit.tokens), list[int]()
@@ -109,7 +111,7 @@ class Sequence:
             begin_by_s=inf if submit.wait_left_s is None else now_s + submit.wait_left_s,
             block_size=block_size,
             root=root,
-            keys=content_keys(root, submit.tokens, block_size),
+            keys=_keys(root, submit.tokens, block_size, expected),
             blocks=blocks,
         )
 
@@ -180,3 +182,12 @@ class Sequence:
         if index == len(self.keys):
             self.keys.append(content_key(parent or self.root, packed))
         return Content(self.keys[index], parent, packed, self.submit.lora, self.submit.salt)
+
+
+def _keys(root: ContentKey, packed: bytes, block_size: int, expected: Sequence | None) -> list[ContentKey]:
+    """Return the content keys of the full blocks of packed tokens. To hash 8,192 tokens takes 1 ms."""
+    if expected is None or expected.root != root or not packed.startswith(expected.submit.tokens):
+        return content_keys(root, packed, block_size)
+    known = expected.keys
+    rest = packed[4 * block_size * len(known) :]
+    return known + content_keys(known[-1] if known else root, rest, block_size)

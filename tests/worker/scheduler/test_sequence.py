@@ -17,6 +17,10 @@ def sequence(sampling: Sampling, produced: int = 0) -> Sequence:
     return Sequence.of(Submit("r", 1, "f", tokens, PROMPT_TOKENS, sampling, 60.0), LIMITS, 0, 0.0)
 
 
+def sequence_of(tokens: bytes, expected: Sequence | None = None) -> Sequence:
+    return Sequence.of(Submit("r", 1, "f", tokens, 1, Sampling(8), 60.0), LIMITS, 0, 0.0, expected)
+
+
 def test_ends_of_sequence_and_stop_tokens_are_barred_where_there_is_a_least_number_of_tokens() -> None:
     assert sequence(Sampling(8, stop_token_ids=(3,))).work.barred == ()
     assert sequence(Sampling(8, min_tokens=2)).work.barred == [0, 9]
@@ -30,3 +34,15 @@ def test_tokens_of_earlier_attempts_count() -> None:
         work = sequence(Sampling(8, min_tokens=2), produced).work
         work.end = len(work.history)
         assert bool(work.barred_now) == barred
+
+
+def test_a_sequence_that_was_expected_has_the_same_keys_without_hashing_its_prompt_again() -> None:
+    expected = sequence_of(pack_tokens(range(1, 10)))
+    came = sequence_of(pack_tokens(range(1, 14)), expected)
+    assert came.keys == sequence_of(pack_tokens(range(1, 14))).keys
+    assert came.keys[0] is expected.keys[0]
+
+
+def test_keys_of_an_expected_sequence_of_other_tokens_are_not_used() -> None:
+    expected = sequence_of(pack_tokens([9, *range(2, 10)]))
+    assert sequence_of(pack_tokens(range(1, 14)), expected).keys == sequence_of(pack_tokens(range(1, 14))).keys
