@@ -101,8 +101,8 @@ class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Most seconds until each of kvbm's answers. It must be less than the frontends' `frozen_s`, since no step is made
     while all requests wait for an answer."""
     lending: bool = True
-    """Whether blocks of a prompt that is handed over go from the device of the worker that computes it to that of the
-    worker that decodes, where both are on one machine and their engine can do that. Without it they go through kvbm."""
+    """Whether a decode worker copies blocks of a prompt directly from the device of the prefill worker, where both are
+    on one machine and have the native engine. Otherwise, and without this, blocks go through kvbm."""
     blocks_in_flight: Positive = 256
     """Most device blocks that copies to the pool hold at once, and never more than a quarter of the device's blocks:
     requests cannot use blocks that copies hold. Copies from the pool have no bound but the device's blocks."""

@@ -204,6 +204,8 @@ class EngineLoad(Struct, frozen=True):
     """Attempts among `waiting` that wait for blocks of the kvbm."""
     late_onboardings: int = 0
     """Attempts that waited for blocks of the kvbm in vain, since the engine started."""
+    lent_blocks: int = 0
+    """Blocks among the held ones that other engines of the machine copy."""
     prefetched_blocks: int = 0
     """Blocks of expected prompts that were loaded from the kvbm before their attempts came, since the engine
     started."""

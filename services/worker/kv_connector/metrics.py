@@ -39,10 +39,13 @@ class KvbmMetrics:
             "headrace_late_onboardings",
             "Attempts that stopped waiting for blocks from kvbm, because they came too late",
         )
+        self._lent = gauge(
+            registry, "headrace_lent_blocks", "Device blocks that decode workers of the machine copy, or may copy"
+        )
         self._prefetched = counter(
             registry,
             "headrace_prefetched_blocks",
-            "Blocks of expected prompts that were loaded from kvbm before their attempts came",
+            "Blocks of expected prompts that were loaded before their attempts came",
         )
         self._offers = counter(
             registry,
@@ -53,12 +56,12 @@ class KvbmMetrics:
         self._blocks = counter(
             registry,
             "headrace_kvbm_copied_blocks",
-            "Blocks copied to kvbm's pool and committed (saved), copied from it (loaded), and copies that were of no "
+            "Blocks copied to kvbm's pool and committed (saved), copied to the device (loaded), and copies that were of no "
             "use (bad)",
             ["outcome"],
         )
         self._bytes = counter(
-            registry, "headrace_kvbm_copied_bytes", "Bytes copied to and from kvbm's pool", ["direction"]
+            registry, "headrace_kvbm_copied_bytes", "Bytes copied from the device (save) and to it (load)", ["direction"]
         )
         self._copy_s = counter(registry, "headrace_kvbm_copy_seconds", "Seconds spent copying", ["direction"])
         self._by_path = counter(
@@ -114,12 +117,14 @@ class KvbmMetrics:
         self._load = self._shown_load = EngineLoad()
         self._exchanged = self._shown_exchanged = Exchanged()
         self._onboarding.set(0)
+        self._lent.set(0)
 
     def publish(self) -> None:
         """Add what was counted since the last call to the metrics."""
         load, before = self._load, self._shown_load
         if load is not before:
             self._onboarding.set(load.onboarding)
+            self._lent.set(load.lent_blocks)
             self._late.inc(load.late_onboardings - before.late_onboardings)
             self._prefetched.inc(load.prefetched_blocks - before.prefetched_blocks)
             self._offers.labels("offered").inc(load.offered_blocks - before.offered_blocks)

@@ -270,6 +270,11 @@ class KVCacheManager:
         self._lent.update(slots)
         return slots
 
+    @property
+    def lent_blocks(self) -> int:
+        """How many blocks are lent."""
+        return len(self._lent)
+
     def take_back(self, slots: Seq[int]) -> None:
         """The copies of lent slots have ended. Called exactly once for each slot of `lend`."""
         for slot in slots:

@@ -286,6 +286,7 @@ class Scheduler:
             not_finite=self._probe.failed,
             onboarding=self._onboarding.waiting,
             late_onboardings=self._onboarding.late,
+            lent_blocks=self.kv_cache.lent_blocks,
             prefetched_blocks=self._onboarding.prefetched,
             offered_blocks=offloading.offered_blocks,
             dropped_offers=offloading.dropped_blocks,

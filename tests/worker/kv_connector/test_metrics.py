@@ -24,10 +24,11 @@ def test_what_engines_count_each_from_their_start_adds_up() -> None:
     metrics.count_step(stepped(EngineLoad(offered_blocks=9, dropped_offers=1, late_onboardings=1)))
     metrics.engine_lost()
     assert value("onboarding_requests") == 0
-    metrics.count_step(stepped(EngineLoad(offered_blocks=2, onboarding=1), Exchanged(saved_blocks=1, loaded_blocks=4)))
+    metrics.count_step(stepped(EngineLoad(offered_blocks=2, onboarding=1, lent_blocks=6), Exchanged(saved_blocks=1, loaded_blocks=4)))
     metrics.publish()
     metrics.publish()
     assert value("onboarding_requests") == 1
+    assert value("lent_blocks") == 6
     assert value("late_onboardings_total") == 1
     assert value("kvbm_offered_blocks_total", outcome="offered") == 11
     assert value("kvbm_offered_blocks_total", outcome="dropped") == 1

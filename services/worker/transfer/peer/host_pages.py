@@ -45,7 +45,7 @@ class HostPages:
         return [self._descriptor]
 
     def drop(self) -> None:
-        """Give the memory back to the system. All bytes are zero afterwards, for whoever has mapped them."""
+        """Give the memory back to the system. All bytes are zero afterwards, also for other processes."""
         assert self._mapping is not None
         self._mapping.madvise(mmap.MADV_REMOVE)
 

@@ -202,7 +202,7 @@ def test_a_lender_whose_memory_has_changed_is_asked_again(rig: Rig) -> None:
     assert rig.answers[1] == Borrowed(2, [1], last=True)
 
 
-def test_only_so_many_lenders_are_mapped_and_one_that_lends_nothing_makes_room(
+def test_mapped_lenders_are_bounded_and_one_that_lends_nothing_makes_room(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MOST_LENDERS > 2
