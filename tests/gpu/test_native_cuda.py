@@ -199,6 +199,40 @@ def test_graphs_give_what_eager_steps_give_padded_or_not(tmp_path: Path, archite
             assert (logits.argmax(1) == expected.argmax(1)).all()
 
 
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_graph_computes_the_last_tokens_of_a_prompt_among_decodes(
+    tmp_path: Path, architecture: str, element_type: Any
+) -> None:
+    shape: dict[str, Any] = {**ARCHITECTURES, "llama": SHAPES["head of 64, 4 share"]}[architecture]
+    both = Both(write_tiny_model(tmp_path, **{**shape, "dtype": element_type}), element_type, graphs_up_to=40)
+    tokens, blocks = sequences(13, [90, 33, 6, 200])
+    both.check([work(tokens[n][:-left], blocks[n]) for n, left in enumerate((1, 7, 5, 16))])
+    tails = [work(tokens[n], blocks[n], start=len(tokens[n]) - left) for n, left in enumerate((1, 7, 5, 16))]
+    assert both.runner._graphs.rows_for(tails) == 32
+    logits = both.check(tails)
+    both.runner.use_graphs = False
+    eager = both.logits(tails)
+    assert np.linalg.norm(logits - eager) < both.bound * np.linalg.norm(eager)
+    if element_type == "float32":
+        assert (logits.argmax(1) == eager.argmax(1)).all()
+
+
+def test_no_graph_computes_tails_that_are_long_that_a_lora_has_or_that_read_much_again(tmp_path: Path) -> None:
+    both = Both(write_tiny_model(tmp_path, **SHAPES["head of 64, 4 share"]), "float32", graphs_up_to=40)
+    rows_for = both.runner._graphs.rows_for
+    tokens, blocks = list(range(100)), list(range(7))
+    assert rows_for([work(tokens, blocks, start=84)]) == 16
+    assert rows_for([work(tokens, blocks, start=83)]) == 0
+    assert rows_for([work(tokens, blocks, start=98, draws=False)]) == 0
+    assert rows_for([work(tokens, blocks, start=84)] * 3) == 0, "48 rows"
+    with_lora = work(tokens, blocks, start=98)
+    with_lora.lora = "poet"
+    assert rows_for([with_lora]) == 0
+    far = work([5] * 9000, list(range(600)), start=8990)
+    assert rows_for([far]) == 0
+
+
 def test_a_graph_writes_only_to_its_own_memory_after_a_longer_prefill(tmp_path: Path) -> None:
     shape = SHAPES["head of 64, 4 share"]
     both = Both(write_tiny_model(tmp_path, dtype="bfloat16", **shape), "bfloat16", graphs_up_to=2)

@@ -61,7 +61,10 @@ class KvbmMetrics:
             ["outcome"],
         )
         self._bytes = counter(
-            registry, "headrace_kvbm_copied_bytes", "Bytes copied from the device (save) and to it (load)", ["direction"]
+            registry,
+            "headrace_kvbm_copied_bytes",
+            "Bytes copied from the device (save) and to it (load)",
+            ["direction"],
         )
         self._copy_s = counter(registry, "headrace_kvbm_copy_seconds", "Seconds spent copying", ["direction"])
         self._by_path = counter(

@@ -24,7 +24,9 @@ def test_what_engines_count_each_from_their_start_adds_up() -> None:
     metrics.count_step(stepped(EngineLoad(offered_blocks=9, dropped_offers=1, late_onboardings=1)))
     metrics.engine_lost()
     assert value("onboarding_requests") == 0
-    metrics.count_step(stepped(EngineLoad(offered_blocks=2, onboarding=1, lent_blocks=6), Exchanged(saved_blocks=1, loaded_blocks=4)))
+    metrics.count_step(
+        stepped(EngineLoad(offered_blocks=2, onboarding=1, lent_blocks=6), Exchanged(saved_blocks=1, loaded_blocks=4))
+    )
     metrics.publish()
     metrics.publish()
     assert value("onboarding_requests") == 1

@@ -2,6 +2,9 @@
 
 rows of a step    1   2   3   4   5 … 8   9 … 16
 rows of a graph   1   2   4   4     8       16        the other rows are padding, which leaves no trace
+
+A row is a token with its history. So a sequence of which a few tokens are left to compute, as after a prompt that was
+found in the cache, can have a row for each: all rows' keys and values are written before any row attends.
 """
 
 from __future__ import annotations
@@ -23,6 +26,11 @@ from services.worker.transfer.cuda import Stream
 
 _TYPICAL_CONTEXT = 4096
 """The context length for which a graph's attention is split; the graph is right for any length."""
+MOST_TOKENS = 16
+"""The most tokens of a sequence in a graph's step."""
+MOST_READ_AGAIN = 32768
+"""The most positions that are read more than once because rows of one sequence attend by themselves, all together: 4
+GiB of an 8B model, some 1.3 ms, where single launches of a step's kernels cost 5 ms."""
 
 
 class DecodeGraphs:
@@ -56,11 +64,14 @@ class DecodeGraphs:
 
     def rows_for(self, works: Sequence[Work]) -> int:
         """Return the rows of the graph that can run these works; 0 if there is none."""
-        if not self._rows or not self._lower_bound <= len(works) <= self._rows[-1]:
+        if not self._rows or len(works) > self._rows[-1]:
             return 0
+        rows = len(works)
         if any(work.end - work.start > 1 or not work.draws for work in works):
+            rows = _rows_with_tails(works)
+        if not self._lower_bound <= rows <= self._rows[-1]:
             return 0
-        return self._rows[bisect_left(self._rows, len(works))]
+        return self._rows[bisect_left(self._rows, rows)]
 
     def counts(self, rows: int) -> StepCounts:
         """Return the lengths of the sections of a graph's step."""
@@ -88,6 +99,18 @@ class DecodeGraphs:
             graph = self._stream.end_capture()
         graph.upload(self._stream)  # otherwise its first launch would allocate memory
         return graph, logits
+
+
+def _rows_with_tails(works: Sequence[Work]) -> int:
+    """Return the rows of works of which some compute several tokens; 0 if they do not fit a graph."""
+    rows = read_again = 0
+    for work in works:
+        count = work.end - work.start
+        if count > MOST_TOKENS or not work.draws or work.lora:
+            return 0
+        rows += count
+        read_again += (count - 1) * work.end
+    return rows if read_again <= MOST_READ_AGAIN else 0
 
 
 @contextmanager

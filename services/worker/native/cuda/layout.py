@@ -3,7 +3,8 @@
     tokens | positions | places | table_starts | singles | drawing | tiles (pairs) | tables of all works, end to end
 
 A decode step of n rows has n of each of the first six and no tile. So n alone decides where each section begins, as a
-CUDA graph of n rows needs it. Rows up to n may be padding: position -1, place -1, token 0.
+CUDA graph of n rows needs it. First come the works' last tokens, then the other tokens of works that have several. Rows
+up to n may be padding: position -1, place -1, token 0.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ class StepLayout:
         """Each sequence's slots, and the same as an array."""
 
     def lay_out(self, works: Sequence[Work], *, padded_rows: int = 0) -> CudaStep:
-        """Lay out a step. With `padded_rows` every work computes one token and draws, and padding fills up the rows."""
+        """Lay out a step. With `padded_rows` every work draws, each token has a row of its own, and padding fills up
+        the rows."""
         assert works, "a step has work"
+        if padded_rows:
+            return self._lay_out_singles(works, padded_rows)
         size = self._block_size
         tokens: list[int] = []
         positions: list[int] = []
@@ -88,19 +92,44 @@ class StepLayout:
             if work.draws:
                 drawing.append(first + count - 1)
             table_start += len(table)
-        padding = max(0, padded_rows - len(tokens))
-        if padded_rows:
-            assert len(works) == len(tokens) == len(drawing), "only single tokens that draw are padded"
-            singles = drawing = list(range(padded_rows))
         # Sorted, so that the tiles with the most positions to attend to are last: the kernel begins with them.
         tiles.sort(key=lambda tile: positions[tile[0]])
-        none, nowhere = [0] * padding, [-1] * padding
-        flat = [*tokens, *none, *positions, *nowhere, *places, *nowhere, *table_starts, *none, *singles, *drawing]
+        flat = [*tokens, *positions, *places, *table_starts, *singles, *drawing]
         flat += [0] * (len(flat) % 2)  # the kernel reads a pair as 8 bytes
         for tile in tiles:
             flat += tile
-        counts = StepCounts(len(tokens) + padding, len(singles), len(drawing), len(tiles), longest)
+        counts = StepCounts(len(tokens), len(singles), len(drawing), len(tiles), longest)
         return CudaStep(np.concatenate([_array(flat), *tables]), counts)
+
+    def _lay_out_singles(self, works: Sequence[Work], rows: int) -> CudaStep:
+        size = self._block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        places: list[int] = []
+        starts: list[int] = []
+        others: list[tuple[Work, range, int]] = []
+        tables, table_start, longest = self._of_sequences(works), 0, 0
+        for work, table in zip(works, tables, strict=True):
+            assert work.draws, "only works that draw are padded"
+            last = work.end - 1
+            tokens.append(work.history[last])
+            positions.append(last)
+            places.append(work.blocks[last // size] * size + last % size)
+            starts.append(table_start)
+            longest = max(longest, work.end)
+            if work.start < last:
+                others.append((work, range(work.start, last), table_start))
+            table_start += len(table)
+        for work, before, at in others:
+            tokens += work.history[before.start : before.stop]
+            positions += before
+            places += [work.blocks[position // size] * size + position % size for position in before]
+            starts += [at] * len(before)
+        padding = rows - len(tokens)
+        assert padding >= 0, "a step of a graph fits its rows"
+        none, nowhere, all_rows = [0] * padding, [-1] * padding, range(rows)
+        flat = [*tokens, *none, *positions, *nowhere, *places, *nowhere, *starts, *none, *all_rows, *all_rows]
+        return CudaStep(np.concatenate([_array(flat), *tables]), StepCounts(rows, rows, rows, 0, longest))
 
     def _of_sequences(self, works: Sequence[Work]) -> list[Int32s]:
         """Return each work's slots up to its last position; the scheduler may already have added more."""

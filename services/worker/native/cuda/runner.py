@@ -1,6 +1,6 @@
 """The native engine on one NVIDIA GPU as a Runner.
 
-    step ─▶ all works compute one token and draw, and a graph fits? ─▶ launch that graph, rows padded
+    step ─▶ all works compute few tokens and draw, and a graph fits? ─▶ launch that graph, rows padded
        └─▶ otherwise, and with LoRAs                                ─▶ the same kernels one by one
 
 All device memory comes from one DeviceMemory, and the memory of the largest step is allocated at start. `step` returns

@@ -64,6 +64,22 @@ def test_padding_leaves_no_trace_and_every_section_lies_where_the_rows_decide() 
     assert sections(full.counts) == sections(step.counts)
 
 
+def test_each_token_of_a_tail_has_a_row_and_the_last_tokens_come_first() -> None:
+    works = [work([*range(100, 107)], [9, 4], start=3), work([7, 8, 9], [3], start=2), work([50, 51], [6])]
+    step = StepLayout(4, 4).lay_out(works, padded_rows=8)
+    assert step.counts == StepCounts(rows=8, singles=8, drawing=8, tiles=0, longest=7)
+    assert cut(step) == {
+        "tokens": [106, 9, 51, 103, 104, 105, 50, 0],
+        "positions": [6, 2, 1, 3, 4, 5, 0, -1],
+        "places": [18, 14, 25, 39, 16, 17, 24, -1],
+        "table_starts": [0, 2, 3, 0, 0, 0, 3, 0],
+        "singles": [*range(8)],
+        "drawing": [*range(8)],
+        "tiles": [],
+        "tables": [9, 4, 3, 6],
+    }
+
+
 @given(st.lists(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=5), max_size=4), min_size=1, max_size=6))
 def test_a_layout_gives_the_same_result_after_other_steps_as_a_new_one(steps: list[list[list[int]]]) -> None:
     layout = StepLayout(4, 4)
