@@ -56,8 +56,8 @@ class KvbmMetrics:
         self._blocks = counter(
             registry,
             "headrace_kvbm_copied_blocks",
-            "Blocks copied to kvbm's pool and committed (saved), copied to the device (loaded), and copies that were of "
-            "no use (bad)",
+            "Blocks copied to kvbm's pool and committed (saved), copied to the device (loaded), and copies that were "
+            "of no use (bad)",
             ["outcome"],
         )
         self._bytes = counter(
