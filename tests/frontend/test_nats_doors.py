@@ -74,6 +74,29 @@ async def test_a_frontend_that_is_cut_off_from_workers_says_so_to_its_clients(di
         assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "next"
 
 
+async def test_a_request_that_comes_before_the_connection_to_the_workers_is_back_waits_for_it(
+    directory: Path,
+) -> None:
+    broker = MemoryBroker()
+    buses: dict[str, MemoryBus] = {}
+
+    def connected(name: str) -> MemoryBus:
+        return buses.setdefault(name, MemoryBus(broker, name))
+
+    asked = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    async with world(directory, connected=connected) as w:
+        w.say("late")
+        client = connected("client")
+        broker.disconnect(buses["f1"])
+        asking = asyncio.create_task(client.request(CHAT, asked, timeout_s=DEADLINE_S))
+        for _ in range(100):  # until the frontend has it
+            await asyncio.sleep(0)
+        assert not asking.done()
+        broker.reconnect(buses["f1"])
+        answer = await asking
+        assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "late"
+
+
 async def begun(w: World, count: int) -> list[Generate]:
     """Wait until the worker has been asked for this many answers."""
     return await w.workers[0].generates.at_least(count)

@@ -57,6 +57,10 @@ WAITING_LIMIT = 4096
 """Requests of one operation that have come and wait to be read; shared/bus/receive_queue.py bounds their bytes too."""
 ACTIVE_REFUSALS_LIMIT = 256
 """Requests over WAITING_LIMIT that are being answered with 429 at one time; further ones get no answer."""
+RECONNECTION_S = 3.0
+"""Seconds for which requests wait for the connection to the workers, from the first one that misses it."""
+RECONNECTION_POLL_S = 0.02
+"""Seconds between two looks at it."""
 DEFAULT_INBOX_PREFIX = "_INBOX"
 """The prefix of inboxes that NATS clients use by default."""
 FAILURE_RETRY_S = 0.5
@@ -130,6 +134,8 @@ class NatsApi:
         self._service_prefixes = (f"{subjects.ROOT}.", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
         self._limited_log = RateLimitedLog()
         self._refusals = 0
+        self._lost_s: float | None = None
+        """When a request first found no connection to the workers; None: the last one found it."""
         self._inboxes = ClientInboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
 
@@ -162,7 +168,7 @@ class NatsApi:
         if not self._answerable(message):
             return None
         request = _NatsRequest(message, request_id(message.headers.get(REQUEST_ID_HEADER, "")), None)
-        if not self._runtime.bus.connected:
+        if not await self._has_workers():
             await self._fail(request, Unavailable("this frontend has lost its connection to the workers"), attempts=1)
             return None
         try:
@@ -170,6 +176,20 @@ class NatsApi:
         except InvalidRequest as wrong:
             await self._fail(request, wrong, attempts=1)  # a client without a key must not occupy memory for long
             return None
+
+    async def _has_workers(self) -> bool:
+        """Return whether the connection to the workers is there. When NATS comes back, that of the clients may be there
+        sooner: wait for the other, but not again and again where it stays away."""
+        loop, bus = asyncio.get_running_loop(), self._runtime.bus
+        if self._lost_s is None and not bus.connected:
+            self._lost_s = loop.time()
+        while not bus.connected:
+            assert self._lost_s is not None
+            if loop.time() >= self._lost_s + RECONNECTION_S:
+                return False
+            await asyncio.sleep(RECONNECTION_POLL_S)
+        self._lost_s = None
+        return True
 
     def _answerable(self, message: Message) -> bool:
         """Check that the reply subject is a client's inbox. This frontend may publish where clients may not, so a
