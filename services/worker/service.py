@@ -385,7 +385,7 @@ class Worker:
         self._cancel_attempt(cancel.request, cancel.attempt)
 
     def _cancel_attempt(self, request: str, attempt: int) -> None:
-        if self._attempts.cancel((request, attempt)):
+        if self._attempts.cancel((request, attempt)) or self._config.role == "decode":  # the attempt may be expected
             self.engine.cancel(request, attempt)
 
     async def _resend(self, message: Message) -> None:

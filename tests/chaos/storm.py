@@ -42,9 +42,8 @@ PROBE_PAUSE_S = 0.1
 SAMPLE_S = 2.0
 LOOK_S = 1.0
 """Between two looks at a frontend's health, as a balancer takes them."""
-SETTLE_LIMIT_S = 120.0
-"""For the last requests to end, and for all that is held to be let go of. If an answer with two workers is lost, what
-is reserved at the second lasts 73 s."""
+SETTLE_LIMIT_S = 60.0
+"""For the last requests to end, and for all that is held to be let go of."""
 READ_LIMIT_S = 900.0
 _WORKER_OF: Mapping[Target, Target] = {"engine": "worker", "prefill engine": "prefill", "decode engine": "decode"}
 """Whose engine it is."""

@@ -303,6 +303,9 @@ class Session:
         """Whether this attempt ends with its first token."""
         self._last_attempt = 0
         """The highest number of an attempt for which a router has, or may have, a reservation."""
+        self._unanswered = 0
+        """The questions about this attempt that were not answered. If such an answer named two workers and was lost,
+        routers have a reservation for the next attempt's number."""
         self._no_choice: HeadraceError | None = None
         """The error of the last choice that found no worker."""
 
@@ -332,7 +335,7 @@ class Session:
             case InstanceGone():
                 gone = bool(self.instance) and self.instance == event.instance
                 if not gone and self._decoder is not None and self._decoder[0] == event.instance:
-                    return self._drop_decoder()
+                    return self._drop_decoder(withdraw=False)
                 return self._attempt_lost("gone", "the worker is gone") if gone else []
             case AttemptLost():
                 lost = self.state is State.STREAMING and event.attempt == self.attempt
@@ -377,6 +380,7 @@ class Session:
             return [PublishLoad(Finished(self.request, attempt)) for attempt in reserved if attempt != used]
         self.state = State.OFFERED
         self.instance = choice.instance
+        self._unanswered = 0 if choice.decode else self._unanswered - 1
         self._prefill_only = bool(choice.decode)
         if choice.decode:
             self._decoder = choice.decode, choice.decode_rank
@@ -555,12 +559,13 @@ class Session:
         self._last_attempt = max(self._last_attempt, self.attempt + 1)
         return [PublishLoad(Finished(self.request, self.attempt + 1))]
 
-    def _drop_decoder(self) -> list[Action]:
-        """Give up the worker that was to decode; nothing of the request has come to it yet."""
+    def _drop_decoder(self, *, withdraw: bool) -> list[Action]:
+        """Give up the worker that was to decode. It has nothing of the request but the advice to load blocks."""
         if self._decoder is None:
             return []
-        self._decoder = None
-        return [PublishLoad(Finished(self.request, self._last_attempt))]
+        instance, self._decoder = self._decoder[0], None
+        withdrawn: list[Action] = [WithdrawAttempt(instance, self._last_attempt)] if withdraw else []
+        return [*withdrawn, PublishLoad(Finished(self.request, self._last_attempt))]
 
     def _attempt_lost(self, loss: Loss, why: str, *, withdraw: bool = True, overloaded: bool = False) -> list[Action]:
         """Go on after a lost attempt: with the next one, or to the end."""
@@ -574,11 +579,13 @@ class Session:
 
     def _next(self) -> list[Action]:
         self.attempt = self._last_attempt = self._last_attempt + 1
+        self._unanswered = 0
         self._retries.attempt_started()
         return self._ask()
 
     def _ask(self) -> list[Action]:
         self.state = State.CHOOSING
+        self._unanswered += 1
         return [SelectWorker(self.attempt, len(self.tokens), tuple(self._retries.excluded))]
 
     def _on_no_choice(self, answer: SelectRefused | Unrouted) -> list[Action]:
@@ -587,8 +594,10 @@ class Session:
             self._retries.may_wait |= answer.away
             why = Unavailable(self._retries.error_text(answer.reason))
         elif answer.code == "bad_request":
+            self._unanswered -= 1
             return self._end([Fail(InvalidRequest(f"the router refused: {answer.reason}"))])
         else:
+            self._unanswered -= 1
             kind = Overloaded if answer.code == "overloaded" else Unavailable
             reason = self._retries.error_text(f"no worker can take the request: {answer.reason}")
             why = kind(reason, retry_after_s=answer.retry_after_s)
@@ -611,7 +620,11 @@ class Session:
         leaving: list[Action] = [WithdrawAttempt(self.instance, self.attempt)] if withdraw and self.instance else []
         self.instance = ""
         self.prefilled = self._prefill_only = False
-        return [*leaving, PublishLoad(Finished(self.request, self.attempt)), *self._drop_decoder()]
+        leaving += [PublishLoad(Finished(self.request, self.attempt)), *self._drop_decoder(withdraw=True)]
+        if self._unanswered and self._last_attempt == self.attempt:
+            self._last_attempt += 1
+            leaving.append(PublishLoad(Finished(self.request, self._last_attempt)))
+        return leaving
 
     def _end(self, last: list[Action], *, withdraw: bool = True) -> list[Action]:
         if self.state is State.ENDED:
@@ -632,3 +645,4 @@ class Session:
             self._prefill_only and self.instance and self._last_attempt == self.attempt + 1
         )
         assert self._last_attempt >= self.attempt
+        assert self._unanswered >= (self.state is State.CHOOSING)

@@ -215,6 +215,8 @@ class Sessions(RuleBasedStateMachine):
         elif how == "all_excluded":
             self.feed(SelectRefused(R, ask.attempt, "all_excluded", "none"))
         else:
+            if self.session.is_choosing(ask.attempt):  # a router chose, and its answer was lost
+                self.reserved |= {ask.attempt, ask.attempt + 1}
             self.feed(Unrouted(ask.attempt, away=how == "away"))
 
     @precondition(lambda self: self.pauses)
@@ -356,13 +358,47 @@ def test_a_prompt_that_is_handed_over_goes_on_at_the_worker_that_decodes_without
 def test_an_answer_that_ends_with_its_first_token_gives_the_worker_that_decodes_back() -> None:
     session = handing_over()
     actions = step(session, PartReceived("p", part(0, [5], "stop")))
-    assert actions[-3:] == [PublishLoad(Finished(R, 1)), PublishLoad(Finished(R, 2)), Finish("stop", stop_token=5)]
+    assert actions[-4:] == [
+        PublishLoad(Finished(R, 1)),
+        WithdrawAttempt("d", 2),
+        PublishLoad(Finished(R, 2)),
+        Finish("stop", stop_token=5),
+    ]
+
+
+def test_a_client_that_leaves_withdraws_the_advice_to_the_worker_that_would_decode() -> None:
+    session = handing_over()
+    assert step(session, ClientLeft()) == [
+        WithdrawAttempt("p", 1),
+        PublishLoad(Finished(R, 1)),
+        WithdrawAttempt("d", 2),
+        PublishLoad(Finished(R, 2)),
+    ]
+
+
+def test_where_a_router_did_not_answer_what_it_may_have_reserved_for_a_second_worker_is_released() -> None:
+    session = Session(R, 3)
+    session.start()
+    step(session, Unrouted(1, "lost", away=True))
+    assert step(session, RetryDue(1, 0.1)) == [SelectWorker(1, 0, ())]
+    step(session, selected(1))
+    last = step(session, PartReceived("w1", part(0, [5], "stop")))
+    assert last[-3:] == [
+        PublishLoad(Finished(R, 1)),
+        PublishLoad(Finished(R, 2)),
+        Finish("stop", stop_token=5),
+    ]
 
 
 def test_a_lost_prefill_worker_costs_both_reservations_and_the_next_attempt_has_a_new_number() -> None:
     session = handing_over()
     actions = step(session, InstanceGone("p"))
-    assert actions[-3:] == [PublishLoad(Finished(R, 1)), PublishLoad(Finished(R, 2)), SelectWorker(3, 0, ("p",))]
+    assert actions[-4:] == [
+        PublishLoad(Finished(R, 1)),
+        WithdrawAttempt("d", 2),
+        PublishLoad(Finished(R, 2)),
+        SelectWorker(3, 0, ("p",)),
+    ]
 
 
 def test_without_the_worker_that_decodes_another_one_is_chosen_once_the_prompt_is_computed() -> None:
@@ -671,8 +707,8 @@ def test_a_token_gives_the_next_rescue_its_whole_time() -> None:
     goes_on(session)
     step(session, PartReceived("w1", part(0, [5], attempt=2)))
     step(session, InstanceGone("w1"))
-    assert step(session, Unrouted(3)) == [RetryLater(3, 0.1, "no router answered")]
-    assert isinstance(step(session, RetryDue(3, 1000.0))[-1], SelectWorker)
+    assert step(session, Unrouted(4)) == [RetryLater(4, 0.1, "no router answered")]
+    assert isinstance(step(session, RetryDue(4, 1000.0))[-1], SelectWorker)
 
 
 def test_while_nats_is_away_a_fresh_request_waits_too() -> None:
