@@ -7,9 +7,9 @@
      ├─────────────────────┘                                           ▼          │
      └──────────────────────────────── evicted by allocate ───────── cached ──────┘
 
-            begin_load                 end_load with content
+            begin_load                 end_loads with content
     free ──────────────▶ loading ─────────────────────────▶ held, keyed (or cached, if its sequence has ended)
-     ▲                      │          end_load without content (the copy failed)
+     ▲                      │          end_loads without content (the copy failed)
      └──────────────────────┴─────────────────────────────▶ held, blank (or free)
 
 Sequences and copies hold slots in the same way; they are only counted separately. A slot is never reused while it is
@@ -23,7 +23,7 @@ exactly while one slot has it, and memory is never used twice.
 
 A cached block's parent is cached too, as long as sequences hold whole prefixes and release the last block first: then
 the least recently used block is always a leaf. Only a block that a copy reads may outlive its parent; it is evicted
-next.
+next. Blocks that were loaded for a sequence that had ended may outlive theirs for longer.
 
 A block whose bytes may be wrong is forgotten: it can no longer be found. Its slot is free once everything that holds it
 has released it. Blocks that follow it may stay without their parent.
@@ -36,12 +36,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import filterfalse, islice
+from functools import reduce
+from itertools import filterfalse, islice, zip_longest
+from operator import xor
 from typing import Literal
 
 from msgspec import Struct
 
-from shared.hashing import KEY_BYTES, ContentKey, event_hash
+from shared.hashing import KEY_BYTES, ContentKey, event_hash, event_hashes
 
 SlotState = Literal["free", "loading", "held", "cached"]
 
@@ -286,9 +288,16 @@ class BlockPool:
 
     def release(self, slot: int) -> None:
         """End one sequence's hold of a slot. Sequences release their last block first."""
-        assert self._sequences[slot] > 0, f"no sequence holds slot {slot}"
-        self._sequences[slot] -= 1
-        self._settle(slot)
+        self.release_prefix((slot,))
+
+    def release_prefix(self, slots: Sequence[int]) -> None:
+        """End one sequence's holds of its blocks, the last one first, so that leaves are evicted before their parents.
+        """
+        sequences, settle = self._sequences, self._settle
+        for slot in reversed(slots):
+            assert sequences[slot] > 0, f"no sequence holds slot {slot}"
+            sequences[slot] -= 1
+            settle(slot)
 
     def forget(self, key: ContentKey) -> list[ContentEvicted]:
         """Make a block impossible to find; an unknown key is ignored. Its slot is free once nothing holds it."""
@@ -319,7 +328,7 @@ class BlockPool:
     def release_copies(self, slots: Iterable[int]) -> None:
         """End the holds of copies that have read these slots."""
         for slot in slots:
-            assert slot not in self._loading, f"slot {slot} is loading: end_load"
+            assert slot not in self._loading, f"slot {slot} is loading: end_loads"
             assert self._copies[slot] > 0, f"no copy holds slot {slot}"
             self._copies[slot] -= 1
             self._read -= slot in self._cached and not self._copies[slot]
@@ -329,7 +338,7 @@ class BlockPool:
     def begin_load(self, count: int) -> tuple[list[int], list[ContentEvicted]]:
         """Take `count` slots for copies to write, each held by its sequence and by its copy.
 
-        The sequence may `release` before the copy ends; the slot is reused only after `end_load`.
+        The sequence may `release` before the copy ends; the slot is reused only after `end_loads`.
         """
         slots, evicted = self.allocate(count)
         self._loading.update(slots)
@@ -337,23 +346,34 @@ class BlockPool:
             self._copies[slot] = 1
         return slots, evicted
 
-    def end_load(self, slot: int, content: Content | None) -> tuple[int, list[ContentStored]]:
-        """End the copy into a loading slot; `content` is None if it failed.
+    def end_loads(self, slots: Sequence[int], contents: Sequence[Content]) -> tuple[list[int], list[ContentStored]]:
+        """End the copies into loading slots. The leading slots have these contents; the other copies failed.
 
-        Return the slot that the sequence (if it still holds one) must use from now on, as `store` does.
+        Return the slots that the sequence (if it still holds them) must use from now on, as `store` does. All streams
+        wait for this between two steps: 512 blocks in one call take a third of the time of 512 calls.
         """
-        assert slot in self._loading, f"slot {slot} is {self.state(slot)}"
-        self._loading.remove(slot)
-        self._copies[slot] = 0
-        if content is not None and content.key not in self._slot_of:
-            self._keep(slot, content)
-            self._settle(slot)
-            return slot, [ContentStored(content)]
-        if content is not None and self._sequences[slot]:
-            self.release(slot)
-            return self.acquire(content.key), []
-        self._settle(slot)
-        return slot, []
+        used: list[int] = []
+        stored: list[ContentStored] = []
+        loading, copies, sequences = self._loading, self._copies, self._sequences
+        kept, slot_of = self._content, self._slot_of
+        for slot, content in zip_longest(slots, contents):
+            loading.remove(slot)
+            copies[slot] = 0
+            if content is not None and content.key not in slot_of:
+                kept[slot] = content
+                slot_of[content.key] = slot
+                stored.append(ContentStored(content))
+                if not sequences[slot]:
+                    self._settle(slot)
+                used.append(slot)
+            elif content is not None and sequences[slot]:
+                self.release(slot)
+                used.append(self.acquire(content.key))
+            else:
+                self._settle(slot)
+                used.append(slot)
+        self._digest = reduce(xor, event_hashes([event.content.key for event in stored]), self._digest)
+        return used, stored
 
     # --- inside
 

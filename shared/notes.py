@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 from shared.errors import ProtocolError
@@ -38,6 +38,10 @@ class NoteLog(Generic[Key]):
     def add(self, about: Key, text: str, at_s: float, *, attempt: int = 0, name: str = "") -> None:
         """Add a note. `name` takes the place of `{}` in the text."""
         self._entries.append((about, attempt, at_s, text, name))
+
+    def add_all(self, about: Iterable[Key], text: str, at_s: float, *, name: str = "") -> None:
+        """Add the same note about each of these."""
+        self._entries.extend([(one, 0, at_s, text, name) for one in about])
 
     def find(self, is_meant: Callable[[Key], bool], now_s: float) -> list[Note]:
         """Return the latest notes about what is meant, oldest first."""

@@ -1,7 +1,7 @@
 """DeviceBlocks: the engine's blocks as the connector sees them: which are copied, where to, and when. Pure.
 
     to the kvbm      offers ──▶ pin ──▶ the copy ──▶ unpin
-    from the kvbm    fetch_changes ──▶ begin_load ──▶ the copies ──▶ end_load for each ──▶ end_fetch
+    from the kvbm    fetch_changes ──▶ begin_load ──▶ the copies ──▶ end_loads ──▶ end_fetch
 
 `services.worker.scheduler.kv_cache_manager` is the native engine's; `services.worker.vllm.connector.blocks` is vLLM's.
 """
@@ -24,7 +24,7 @@ class FetchRequest(Struct, frozen=True):
     """Blocks that are missing on the device, and that a sequence waits for."""
 
     number: int
-    """Names the fetch in `begin_load`, `end_load` and `end_fetch`. Each fetch ends with exactly one `end_fetch`."""
+    """Names the fetch in `begin_load`, `end_loads` and `end_fetch`. Each fetch ends with exactly one `end_fetch`."""
     keys: list[ContentKey]
     """Content keys in the order of the chain, from the first missing block on."""
     attempt: int = 0
@@ -40,7 +40,7 @@ class DeviceBlocks(Protocol):
 
     def set_connected(self, connected: bool) -> None:
         """A kvbm is there, or no longer. Without one nothing is offered, and no sequence waits for blocks: fetches that
-        were open are abandoned, each of which still ends with `end_fetch`, after `end_load` for each block that is
+        were open are abandoned, each of which still ends with `end_fetch`, after `end_loads` for each block that is
         loading."""
         ...
 
@@ -64,7 +64,7 @@ class DeviceBlocks(Protocol):
     def fetch_changes(self) -> tuple[list[FetchRequest], list[int]]:
         """Return what to fetch, and the numbers of fetches that no sequence waits for any longer, both new since the
         last call. None of the abandoned fetches has ended. Copies for them that have not begun are not worth making;
-        every slot that `begin_load` gave still needs its `end_load`."""
+        every slot that `begin_load` gave still needs its `end_loads`."""
         ...
 
     def begin_load(self, number: int, first: int, count: int, found: int, /) -> list[int] | None:
@@ -73,9 +73,9 @@ class DeviceBlocks(Protocol):
         block before them got no slot. None: it is not known yet which slots; to be asked again each step."""
         ...
 
-    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool, /) -> None:
-        """The copy of block `index` of fetch `number` into this slot has ended, `good` or not. Called exactly once for
-        each slot of `begin_load`, in any order, also after the attempt has ended."""
+    def end_loads(self, number: int, first: int, good: Sequence[bool], disk: bool, /) -> None:
+        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not. Called
+        once for each slot of `begin_load`, in any order, also after the attempt has ended."""
         ...
 
     def end_fetch(self, number: int, round_trip_s: float, /) -> None:

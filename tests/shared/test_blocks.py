@@ -174,7 +174,7 @@ def test_a_loading_block_is_found_only_when_its_copy_has_ended() -> None:
     (slot,), _ = pool.begin_load(1)
     assert pool.state(slot) == "loading"
     assert pool.longest_prefix([content.key]) == 0
-    assert pool.end_load(slot, content) == (slot, [ContentStored(content)])
+    assert pool.end_loads([slot], [content]) == ([slot], [ContentStored(content)])
     assert pool.longest_prefix([content.key]) == 1
 
 
@@ -183,15 +183,38 @@ def test_a_loading_block_given_up_by_its_sequence_is_not_reused_while_the_copy_w
     (slot,), _ = pool.begin_load(1)
     pool.release(slot)
     assert pool.available == 0
-    pool.end_load(slot, None)
+    pool.end_loads([slot], [])
     assert pool.state(slot) == "free"
+
+
+def test_of_blocks_that_were_loaded_together_those_before_the_first_failed_copy_are_found() -> None:
+    pool = BlockPool(3)
+    contents = chain(1, 2, 3)
+    slots, _ = pool.begin_load(3)
+    used, stored = pool.end_loads(slots, contents[:2])
+    assert used == slots
+    assert stored == [ContentStored(content) for content in contents[:2]]
+    assert pool.longest_prefix(content.key for content in contents) == 2
+    assert pool.content(slots[2]) is None
+
+
+def test_a_sequence_uses_the_block_that_another_one_stored_while_it_was_loading() -> None:
+    pool = BlockPool(4)
+    contents = chain(1, 2)
+    slots, _ = pool.begin_load(2)
+    others = fill(pool, contents[:1])
+    used, stored = pool.end_loads(slots, contents)
+    assert used == [others[0], slots[1]]
+    assert stored == [ContentStored(contents[1])]
+    assert pool.state(slots[0]) == "free"
+    pool.validate()
 
 
 def test_a_failed_copy_leaves_a_blank_block_to_be_computed() -> None:
     pool = BlockPool(1)
     (content,) = chain(1)
     (slot,), _ = pool.begin_load(1)
-    assert pool.end_load(slot, None) == (slot, [])
+    assert pool.end_loads([slot], []) == ([slot], [])
     assert pool.store(slot, content) == (slot, [ContentStored(content)])
 
 
@@ -344,21 +367,23 @@ class PoolMachine(RuleBasedStateMachine):
         self.hear(self.pool.forget(list(self.reported)[pick % len(self.reported)]))
 
     @precondition(lambda self: self.pool.available > 0)
-    @rule(target=loads, token=st.integers(0, 1), stays=st.booleans())
-    def load(self, token: int, stays: bool) -> tuple[int, Content, bool]:
-        (slot,), evicted = self.pool.begin_load(1)
+    @rule(target=loads, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3), stays=st.booleans())
+    def load(self, tokens: list[int], stays: bool) -> tuple[list[int], list[Content], bool]:
+        contents = chain(*tokens)[: self.pool.available]
+        slots, evicted = self.pool.begin_load(len(contents))
         self.hear(evicted)
         if not stays:
-            self.pool.release(slot)
-        return slot, chain(token)[0], stays
+            release(self.pool, slots)
+            self.orphans = True
+        return slots, contents, stays
 
-    @rule(load=consumes(loads), fails=st.booleans())
-    def loaded(self, load: tuple[int, Content, bool], fails: bool) -> None:
-        slot, content, stays = load
-        slot, events = self.pool.end_load(slot, None if fails else content)
+    @rule(load=consumes(loads), good=st.integers(0, 3))
+    def loaded(self, load: tuple[list[int], list[Content], bool], good: int) -> None:
+        slots, contents, stays = load
+        slots, events = self.pool.end_loads(slots, contents[:good])
         self.hear(events)
         if stays:
-            self.pool.release(slot)
+            release(self.pool, slots)
 
     @invariant()
     def events_tell_exactly_what_can_be_found(self) -> None:

@@ -81,7 +81,7 @@ class Kvbm:
         if good:
             self.memory[slot] = self.kept[key]
             self.loaded_blocks += 1
-        self.engine.scheduler.kv_cache.end_load(number, index, slot, good, key in self.on_disk)
+        self.engine.scheduler.kv_cache.end_loads(number, index, [good], key in self.on_disk)
 
     def settle(self, number: int, took_s: float = 0.0) -> None:
         assert not self.fetches.pop(number).loading

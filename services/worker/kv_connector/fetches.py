@@ -295,8 +295,8 @@ class Fetches:
         load = self._loads.pop(copied.batch)
         fetch = load.fetch
         self._blocks.discard([fetch.request.keys[load.first + place] for place in copied.damaged])
-        for index, (slot, good) in enumerate(zip(load.device_slots, copied.good, strict=True), load.first):
-            self._blocks.end_load(fetch.request.number, index, slot, good, load.disk)
+        assert len(copied.good) == len(load.device_slots)
+        self._blocks.end_loads(fetch.request.number, load.first, copied.good, load.disk)
         fetch.batches -= 1
         if fetch.open and not all(copied.good):
             return self._stop(fetch)  # blocks after one that is not there are of no use

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shared.hashing import ContentKey
 from shared.messages import Note
 from shared.notes import NoteLog
@@ -23,6 +25,10 @@ class BlockNotes:
     def add(self, key: ContentKey, text: str, name: str = "") -> None:
         """Note what happens to a block now. `name` takes the place of `{}` in the text."""
         self._log.add(key, text, self.now_s, name=name)
+
+    def add_all(self, keys: Sequence[ContentKey], text: str, name: str = "") -> None:
+        """Note the same of several blocks."""
+        self._log.add_all(keys, text, self.now_s, name=name)
 
     def find(self, key_end: bytes, now_s: float) -> list[Note]:
         """Return the notes about a block, by the end of its key, oldest first."""

@@ -3,7 +3,7 @@ them. Pure.
 
     Scheduler ─── admit, grow, reuse_cached, cache_full_blocks, free ──▶ ┌──────────────────────┐
                                                                          │ BlockPool            │ ──▶ events: blocks
-    KVConnector ─ fetch_changes, begin_load, end_load, end_fetch ──────▶ │ Onboarding: from kvbm│     stored and evicted
+    KVConnector ─ fetch_changes, begin_load, end_loads, end_fetch ─────▶ │ Onboarding: from kvbm│     stored and evicted
                   offers, pin, unpin, new_discards ────────────────────▶ │ Offloading: to kvbm  │
                                                                          └──────────────────────┘
 
@@ -130,10 +130,9 @@ class KVCacheManager:
             sequence.stored += 1
 
     def free(self, sequence: Sequence) -> None:
-        """Release the sequence's blocks, the last one first, so that leaves are evicted before their parents."""
+        """Release the sequence's blocks."""
         self._holders -= 1
-        for slot in reversed(sequence.blocks):
-            self._pool.release(slot)
+        self._pool.release_prefix(sequence.blocks)
         sequence.blocks.clear()
         sequence.work.start = sequence.stored = 0
         if not sequence.begun:
@@ -187,7 +186,7 @@ class KVCacheManager:
 
     def set_connected(self, connected: bool) -> None:
         """A kvbm is there, or no longer. Without one no sequence waits for it: those that did become abandoned fetches,
-        each of which still ends with `end_fetch`, after `end_load` for each block that is loading. Nothing is offered
+        each of which still ends with `end_fetch`, after `end_loads` for each block that is loading. Nothing is offered
         then."""
         self.onboarding.set_enabled(connected)
         self.offloading.set_enabled(connected)
@@ -199,7 +198,7 @@ class KVCacheManager:
         last call. Called at the latest after each step was scheduled.
 
         None of the abandoned fetches has ended. Copies for them that have not begun are not worth making; every slot
-        that `begin_load` gave still needs its `end_load`.
+        that `begin_load` gave still needs its `end_loads`.
         """
         waiting = self.onboarding.waiting
         new = self.onboarding.new_fetches()
@@ -216,15 +215,15 @@ class KVCacheManager:
         self.changes += 1
         return slots
 
-    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool) -> None:
-        """The copy of block `index` of fetch `number` into this slot has ended, `good` or not. Called exactly once for
-        each slot of `begin_load`, in any order, also after the attempt has ended."""
-        stored = self.onboarding.end_load(number, index, slot, good, disk)
+    def end_loads(self, number: int, first: int, good: Seq[bool], disk: bool) -> None:
+        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not. Called
+        once for each slot of `begin_load`, in any order, also after the attempt has ended."""
+        stored = self.onboarding.end_loads(number, first, good, disk)
         self._events.extend(stored)
-        for event in stored:
-            self.offloading.mark_remote(event.content)
-            place = "the kvbm's disk" if disk else "the kvbm's host memory, or lent by a prefill worker"
-            self.notes.add(event.content.key, "loaded from {}", place)
+        keys = [event.content.key for event in stored]
+        self.offloading.mark_remote(keys)
+        place = "the kvbm's disk" if disk else "the kvbm's host memory, or lent by a prefill worker"
+        self.notes.add_all(keys, "loaded from {}", place)
         self.changes += 1
 
     def end_fetch(self, number: int, round_trip_s: float) -> None:

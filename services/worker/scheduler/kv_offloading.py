@@ -92,11 +92,12 @@ class Offloading:
             if not self._owed[key]:
                 del self._owed[key]
 
-    def mark_remote(self, content: Content) -> None:
-        """A block was loaded from the kvbm, so that it need not be offered."""
-        slot = self._pool.find(content.key)
-        assert slot is not None
-        self._remote[slot] = content.key
+    def mark_remote(self, keys: Sequence[ContentKey]) -> None:
+        """Blocks were loaded from the kvbm, so that they need not be offered."""
+        for key in keys:
+            slot = self._pool.find(key)
+            assert slot is not None
+            self._remote[slot] = key
 
     def offers(self, most: int) -> list[Content]:
         """Return at most `most` blocks to offer, parents first."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import inf
 from typing import Literal
 
@@ -65,8 +66,8 @@ class SequenceFetch:
     slots: list[int] = field(default_factory=list)
     landed: int = 0
     """Copies that have ended, up to the first that has not."""
-    early: dict[int, tuple[bool, bool]] = field(default_factory=dict)
-    """Copies that ended before one in front of them: index → (good, from disk)."""
+    early: dict[int, tuple[Seq[bool], bool]] = field(default_factory=dict)
+    """Copies that ended together, before one in front of them: index of the first → (which are good, from disk)."""
     broken: bool = False
     """A copy was bad, or the chain in front was evicted: no block that follows is used."""
     held: list[int] = field(default_factory=list)
@@ -254,13 +255,12 @@ class Onboarding:
         fetch.held += slots
         return slots, evicted
 
-    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool) -> list[ContentStored]:
-        """The copy into this slot has ended. Return the blocks that entered the cache."""
+    def end_loads(self, number: int, first: int, good: Seq[bool], disk: bool) -> list[ContentStored]:
+        """The copies of blocks first … first + len(good) - 1 have ended. Return the blocks that entered the cache."""
         fetch = self._fetches[number]
-        assert fetch.slots[index] == slot, f"block {index} of {number} loads into slot {fetch.slots[index]}, not {slot}"
-        assert fetch.landed <= index, f"block {index} of {number} was loaded before"
-        assert index not in fetch.early, f"block {index} of {number} was loaded before"
-        fetch.early[index] = good, disk
+        assert fetch.landed <= first <= len(fetch.slots) - len(good), f"block {first} of {number} is not loading"
+        assert first not in fetch.early, f"block {first} of {number} was loaded before"
+        fetch.early[first] = good, disk
         stored: list[ContentStored] = []
         while (ended := fetch.early.pop(fetch.landed, None)) is not None:
             stored += self._land(fetch, *ended)
@@ -319,17 +319,18 @@ class Onboarding:
         fetch.held = self._pool.acquire_prefix(keys)
         return self._pool.available > reserve
 
-    def _land(self, fetch: SequenceFetch, good: bool, disk: bool) -> list[ContentStored]:
-        """Take up the next block of the chain."""
-        index = fetch.first + fetch.landed
-        content = fetch.sequence.content(index)
-        fetch.broken |= not good or not (content.parent is None or content.parent in self._pool)
-        slot, stored = self._pool.end_load(fetch.slots[fetch.landed], None if fetch.broken else content)
+    def _land(self, fetch: SequenceFetch, good: Seq[bool], disk: bool) -> list[ContentStored]:
+        """Take up the next blocks of the chain."""
+        first, last = fetch.landed, fetch.landed + len(good)
+        index = fetch.first + first
+        fetch.broken |= index > 0 and fetch.sequence.keys[index - 1] not in self._pool
+        usable = 0 if fetch.broken else len(list(takewhile(bool, good)))
+        fetch.broken |= usable < len(good)
+        slots, stored = self._pool.end_loads(fetch.slots[first:last], fetch.sequence.contents(index, usable))
         if fetch.held:
-            fetch.held[index] = slot
-        if not fetch.broken:
-            fetch.sequence.loaded[index] = disk
-        fetch.landed += 1
+            fetch.held[index : index + len(good)] = slots
+        fetch.sequence.loaded.update(dict.fromkeys(range(index, index + usable), disk))
+        fetch.landed = last
         return stored
 
     def _abandon(self, fetch: SequenceFetch) -> None:
@@ -344,8 +345,7 @@ class Onboarding:
             self._release(fetch)
 
     def _release(self, fetch: SequenceFetch) -> None:
-        for slot in reversed(fetch.held):
-            self._pool.release(slot)
+        self._pool.release_prefix(fetch.held)
         fetch.held.clear()
 
     def held(self) -> list[list[int]]:
@@ -362,7 +362,8 @@ class Onboarding:
         for number, fetch in self._fetches.items():
             assert number == fetch.sequence.arrival
             assert 0 <= fetch.landed <= len(fetch.slots) <= fetch.count
-            assert all(fetch.landed < index < len(fetch.slots) for index in fetch.early)
+            for index, (good, _) in fetch.early.items():
+                assert fetch.landed < index <= len(fetch.slots) - len(good)
             assert not fetch.held or len(fetch.held) == fetch.first + len(fetch.slots)
             assert not fetch.held or fetch.state == "fetching"
             assert fetch.state == "fetching" or fetch.state == "abandoned" or not fetch.slots

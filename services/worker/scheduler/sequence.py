@@ -183,6 +183,20 @@ class Sequence:
             self.keys.append(content_key(parent or self.root, packed))
         return Content(self.keys[index], parent, packed, self.submit.lora, self.submit.salt)
 
+    def contents(self, first: int, count: int) -> list[Content]:
+        """Return the contents of blocks first … first + count - 1, which are full and whose keys are known."""
+        size, last = 4 * self.block_size, first + count
+        lora, salt, packed = self.submit.lora, self.submit.salt, self.submit.tokens
+        if len(packed) < size * last:  # some of them were drawn here
+            packed = pack_tokens(self.tokens)
+        keys = self.keys[first:last]
+        parents = [self.keys[first - 1] if first else None, *keys]
+        starts = range(size * first, size * last, size)
+        return [
+            Content(key, parent, packed[start : start + size], lora, salt)
+            for key, parent, start in zip(keys, parents, starts, strict=False)
+        ]
+
 
 def _keys(root: ContentKey, packed: bytes, block_size: int, expected: Sequence | None) -> list[ContentKey]:
     """Return the content keys of the full blocks of packed tokens. To hash 8,192 tokens takes 1 ms."""

@@ -335,11 +335,11 @@ class VllmBlocks:
             self._send_end(lookup)
         return slots
 
-    def end_load(self, number: int, index: int, slot: int, good: bool, _disk: bool) -> None:
-        lookup = self._lookups[number]
-        assert lookup.slots[index] == slot
-        if good:
-            self._know(lookup.keys[index])
+    def end_loads(self, number: int, first: int, good: Sequence[bool], _disk: bool) -> None:
+        keys = self._lookups[number].keys
+        for index, is_good in enumerate(good, first):
+            if is_good:
+                self._know(keys[index])
 
     def end_fetch(self, number: int, _round_trip_s: float) -> None:
         lookup = self._lookups.pop(number)

@@ -282,7 +282,7 @@ def test_a_load_that_takes_too_long_ends_with_what_it_has() -> None:
     clock.now_s = LOAD_S
     assert blocks.fetch_changes() == ([], [asked.number])
     assert blocks.begin_load(asked.number, 1, 2, 3) == []
-    blocks.end_load(asked.number, 0, 11, True, False)
+    blocks.end_loads(asked.number, 0, [True], False)
     blocks.end_fetch(asked.number, 0.0)
     assert blocks.take_ends() == [EndLoad("r", [11, 12, 13], [12, 13])]
     assert not blocks.waiting
