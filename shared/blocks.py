@@ -235,19 +235,15 @@ class BlockPool:
     def allocate(self, count: int) -> tuple[list[int], list[ContentEvicted]]:
         """Take `count` blank slots, each held once by a sequence: free ones first, then the least recently used."""
         assert count <= self.available, f"{count} blocks asked for, {self.available} available"
-        slots: list[int] = []
-        evicted: list[ContentEvicted] = []
-        leaving = iter(self.next_evicted(count))
-        for _ in range(count):
-            if self._free:
-                slot = self._free.pop()
-            else:
-                slot = next(leaving)
-                del self._cached[slot]
-                evicted.append(ContentEvicted(self._forget(slot)))
+        leaving = self.next_evicted(count)
+        left = len(self._free) - (count - len(leaving))
+        slots = [*reversed(self._free[left:]), *leaving]
+        del self._free[left:]
+        for slot in leaving:
+            del self._cached[slot]
+        for slot in slots:
             self._sequences[slot] = 1
-            slots.append(slot)
-        return slots, evicted
+        return slots, list(map(ContentEvicted, self._forget(leaving)))
 
     def store(self, slot: int, content: Content) -> tuple[int, list[ContentStored]]:
         """Store the content of a held, blank slot, so that it can be found from now on.
@@ -291,8 +287,7 @@ class BlockPool:
         self.release_prefix((slot,))
 
     def release_prefix(self, slots: Sequence[int]) -> None:
-        """End one sequence's holds of its blocks, the last one first, so that leaves are evicted before their parents.
-        """
+        """End one sequence's holds of its blocks, the last one first: leaves are evicted before their parents."""
         sequences, settle = self._sequences, self._settle
         for slot in reversed(slots):
             assert sequences[slot] > 0, f"no sequence holds slot {slot}"
@@ -307,7 +302,7 @@ class BlockPool:
         if slot in self._cached:
             del self._cached[slot]
             self._read -= self._copies[slot] > 0
-        content = self._forget(slot)
+        [content] = self._forget((slot,))
         self._forgotten.add(slot)
         self._settle(slot)
         return [ContentEvicted(content)]
@@ -382,14 +377,17 @@ class BlockPool:
         self._slot_of[content.key] = slot
         self._digest ^= event_hash(content.key)
 
-    def _forget(self, slot: int) -> Content:
-        content = self._content[slot]
-        assert content is not None
-        self._content[slot] = None
-        del self._slot_of[content.key]
-        self._digest ^= event_hash(content.key)
-        self.evictions += 1
-        return content
+    def _forget(self, slots: Sequence[int]) -> list[Content]:
+        forgotten: list[Content] = []
+        for slot in slots:
+            content = self._content[slot]
+            assert content is not None
+            self._content[slot] = None
+            del self._slot_of[content.key]
+            forgotten.append(content)
+        self._digest = reduce(xor, event_hashes([content.key for content in forgotten]), self._digest)
+        self.evictions += len(slots)
+        return forgotten
 
     def _settle(self, slot: int) -> None:
         """Make a slot without sequences cached if it can be found, or else free once no copy holds it."""

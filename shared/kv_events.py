@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from shared.blocks import Content, ContentEvicted, ContentStored, PoolEvent
-from shared.hashing import ContentKey, event_hash, unpack_tokens
+from shared.hashing import ContentKey, event_hash, event_hashes, unpack_tokens
 from shared.messages import BlockRemoved, BlockStored, KvEvent, SnapshotBlock, Tier
 
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "host_pinned", "disk": "disk"}
@@ -25,14 +25,14 @@ def to_kv_events(events: Iterable[PoolEvent], block_size: int, tier: Tier = "dev
     medium = MEDIA[tier]
     batch: list[KvEvent] = []
     chain: list[Content] = []
-    removed: list[int | bytes] = []
+    removed: list[ContentKey] = []
 
     def flush() -> None:
         if chain:
             batch.append(_stored(chain, block_size, medium))
             chain.clear()
         if removed:
-            batch.append(BlockRemoved(block_hashes=list(removed), medium=medium))
+            batch.append(BlockRemoved(block_hashes=[*event_hashes(removed)], medium=medium))
             removed.clear()
 
     for event in events:
@@ -45,7 +45,7 @@ def to_kv_events(events: Iterable[PoolEvent], block_size: int, tier: Tier = "dev
             case ContentEvicted():
                 if chain:
                     flush()
-                removed.append(event_hash(event.content.key))
+                removed.append(event.content.key)
             case _:
                 assert_never(event)
     flush()
@@ -98,9 +98,9 @@ def _stored(chain: list[Content], block_size: int, medium: str) -> BlockStored:
     first = chain[0]
     salted = first.parent is None and first.salt
     return BlockStored(
-        block_hashes=[event_hash(content.key) for content in chain],
+        block_hashes=[*event_hashes([content.key for content in chain])],
         parent_block_hash=_event_hash(first.parent),
-        token_ids=unpack_tokens(b"".join(content.tokens for content in chain)),
+        token_ids=unpack_tokens(b"".join([content.tokens for content in chain])),
         block_size=block_size,
         medium=medium,
         lora_name=first.lora or None,

@@ -75,6 +75,8 @@ def test_a_content_key_is_half_a_sha256() -> None:
     second = hashlib.sha256(first + packed[16:]).digest()[:16]
     assert hashing.content_keys(root, packed, 4) == [first, second]
     assert hashing.event_hash(second) == int.from_bytes(second[8:], "big")
+    assert hashing.event_hashes([first, second]) == [hashing.event_hash(first), hashing.event_hash(second)]
+    assert hashing.event_hashes([]) == []
 
 
 @given(st.lists(st.tuples(st.text(max_size=5), st.text(max_size=5), st.text(max_size=5)), min_size=2, unique=True))

@@ -77,11 +77,17 @@ class Kvbm:
 
     def land(self, number: int, index: int, good: bool = True) -> None:
         """End the copy of this block."""
-        slot, key = self.fetches[number].loading.pop(index)
-        if good:
-            self.memory[slot] = self.kept[key]
-            self.loaded_blocks += 1
-        self.engine.scheduler.kv_cache.end_loads(number, index, [good], key in self.on_disk)
+        self.land_together(number, index, [good])
+
+    def land_together(self, number: int, first: int, good: list[bool]) -> None:
+        """End the copies of these blocks, all from memory or all from disk."""
+        disk = self.fetches[number].loading[first][1] in self.on_disk
+        for index, is_good in enumerate(good, first):
+            slot, key = self.fetches[number].loading.pop(index)
+            if is_good:
+                self.memory[slot] = self.kept[key]
+                self.loaded_blocks += 1
+        self.engine.scheduler.kv_cache.end_loads(number, first, good, disk)
 
     def settle(self, number: int, took_s: float = 0.0) -> None:
         assert not self.fetches.pop(number).loading

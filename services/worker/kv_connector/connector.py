@@ -15,13 +15,16 @@ Blocks that may be wrong are named to a kvbm that takes a Discard. Nothing waits
 next sequence that such a block fails names the block again.
 
 Around each step: `poll_copies`, which takes up copies that have ended; the step is scheduled; `step`, which asks the
-kvbm; the step is computed.
+kvbm; the step is computed. Loads that have ended may wait for a later `poll_copies`, so that they delay no step by
+much.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from itertools import count
+from math import inf
 from typing import Literal, Protocol, TypeVar, assert_never
 
 from services.worker.device_blocks import DeviceBlocks
@@ -145,6 +148,8 @@ class KVConnector:
         unused."""
         self._messages: list[KvbmAsk | KvbmLink] = []
         """Messages that the next `step` returns."""
+        self._ended_loads: deque[Copied] = deque()
+        """Loads that have ended and were not taken up, the oldest first."""
         self._link = KvbmLink(kvbm="")
         """The link as the shell knows it."""
         self._stats = TransferStats()
@@ -168,8 +173,9 @@ class KVConnector:
             case _:
                 assert_never(command)
 
-    def poll_copies(self, now_s: float) -> None:
-        """Take up the copies that have ended, and what other engines lend and borrow."""
+    def poll_copies(self, now_s: float, most_loaded: float = inf) -> None:
+        """Take up the copies that have ended, and what other engines lend and borrow. Of loads take up batches until
+        they have `most_loaded` blocks; the others wait, in order."""
         if self._lender is not None and not self._paused:
             self._lender.turn(self._owner, now_s)
         if not self.idle:
@@ -178,9 +184,12 @@ class KVConnector:
         if self._borrower is not None:
             for answer in self._borrower.turn():
                 self._perform(self._fetches.borrowed(answer))
-            for copied in self._borrower.ended():
-                self._stats.count_loaded(copied)
-                self._perform(self._fetches.loaded(copied))
+            self._ended_loads.extend(self._borrower.ended())
+        while self._ended_loads and most_loaded > 0:
+            copied = self._ended_loads.popleft()
+            most_loaded -= len(copied.good)
+            self._stats.count_loaded(copied)
+            self._perform(self._fetches.loaded(copied))
 
     def step(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """Do what is due; return the messages for the shell. Called each step: it takes some 2 µs while nothing is
@@ -198,7 +207,7 @@ class KVConnector:
 
     @property
     def idle(self) -> bool:
-        """Whether no copy is under way."""
+        """Whether no copy is under way, and none has ended that was not taken up."""
         return self._stores.idle and self._fetches.idle
 
     @property
@@ -224,6 +233,8 @@ class KVConnector:
         elif self._state == "detached" and self._kvbm and not self._paused:
             own_s = self._try_s
         lender_s = None if self._lender is None else self._lender.wait_until_s
+        if self._ended_loads:
+            return 0.0
         return min([due_s for due_s in (copies_s, own_s, lender_s) if due_s is not None], default=None)
 
     @property
@@ -426,8 +437,7 @@ class KVConnector:
             self._stats.count_saved(copied)
             self._perform(self._stores.saved(copied, now_s))
         else:
-            self._stats.count_loaded(copied)
-            self._perform(self._fetches.loaded(copied))
+            self._ended_loads.append(copied)
         if copied.failed and self._state == "attached":
             self._detach(f"copying failed: {copied.failed}", now_s)
         elif copied.failed:  # a lost GPU writes for some ms more, and to attach says that nothing does
@@ -442,6 +452,7 @@ class KVConnector:
         assert self._state == "detached" or not self._paused
         assert self._state not in ("detached", "quieting") or set(self._awaited.values()) <= {"abort"}
         assert bool(self._link.kvbm) == (self._state == "attached")
+        assert all(self._fetches.owns(copied.batch) for copied in self._ended_loads)
 
 
 def _accepted(reply: Attached | KvbmRefused) -> Attached:

@@ -179,8 +179,8 @@ class KVCacheManager:
 
     def _evicted(self, evicted: Seq[ContentEvicted], needed_for: str) -> None:
         self._events.extend(evicted)
-        for event in evicted:
-            self.notes.add(event.content.key, "evicted as the least recently used, for {}", needed_for)
+        keys = [event.content.key for event in evicted]
+        self.notes.add_all(keys, "evicted as the least recently used, for {}", needed_for)
 
     # --- for the connector: blocks exchanged with a kvbm
 

@@ -270,6 +270,11 @@ class Scheduler:
             or any(not self.kv_cache.offloading.owes(sequence.keys) for sequence, _ in self._storing.values())
         )
 
+    @property
+    def decodes(self) -> bool:
+        """Whether sequences run, and all of them decode."""
+        return bool(self._running) and not self._prefilling
+
     def load(self) -> EngineLoad:
         """Return the counts as of now."""
         blocks, offloading = self.kv_cache.statistics(), self.kv_cache.offloading

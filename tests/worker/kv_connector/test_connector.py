@@ -11,6 +11,7 @@ from random import Random
 import msgspec
 import pytest
 
+from services.worker.engine import core
 from services.worker.kv_connector import fetches
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeEngineSnapshot
@@ -82,6 +83,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_leaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(fetches, "BATCH_BLOCKS", 1 + seed % 3)
+    monkeypatch.setattr(core, "MOST_LOADED", 1 + seed % 4)
     live(World(tmp_path / "pool", Random(seed)))
 
 
@@ -128,6 +130,58 @@ def test_what_one_engine_computed_another_one_loads(world: World) -> None:
     assert (second.host_tokens, second.disk_tokens) == (REUSABLE_TOKENS, 0)
     assert second.runner.computed_tokens == len(PROMPT) - REUSABLE_TOKENS
     assert second.exchanged.loaded_blocks == REUSABLE_TOKENS // 2
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is a batch of its own, and each step that only decodes takes up one batch."""
+    monkeypatch.setattr(fetches, "BATCH_BLOCKS", 1)
+    monkeypatch.setattr(core, "MOST_LOADED", 1)
+
+
+def load_all(world: World, others: Sequence[str]) -> Engine:
+    """Return an engine to which all blocks of a prompt have just been copied, while it decodes others."""
+    first, second = world.engines
+    compute(world, first)
+    world.step_s = 0.01
+    for other in others:
+        second.submit(other, [5], 14)
+    second.submit("again", PROMPT, 1)
+    until(world, second, "fetch")
+    second.carry("")
+    while any(second.replies.values()):
+        second.deliver(0)
+    second.copied()
+    return second
+
+
+def blocks_left(engine: Engine) -> int:
+    """Make a step; return how many of the blocks were not taken up before it."""
+    engine.step()
+    return engine.scheduler.kv_cache.statistics().loading
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_while_others_decode_each_step_takes_up_some_of_the_blocks_that_ended_together(world: World) -> None:
+    engine = load_all(world, ["stream"])
+    assert [blocks_left(engine) for _ in range(4)] == [2, 1, 0, 0]
+    assert "stream" in engine.living
+    world.settle()
+    assert engine.host_tokens == REUSABLE_TOKENS
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_where_no_sequence_decodes_all_blocks_that_ended_are_taken_up_at_once(world: World) -> None:
+    assert blocks_left(load_all(world, [])) == 0
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_an_engine_whose_last_stream_was_cancelled_does_not_sleep_before_it_took_up_all_blocks(world: World) -> None:
+    engine = load_all(world, ["stream"])
+    assert blocks_left(engine) == 2
+    engine.cancel(sorted(engine.living).index("stream"))
+    assert engine.core.wait_until_s == 0.0, "it sleeps"
+    assert blocks_left(engine) == 0
 
 
 def test_what_a_lora_computed_is_loaded_for_that_lora_alone(world: World) -> None:

@@ -361,6 +361,23 @@ def test_blocks_enter_the_cache_in_the_order_of_their_chain() -> None:
     assert len(kvbm.engine.scheduler.kv_cache.snapshot()) == 3
 
 
+def test_batches_enter_the_cache_in_the_order_of_their_chain_up_to_the_first_bad_copy() -> None:
+    kvbm = kvbm_with(PROMPT)
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.poll()
+    kvbm.begin(0, 6)
+    kvbm.land_together(0, 2, [True, False, True])
+    assert kvbm.engine.scheduler.kv_cache.snapshot() == []
+    kvbm.land_together(0, 0, [True, True])
+    kvbm.land_together(0, 5, [True])
+    assert len(kvbm.engine.scheduler.kv_cache.snapshot()) == 3
+    kvbm.settle(0)
+    kvbm.run()
+    last = kvbm.engine.last("a")
+    assert (last.cached_tokens, last.cached_host_tokens) == (6, 6)
+    assert kvbm.engine.output("a") == continuation(PROMPT, 1, 64)
+
+
 def test_no_block_after_a_bad_copy_is_used() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
@@ -694,10 +711,15 @@ class OnboardingMachine(RuleBasedStateMachine):
         self.kvbm.begin(numbers[pick % len(numbers)], count)
 
     @precondition(lambda self: any(fetch.loading for fetch in self.kvbm.fetches.values()))
-    @rule(pick=st.integers(0, 100), good=st.sampled_from([True, True, True, False]))
-    def land(self, pick: int, good: bool) -> None:
+    @rule(pick=st.integers(0, 100), good=st.lists(st.sampled_from([True, True, True, False]), min_size=1, max_size=4))
+    def land(self, pick: int, good: list[bool]) -> None:
         loading = [(number, index) for number, fetch in self.kvbm.fetches.items() for index in fetch.loading]
-        self.kvbm.land(*loading[pick % len(loading)], good)
+        number, first = loading[pick % len(loading)]
+        together = [one for index, one in enumerate(good, first) if (number, index) in loading]
+        if len(together) == len(good):
+            self.kvbm.land_together(number, first, good)
+        else:
+            self.kvbm.land(number, first, good[0])
 
     @precondition(lambda self: any(not fetch.loading for fetch in self.kvbm.fetches.values()))
     @rule(pick=st.integers(0, 100), took_s=st.sampled_from([0.0, 0.001, 0.01, 1.0]))

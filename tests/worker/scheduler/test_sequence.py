@@ -46,3 +46,13 @@ def test_a_sequence_that_was_expected_has_the_same_keys_without_hashing_its_prom
 def test_keys_of_an_expected_sequence_of_other_tokens_are_not_used() -> None:
     expected = sequence_of(pack_tokens([9, *range(2, 10)]))
     assert sequence_of(pack_tokens(range(1, 14)), expected).keys == sequence_of(pack_tokens(range(1, 14))).keys
+
+
+def test_contents_of_several_blocks_are_those_of_each_also_where_tokens_were_drawn() -> None:
+    came = sequence_of(pack_tokens(range(1, 8)))
+    came.tokens.append(8)
+    each = [came.content(index) for index in range(4)]
+    assert [content.tokens for content in each] == [pack_tokens(pair) for pair in ((1, 2), (3, 4), (5, 6), (7, 8))]
+    for first in range(5):
+        for count in range(5 - first):
+            assert came.contents(first, count) == each[first : first + count]
