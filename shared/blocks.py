@@ -345,7 +345,7 @@ class BlockPool:
         """End the copies into loading slots. The leading slots have these contents; the other copies failed.
 
         Return the slots that the sequence (if it still holds them) must use from now on, as `store` does. All streams
-        wait for this between two steps: 512 blocks in one call take a third of the time of 512 calls.
+        wait for this between two steps: 512 blocks in one call take a fifth of the time of 512 calls.
         """
         used: list[int] = []
         stored: list[ContentStored] = []

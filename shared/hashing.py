@@ -142,7 +142,7 @@ def event_hash(key: ContentKey) -> int:
 
 
 def event_hashes(keys: Iterable[ContentKey]) -> list[int]:
-    """Return the `event_hash` of each key: of 512 keys in a sixth of the time."""
+    """Return the `event_hash` of each key: of 512 keys in a fifth of the time."""
     halves = array("Q", b"".join(keys))
     if sys.byteorder == "little":
         halves.byteswap()

@@ -44,7 +44,7 @@ FETCHES = 8
 """Most fetches that sequences wait for at once; others are queued. Those that await blocks are not counted: the
 scheduler has a bound for them."""
 BATCH_BLOCKS = 32
-"""Most blocks that are copied, then reported, together. To take note of them takes 0.2 ms, while the next ones are
+"""Most blocks that are copied, then reported, together. To take note of them takes 0.1 ms, while the next ones are
 copied; the first token waits for the room of the first batch and the note of the last. While all requests wait, ends of
 batches are also what shows that the engine lives."""
 AWAITING_TIMEOUT_S = 15.0
