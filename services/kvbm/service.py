@@ -40,7 +40,7 @@ from services.kvbm.pool.prefault import Prefault
 from services.kvbm.replies import ReplySender, Request
 from services.kvbm.snapshots import send_snapshot
 from services.kvbm.socket_door import SocketDoor
-from services.kvbm.tickets.engines import AttachedEngines
+from services.kvbm.tickets.engines import AttachedEngine, AttachedEngines
 from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
 from services.kvbm.tickets.packing import unpack_keys
 from services.kvbm.tiers import policies
@@ -273,8 +273,8 @@ class KvbmService:
         layout = self._layout_of(ask.owner)
         missing = [] if ask.awaits else self._missing(layout, ask)
         if missing and self.peers is not None:
-            bringing = self.peers.cache.bring(layout, missing)
-            self._own(self._fetch_from_peers(request, ask, layout, self.peers.cache, bringing))
+            attached, bringing = self.engines.get(ask.owner), self.peers.cache.bring(layout, missing)
+            self._own(self._fetch_from_peers(request, ask, layout, attached, self.peers.cache, bringing))
             return layout, None
         return self._fetch_here(request, ask, layout)
 
@@ -288,10 +288,16 @@ class KvbmService:
         return missing if self.peers.cache.is_worth_asking(layout, len(missing)) else []
 
     async def _fetch_from_peers(
-        self, request: Request, ask: wire.Fetch, layout: LayoutStore, peers: PeerCache, bringing: asyncio.Task[str]
+        self,
+        request: Request,
+        ask: wire.Fetch,
+        layout: LayoutStore,
+        attached: AttachedEngine | None,
+        peers: PeerCache,
+        bringing: asyncio.Task[str],
     ) -> None:
-        """Answer a Fetch after its missing blocks have come from a peer, or will not."""
-        attached = self.engines.get(ask.owner)
+        """Answer a Fetch after its missing blocks have come from a peer, or will not. `attached` is the Attach that its
+        engine asked under; it may attach again before this begins."""
         await peers.wait_brought(bringing)
         try:
             if self.engines.get(ask.owner) is not attached:

@@ -7,112 +7,38 @@ Each decode worker streams an answer meanwhile, so that routers hand prompts ove
 
 from __future__ import annotations
 
-import asyncio
-import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import nats
 import openai
 import pytest
 
-from shared import subjects
-from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.roles_rig import GREEDY, LIMIT_S, RolesRig, ask, client_of, prompt_of, roles
 from tests.integration.stack import eventually
-from tests.tiny_model import write_tiny_model
 
-LIMIT_S = 240.0
-CONTEXT = 8192
 DECODERS = ("decode 1", "decode 2")
-GREEDY: dict[str, Any] = {"temperature": 0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.95, "presence_penalty": 0.6}
-TOKENS = 24
-
-
-def shows(worker: Service, metric: str) -> bool:
-    return worker.metric(metric) >= 1
-
-
-class Rig:
-    """The processes, and how each is started again."""
-
-    def __init__(self, services: Fleet, folder: Path, nats_url: str, namespace: str, dtype: str) -> None:
-        self.services = services
-        self._pool = folder / "pool"
-        self._nats_url = nats_url
-        self._namespace = namespace
-        model = write_tiny_model(folder / "tiny", context_length=CONTEXT)
-        self._common = ("--model", str(model), "--threads", "1", "--kv-dtype", dtype)
-
-    def start(self, name: str) -> None:
-        if name == "kvbm":
-            self.services.start("kvbm", name, "--pool-directory", str(self._pool), "--pool-size-bytes", str(64 << 20))
-        elif name == "alone":
-            self.services.start("worker", name, *self._common, "--model-name", "alone")
-        else:
-            role = "prefill" if name == "prefill" else "decode"
-            kvbm = ("--kvbm-pool", str(self._pool), "--kvbm-wait-s", "20", "--kvbm-timeout-s", "4")
-            self.services.start("worker", name, *self._common, *kvbm, "--role", role)
-
-    def wait_linked(self) -> None:
-        self.services.wait_ready()
-        for name in ("prefill", *DECODERS):
-            worker = self.services.services[name]
-            attached = partial(shows, worker, "headrace_kvbm_attached")
-            eventually(attached, limit_s=LIMIT_S, what=f"{name} has attached")
-
-    @property
-    def hand_overs(self) -> float:
-        return self.services.services["frontend"].metric("headrace_hand_overs_total")
-
-    def decisions(self, request: str) -> list[dict[str, Any]]:
-        """The choices of the router for a request."""
-
-        async def asked() -> bytes:
-            bus = await nats.connect(self._nats_url)
-            try:
-                subject = subjects.explain(self._namespace, "tiny")
-                return (await bus.request(subject, request.encode(), timeout=LIMIT_S)).data
-            finally:
-                await bus.close()
-
-        found: list[dict[str, Any]] = json.loads(asyncio.run(asked()))["decisions"]
-        return found
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[RolesRig]:
     namespace = f"roles-{request.param}"
+    workers, kvbms = dict.fromkeys(("prefill", *DECODERS), "kvbm"), {"kvbm": ()}
     folder = tmp_path_factory.mktemp(namespace)
-    where = ("--namespace", namespace, "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
-    with fleet(folder, nats_url, *where) as services:
-        one = Rig(services, folder, nats_url, namespace, request.param)
-        services.start("router", "router")
-        for name in ("kvbm", "prefill", *DECODERS, "alone"):
-            one.start(name)
-        # A busy machine that makes workers look frozen costs attempts, and no request.
-        limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
-        services.start("frontend", "frontend", *limits, "--limits-rescue-s", "120")
-        services.wait_ready()
-        router = services.services["router"]
-        eventually(lambda: router.metric("headrace_kv_sources") >= 5, limit_s=LIMIT_S, what="the router knows all")
-        one.wait_linked()
+    with roles(folder, nats_url, namespace, workers=workers, kvbms=kvbms, dtype=request.param) as one:
         yield one
 
 
 @pytest.fixture
-def client(rig: Rig) -> Iterator[openai.OpenAI]:
-    url = f"{rig.services.services['frontend'].url}/v1"
-    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=LIMIT_S) as one:
+def client(rig: RolesRig) -> Iterator[openai.OpenAI]:
+    with client_of(rig) as one:
         yield one
 
 
 @pytest.fixture
-def busy(request: pytest.FixtureRequest, rig: Rig, client: openai.OpenAI) -> Iterator[None]:
+def busy(request: pytest.FixtureRequest, rig: RolesRig, client: openai.OpenAI) -> Iterator[None]:
     """A stream for each decode worker, until the end of the test."""
     ended = threading.Event()
 
@@ -145,38 +71,10 @@ def busy(request: pytest.FixtureRequest, rig: Rig, client: openai.OpenAI) -> Ite
             each.join(LIMIT_S)
 
 
-def ask(
-    client: openai.OpenAI, model: str, prompt: str, sampling: dict[str, Any], then: Callable[[], None] | None = None
-) -> str:
-    """Return the text of a streamed answer; `then` happens after its first token."""
-    text, finish = "", None
-    for number, chunk in enumerate(
-        client.completions.create(
-            model=model,
-            prompt=prompt,
-            max_tokens=TOKENS,
-            stream=True,
-            extra_body={"ignore_eos": True, "deadline_s": 600},
-            **sampling,
-        )
-    ):
-        if not number and then is not None:
-            then()
-        for choice in chunk.choices:
-            text += choice.text
-            finish = choice.finish_reason or finish
-    assert finish == "length"
-    return text
-
-
-def prompt_of(words: int, seed: str) -> str:
-    return " ".join(f"{seed}{number}" for number in range(words))
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.usefixtures("busy")
 def test_an_answer_that_is_handed_over_has_the_tokens_of_one_worker(
-    rig: Rig, client: openai.OpenAI, sampling: dict[str, Any]
+    rig: RolesRig, client: openai.OpenAI, sampling: dict[str, Any]
 ) -> None:
     before, number = rig.hand_overs, 0
     lengths = (1, 40, 300, 700)
@@ -192,7 +90,7 @@ def test_an_answer_that_is_handed_over_has_the_tokens_of_one_worker(
 
 
 @pytest.mark.usefixtures("busy")
-def test_decode_workers_load_what_the_prefill_worker_has_stored(rig: Rig, client: openai.OpenAI) -> None:
+def test_decode_workers_load_what_the_prefill_worker_has_stored(rig: RolesRig, client: openai.OpenAI) -> None:
     number = 0
 
     def loaded() -> bool:
@@ -206,7 +104,7 @@ def test_decode_workers_load_what_the_prefill_worker_has_stored(rig: Rig, client
 
 
 @pytest.mark.usefixtures("busy")
-def test_decode_workers_load_blocks_before_the_prompt_is_handed_over(rig: Rig, client: openai.OpenAI) -> None:
+def test_decode_workers_load_blocks_before_the_prompt_is_handed_over(rig: RolesRig, client: openai.OpenAI) -> None:
     number = 0
 
     def loaded() -> bool:
@@ -221,7 +119,7 @@ def test_decode_workers_load_blocks_before_the_prompt_is_handed_over(rig: Rig, c
 
 
 @pytest.mark.usefixtures("busy")
-def test_decode_workers_copy_blocks_from_the_prefill_workers_memory(rig: Rig, client: openai.OpenAI) -> None:
+def test_decode_workers_copy_blocks_from_the_prefill_workers_memory(rig: RolesRig, client: openai.OpenAI) -> None:
     number = 0
 
     def lent() -> bool:
@@ -237,7 +135,7 @@ def test_decode_workers_copy_blocks_from_the_prefill_workers_memory(rig: Rig, cl
 
 
 @pytest.mark.usefixtures("busy")
-def test_explain_shows_both_halves_of_a_choice(rig: Rig, client: openai.OpenAI) -> None:
+def test_explain_shows_both_halves_of_a_choice(rig: RolesRig, client: openai.OpenAI) -> None:
     number = 0
 
     def shown() -> list[str]:
@@ -258,7 +156,7 @@ def test_explain_shows_both_halves_of_a_choice(rig: Rig, client: openai.OpenAI) 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.usefixtures("busy")
 def test_whatever_is_lost_on_the_way_the_tokens_stay(
-    rig: Rig, client: openai.OpenAI, lost: str, how: signal.Signals
+    rig: RolesRig, client: openai.OpenAI, lost: str, how: signal.Signals
 ) -> None:
     prompt = prompt_of(600, f"{lost[0]}{how}x")
     expected = ask(client, "alone", prompt, GREEDY)

@@ -8,86 +8,32 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.integration.fleet import Fleet, Service, explained, fleet
+from tests.integration.fleet import Service, explained
+from tests.integration.roles_rig import GREEDY, LIMIT_S, RolesRig, ask, client_of, prompt_of, roles
 from tests.integration.stack import eventually
-from tests.integration.test_roles import GREEDY, LIMIT_S, ask, prompt_of, shows
-from tests.tiny_model import write_tiny_model
 
-CONTEXT = 8192
 NAMESPACE = "roles-apart"
 MACHINES = {"prefill": "near", "decode": "far"}
 PEERS = ("--peers-listen", "127.0.0.1:0", "--peers-wait-s", "1", "--peers-read-s", "60")
 _prompts = itertools.count()
 
 
-class Rig:
-    """The processes, and how each is started again."""
-
-    def __init__(self, services: Fleet, folder: Path) -> None:
-        self.services = services
-        self._folder = folder
-        model = write_tiny_model(folder / "tiny", context_length=CONTEXT)
-        self._common = ("--model", str(model), "--threads", "1", "--kv-dtype", "float32")
-
-    def start(self, name: str) -> None:
-        if name in MACHINES.values():
-            pool = ("--pool-directory", str(self._folder / name), "--pool-size-bytes", str(64 << 20))
-            self.services.start("kvbm", name, *pool, *PEERS)
-        elif name == "alone":
-            self.services.start("worker", name, *self._common, "--model-name", "alone")
-        else:
-            at = ("--kvbm-pool", str(self._folder / MACHINES[name]))
-            patient = ("--kvbm-wait-s", "20", "--kvbm-timeout-s", "4")
-            self.services.start("worker", name, *self._common, *at, *patient, "--role", name)
-
-    def wait_linked(self) -> None:
-        self.services.wait_ready()
-        for name in MACHINES:
-            attached = partial(shows, self.services.services[name], "headrace_kvbm_attached")
-            eventually(attached, limit_s=LIMIT_S, what=f"{name} has attached")
-
-    @property
-    def far(self) -> Service:
-        return self.services.services["far"]
-
-    @property
-    def read_blocks(self) -> float:
-        return self.far.metric("headrace_kvbm_peer_read_blocks_total")
-
-    @property
-    def hand_overs(self) -> float:
-        return self.services.services["frontend"].metric("headrace_hand_overs_total")
-
-
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Rig]:
+def rig(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[RolesRig]:
     folder = tmp_path_factory.mktemp(NAMESPACE)
-    where = ("--namespace", NAMESPACE, "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
-    with fleet(folder, nats_url, *where) as services:
-        one = Rig(services, folder)
-        services.start("router", "router")
-        for name in ("near", "far", "prefill", "decode", "alone"):
-            one.start(name)
-        limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
-        services.start("frontend", "frontend", *limits, "--limits-rescue-s", "120")
-        services.wait_ready()
-        router = services.services["router"]
-        eventually(lambda: router.metric("headrace_kv_sources") >= 5, limit_s=LIMIT_S, what="the router knows all")
-        one.wait_linked()
+    kvbms = dict.fromkeys(MACHINES.values(), PEERS)
+    with roles(folder, nats_url, NAMESPACE, workers=MACHINES, kvbms=kvbms) as one:
         yield one
 
 
 @pytest.fixture
-def client(rig: Rig) -> Iterator[openai.OpenAI]:
-    url = f"{rig.services.services['frontend'].url}/v1"
-    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=LIMIT_S) as one:
+def client(rig: RolesRig) -> Iterator[openai.OpenAI]:
+    with client_of(rig) as one:
         yield one
 
 
@@ -98,7 +44,7 @@ def both(client: openai.OpenAI, words: int) -> None:
 
 
 @pytest.fixture
-def busy(rig: Rig, client: openai.OpenAI) -> Iterator[None]:
+def busy(rig: RolesRig, client: openai.OpenAI) -> Iterator[None]:
     """Streams at the decode worker, so that prompts are handed over rather than delay them."""
     body: dict[str, Any] = {"ignore_eos": True, "deadline_s": 600}
     streams = [
@@ -120,17 +66,17 @@ def busy(rig: Rig, client: openai.OpenAI) -> Iterator[None]:
 
 @pytest.mark.usefixtures("busy")
 def test_a_prompt_of_another_machine_is_loaded_and_its_answer_has_the_tokens_of_one_worker(
-    rig: Rig, client: openai.OpenAI
+    rig: RolesRig, client: openai.OpenAI
 ) -> None:
     def handed_over() -> bool:
         both(client, 500)
-        return rig.hand_overs > 0 and rig.read_blocks > 0
+        return rig.hand_overs > 0 and rig.services.services["far"].metric("headrace_kvbm_peer_read_blocks_total") > 0
 
     eventually(handed_over, limit_s=LIMIT_S, what="blocks of a hand-over came from the other machine")
 
 
 @pytest.mark.usefixtures("busy")
-def test_explain_shows_what_is_read_from_the_other_machine(rig: Rig, nats_url: str, client: openai.OpenAI) -> None:
+def test_explain_shows_what_is_read_from_the_other_machine(rig: RolesRig, nats_url: str, client: openai.OpenAI) -> None:
     def shown() -> list[int]:
         prompt = prompt_of(400, f"apart{next(_prompts)}x")
         answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, extra_body={"deadline_s": 600})
@@ -144,7 +90,9 @@ def test_explain_shows_what_is_read_from_the_other_machine(rig: Rig, nats_url: s
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("lost", ["near", "prefill"])
 @pytest.mark.usefixtures("busy")
-def test_a_machine_that_is_lost_costs_no_token(rig: Rig, client: openai.OpenAI, lost: str, how: signal.Signals) -> None:
+def test_a_machine_that_is_lost_costs_no_token(
+    rig: RolesRig, client: openai.OpenAI, lost: str, how: signal.Signals
+) -> None:
     gone = rig.services.services[lost].process
     gone.send_signal(how)
     try:
@@ -158,7 +106,7 @@ def test_a_machine_that_is_lost_costs_no_token(rig: Rig, client: openai.OpenAI, 
     both(client, 500)
 
 
-def test_nothing_is_held_once_all_have_answered(rig: Rig) -> None:
+def test_nothing_is_held_once_all_have_answered(rig: RolesRig) -> None:
     for name in MACHINES.values():
         kvbm = rig.services.services[name]
 

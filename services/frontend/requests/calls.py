@@ -18,6 +18,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.session import (
     AnnounceAttempt,
+    AnswerMissed,
     DispatchAttempt,
     Event,
     SelectWorker,
@@ -112,7 +113,9 @@ class BusCalls:
                     self._feed(stream, answer)
                     return
                 except Unavailable as why:
-                    slow = slow or isinstance(why, RequestTimeout)
+                    if isinstance(why, RequestTimeout):
+                        slow = True
+                        self._feed(stream, AnswerMissed(action.attempt))
                     _log.warning("request %s: router %s: %s", request.id, addressee, why, extra=stream.log_fields)
                 except ProtocolError as wrong:
                     _log.error("request %s: router %s: %s", request.id, addressee, wrong, extra=stream.log_fields)

@@ -76,6 +76,12 @@ class Unrouted(Struct, frozen=True):
     """Whether NATS is disconnected, or seems to be because routers are registered: it may come back soon."""
 
 
+class AnswerMissed(Struct, frozen=True):
+    """A router did not answer in time, and another one is asked. The answer may have been lost."""
+
+    attempt: int
+
+
 class RetryDue(Struct, frozen=True):
     """The pause of `RetryLater` is over."""
 
@@ -133,7 +139,18 @@ class TimeExpired(Struct, frozen=True):
 
 
 Answer = SelectRefused | Unrouted | Accepted | Refused | Unreachable | Unsendable
-Event = Selected | Answer | RetryDue | PartReceived | InstanceGone | AttemptLost | StopFound | ClientLeft | TimeExpired
+Event = (
+    Selected
+    | Answer
+    | AnswerMissed
+    | RetryDue
+    | PartReceived
+    | InstanceGone
+    | AttemptLost
+    | StopFound
+    | ClientLeft
+    | TimeExpired
+)
 
 # --- actions
 
@@ -340,6 +357,9 @@ class Session:
             case AttemptLost():
                 lost = self.state is State.STREAMING and event.attempt == self.attempt
                 return self._attempt_lost(event.loss, event.reason) if lost else []
+            case AnswerMissed():
+                self._unanswered += self.is_choosing(event.attempt)
+                return []
             case RetryDue():
                 waited = self.state is State.WAITING and event.attempt == self.attempt
                 return self._on_again(event.now_s) if waited else []

@@ -13,6 +13,8 @@ from __future__ import annotations
 from random import Random
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from services.router.index.index import CandidateId
 from services.router.index.shared_stores import StoreId, store_id_of
 from shared.messages import ModelCard, Select
@@ -165,3 +167,9 @@ def _prompt_limit_tokens(card: ModelCard) -> int:
     """Return the length of the longest prompt that the worker accepts: a longer one exceeds its blocks or its
     context."""
     return min(card.capacity_blocks * card.block_size, card.context_length - 1)
+
+
+def same_worker(before: ModelCard, after: ModelCard) -> bool:
+    """Return whether the cards differ at most in the store that the worker is attached to, and in its LoRAs. If so,
+    the worker's own blocks and its reservations are still valid."""
+    return replace(before, kvbm=after.kvbm, kvbm_layout=after.kvbm_layout, lora=after.lora) == after

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import Literal, assert_never
+from typing import assert_never
 
 import msgspec
 from msgspec import Struct
@@ -28,19 +28,19 @@ from services.router.selection.candidates import (
     CandidateState,
     FleetAverage,
     RoutingRequest,
-    predicted_start_s,
 )
 from services.router.selection.decision_log import DecisionLog, Prediction
-from services.router.selection.eligibility import Eligibility, NoCandidate, Refusal
+from services.router.selection.eligibility import Eligibility, NoCandidate, same_worker
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
 from services.router.selection.peer_links import PeerLinks, RemoteSearch
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import Policy
 from services.router.selection.policy_guard import PolicyFault, PolicyGuard, worst_fault
+from services.router.selection.refusal import in_time, overloaded, refused
 from services.router.selection.speculation import ExpectedRun, Speculation
+from services.router.selection.validation import validated_hashes
 from shared.errors import ProtocolError
-from shared.hashing import unpack_hashes
 from shared.kvbm_messages import KvbmReport
 from shared.messages import (
     Finished,
@@ -56,12 +56,8 @@ from shared.messages import (
     SelectRefused,
 )
 
-RETRY_AFTER_LIMIT_S = 60.0
-"""Upper limit in seconds of `retry_after_s` when a request is refused because its wait would be too long."""
 HAND_OVER_LIMIT_S = 60.0
 """Longest time in seconds for which a worker that decodes keeps its reservation before it hears of the attempt."""
-_ID_LIMIT = 256
-_EXCLUDED_LIMIT = 4096
 _EXPIRED_PER_TICK = 1000
 _NOTHING = Overlap()
 
@@ -204,12 +200,13 @@ class ModelRouter:
     def select(self, select: Select, now_s: float) -> Selection:
         """Choose a candidate and reserve the load there."""
         try:
-            hashes = self._validated_hashes(select)
+            card = next(iter(self.cards.values()), None)
+            hashes = validated_hashes(select, self._config.most_hashes, 0 if card is None else card.block_size)
             eligible = self.eligibility.eligible(select, now_s)
         except ProtocolError as wrong:
-            return Selection(_refused(select, "bad_request", str(wrong)))
+            return Selection(refused(select, "bad_request", str(wrong)))
         except NoCandidate as wrong:
-            return Selection(_refused(select, wrong.code, str(wrong)))
+            return Selection(refused(select, wrong.code, str(wrong)))
         attempt = select.request, select.attempt
         prefilling = [] if select.whole or select.max_tokens < 2 else self.eligibility.prefilling(select, now_s)
         before, after = self.load.candidate_of(attempt), self.load.candidate_of((select.request, select.attempt + 1))
@@ -228,7 +225,10 @@ class ModelRouter:
         remembered = self.history.extend_overlaps(overlaps, findable, select.hashes, now_s)
         load, speed, priority = self.load.load_of, self.load.speeds.get, select.priority
         block_bytes = _block_bytes(card.kv_layout)
-        remote = self._remote_search(findable, block_bytes) if self.links else None
+        remote = None
+        if self.links:
+            numbers = {name: chains.slot.number for name, chains in self.stores.items()}
+            remote = RemoteSearch(self.links, self.index, numbers, findable, block_bytes)
         states = [
             CandidateState(
                 candidate,
@@ -241,7 +241,7 @@ class ModelRouter:
             for candidate, instance, total_blocks, since_s, _, _ in (*eligible, *prefilling)
         ]
         if remote is not None:
-            states = [self._with_remote(state, remote) for state in states]
+            states = [remote.added_to(state, store_id_of(self.cards[state.id[0]])) for state in states]
         candidates = states[: len(eligible)]
         request = RoutingRequest(
             prompt_tokens=select.prompt_tokens,
@@ -259,20 +259,20 @@ class ModelRouter:
             stored = [(each.store, state) for each, state in zip((*eligible, *prefilling), states, strict=True)]
             able = stored[len(eligible) :]
             if select.wait_limit_s > 0 and before is None:
-                able = [each for each in able if _in_time([each[1]], select)]
+                able = [each for each in able if in_time([each[1]], select)]
             whole, compare = choice.chosen.candidate, self._compare
             pair = choose_pair(self.guard, request, able, stored[: len(eligible)], whole, remote, compare=compare)
         fault = choice.fault if pair is None else worst_fault(choice.fault, pair.prefill.fault, pair.decode.fault)
         kept = pair is not None and pair.candidates == (before, after)
         if pair is not None and (pair.pays or kept):
             return self._select_pair(select, request, pair, hashes, now_s, fault, repeated=kept)
-        if select.wait_limit_s > 0 and before is None and not _in_time([choice.chosen.candidate], select):
-            in_time = _in_time(candidates, select)
-            if not in_time and pair is not None:
+        if select.wait_limit_s > 0 and before is None and not in_time([choice.chosen.candidate], select):
+            soon = in_time(candidates, select)
+            if not soon and pair is not None:
                 return self._select_pair(select, request, pair, hashes, now_s, fault)
-            if not in_time:
-                return Selection(_overloaded(select, candidates), fault=fault)
-            choice = self.guard.choose(request, in_time)
+            if not soon:
+                return Selection(overloaded(select, candidates), fault=fault)
+            choice = self.guard.choose(request, soon)
             fault = worst_fault(fault, choice.fault)
         if pair is not None:
             choice = msgspec.structs.replace(choice, reason=f"{choice.reason}; {pair.comparison}")
@@ -296,19 +296,6 @@ class ModelRouter:
         if select.explain:
             selected = self.decisions.get(attempt).selected
         return Selection(selected, reserved, fault=fault)
-
-    def _remote_search(self, hashes: Sequence[int], block_bytes: int) -> RemoteSearch:
-        numbers = {name: chains.slot.number for name, chains in self.stores.items()}
-        return RemoteSearch(self.links, self.index, numbers, hashes, block_bytes)
-
-    def _with_remote(self, state: CandidateState, remote: RemoteSearch) -> CandidateState:
-        """Return the candidate with the blocks that it would get from other machines."""
-        found = remote.rest(store_id_of(self.cards[state.id[0]]), state.overlap.blocks)
-        if not found.blocks:
-            return state
-        device, host, disk = state.overlap.device, state.overlap.host, state.overlap.disk
-        overlap = Overlap(device, host, disk, found.blocks)
-        return msgspec.structs.replace(state, overlap=overlap, remote_s=found.block_s)
 
     def _select_pair(
         self,
@@ -354,38 +341,6 @@ class ModelRouter:
         reply = self.decisions.get((select.request, select.attempt)).selected if select.explain else answers[0]
         reply = msgspec.structs.replace(reply, decode=decode.id[0], decode_rank=decode.id[1])
         return Selection(reply, reserved, reserved_decode, fault)
-
-    def _validated_hashes(self, select: Select) -> list[int]:
-        """Return the prompt's hashes. Raise ProtocolError, which names the field."""
-        if (
-            max(len(select.request), len(select.frontend), len(select.session), len(select.lora)) > _ID_LIMIT
-            or not select.request
-        ):
-            raise ProtocolError(
-                f"request is empty, or request, frontend, session or lora has more than {_ID_LIMIT} characters"
-            )
-        if len(select.excluded) > _EXCLUDED_LIMIT:
-            raise ProtocolError(f"excluded may have at most {_EXCLUDED_LIMIT} instances")
-        if select.attempt < 0 or select.prompt_tokens < 1 or select.max_tokens < 0:
-            raise ProtocolError("attempt and max_tokens must not be negative, and prompt_tokens must be positive")
-        if not (select.time_left_s >= 0 and select.wait_limit_s >= 0):  # also refuses NaN
-            raise ProtocolError("time_left_s and wait_limit_s must not be negative: the request's time is over")
-        if len(select.hashes) > 8 * self._config.most_hashes:
-            raise ProtocolError(f"hashes has more than {self._config.most_hashes} blocks")
-        try:
-            hashes = unpack_hashes(select.hashes)
-        except ValueError as wrong:
-            raise ProtocolError(f"hashes: {wrong}") from None
-        card = next(iter(self.cards.values()), None)
-        if card is not None:
-            blocks = select.prompt_tokens // card.block_size
-            if blocks > self._config.most_hashes:
-                raise ProtocolError(f"prompt_tokens has more than {self._config.most_hashes} blocks")
-            if len(hashes) > blocks:
-                raise ProtocolError(f"{len(hashes)} hashes for a prompt of {select.prompt_tokens} tokens")
-        if len(set(hashes)) != len(hashes):
-            raise ProtocolError("hashes repeat: the hashes of one prompt must all be different")
-        return hashes
 
     def _reserve(
         self, select: Select, request: RoutingRequest, chosen: CandidateState, now_s: float, *, delay_s: float = 0.0
@@ -497,31 +452,3 @@ def _block_bytes(layout: KvLayout) -> int:
         return layout.block_bytes
     except KeyError:  # the dtype of a foreign engine
         return 0
-
-
-def _in_time(candidates: Sequence[CandidateState], select: Select) -> list[CandidateState]:
-    """Return the candidates that would begin the prompt within the frontend's limit, or whose speed is unknown. The
-    time for the prompt itself does not count: it is the same later, so an idle candidate refuses none."""
-    waits = [predicted_start_s(each) for each in candidates]
-    return [
-        each for each, wait_s in zip(candidates, waits, strict=True) if wait_s is None or wait_s <= select.wait_limit_s
-    ]
-
-
-def _overloaded(select: Select, candidates: Sequence[CandidateState]) -> SelectRefused:
-    """Refuse a request for which no candidate is in time; `retry_after_s` is when the soonest will have caught up."""
-    soonest_s = min(predicted_start_s(each) or 0.0 for each in candidates)
-    limit_s = select.wait_limit_s
-    reason = f"it would wait at least {soonest_s:.0f} s for earlier prompts, the limit is {limit_s:g} s"
-    retry_after_s = min(max(soonest_s - limit_s, 1.0), RETRY_AFTER_LIMIT_S)
-    return msgspec.structs.replace(_refused(select, "overloaded", reason), retry_after_s=retry_after_s)
-
-
-def _refused(select: Select, code: Refusal | Literal["bad_request", "overloaded"], reason: str) -> SelectRefused:
-    return SelectRefused(select.request[:_ID_LIMIT], select.attempt, code, reason)
-
-
-def same_worker(before: ModelCard, after: ModelCard) -> bool:
-    """Return whether the cards differ at most in the store that the worker is attached to, and in its LoRAs. If so,
-    the worker's own blocks and its reservations are still valid."""
-    return msgspec.structs.replace(before, kvbm=after.kvbm, kvbm_layout=after.kvbm_layout, lora=after.lora) == after

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.router.index.index import CandidateId, Index
 from services.router.index.shared_stores import StoreId, kvbm_of, layout_of, store_id
+from services.router.selection.candidates import CandidateState
 from shared.kvbm_messages import PeerRates
+from shared.messages import Overlap
 
 LINKS_MOST = 16
 """The most links of one kvbm that are believed; a kvbm reports four."""
@@ -110,6 +113,14 @@ class RemoteSearch:
         self._held: dict[int, dict[CandidateId, int]] = {}
         """Start → how many blocks each store holds from there on."""
         self._answers: dict[tuple[StoreId, int], RemoteBlocks] = {}
+
+    def added_to(self, state: CandidateState, reader: StoreId | None) -> CandidateState:
+        """Return the candidate of the store `reader` with the blocks that it would get from other machines."""
+        found = self.rest(reader, state.overlap.blocks)
+        if not found.blocks:
+            return state
+        device, host, disk = state.overlap.device, state.overlap.host, state.overlap.disk
+        return replace(state, overlap=Overlap(device, host, disk, found.blocks), remote_s=found.block_s)
 
     def rest(self, reader: StoreId | None, start: int) -> RemoteBlocks:
         """Return what a candidate of the store `reader`, which has `start` leading blocks itself, gets from the store

@@ -22,7 +22,8 @@ from services.router.config import RouterConfig
 from services.router.index.chains import Chains, SlotCleanup
 from services.router.index.shared_stores import StoreId, kvbm_of, layout_of
 from services.router.metrics import RouterMetrics
-from services.router.selection.model_router import ModelRouter, same_worker
+from services.router.selection.eligibility import same_worker
+from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN, load_policy
 from services.router.sync.feed import EventFeed, SourceOrigin
 from shared import subjects

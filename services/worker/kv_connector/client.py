@@ -178,7 +178,9 @@ class KvbmClient:
             if was.kvbm:
                 self._unlinked_s = asyncio.get_running_loop().time()
             if link.reason and self._kvbm:  # without a kvbm the reason only repeats why there is none
-                self._limited_log.warn("no blocks are exchanged", link.reason)
+                # Each kind has its line: a kvbm that is not ready yet may be one that has no room for this layout.
+                *kind, why = link.reason.split(": ", 2)
+                self._limited_log.warn(": ".join(("no blocks are exchanged", *kind)), why)
 
     def _show(self, link: KvbmLink) -> None:
         before, self.shown_link = self.shown_link, link

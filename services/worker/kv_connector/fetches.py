@@ -170,7 +170,7 @@ class Fetches:
                 actions += self._stop(stopped)
             else:
                 self._unqueue(number)
-        while self._queue and len(self._asked) < MOST_ASKED:
+        while self._queue and len(self._asked) + len(self._loans) < MOST_ASKED:  # a loan may become a Fetch
             awaiting = sum([fetch.request.awaits for fetch in self._fetches.values()])
             if not self._queue[0].awaits and len(self._fetches) - awaiting >= FETCHES:
                 break
@@ -328,7 +328,7 @@ class Fetches:
     def validate(self) -> None:
         """Raise AssertionError where the fetches contradict themselves."""
         assert sum(not fetch.request.awaits for fetch in self._fetches.values()) <= FETCHES
-        assert len(self._asked) <= MOST_ASKED
+        assert len(self._asked) + len(self._loans) <= MOST_ASKED
         if not self._most_blocks:
             assert not [*self._queue, *self._asked], "closed, and a request is open"
         assert {id(fetch) for fetch in self._loans.values()} == {id(f) for f in self._fetches.values() if f.loan}

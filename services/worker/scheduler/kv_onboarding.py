@@ -163,7 +163,10 @@ class Onboarding:
         """Return 0 unless the sequence waits for the kvbm. Else return how many blocks it will need beyond those it
         holds, at least one: the scheduler passes over it and keeps that room."""
         fetch = self._fetches.get(sequence.arrival)
-        return 0 if fetch is None or fetch.state == "abandoned" else sequence.blocks_needed - len(fetch.held)
+        if fetch is None or fetch.state == "abandoned":
+            return 0
+        prefetch = fetch.after if fetch.after is not None and fetch.after.prefetch else fetch
+        return max(1, sequence.blocks_needed - len(prefetch.held))
 
     def give_up(self, now_s: float) -> None:
         """Abandon the fetches of sequences that have waited long enough."""
@@ -273,7 +276,7 @@ class Onboarding:
         self._abandoned.discard(number)
         assert fetch.state != "queued", f"fetch {number} ends before it began"
         assert fetch.landed == len(fetch.slots), f"fetch {number} ends with {len(fetch.early)} blocks loading"
-        if fetch.state == "fetching" and round_trip_s > 0:
+        if fetch.state == "fetching" and round_trip_s > 0 and not fetch.prefetch:  # which waits for blocks, not for answers
             self._learn_cost(round_trip_s)
         fetch.state = "abandoned"
         self._release(fetch)

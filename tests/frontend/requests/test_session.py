@@ -14,6 +14,7 @@ from services.frontend.requests.retry import ATTEMPTS, RESCUE_S, RetryBudget
 from services.frontend.requests.session import (
     Action,
     AnnounceAttempt,
+    AnswerMissed,
     AttemptLost,
     ClientLeft,
     CountLoss,
@@ -382,6 +383,20 @@ def test_where_a_router_did_not_answer_what_it_may_have_reserved_for_a_second_wo
     step(session, Unrouted(1, "lost", away=True))
     assert step(session, RetryDue(1, 0.1)) == [SelectWorker(1, 0, ())]
     step(session, selected(1))
+    last = step(session, PartReceived("w1", part(0, [5], "stop")))
+    assert last[-3:] == [
+        PublishLoad(Finished(R, 1)),
+        PublishLoad(Finished(R, 2)),
+        Finish("stop", stop_token=5),
+    ]
+
+
+def test_where_another_router_answered_what_the_first_may_have_reserved_for_a_second_worker_is_released() -> None:
+    session = Session(R, 3)
+    session.start()
+    assert step(session, AnswerMissed(1)) == []
+    step(session, selected(1))
+    assert step(session, AnswerMissed(1)) == [], "it was asked before"
     last = step(session, PartReceived("w1", part(0, [5], "stop")))
     assert last[-3:] == [
         PublishLoad(Finished(R, 1)),

@@ -139,6 +139,22 @@ async def test_an_engine_that_attaches_again_meanwhile_gets_no_ticket(tmp_path: 
         await rests(store)
 
 
+async def test_an_engine_that_attaches_again_in_the_same_turn_of_the_loop_gets_no_ticket(tmp_path: Path) -> None:
+    async with serving(tmp_path, instance="reader", peers=SLOW) as store:
+        engine = await store.world.attached("b")
+        await engine.store(CONTENTS[:3])
+        liar = Frozen(Count)
+        with listening(liar) as peer:
+            learn(store, peer)
+            waiting, attaching = asyncio.create_task(engine.fetch(keys(CONTENTS))), asyncio.create_task(engine.attach())
+            await attaching
+            liar.stopped.set()
+            (reply,) = await waiting
+        assert isinstance(reply, wire.KvbmRefused)
+        assert reply.code == "unknown_owner"
+        await rests(store)
+
+
 async def test_a_kvbm_that_stops_ends_what_it_asks(tmp_path: Path) -> None:
     with listening(Frozen(Count)) as peer:
         async with serving(tmp_path, instance="reader", peers=SLOW) as store:

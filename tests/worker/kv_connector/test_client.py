@@ -457,7 +457,7 @@ def test_the_card_tells_of_a_link_at_once_and_of_its_end_when_that_lasts(tmp_pat
     simulate(scenario())
 
 
-def test_why_an_up_kvbm_is_not_used_is_logged_once_a_minute_and_that_none_is_up_not_twice(
+def test_each_kind_of_reason_why_an_up_kvbm_is_not_used_is_logged_once_a_minute_and_that_none_is_up_not_twice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
@@ -465,11 +465,12 @@ def test_why_an_up_kvbm_is_not_used_is_logged_once_a_minute_and_that_none_is_up_
             kvbm = ScriptedKvbm(w, "k1")
             await kvbm.start()
             await w.until(lambda: len(w.heard) == 1)
-            for reason in ("refused: full", "refused: not ready"):
-                w.client.handle_engine_message(KvbmLink("", "", reason))
-                await asyncio.sleep(20)
-            assert "refused: full" in caplog.text
-            assert "not ready" not in caplog.text
+            for reason in ("not_ready: 3 % are made", "not_ready: 9 % are made", "no_arena: all 1 are in use"):
+                w.client.handle_engine_message(KvbmLink("", "", f"attach: {reason}"))
+                await asyncio.sleep(10)
+            assert "no blocks are exchanged: attach: not_ready: 3 %" in caplog.text
+            assert "9 %" not in caplog.text
+            assert "no blocks are exchanged: attach: no_arena: all 1 are in use" in caplog.text
             await kvbm.leave()
             await w.until(lambda: len(w.heard) == 2)
             down = w.heard[1]

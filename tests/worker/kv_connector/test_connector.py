@@ -230,6 +230,16 @@ def test_where_nothing_is_lent_the_kvbm_is_asked(world: World, limit: int) -> No
     assert second.exchanged.loaded_blocks == 2
 
 
+def test_a_fetch_in_place_of_a_loan_keeps_the_bound_of_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "MOST_ASKED", 1)
+    second = world.engines[1]
+    second.expect("r", EXPECTED, "", "nobody")
+    second.submit("q", PROMPT[::-1], 1)
+    second.step()
+    second.step()
+    assert [ask.operation for ask in second.asks] == ["fetch"]
+
+
 @pytest.mark.parametrize("lost", ["lender", "lender sleeps", "reader sleeps", "kvbm"])
 def test_whatever_is_lost_while_lent_blocks_are_copied_nothing_wrong_is_used_and_nothing_is_left(
     world: World, lost: str

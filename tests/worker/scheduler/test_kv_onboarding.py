@@ -296,6 +296,33 @@ def test_an_attempt_that_is_here_takes_the_room_of_one_that_is_expected() -> Non
     kvbm.run()
 
 
+def test_an_attempt_leaves_the_blocks_that_one_before_it_waits_for_though_they_came_before_that_one() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=32)
+    kvbm.engine.expect("a", PROMPT)
+    (request,) = kvbm.poll()
+    for index in range(kvbm.begin(request.number, 5)):
+        kvbm.land(request.number, index)
+    kvbm.engine.submit("a", PROMPT, max_tokens=2)
+    kvbm.engine.submit("b", [2] * 48, max_tokens=1)
+    for other in kvbm.poll():
+        kvbm.settle(other.number)
+    assert kvbm.engine.step(), "there is room for b: a needs two blocks more than were loaded for it"
+    kvbm.poll()
+    assert not kvbm.fetches[request.number].abandoned
+    kvbm.run()
+    assert kvbm.engine.runner.computed_tokens == 48 + 2
+
+
+def test_a_prefetch_that_was_answered_late_does_not_make_fetches_seem_slow() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.expect("a", OTHER)
+    (request,) = kvbm.poll()
+    kvbm.settle(request.number, 10.0)
+    kvbm.engine.submit("b", PROMPT, max_tokens=1)
+    assert len(kvbm.poll()) == 1, "computing takes 1.2 s, and no fetch took long"
+    kvbm.run()
+
+
 def test_expected_prompts_take_no_place_of_fetches_that_attempts_wait_for() -> None:
     kvbm = kvbm_with(PROMPT, capacity_blocks=400)
     for number in range(PREFETCHES):

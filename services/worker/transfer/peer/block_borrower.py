@@ -8,8 +8,10 @@ ask ──▶ the lender's socket is found ──▶ its memory is mapped ──
 from __future__ import annotations
 
 import logging
+import os
 import select
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -95,6 +97,10 @@ class BlockBorrower:
         """Lender whose memory could not be mapped → when it is asked again, the newest at the end."""
         self._limited_log = RateLimitedLog(clock=clock)
         self._poller = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable while `_answers` or `_lost` has anything that came without a lender's word: an engine that has
+        nothing else to do sleeps."""
+        self._poller.register(self._wake, select.EPOLLIN)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `turn` or `ended` has something to do."""
@@ -104,6 +110,7 @@ class BlockBorrower:
         link = self._links.pop(worker, None) or self._connect(worker, owner)
         if link is None:
             self._answers.append(Borrowed(number, [], last=True))
+            os.eventfd_write(self._wake, 1)
             return
         self._links[worker] = link
         link.loans[number] = True
@@ -113,6 +120,8 @@ class BlockBorrower:
             link.reader.borrow(number, keys[:MOST_BLOCKS])
 
     def turn(self) -> list[Borrowed]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
         for worker, link in list(self._links.items()):
             for answer in link.reader.turn():
                 slots = answer.slots if isinstance(answer, Lent) else []
@@ -131,6 +140,7 @@ class BlockBorrower:
         link = next((link for link in self._links.values() if number in link.loans), None)
         if link is None:
             self._lost.append(Copied(batch, [False] * len(copies), 0, 0.0))
+            os.eventfd_write(self._wake, 1)
             return
         assert link.mover is not None
         link.batches[batch] = number
@@ -173,6 +183,7 @@ class BlockBorrower:
     def close(self) -> None:
         self.leave()
         self._poller.close()
+        os.close(self._wake)
 
     # --- links
 

@@ -14,6 +14,7 @@ from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.memory import PeerMemory
 from services.worker.transfer.peer.messages import PeerIdentity
 from shared.hashing import ContentKey
+from shared.pool.format import PoolUnfit
 
 WATCH_INTERVAL_S = 0.25
 """Seconds between two looks at whether readers are dead, while any are there."""
@@ -85,7 +86,7 @@ class BlockLender:
                 *(self._directory, owner, memory.pages, memory.shape, self._identity, generation),
                 *(self._blocks, self._limits),
             )
-        except OSError as wrong:
+        except (OSError, PoolUnfit) as wrong:
             _log.warning("this engine lends no blocks, which decode workers get from the kvbm only: %s", wrong)
             return
         self._poller.register(self._lender.fileno(), select.EPOLLIN)

@@ -83,7 +83,7 @@ class PeerLender:
     ) -> None:
         """Listen in `directory`, where this process holds the lock of `owner`. The pages stay the caller's.
 
-        `shape` lies in `pages`. Raise OSError.
+        `shape` lies in `pages`. Raise OSError, PoolUnfit.
         """
         self.lending = Lending(limits or LendingLimits())
         self._directory = directory

@@ -150,6 +150,26 @@ def test_without_a_lender_of_that_worker_the_answer_is_that_nothing_is_lent(rig:
     assert rig.borrower.turn() == [Borrowed(1, [], last=True)]
 
 
+def test_an_engine_that_sleeps_hears_that_nothing_is_lent(rig: Rig) -> None:
+    rig.ask(1, [0])
+    assert select.select([rig.borrower], [], [], 0.0)[0], "nothing else would wake it"
+    assert rig.borrower.turn() == [Borrowed(1, [], last=True)]
+    rig.borrower.load(7, 1, [Copy(0, 9)])
+    assert select.select([rig.borrower], [], [], 0.0)[0]
+    assert rig.borrower.turn() == []
+    assert [copied.good for copied in rig.borrower.ended()] == [[False]]
+    assert not select.select([rig.borrower], [], [], 0.0)[0], "it would never sleep"
+
+
+def test_an_engine_whose_directory_is_not_its_own_lends_nothing_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "owners").mkdir(mode=0o700)
+    tmp_path.chmod(0o700)
+    with closing(LendingEngine(tmp_path, "prefill")) as engine:
+        tmp_path.chmod(0o777)
+        engine.turn()
+        assert packets.lenders_of(tmp_path, "prefill") == []
+
+
 def test_a_lender_of_other_blocks_lends_nothing_and_is_not_asked_again_soon(rig: Rig) -> None:
     engine = rig.engine(identity=PeerIdentity("a-model", "fedcba9876543210", "bfloat16", kind="host"))
     rig.ask(1, [0])
