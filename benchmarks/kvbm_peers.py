@@ -12,9 +12,9 @@ each byte to memory that was not touched for long, and reads it once more for th
 threads, that lowers its rate; a real network is slower than either. `--known` gives all blocks a checksum at the
 lender, as engines with `kvbm.checksums` do; without it the lender reads each block once more.
 
-With `--backend nixl` the kvbms use NIXL, and the yardstick is in addition a plain loop over NIXL's API as its
-documents show it: the same sizes, two processes, an agent with NIXL's own progress thread and UCX's settings, no kvbm
-and no checksums; `plain_share` is the median of the ratios to it. The loop takes its turns in the same run.
+With `--backend nixl` the kvbms use NIXL, and the yardstick is in addition a plain loop over NIXL's API, tuned by hand
+(`plain_nixl.py`): the same sizes, two processes, no kvbm and no checksums; `plain_share` is the median of the ratios to
+it. The loop takes its turns in the same run.
 
     python -m benchmarks.kvbm_peers [--backend nixl] [--directory /dev/shm] [--streams 2] [--rounds 9] [--known]
                                     [--quick] [--json]
@@ -47,7 +47,6 @@ from benchmarks import plain_nixl
 from benchmarks.report import Goal, report
 from services.kvbm.config import KvbmConfig, PeerBackend, PeersConfig, PoolConfig
 from services.kvbm.peers.messages import PeerAddress
-from services.kvbm.peers.nixl_road import NixlRoad
 from services.kvbm.service import KvbmService, kvbm
 from services.kvbm.tickets.results import TicketLimits
 from shared.blocks import Content
@@ -326,8 +325,8 @@ async def _turn(service: KvbmService, block_kib: int, port: int, ends: Connectio
     assert service.peers is not None
     address = PeerAddress("lender", "127.0.0.1", port)
     ends.send("cpu")
-    road = service.peers.road
-    readers = [process.pid for process in road.idle] if isinstance(road, NixlRoad) else []
+    reader = service.peers.nixl_reader
+    readers = [] if reader is None else [process.pid for process in reader.idle]
     before_s = _cpu_s(*readers) + await asyncio.to_thread(ends.recv)
     took_s, reads = 0.0, 0
     while took_s < TURN_S:

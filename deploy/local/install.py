@@ -5,8 +5,9 @@
     .venv.old                  the former .venv while a new one is built; put back if that fails
     .venv.lock                 held (flock) by the processes that install, pip included, until the last has ended
 
-The other lock files hold all of requirements.lock and more, so they are installed on top if that is installed; otherwise .venv is built again. The project itself is not installed: a `.pth` file names the
-checkout by a relative path. That needs no build tools and no network, and the checkout can be moved.
+The other lock files hold all of requirements.lock and more, so they are installed on top if that is installed;
+otherwise .venv is built again. The project itself is not installed: a `.pth` file names the checkout by a relative
+path. That needs no build tools and no network, and the checkout can be moved.
 """
 
 from __future__ import annotations

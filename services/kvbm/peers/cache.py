@@ -6,8 +6,9 @@
               Count: a few peers at once ──▶ the one with most blocks ──▶ a read of as many as the time allows
                 └── no answer, no blocks, a fault, or `wait_s` is over ──▶ the Fetch is answered with what is here
 
-A Fetch waits for `wait_s` at most, and for less if its engine would give kvbm up before that. A read that takes longer goes on, and the next Fetch finds its blocks. At most as
-many Fetches wait as there may be reads at once; any further one is answered at once.
+A Fetch waits for `wait_s` at most, and for less if its engine would give kvbm up before that. A read that takes longer
+goes on, and the next Fetch finds its blocks. At most as many Fetches wait as there may be reads at once; any further
+one is answered at once.
 """
 
 from __future__ import annotations

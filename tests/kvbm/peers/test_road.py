@@ -275,9 +275,11 @@ async def test_a_reading_process_is_kept_and_a_dead_one_is_replaced(tmp_path: Pa
         await ready(one)
         await a.store(CONTENTS)
         await read(two, address(one), CONTENTS[:2])
-        (process,) = of(two).road.idle  # type: ignore[attr-defined]
+        reader = of(two).nixl_reader
+        assert reader is not None
+        (process,) = reader.idle
         await read(two, address(one), CONTENTS[:4])
-        assert of(two).road.idle == [process]  # type: ignore[attr-defined]
+        assert reader.idle == [process]
         os.kill(process.pid, signal.SIGKILL)
         await until(lambda: process.ended)
         await read(two, address(one), CONTENTS)
