@@ -14,10 +14,20 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
-from services.kvbm.peers.peers import KvbmPeers
 from shared.kvbm_messages import Settled
 from tests.kvbm.chains import chain
-from tests.kvbm.peer_rig import BACKENDS, ONLY_WITH_NIXL, PEERS, address, faults, machines, read
+from tests.kvbm.peer_rig import (
+    BACKENDS,
+    ONLY_WITH_NIXL,
+    PEERS,
+    address,
+    faults,
+    lending,
+    machines,
+    of,
+    read,
+    ready,
+)
 from tests.kvbm.store_rig import LIMIT_S, SMALL_BYTES, Engine, Store, payload, until
 
 CONTENTS = chain(*range(1, 13))
@@ -29,20 +39,6 @@ NIXL = replace(PEERS, backend="nixl")
 def peers(request: pytest.FixtureRequest) -> PeersConfig:
     """Settings for each back end."""
     return replace(PEERS, backend=request.param)
-
-
-def of(store: Store) -> KvbmPeers:
-    assert store.service.peers is not None
-    return store.service.peers
-
-
-async def ready(*stores: Store) -> None:
-    """Return when blocks can be lent."""
-    await until(lambda: all((nixl := of(store).nixl) is None or nixl.ready is not None for store in stores))
-
-
-def lending(store: Store) -> int:
-    return len(of(store).server.lender.loans)
 
 
 async def whole(lender: Store, reader: Store, engine: Engine) -> None:
