@@ -111,6 +111,15 @@ def lending(store: Store) -> int:
     return len(of(store).server.lender.loans)
 
 
+def loans_are_over(store: Store) -> list[int]:
+    """Let the time of all loans be over; return the slots that they had."""
+    loans = list(of(store).server.lender.loans._loans.values())
+    for loan in loans:
+        loan.deadline_s = 0.0
+    of(store).tick()
+    return [slot for loan in loans for slot in loan.slots]
+
+
 def faults(store: Store, reason: str, direction: str = "read") -> float:
     """Return how many faults of a kind a kvbm has counted."""
     return store.metric("headrace_kvbm_peer_faults_total", direction=direction, reason=reason)

@@ -23,6 +23,7 @@ from tests.kvbm.peer_rig import (
     address,
     faults,
     lending,
+    loans_are_over,
     machines,
     of,
     read,
@@ -176,19 +177,15 @@ async def test_a_reader_that_stops_in_the_middle_leaves_the_lender_nothing_lent(
 
 
 async def test_a_loan_whose_time_is_over_is_cut(tmp_path: Path, peers: PeersConfig) -> None:
-    async with machines(tmp_path, lender=replace(peers, lend_s=SOON_S), reader=peers) as (one, a, two, b):
+    async with machines(tmp_path, lender=peers, reader=peers) as (one, a, two, b):
         await ready(one)
         await a.store(CONTENTS)
 
         async def over() -> None:
             reading = asyncio.create_task(read(two, address(one), CONTENTS, 2.0))
             await until(lambda: bool(of(one).server.lender.loans.sending))
-
-            def cut() -> bool:
-                of(one).tick()
-                return not lending(one) or of(one).nixl is None
-
-            await until(cut)
+            assert loans_are_over(one)
+            await until(lambda: not lending(one) or of(one).nixl is None)
             of(two).road.gone(address(one).instance)
             await reading
 
