@@ -1,8 +1,9 @@
 """A plain loop over NIXL's API between two processes: the yardstick of `kvbm_peers --backend nixl`.
 
-One process has registered memory and waits; the other reads all of it in one transfer after another, as NIXL's own
-examples do: an agent with its progress thread, and `check_xfer_state` in a loop. UCX has its own settings except the
-device and the transport, which are kvbm's.
+One process has registered memory and serves; the other reads all of it, IN_FLIGHT transfers of BATCH_BYTES at a time.
+Nothing else is done: no kvbm, no checksum. The loop is as fast as trials by hand made it: UCX has kvbm's settings, and
+progress is made by loops that sleep PAUSE_S between two looks. NIXL's own progress thread, which its examples use,
+spins on both sides: with it a GB took 2.7 to 2.9 s of CPU time in place of 0.6.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ import ctypes
 import mmap
 import multiprocessing
 import os
+import select
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from services.kvbm.config import PeersConfig
+from services.kvbm.peers.nixl_process import nixl_environment
+
 READ_BYTES = 256 << 20
+BATCH_BYTES = 4 << 20
+IN_FLIGHT = 8
+PAUSE_S = 50e-6
 TURN_S = 1
 _kept: list[mmap.mmap] = []
 """What is registered must stay mapped."""
@@ -42,7 +51,7 @@ def running(directory: Path, block_kib: int) -> Iterator[Connection]:
 
 def _agent(name: str, file: Path) -> tuple[Any, int]:
     """Return an agent with READ_BYTES of a file registered, and their address."""
-    os.environ.update(UCX_TLS="tcp", UCX_NET_DEVICES="lo", UCX_LOG_LEVEL="error", NIXL_LOG_LEVEL="ERROR")
+    os.environ.update(nixl_environment(PeersConfig(listen="127.0.0.1:0", backend="nixl")))
     import nixl_cu13._api as nixl  # it reads the variables when it is loaded
 
     with file.open("wb+") as opened:
@@ -52,7 +61,8 @@ def _agent(name: str, file: Path) -> tuple[Any, int]:
         mapping[at : at + (1 << 20)] = bytes([at >> 20]) * (1 << 20)
     _kept.append(mapping)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+    config = nixl.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"])
+    agent = nixl.nixl_agent(name, config)
     agent.register_memory([(address, READ_BYTES, 0, "")], "DRAM", ["UCX"])
     return agent, address
 
@@ -61,17 +71,26 @@ def _lend(ends: Connection, file: Path) -> None:
     agent, address = _agent("plain-lender", file)
     ends.send((agent.get_agent_metadata(), address))
     while True:
-        ends.recv()
-        ends.send(time.process_time())
+        ready, _, _ = select.select([ends], [], [], PAUSE_S)
+        if ready:
+            ends.recv()
+            ends.send(time.process_time())
+        agent.get_new_notifs()
 
 
 def _read(ends: Connection, lender: Connection, file: Path, block_bytes: int) -> None:
     agent, here = _agent("plain-reader", file)
     metadata, there = lender.recv()
     remote = agent.add_remote_agent(metadata)
-    parts = range(0, READ_BYTES, block_bytes)
-    ours = agent.get_xfer_descs([(here + at, block_bytes, 0) for at in parts], "DRAM")
-    theirs = agent.get_xfer_descs([(there + at, block_bytes, 0) for at in parts], "DRAM")
+    batch_bytes = max(BATCH_BYTES, block_bytes)
+
+    def post(first: int) -> Any:
+        parts = range(first, min(first + batch_bytes, READ_BYTES), block_bytes)
+        ours = agent.get_xfer_descs([(here + at, block_bytes, 0) for at in parts], "DRAM")
+        theirs = agent.get_xfer_descs([(there + at, block_bytes, 0) for at in parts], "DRAM")
+        handle = agent.initialize_xfer("READ", ours, theirs, remote)
+        agent.transfer(handle)
+        return handle
 
     def cpu_s() -> float:
         lender.send(None)
@@ -81,12 +100,17 @@ def _read(ends: Connection, lender: Connection, file: Path, block_bytes: int) ->
         ends.recv()
         before_s, began_s, done = cpu_s(), time.perf_counter(), 0
         while time.perf_counter() - began_s < TURN_S:
-            handle = agent.initialize_xfer("READ", ours, theirs, remote)
-            state = agent.transfer(handle)
-            while state == "PROC":
-                state = agent.check_xfer_state(handle)
-            assert state == "DONE"
-            handle.release()
+            left = deque(range(0, READ_BYTES, batch_bytes))
+            posted: deque[Any] = deque()
+            while left or posted:
+                while left and len(posted) < IN_FLIGHT:
+                    posted.append(post(left.popleft()))
+                state = agent.check_xfer_state(posted[0])
+                assert state != "ERR"
+                if state == "DONE":
+                    posted.popleft().release()
+                else:
+                    time.sleep(PAUSE_S)
             done += READ_BYTES
         took_s = time.perf_counter() - began_s
         ends.send((done / 1e9 / took_s, (cpu_s() - before_s) / (done / 1e9)))

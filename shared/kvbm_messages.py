@@ -53,6 +53,8 @@ class Attach(Struct, frozen=True, tag="attach"):
     owner: str
     """The name of the engine process. It holds the kernel lock on the file `owners/OWNER` of the pool's directory."""
     layout: StoreLayout
+    reply_s: float = 0.0
+    """Seconds that the engine waits for each reply, after which it takes kvbm for lost; 0: it does not say."""
 
 
 class Attached(Struct, frozen=True, tag="attached"):

@@ -21,7 +21,6 @@ AREAS = {
 OF_SEVERAL = {
     "tests/frontend/tool_parsers/test_rules.py": "all formats, by rules that Hypothesis draws",
     "tests/kvbm/disk/test_disk_killed.py": "the disk tier's files after a writer was killed",
-    "tests/kvbm/peers/test_road.py": "the promises of a road, over both back ends",
     "tests/kvbm/tickets/test_ticket_machine.py": "tickets and tiers as a Hypothesis state machine",
     "tests/router/index/test_chains_of_stores.py": "chains whose blocks are in a store",
     "tests/shared/bus/test_events.py": "KV events over both back ends",

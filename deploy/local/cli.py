@@ -30,6 +30,7 @@ from deploy.local.usage import (
     DrainFlags,
     ExplainFlags,
     InstallGpuFlags,
+    InstallNixlFlags,
     InstallVllmFlags,
     KeysFileFlags,
     ListKeysFlags,
@@ -118,6 +119,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(script(flags.shell), end="")
             case InstallGpuFlags():
                 _install_gpu()
+            case InstallNixlFlags():
+                _install_nixl()
             case InstallVllmFlags() as flags:
                 _install_vllm(flags)
             case VersionFlags():
@@ -210,6 +213,13 @@ def _install_gpu() -> None:
         print(f"{gpus.count_visible()} GPUs: ./headrace up --device cuda")
     except ConfigError as wrong:
         print(f"no GPU can be used yet: {wrong}")
+
+
+def _install_nixl() -> None:
+    """Check that NIXL is installed: `./headrace` of a checkout has installed it before this runs."""
+    if find_spec("nixl_cu13") is None:
+        raise ConfigError("NIXL is not installed here: `./headrace install-nixl` in a checkout installs it")
+    print("NIXL is installed: set peers.backend of every kvbm to nixl")
 
 
 def _install_vllm(flags: InstallVllmFlags) -> None:

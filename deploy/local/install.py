@@ -5,9 +5,9 @@
     .venv.old                  the former .venv while a new one is built; put back if that fails
     .venv.lock                 held (flock) by the processes that install, pip included, until the last has ended
 
-requirements-dev.lock and requirements-gpu.lock hold all of requirements.lock and more, so they are installed on top
-if the latter is installed; otherwise .venv is built again. The project itself is not installed: a `.pth` file names the
-checkout by a relative path. That needs no build tools and no network, and the checkout can be moved.
+The other lock files hold all of requirements.lock and more, so they are installed on top if that is installed;
+otherwise .venv is built again. The project itself is not installed: a `.pth` file names the checkout by a relative
+path. That needs no build tools and no network, and the checkout can be moved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import NoReturn
 RUNTIME = "requirements.lock"
 DEVELOPMENT = "requirements-dev.lock"
 GPU = "requirements-gpu.lock"
-PROVIDES = {RUNTIME: (RUNTIME,), DEVELOPMENT: (RUNTIME, DEVELOPMENT), GPU: (RUNTIME, GPU)}
+NIXL = "requirements-nixl.lock"
+PROVIDES = {RUNTIME: (RUNTIME,)} | {name: (RUNTIME, name) for name in (DEVELOPMENT, GPU, NIXL)}
 """Lock file → the lock files that are satisfied once it is installed."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """The errors of a file system that has no locks."""

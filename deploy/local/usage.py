@@ -306,6 +306,10 @@ class InstallGpuFlags(Struct, frozen=True, kw_only=True):
     """Install what --device cuda needs into .venv, where ./headrace keeps it: CuPy, cuBLAS, a compiler (0.6 GB)."""
 
 
+class InstallNixlFlags(Struct, frozen=True, kw_only=True):
+    """Install what kvbm's peers.backend nixl needs into .venv, where ./headrace keeps it: NIXL (210 MB)."""
+
+
 class InstallVllmFlags(Struct, frozen=True, kw_only=True):
     """Install vLLM for --engine vllm, into an environment of its own (2.4 GB for a CPU)."""
 
@@ -382,6 +386,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "key list": ListKeysFlags,
     "key revoke": RevokeKeyFlags,
     "install-gpu": InstallGpuFlags,
+    "install-nixl": InstallNixlFlags,
     "install-vllm": InstallVllmFlags,
     "completion": CompletionFlags,
     "version": VersionFlags,

@@ -132,7 +132,8 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lend_s: Seconds = 30.0
     """Seconds for which the blocks of one read by another machine are held at most."""
     wait_s: Annotated[float, Meta(ge=0, le=60)] = 0.25
-    """Seconds that a Fetch waits at most for blocks of other machines; 0: they are not asked."""
+    """Seconds that a Fetch waits at most for blocks of other machines, and no longer than three quarters of its
+    worker's kvbm.timeout_s; 0: they are not asked."""
     least_blocks: Positive = 8
     """The number of missing blocks, and of blocks that a machine has, from which on they are worth reading."""
 

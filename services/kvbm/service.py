@@ -32,7 +32,7 @@ from services.kvbm.layout import describe
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import StoreMetrics
-from services.kvbm.peers.cache import PeerCache
+from services.kvbm.peers.cache import Bringing, PeerCache
 from services.kvbm.peers.peers import KvbmPeers
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.owners import MOST_OWNERS
@@ -273,7 +273,8 @@ class KvbmService:
         layout = self._layout_of(ask.owner)
         missing = [] if ask.awaits else self._missing(layout, ask)
         if missing and self.peers is not None:
-            attached, bringing = self.engines.get(ask.owner), self.peers.cache.bring(layout, missing)
+            attached = self.engines.get(ask.owner)
+            bringing = self.peers.cache.bring(layout, missing, self.engines.reply_s(ask.owner))
             self._own(self._fetch_from_peers(request, ask, layout, attached, self.peers.cache, bringing))
             return layout, None
         return self._fetch_here(request, ask, layout)
@@ -294,7 +295,7 @@ class KvbmService:
         layout: LayoutStore,
         attached: AttachedEngine | None,
         peers: PeerCache,
-        bringing: asyncio.Task[str],
+        bringing: Bringing,
     ) -> None:
         """Answer a Fetch after its missing blocks have come from a peer, or will not. `attached` is the Attach that its
         engine asked under; it may attach again before this begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -200,6 +201,18 @@ def test_install_gpu_has_done_its_work_where_the_driver_is_still_to_come(
     assert cli.main(["install-gpu"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("CuPy is installed\nno GPU can be used yet: --device cuda: there is no NVIDIA driver here")
+
+
+def test_install_nixl_says_what_to_set_where_nixl_is_and_refuses_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec("nixl_cu13") is None:
+        assert cli.main(["install-nixl"]) == 2
+        assert "`./headrace install-nixl` in a checkout" in capsys.readouterr().err
+    (tmp_path / "nixl_cu13.py").touch()  # found, and not imported
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["install-nixl"]) == 0
+    assert capsys.readouterr().out == "NIXL is installed: set peers.backend of every kvbm to nixl\n"
 
 
 @pytest.mark.parametrize("engine", get_args(EngineName))

@@ -67,7 +67,8 @@ class Checkout:
         runtime = wheel(self.wheels, "tiny_runtime")
         (self.root / "requirements.lock").write_text(runtime)
         (self.root / "requirements-dev.lock").write_text(runtime + wheel(self.wheels, "tiny_development"))
-        (self.root / "requirements-gpu.lock").write_text(runtime + wheel(self.wheels, "tiny_gpu"))
+        for extra in ("gpu", "nixl"):
+            (self.root / f"requirements-{extra}.lock").write_text(runtime + wheel(self.wheels, f"tiny_{extra}"))
 
     def environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON"))}
@@ -201,6 +202,23 @@ def test_a_gpus_packages_come_on_top_when_asked_for_and_stay(installed: Checkout
     assert "installing requirements-gpu.lock" in upgraded.stderr
     assert installed.has("tiny_gpu")
     assert installed.has("tiny_upgrade")
+
+
+def test_nixl_comes_next_to_a_gpus_packages_and_both_stay(installed: Checkout) -> None:
+    assert installed.start("install-nixl", "--help").stdout.startswith("cli install-nixl --help\n")
+    assert not installed.has("tiny_nixl")
+    for extra in ("gpu", "nixl"):
+        asked = installed.start(f"install-{extra}")
+        assert asked.stdout.startswith(f"cli install-{extra}\n")
+        assert f"installing requirements-{extra}.lock (2 packages)" in asked.stderr
+    assert installed.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
+
+    runtime = wheel(installed.wheels, "tiny_upgrade")
+    for name in ("requirements.lock", "requirements-gpu.lock", "requirements-nixl.lock"):
+        lock = installed.root / name
+        lock.write_text(lock.read_text() + runtime)
+    assert installed.start("up").returncode == 0
+    assert all(installed.has(f"tiny_{name}") for name in ("gpu", "nixl", "upgrade"))
 
 
 def test_a_failed_first_install_says_what_failed_and_leaves_nothing(checkout: Checkout) -> None:

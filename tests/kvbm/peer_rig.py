@@ -36,6 +36,7 @@ from services.kvbm.peers.messages import (
     pack_header,
 )
 from services.kvbm.peers.nixl_process import MODULE
+from services.kvbm.peers.peers import KvbmPeers
 from services.kvbm.peers.stream import PeerStream
 from shared.blocks import Content
 from shared.kvbm_messages import StoreBlock, StoreLayout
@@ -50,8 +51,7 @@ PEERS = PeersConfig(listen="127.0.0.1:0", streams=2, take_bytes=3 * 8192)
 
 def address(store: Store) -> PeerAddress:
     """Return where a kvbm lends."""
-    assert store.service.peers is not None
-    return PeerAddress(store.runtime.instance, "127.0.0.1", store.service.peers.server.port)
+    return PeerAddress(store.runtime.instance, "127.0.0.1", of(store).server.port)
 
 
 @asynccontextmanager
@@ -93,6 +93,31 @@ async def read(
     assert store.service.peers is not None
     layout = store.service.layouts.open[LAYOUT.digest]
     return await store.service.peers.imports.read(peer, layout, keys(list(contents)), limit_s)
+
+
+def of(store: Store) -> KvbmPeers:
+    """Return what a kvbm has to do with others."""
+    assert store.service.peers is not None
+    return store.service.peers
+
+
+async def ready(*stores: Store) -> None:
+    """Return when blocks can be lent."""
+    await until(lambda: all((nixl := of(store).nixl) is None or nixl.ready is not None for store in stores))
+
+
+def lending(store: Store) -> int:
+    """Return how many loans a kvbm has open."""
+    return len(of(store).server.lender.loans)
+
+
+def loans_are_over(store: Store) -> list[int]:
+    """Let the time of all loans be over; return the slots that they had."""
+    loans = list(of(store).server.lender.loans._loans.values())
+    for loan in loans:
+        loan.deadline_s = 0.0
+    of(store).tick()
+    return [slot for loan in loans for slot in loan.slots]
 
 
 def faults(store: Store, reason: str, direction: str = "read") -> float:

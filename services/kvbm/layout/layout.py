@@ -271,6 +271,11 @@ class LayoutStore:
             for slot, content in zip(held.slots, contents, strict=True)
         ]
 
+    def record_checksums(self, summed: Mapping[int, int]) -> None:
+        """Record the checksums of slots that are lent."""
+        for slot, checksum in summed.items():
+            self._checksums.set(slot, checksum)
+
     def reserve(self, owner: str, blocks: Sequence[wire.StoreBlock]) -> Offered:
         """Grant slots for blocks that are read from a peer: as for an engine's store."""
         granted = self._grant(owner, to_contents(blocks, self._block_size))

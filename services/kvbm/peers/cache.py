@@ -6,14 +6,17 @@
               Count: a few peers at once ──▶ the one with most blocks ──▶ a read of as many as the time allows
                 └── no answer, no blocks, a fault, or `wait_s` is over ──▶ the Fetch is answered with what is here
 
-A Fetch waits for `wait_s` at most. A read that takes longer goes on, and the next Fetch finds its blocks. At most as
-many Fetches wait as there may be reads at once; any further one is answered at once.
+A Fetch waits for `wait_s` at most, and for less if its engine would give kvbm up before that. A read that takes longer
+goes on, and the next Fetch finds its blocks. At most as many Fetches wait as there may be reads at once; any further
+one is answered at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+
+from msgspec import Struct
 
 from services.kvbm.config import PeersConfig
 from services.kvbm.layout.layout import LayoutStore
@@ -26,7 +29,17 @@ from shared.hashing import ContentKey
 ASKED_MOST = 4
 """The most peers that are asked for one Fetch."""
 ASK_SHARE = 0.5
-"""The share of `wait_s` that the answers to Count may take."""
+"""The share of a Fetch's wait that the answers to Count may take."""
+REPLY_SHARE = 0.75
+"""The share of an engine's own bound for a reply that a Fetch may wait for peers."""
+
+
+class Bringing(Struct, frozen=True):
+    """What is under way for a Fetch that waits for peers."""
+
+    task: asyncio.Task[str]
+    wait_s: float
+    """Seconds that the Fetch waits for it at most."""
 
 
 class PeerCache:
@@ -60,17 +73,20 @@ class PeerCache:
         """Return the bytes a second that came from each of the peers that are asked first."""
         return self.choice.rates(self._now()) if self._config.wait_s > 0 else {}
 
-    def bring(self, layout: LayoutStore, keys: Sequence[ContentKey]) -> asyncio.Task[str]:
+    def bring(self, layout: LayoutStore, keys: Sequence[ContentKey], reply_s: float) -> Bringing:
         """Begin to bring leading blocks of these keys, which are not here, from the peer that has most. It counts as
-        under way from now on: several Fetches may come in one turn of the loop."""
-        task = asyncio.create_task(self._bring(layout, keys, self._now() + self._config.wait_s))
+        under way from now on: several Fetches may come in one turn of the loop. The engine waits `reply_s` for each
+        reply; 0: it does not say."""
+        wait_s = min(self._config.wait_s, REPLY_SHARE * reply_s) if reply_s else self._config.wait_s
+        task = asyncio.create_task(self._bring(layout, keys, wait_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
+        return Bringing(task, wait_s)
 
-    async def wait_brought(self, task: asyncio.Task[str]) -> None:
-        """Return when what `bring` has begun is done, after `wait_s` at the latest; it goes on then."""
-        await asyncio.wait([task], timeout=self._config.wait_s)
+    async def wait_brought(self, bringing: Bringing) -> None:
+        """Return when what `bring` has begun is done, or its time is over; it goes on then."""
+        task = bringing.task
+        await asyncio.wait([task], timeout=bringing.wait_s)
         self._metrics.peer_fetches.labels(task.result() if task.done() and not task.cancelled() else "late").inc()
 
     async def close(self) -> None:
@@ -80,9 +96,10 @@ class PeerCache:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
-    async def _bring(self, layout: LayoutStore, keys: Sequence[ContentKey], deadline_s: float) -> str:
+    async def _bring(self, layout: LayoutStore, keys: Sequence[ContentKey], wait_s: float) -> str:
+        deadline_s = self._now() + wait_s
         candidates = self.choice.candidates(layout.digest, self._now())
-        counts = await asyncio.gather(*(self._ask(peer, layout, keys) for peer in candidates))
+        counts = await asyncio.gather(*(self._ask(peer, layout, keys, ASK_SHARE * wait_s) for peer in candidates))
         blocks, best = max(zip(counts, range(len(counts), 0, -1), strict=True), default=(0, 0))
         if not blocks:
             return "nothing"
@@ -100,9 +117,8 @@ class PeerCache:
         self.choice.read_done(peer.instance, len(done.written) * block_bytes, done.took_s)
         return "read" if done.written else "nothing"
 
-    async def _ask(self, peer: PeerAddress, layout: LayoutStore, keys: Sequence[ContentKey]) -> int:
+    async def _ask(self, peer: PeerAddress, layout: LayoutStore, keys: Sequence[ContentKey], limit_s: float) -> int:
         """Return how many leading blocks a peer has; 0 if it does not answer in time."""
-        limit_s = ASK_SHARE * self._config.wait_s
         try:
             return await self._imports.road.leading(peer, layout.layout, keys, limit_s)
         except PeerFault as wrong:

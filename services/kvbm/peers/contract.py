@@ -1,7 +1,5 @@
-"""The road between two kvbms' pools, whatever moves the bytes. Two back ends: `sockets.py`
-and `nixl_road.py`.
-
-    register ──▶ describe ──▶ read … ──▶ gone
+"""What a back end does for the road between two kvbms' pools (`road.py`): it moves the bytes of blocks that are lent.
+Two back ends: `sockets.py` and `nixl_reader.py`.
 
 A back end that writes to a peer's pool, or has it read by hardware, keeps to the same promises:
 - nothing is believed of a peer before `check_hello` and `check_layout` have passed for what it says of itself;
@@ -14,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from services.kvbm.peers.messages import PeerAddress, PeerFault, PeerHello
-from shared.hashing import ContentKey
+from services.kvbm.peers.connections import ReadParts
+from services.kvbm.peers.messages import PeerAddress, PeerFault
+from services.kvbm.peers.stream import PeerStream
 from shared.kvbm_messages import StoreBlock, StoreLayout
 from shared.pool.map import ArenaMap
 
@@ -38,36 +37,33 @@ class ReadBlocks(Struct, frozen=True):
     """Why not all of them came, if not."""
 
 
-class PeerRoad(Protocol):
-    """One back end, as one kvbm has it."""
+class BorrowedBlocks(Struct, eq=False):
+    """One read, after its blocks were lent: where they go, and what has come."""
 
-    def register(self, layout: StoreLayout, slots: ArenaMap) -> None:
-        """Make the slots of a layout readable by peers, and writable by `read`."""
+    peer: PeerAddress
+    layout: StoreLayout
+    slots: ArenaMap
+    stream: PeerStream
+    """The connection on which they were borrowed."""
+    parts: ReadParts
+    epoch: int
+    loan: int
+    places: dict[int, int]
+    """The slot of each block that is wanted, by its index in the loan; at least one."""
+    written: dict[int, int] = field(default_factory=dict)
+    """The slots whose blocks have come whole, with their XXH3-64."""
+    fault: PeerFault | None = None
+    """Why not all of them come, if not."""
+
+
+class BlockReader(Protocol):
+    """One back end, as one kvbm reads with it."""
+
+    async def prepare(self, peer: PeerAddress, parts: ReadParts) -> None:
+        """Get what a read needs, before anything is borrowed for it. Raise PeerFault."""
         ...
 
-    def unregister(self, digest: str) -> None:
-        """Undo `register`: the layout's slots are unmapped next. Nothing reads or writes them."""
-        ...
-
-    def describe(self) -> PeerHello:
-        """Return what a peer must know of this kvbm before it reads."""
-        ...
-
-    async def leading(self, peer: PeerAddress, layout: StoreLayout, keys: Sequence[ContentKey], limit_s: float) -> int:
-        """Return how many leading blocks the peer has in memory. Raise PeerFault."""
-        ...
-
-    async def read(
-        self, peer: PeerAddress, layout: StoreLayout, keys: Sequence[ContentKey], place: PlaceBlocks, limit_s: float
-    ) -> ReadBlocks:
-        """Read the leading blocks of these keys that the peer has into the slots that `place` returns. Raise PeerFault
-        where nothing was read."""
-        ...
-
-    def gone(self, instance: str) -> None:
-        """End all that is under way with a peer that has left; its connections are closed."""
-        ...
-
-    async def close(self) -> None:
-        """Give up all that the road has, after all reads."""
+    async def read(self, borrowed: BorrowedBlocks) -> None:
+        """Read the blocks into their slots; note what came whole, or the fault. If the connection is in order
+        afterwards, it is in `parts.whole`."""
         ...

@@ -49,6 +49,7 @@ class SendOrder(Struct, frozen=True):
     """What a thread must send now."""
 
     number: int
+    loan: int
     slots: ArenaMap
     block_bytes: int
     blocks: list[SendBlock]
@@ -193,7 +194,14 @@ class Lender:
         blocks = [lent.blocks[index] for index in ask.indices]
         self._metrics.peer_sent_blocks.inc(len(blocks))
         self._metrics.peer_sent_bytes.inc(len(blocks) * block_bytes)
-        return SendOrder(ask.number, lent.layout.slots, block_bytes, blocks, agent)
+        return SendOrder(ask.number, ask.loan, lent.layout.slots, block_bytes, blocks, agent)
+
+    def record_checksums(self, loan: int, summed: Mapping[int, int]) -> None:
+        """Record the checksums that were computed for blocks of a loan, by slot: the next reader is sent the same.
+        After the loan has ended, the slots may have other blocks."""
+        lent = self._lent.get(loan)
+        if lent is not None:
+            lent.layout.record_checksums(summed)
 
     def closed(self, connection: int) -> None:
         """End a connection, after its thread and the kernel have stopped reading slots for it."""

@@ -42,10 +42,7 @@ _SIOCGIFADDR = 0x8915
 def require_nixl() -> None:
     """Raise ConfigError unless NIXL is installed."""
     if importlib.util.find_spec(MODULE) is None:
-        raise ConfigError(
-            "peers.backend nixl needs NIXL, which is not installed: .venv/bin/python -m pip install --no-deps"
-            " --require-hashes -r requirements-nixl.lock"
-        )
+        raise ConfigError("peers.backend nixl needs NIXL, which is not installed: ./headrace install-nixl (210 MB)")
 
 
 def nixl_environment(config: PeersConfig) -> dict[str, str]:

@@ -12,16 +12,18 @@ from services.kvbm.config import PeersConfig
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.peers.cache import PeerCache
-from services.kvbm.peers.contract import PeerRoad
+from services.kvbm.peers.connections import PeerConnections
+from services.kvbm.peers.contract import BlockReader
 from services.kvbm.peers.imports import PeerImports
 from services.kvbm.peers.lender import Lender
 from services.kvbm.peers.messages import PeerAddress
 from services.kvbm.peers.nixl_lender import NixlLender
 from services.kvbm.peers.nixl_messages import NixlRole
 from services.kvbm.peers.nixl_process import NixlProcess, nixl_environment, require_nixl
-from services.kvbm.peers.nixl_road import NixlRoad
+from services.kvbm.peers.nixl_reader import NixlReader
+from services.kvbm.peers.road import PeerRoad
 from services.kvbm.peers.server import PeerServer
-from services.kvbm.peers.sockets import SocketRoad
+from services.kvbm.peers.sockets import SocketReader
 from services.kvbm.peers.tls import peer_tls
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.kvbm_messages import PeerRates
@@ -78,11 +80,13 @@ class KvbmPeers:
                 lending=lambda on: None if self.nixl is None else self.nixl.set_lending(on),
             ),
         )
-        self.road: PeerRoad
-        if self.nixl is None:
-            self.road = SocketRoad(config, tls, self.server.lender.hello)
-        else:
-            self.road = NixlRoad(config, self.server.lender.hello, lambda: self._start("read"))
+        connections = PeerConnections(config, tls, self.server.lender.hello)
+        self.nixl_reader: NixlReader | None = None
+        """The processes that read from peers, with the back end nixl."""
+        if config.backend == "nixl":
+            self.nixl_reader = NixlReader(connections, lambda: self._start("read"))
+        reader: BlockReader = self.nixl_reader or SocketReader(connections, config)
+        self.road = PeerRoad(connections, reader)
         self.imports = PeerImports(self.road, config, metrics)
         self.cache = PeerCache(self.imports, config, metrics)
         self._instance = runtime.instance
@@ -93,14 +97,16 @@ class KvbmPeers:
         self.server.open()
         if self.nixl is not None:
             self.nixl.open()
-        if isinstance(self.road, NixlRoad):
-            self.road.open()
+        if self.nixl_reader is not None:
+            self.nixl_reader.open()
 
     async def close(self) -> bool:
         """End all reads and loans. Return False if a thread may still read slots."""
         await self.cache.close()
         await self.imports.close()
-        await self.road.close()
+        if self.nixl_reader is not None:
+            await self.nixl_reader.close()
+        self.road.close()
         closed = await self.server.close()
         if self.nixl is not None:
             await self.nixl.close()

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
 from services.kvbm.metrics import StoreMetrics
-from services.kvbm.peers.lender import Lender, SendOrder
+from services.kvbm.peers.lender import Lender, SendBlock, SendOrder
 from services.kvbm.peers.messages import (
     PEER_ANSWER,
     PEER_QUESTION,
@@ -227,28 +227,37 @@ class PeerServer:
                 self._loop.call_soon_threadsafe(self._closed, connection, host, fault)
 
     def _send(self, stream: PeerStream, order: SendOrder) -> None:
+        summed: dict[int, int] = {}
         for each in order.blocks:
             if order.slots.generation(each.slot) != each.generation:
                 reason = f"block {each.index} was discarded, since it may be wrong"
                 self._refuse(stream, PeerRefused(order.number, "unknown_loan", reason, True))
                 return
             with order.slots.slot(each.slot) as whole, whole[: order.block_bytes] as memory:
-                checksum = each.checksum or xxh3_64_intdigest(memory)
+                checksum = _checksum(each, memory, summed)
                 header = BlockHeader(order.number, each.index, order.block_bytes, checksum)
                 stream.send_slot(header, self._pool, order.slots.arena.offset_of(each.slot), memory)
+        self._summed(order.loan, summed)
 
     def _locate(self, stream: PeerStream, order: SendOrder, agent: NixlReady) -> None:
         """Send where the blocks lie. They are held as those of a Take, until the peer's next word."""
         checksums: list[int] = []
+        summed: dict[int, int] = {}
         for each in order.blocks:
             if order.slots.generation(each.slot) != each.generation:
                 reason = f"block {each.index} was discarded, since it may be wrong"
                 self._refuse(stream, PeerRefused(order.number, "unknown_loan", reason))
                 return
             with order.slots.slot(each.slot) as whole, whole[: order.block_bytes] as memory:
-                checksums.append(each.checksum or xxh3_64_intdigest(memory))
+                checksums.append(_checksum(each, memory, summed))
+        self._summed(order.loan, summed)
         addresses = [agent.base + order.slots.arena.offset_of(each.slot) for each in order.blocks]
         stream.send_frame(PEER_ANSWER.encode(Located(order.number, agent.metadata, addresses, checksums)))
+
+    def _summed(self, loan: int, summed: dict[int, int]) -> None:
+        """Have the checksums of blocks that had none recorded: no further read computes them."""
+        if summed:
+            self._loop.call_soon_threadsafe(self.lender.record_checksums, loan, summed)
 
     def _refuse(self, stream: PeerStream, refused: PeerRefused) -> None:
         """Send a refusal; of a Take it stands where the next block would."""
@@ -267,3 +276,10 @@ class PeerServer:
 
         self._loop.call_soon_threadsafe(run)
         return done.result(_LOOP_S)
+
+
+def _checksum(block: SendBlock, memory: memoryview, summed: dict[int, int]) -> int:
+    """Return the block's checksum. If it is not known, compute it, and add it to `summed`."""
+    if not block.checksum:
+        summed[block.slot] = xxh3_64_intdigest(memory)
+    return block.checksum or summed[block.slot]

@@ -8,6 +8,8 @@ An engine process stays with one layout, so that all tickets of an owner are in 
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 from services.kvbm.tickets.errors import BadRequest, UnknownOwner, WrongLayout
@@ -32,6 +34,8 @@ class AttachedEngine(Struct, frozen=True):
     worker: str
     layout: str
     """The layout's digest."""
+    reply_s: float = 0.0
+    """Seconds that it waits for each reply; 0: it does not say."""
 
 
 class AttachedEngines:
@@ -50,13 +54,15 @@ class AttachedEngines:
         _check_kv(attach.layout.kv)
         if not 0 <= attach.layout.rank < DIMENSION_MOST:
             raise BadRequest(f"rank {attach.layout.rank} is not between 0 and {DIMENSION_MOST - 1}")
+        if not 0 <= attach.reply_s < math.inf:
+            raise BadRequest(f"reply_s is {attach.reply_s}, which is no number of seconds")
         known = self._attached.get(attach.owner)
         if known is not None and known.layout != attach.layout.digest:
             raise WrongLayout(f"owner {attach.owner!r} is attached to layout {known.layout}, and stays with it")
 
     def add(self, attach: Attach) -> None:
         """Record the engine of a request that was checked."""
-        self._attached[attach.owner] = AttachedEngine(attach.worker, attach.layout.digest)
+        self._attached[attach.owner] = AttachedEngine(attach.worker, attach.layout.digest, attach.reply_s)
 
     def remove(self, owner: str) -> bool:
         """Forget a dead engine. Return whether it was attached."""
@@ -68,6 +74,10 @@ class AttachedEngines:
         if known is None:
             raise UnknownOwner(owner)
         return known.layout
+
+    def reply_s(self, owner: str) -> float:
+        """Return the seconds that an attached engine waits for each reply; 0: it does not say."""
+        return self._attached[owner].reply_s
 
     def get(self, owner: str) -> AttachedEngine | None:
         """Return the owner's latest Attach: another object after each."""

@@ -300,7 +300,7 @@ class KVConnector:
             self._detach(str(wrong), now_s)
             return
         self._enter("attaching")
-        attach = Attach(self._worker, self._owner, self._layout)
+        attach = Attach(self._worker, self._owner, self._layout, self._timeout_s)
         self._ask(AskKvbm(next(self._numbers), "attach", ATTACH.encode(attach)))
 
     def _finish_attach(self, attached: Attached, now_s: float) -> None:

@@ -122,6 +122,19 @@ async def test_fetches_that_come_in_one_turn_of_the_loop_keep_the_bound(tmp_path
         await rests(store)
 
 
+async def test_a_fetch_is_answered_before_its_engine_gives_the_kvbm_up(tmp_path: Path) -> None:
+    async with serving(tmp_path, instance="reader", peers=SLOW) as store:
+        engine = await store.world.attached("b")
+        engine.answer_s = SLOW.wait_s / 2
+        assert isinstance(await engine.try_attach(reply_s=1.0), wire.Attached)
+        await engine.store(CONTENTS[:3])
+        with listening(Frozen(Count)) as peer:
+            learn(store, peer)
+            assert await engine.load(CONTENTS) == (3, 0)
+            assert outcomes(store, "late") + outcomes(store, "nothing") == 1
+        await rests(store)
+
+
 async def test_an_engine_that_attaches_again_meanwhile_gets_no_ticket(tmp_path: Path) -> None:
     async with serving(tmp_path, instance="reader", peers=SLOW) as store:
         engine = await store.world.attached("b")

@@ -17,6 +17,7 @@ from services.kvbm.peers.messages import (
     BlockHeader,
     Counted,
     Lent,
+    Located,
     PeerFault,
     PeerHello,
     PeerLayout,
@@ -26,6 +27,7 @@ from services.kvbm.peers.messages import (
     check_hello,
     check_layout,
     check_lent,
+    check_located,
     decode_answer,
     frame_length,
     pack_frame,
@@ -110,6 +112,18 @@ def test_a_count_lies_within_what_was_asked() -> None:
     assert code(lambda: check_counted(Counted(5, 4), 5, 3)) == "garbage"
     assert code(lambda: check_counted(Counted(5, -1), 5, 3)) == "garbage"
     assert code(lambda: check_counted(PeerRefused(5, "full", "x"), 5, 3)) == "refused"
+
+
+def test_places_are_as_many_as_were_asked_for() -> None:
+    located = Located(5, b"agent", [100, 200], [1, 2])
+    assert check_located(located, 5, 2) == located
+    assert code(lambda: check_located(located, 6, 2)) == "garbage"
+    assert code(lambda: check_located(located, 5, 3)) == "garbage"
+    assert code(lambda: check_located(replace(located, addresses=[100]), 5, 2)) == "garbage"
+    assert code(lambda: check_located(replace(located, checksums=[1, 2, 3]), 5, 2)) == "garbage"
+    assert code(lambda: check_located(Counted(5, 2), 5, 2)) == "garbage"
+    assert code(lambda: check_located(PeerRefused(5, "no_agent", "x"), 5, 2)) == "refused"
+    assert code(lambda: check_located(PeerRefused(4, "no_agent", "x"), 5, 2)) == "garbage"
 
 
 def test_a_header_is_that_of_the_block_that_must_come() -> None:

@@ -14,10 +14,21 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
-from services.kvbm.peers.peers import KvbmPeers
 from shared.kvbm_messages import Settled
 from tests.kvbm.chains import chain
-from tests.kvbm.peer_rig import BACKENDS, ONLY_WITH_NIXL, PEERS, address, faults, machines, read
+from tests.kvbm.peer_rig import (
+    BACKENDS,
+    ONLY_WITH_NIXL,
+    PEERS,
+    address,
+    faults,
+    lending,
+    loans_are_over,
+    machines,
+    of,
+    read,
+    ready,
+)
 from tests.kvbm.store_rig import LIMIT_S, SMALL_BYTES, Engine, Store, payload, until
 
 CONTENTS = chain(*range(1, 13))
@@ -29,20 +40,6 @@ NIXL = replace(PEERS, backend="nixl")
 def peers(request: pytest.FixtureRequest) -> PeersConfig:
     """Settings for each back end."""
     return replace(PEERS, backend=request.param)
-
-
-def of(store: Store) -> KvbmPeers:
-    assert store.service.peers is not None
-    return store.service.peers
-
-
-async def ready(*stores: Store) -> None:
-    """Return when blocks can be lent."""
-    await until(lambda: all((nixl := of(store).nixl) is None or nixl.ready is not None for store in stores))
-
-
-def lending(store: Store) -> int:
-    return len(of(store).server.lender.loans)
 
 
 async def whole(lender: Store, reader: Store, engine: Engine) -> None:
@@ -180,19 +177,15 @@ async def test_a_reader_that_stops_in_the_middle_leaves_the_lender_nothing_lent(
 
 
 async def test_a_loan_whose_time_is_over_is_cut(tmp_path: Path, peers: PeersConfig) -> None:
-    async with machines(tmp_path, lender=replace(peers, lend_s=SOON_S), reader=peers) as (one, a, two, b):
+    async with machines(tmp_path, lender=peers, reader=peers) as (one, a, two, b):
         await ready(one)
         await a.store(CONTENTS)
 
         async def over() -> None:
             reading = asyncio.create_task(read(two, address(one), CONTENTS, 2.0))
             await until(lambda: bool(of(one).server.lender.loans.sending))
-
-            def cut() -> bool:
-                of(one).tick()
-                return not lending(one) or of(one).nixl is None
-
-            await until(cut)
+            assert loans_are_over(one)
+            await until(lambda: not lending(one) or of(one).nixl is None)
             of(two).road.gone(address(one).instance)
             await reading
 
@@ -275,9 +268,11 @@ async def test_a_reading_process_is_kept_and_a_dead_one_is_replaced(tmp_path: Pa
         await ready(one)
         await a.store(CONTENTS)
         await read(two, address(one), CONTENTS[:2])
-        (process,) = of(two).road.idle  # type: ignore[attr-defined]
+        reader = of(two).nixl_reader
+        assert reader is not None
+        (process,) = reader.idle
         await read(two, address(one), CONTENTS[:4])
-        assert of(two).road.idle == [process]  # type: ignore[attr-defined]
+        assert reader.idle == [process]
         os.kill(process.pid, signal.SIGKILL)
         await until(lambda: process.ended)
         await read(two, address(one), CONTENTS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
 from services.kvbm.peers import server
@@ -32,6 +33,7 @@ from services.kvbm.peers.messages import (
     decode_answer,
 )
 from services.kvbm.peers.stream import PeerStream
+from shared.kvbm_messages import Fetched
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.peer_rig import PEERS, faults, rests
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, Engine, Store, payload, serving
@@ -98,6 +100,14 @@ async def lender(folder: Path, peers: PeersConfig = PEERS) -> AsyncIterator[tupl
         await rests(store)
 
 
+async def checksums(engine: Engine) -> bytes:
+    """Return what a Fetch says of the checksums of CONTENTS."""
+    (reply,) = await engine.fetch(keys(CONTENTS))
+    assert isinstance(reply, Fetched)
+    await engine.release(reply.ticket)
+    return reply.checksums
+
+
 async def test_blocks_are_lent_sent_and_given_back(tmp_path: Path) -> None:
     async with lender(tmp_path) as (store, _), client(store) as one, client(store) as two:
         assert [each.layout for each in one.hello.layouts] == [LAYOUT]
@@ -113,6 +123,18 @@ async def test_blocks_are_lent_sent_and_given_back(tmp_path: Path) -> None:
         assert store.service.layouts.open[LAYOUT.digest].tiers.statistics().host.held == 8, "not reported as received"
         await two.send(Received())
         await rests(store)
+
+
+async def test_a_checksum_that_was_computed_for_a_reader_is_known_from_then_on(tmp_path: Path) -> None:
+    async with lender(tmp_path) as (store, engine), client(store) as one:
+        assert await checksums(engine) == b""
+        lent = await one.borrow()
+        await one.send(Take(3, one.hello.epoch, lent.loan, [0, 2]))
+        for index in (0, 2):
+            await one.block(3, index)
+        assert await one.ask(Return(4, lent.loan)) == Counted(4, 0)
+        sums = [xxh3_64_intdigest(payload(CONTENTS[index])) if index in (0, 2) else 0 for index in range(8)]
+        assert await checksums(engine) == b"".join(each.to_bytes(8, "little") for each in sums)
 
 
 async def test_what_is_lent_is_held_while_an_engine_needs_room(tmp_path: Path) -> None:

@@ -38,6 +38,12 @@ def test_a_layout_of_impossible_size_is_refused(field: str, value: int) -> None:
         AttachedEngines().check(Attach("w1", "a", layout))
 
 
+@pytest.mark.parametrize("reply_s", [-1.0, float("nan"), float("inf")])
+def test_a_bound_for_replies_that_is_no_number_of_seconds_is_refused(reply_s: float) -> None:
+    with pytest.raises(BadRequest, match="reply_s"):
+        AttachedEngines().check(Attach("w1", "a", LAYOUT, reply_s))
+
+
 def test_kv_of_an_unknown_type_and_a_worker_that_is_none_are_refused() -> None:
     strange = msgspec.structs.replace(LAYOUT, kv=msgspec.structs.replace(LAYOUT.kv, dtype="x" * 1000))
     with pytest.raises(BadRequest, match="bfloat16"):

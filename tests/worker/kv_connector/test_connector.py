@@ -561,6 +561,15 @@ def test_an_owner_that_the_kvbm_has_forgotten_attaches_again(world: World) -> No
     assert "not attached" in first.link.reason
 
 
+def test_an_attach_says_how_long_the_engine_waits_for_each_reply(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    world.drawer.tickets.owner_dead(first.attachment.hold())
+    first.submit("r", PROMPT, 1)
+    ask = until(world, first, "attach")
+    assert wire.ATTACH.decode(ask.payload).reply_s == ask.timeout_s > 0
+
+
 def test_a_deleted_lock_is_made_again_under_another_name(world: World) -> None:
     first, _ = world.engines
     before = first.attachment.hold()
