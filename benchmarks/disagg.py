@@ -44,8 +44,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import LONGEST_STEP_S, SimulatedFleet
+from benchmarks.fleet import SimulatedFleet
 from benchmarks.fleet_store import StoreSizes
+from benchmarks.fleet_workers import LONGEST_STEP_S
 from benchmarks.journeys import TokenGaps
 from benchmarks.loads import RequestTrace, read_trace
 from benchmarks.report import Goal, report
