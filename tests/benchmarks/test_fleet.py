@@ -206,3 +206,15 @@ def test_gaps_are_the_times_between_the_tokens_of_one_answer() -> None:
     assert not gaps.handed_over_s
     decoding_s = sum(journey.end_s - journey.first_token_s for journey in fleet.journeys)
     assert abs(sum(gaps.all_s) - decoding_s) < 1e-6 * decoding_s
+
+
+def test_a_worker_that_decodes_loads_blocks_while_the_rest_of_the_prompt_is_computed() -> None:
+    load = chats(REQUESTS, Random(13))
+    fleet = split(load.at(load.rate / 4), "prefill", "decode")
+    fleet.run()
+    check(fleet)
+    _, decode = fleet.workers.values()
+    handed_over = sum((request.prompt_tokens - 1) // load.block_size for request in load.requests)
+    assert decode.last.load.prefetched_blocks > 0.1 * handed_over
+    assert fleet.store is not None
+    assert fleet.store.tickets.statistics().fetches == 0
