@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import xor
+from typing import Literal
 
 import pytest
 
@@ -22,7 +23,7 @@ from services.worker.messages import (
 from services.worker.runner import Drawn
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvLayout, Part, Pooling, Role, Sampling
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvLayout, Part, Pooling, Sampling
 from tests.worker.fake_runner import EOS, FakeRunner, continuation
 
 CONTEXT = 32
@@ -406,7 +407,7 @@ def test_loras_and_none_share_no_blocks() -> None:
     ],
 )
 def test_steps_with_parts_of_prompts_are_short_where_others_wait_for_them(
-    role: Role, block_size: int, longest_s: float
+    role: Literal["aggregated", "prefill", "decode"], block_size: int, longest_s: float
 ) -> None:
     settings = WorkerConfig(model="m", engine="simulated", role=role, kvbm=KVConnectorConfig(pool="pool"))
     layout = KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size)
