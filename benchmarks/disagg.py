@@ -9,7 +9,9 @@ answers three times as long, and with all requests of 20 s in the first 10 of th
 aggregated   8 workers that do all.
 fixed p+d    p workers that compute prompts and d that decode: each prompt is handed over (`split_costs` is replaced).
 mixed p+d    the same workers, where the router compares a pair with a single worker for each request.
-steps        how long a step with parts of prompts may take (`worker.step_s`): 0.25 s, the default, or 0.05.
+steps        how long a step with parts of prompts may take (`worker.step_s`), in seconds: of aggregated workers 0.25,
+             the default, 0.05 or 0.03. Of the others it is the default, and their roles bound it: 0.05 where prompts
+             are computed, 0.03 where is decoded.
 
 load         The arrival times are stretched to 0.8 of what the 8 aggregated workers bear: the requests a second that
              end in a closed loop with 64 requests a worker, after the first 512 have ended and until the last begins.
@@ -19,8 +21,8 @@ second       from the first token to the second one, of what is handed over.
 computed     the share of all computed prompt tokens that workers which decode have computed; the rest of a prompt that
              fills no block counts, too.
 throughput   output tokens a second, from the first arrival to the last end: below load 1 mostly that of the arrivals.
-best         the split, and the mix, with the least mean time to the last token among those with the same steps. The mix
-             is also compared with both, figure by figure.
+best         the split, and the mix, with the least mean time to the last token. The split is compared with aggregated
+             workers, and the mix with both, figure by figure.
 
 What could mislead: time is a model's, without jitter. Copies run at 50 GB/s a direction and worker, however many there
 are, and slow no step (measured: 1 to 9 %). Blocks of 512 tokens leave 256 of a prompt for the worker that decodes, in
@@ -44,8 +46,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import LONGEST_STEP_S, SimulatedFleet
+from benchmarks.fleet import SimulatedFleet
 from benchmarks.fleet_store import StoreSizes
+from benchmarks.fleet_workers import LONGEST_STEP_S
 from benchmarks.journeys import TokenGaps
 from benchmarks.loads import RequestTrace, read_trace
 from benchmarks.report import Goal, report
@@ -61,7 +64,7 @@ LOAD = 0.8
 IN_FLIGHT = 64 * WORKERS
 REQUESTS = 2000
 QUICK_REQUESTS = 600
-SHORT_STEP_S = 0.05
+SHORT_STEPS_S = (0.05, 0.03)
 LONGER = 3
 LOADS = ("trace", "long answers", "bursts")
 BURST_PERIOD_S = 20.0
@@ -85,11 +88,9 @@ class Setup(Struct, frozen=True):
 
 SETUPS: tuple[Setup, ...] = (
     Setup("aggregated"),
+    *(Setup("aggregated", 0, step_s) for step_s in SHORT_STEPS_S),
     *(Setup("fixed", prefill) for prefill in (4, 5, 6)),
     *(Setup("mixed", prefill) for prefill in (4, 5)),
-    Setup("aggregated", 0, SHORT_STEP_S),
-    Setup("fixed", 5, SHORT_STEP_S),
-    *(Setup("mixed", prefill, SHORT_STEP_S) for prefill in (4, 5)),
 )
 """Fewer than four workers for prompts cannot compute those of any of these loads, if all are handed over."""
 
@@ -149,8 +150,8 @@ def main() -> int:
             print(_line(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
     goals = [
         goal
-        for load, step_s in dict.fromkeys((row.load, row.step_s) for row in rows)
-        for goal in goals_of([row for row in rows if (row.load, row.step_s) == (load, step_s)])
+        for load in dict.fromkeys(row.load for row in rows)
+        for goal in goals_of([row for row in rows if row.load == load])
     ]
     if flags.json:
         print(msgspec.json.encode(report("disagg", sys.argv[1:], goals, rows)).decode())
@@ -258,18 +259,20 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def goals_of(rows: Sequence[SplitRow]) -> list[Goal]:
-    """Compare the rows of one load and one length of steps: the best split with the aggregated workers, and the best
-    mix with both."""
-    whole = next(row for row in rows if row.kind == "aggregated")
+    """Compare the rows of one load: the best split with aggregated workers of each length of steps, and the best mix
+    with these and with the split."""
     split, mix = _best(rows, "fixed"), _best(rows, "mixed")
-    where = f"{whole.load}, steps of {whole.step_s} s:"
-    goals = [_goal(f"{where} itl p99, {_name(split)} of aggregated", split.itl_p99_s / whole.itl_p99_s, ITL_GOAL)]
-    for other in (whole, split):
+    whole = [row for row in rows if row.kind == "aggregated"]
+    goals = [
+        _goal(f"{row.load}: itl p99, {_name(split)} of {_name(row)}", split.itl_p99_s / row.itl_p99_s, ITL_GOAL)
+        for row in whole
+    ]
+    for other in (*whole, split):
         pair = f"{_name(mix)} of {_name(other)}"
         goals += [
-            _goal(f"{where} ttft p90, {pair}", mix.ttft_p90_s / other.ttft_p90_s, AS_GOOD),
-            _goal(f"{where} itl p99, {pair}", mix.itl_p99_s / other.itl_p99_s, AS_GOOD),
-            _goal(f"{where} time a token, {pair}", other.output_tokens_per_s / mix.output_tokens_per_s, AS_GOOD),
+            _goal(f"{other.load}: ttft p90, {pair}", mix.ttft_p90_s / other.ttft_p90_s, AS_GOOD),
+            _goal(f"{other.load}: itl p99, {pair}", mix.itl_p99_s / other.itl_p99_s, AS_GOOD),
+            _goal(f"{other.load}: time a token, {pair}", other.output_tokens_per_s / mix.output_tokens_per_s, AS_GOOD),
         ]
     return goals
 
@@ -283,14 +286,14 @@ def _goal(name: str, value: float, most: float) -> Goal:
 
 
 def _name(row: SplitRow) -> str:
-    return f"{row.kind} {row.prefill}+{row.decode}" if row.prefill else row.kind
+    return f"{row.kind} {row.prefill}+{row.decode}" if row.prefill else f"{row.kind}, steps of {row.step_s} s"
 
 
 def _line(row: SplitRow) -> str:
     itl = " ".join(f"{1e3 * each:6.1f}" for each in (row.itl_p50_s, row.itl_p90_s, row.itl_p99_s, row.itl_p999_s))
     ttft = f"{row.ttft_p50_s:6.2f} {row.ttft_p90_s:6.2f} {row.ttft_p99_s:6.2f}"
     return (
-        f"{row.load:12} {_name(row):10} steps {row.step_s:4.2f} s  {row.requests_per_s:5.2f}/s  ttft {ttft} s  "
+        f"{row.load:12} {_name(row):26} {row.requests_per_s:5.2f}/s  ttft {ttft} s  "
         f"itl {itl} ms  second {1e3 * row.second_p50_s:5.0f} {1e3 * row.second_p90_s:5.0f} ms  "
         f"handed over {row.handed_over:4.0%}  computed {row.computed:4.0%}  hits {row.hit_rate:5.1%}  "
         f"{row.output_tokens_per_s:5.0f} tokens/s  latency {row.latency_mean_s:6.2f} s"

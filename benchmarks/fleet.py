@@ -9,26 +9,38 @@
 With a block store (`fleet_store.py`) the engines exchange blocks with it, and the router learns which blocks it holds.
 Then workers may also have roles: where the router chooses a pair, the prompt is handed over through that store.
 
-    Selected ─▶ attempt n, which only prefills ─▶ its blocks are stored ─▶ handed_over ─▶ attempt n + 1 at the decoder
-                             first token                              two messages later    loads, computes the rest
+    Selected ─┬▶ attempt n, which only prefills ─▶ its blocks are stored ─▶ handed_over ─▶ attempt n + 1 at the decoder
+              │              first token                                two messages later    computes the rest
+              └▶ the decoder expects attempt n + 1, and loads each block that is stored
 
-Real: policies, index, chains, speculation, reservations, the comparison of pairs with single workers, scheduler, block
-pool, step budget, messages. Modelled: the time of the arithmetic and of each message (`HOP_S`). Left out: the
-frontend's tokenising, lost or late messages.
+Real: policies, index, chains, speculation, reservations, the comparison of pairs with single workers, engines as they
+make themselves from a worker's settings (`fleet_workers.py`), messages. Modelled: the time of the arithmetic and of
+each message (`HOP_S`). Left out: the frontend's tokenising, lost or late messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from math import inf
 from random import Random
 
-from benchmarks.fleet_store import KVBM, BlockStore, FleetClock, PoolPlace, StoreSizes
+from benchmarks.fleet_store import BlockStore, FleetClock, StoreSizes
+from benchmarks.fleet_workers import (
+    LONGEST_STEP_S,
+    MODEL,
+    UNBOUNDED,
+    WEIGHTS,
+    SimulatedWorker,
+    StepTime,
+    drawn,
+    engine_core,
+    kv_layout,
+    model_card,
+)
 from benchmarks.journeys import Journey, TokenGaps
-from benchmarks.loads import VOCABULARY, RequestTrace, TracePrompts
+from benchmarks.loads import RequestTrace, TracePrompts
 from services.router.config import RouterConfig
 from services.router.index.kv_events import decode
 from services.router.index.shared_stores import store_id
@@ -36,24 +48,14 @@ from services.router.selection.model_router import ModelRouter
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import load_policy
-from services.worker.engine.core import EngineCore
-from services.worker.kv_connector.connector import KVConnector
-from services.worker.limits import SchedulerLimits
-from services.worker.messages import EngineOrder, KvbmAsk, KvbmUp, Stepped, Submit
-from services.worker.runner import Drawn, Work
-from services.worker.scheduler.scheduler import Scheduler
-from services.worker.simulated.mover import SimulatedMover
-from shared.hashing import self_test
+from services.worker.messages import EngineOrder, KvbmAsk, KvbmUp, Prefetch, Stepped, Submit
+from services.worker.runner import Work
 from shared.kvbm_messages import StoreLayout
 from shared.messages import (
     EVENT_BATCH,
     EventBatch,
     Finished,
-    KvLayout,
-    KvState,
     LoadEvent,
-    LoadReport,
-    ModelCard,
     Part,
     Prefilled,
     Role,
@@ -68,36 +70,8 @@ REPORT_S = 0.25
 TICK_S = 0.1
 WINDOW_S = 60.0
 """The window over which each worker's work is summed."""
-LONGEST_STEP_S = 0.25
-COPY_BYTES_PER_S = 50e9
-"""The rate of copies between a device and the block store's memory, in each direction."""
-ANSWER_LIMIT_S = 2.0
-BLOCKS_IN_FLIGHT = 256
-MODEL = "model"
 FRONTEND = "frontend"
-_UNBOUNDED = 1 << 40
 _SLICE_BLOCKS = 1 << 16
-
-StepTime = Callable[[Sequence[Work]], float]
-"""A function that returns how long a worker takes for a step, in seconds."""
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedWorker:
-    """One engine, and what its shell knows about it."""
-
-    name: str
-    core: EngineCore
-    step_s: StepTime
-    last: Stepped
-    attempts: dict[tuple[str, int], None] = field(default_factory=dict)
-    """The attempts that wait or run here, in order."""
-    arrived: list[EngineOrder] = field(default_factory=list)
-    """Orders that came during a step."""
-    stepping: bool = False
-    wakes_s: float = inf
-    """When the engine wakes up by itself."""
-    gone: bool = False
 
 
 class SimulatedFleet:
@@ -132,7 +106,7 @@ class SimulatedFleet:
         self._names = count()
         self.store: BlockStore | None = None
         if sizes is not None:
-            layout = StoreLayout(MODEL, "weights", _kv_layout(load.block_size))
+            layout = StoreLayout(MODEL, WEIGHTS, kv_layout(load.block_size))
             self.store = BlockStore(self.clock, layout, sizes, HOP_S, self._store_tells)
 
     # --- from outside
@@ -160,40 +134,19 @@ class SimulatedFleet:
         `longest_s` is how long its steps that prefill should take at most, in seconds."""
         assert self.store is not None or role == "aggregated", "prompts are handed over through the block store"
         name = f"worker{next(self._names):03}"
-        limits = SchedulerLimits(
-            model=MODEL,
-            context_length=_UNBOUNDED,
-            eos_token_ids=frozenset(),
-            block_size=self.load.block_size,
-            capacity_blocks=self._capacity_blocks,
-            max_waiting=_UNBOUNDED,
-            max_waiting_tokens=_UNBOUNDED,
-            step_s=longest_s,
-        )
-        scheduler = Scheduler(limits)
-        connector = None if self.store is None else self._connector(name, scheduler, self.store)
-        core = EngineCore(scheduler, self.load.block_size, connector)
+        size, blocks = self.load.block_size, self._capacity_blocks
+        core = engine_core(name, role, longest_s, size, blocks, self.clock, self.store)
         worker = self.workers[name] = SimulatedWorker(name, core, step_s, core.opening())
-        attached_to = ("", "") if self.store is None else (KVBM, self.store.layout.digest)
-        card = _card(name, role, self.load.block_size, self._capacity_blocks, *attached_to)
+        card = model_card(name, role, size, blocks, self.store)
         self.router.add_card(card, self.clock.now_s)
         self.router.set_sends_events(name, True)
         if self.store is not None:
-            if store_id(*attached_to) not in self.router.stores:
-                self.router.add_store(store_id(*attached_to))
-            self.clock.after(HOP_S, partial(self._order, worker, KvbmUp(KVBM)))
+            store = store_id(card.kvbm, card.kvbm_layout)
+            if store not in self.router.stores:
+                self.router.add_store(store)
+            self.clock.after(HOP_S, partial(self._order, worker, KvbmUp(card.kvbm)))
         self.clock.after(REPORT_S * (len(self.workers) % 8) / 8, partial(self._report, worker))
         return name
-
-    def _connector(self, name: str, scheduler: Scheduler, blocks: BlockStore) -> KVConnector:
-        mover = SimulatedMover(blocks.layout.kv.block_bytes, COPY_BYTES_PER_S, lambda: self.clock.now_s)
-        place = PoolPlace(name, blocks.table)
-        return KVConnector(
-            *(scheduler.kv_cache, mover, place, blocks.layout),
-            worker=name,
-            timeout_s=ANSWER_LIMIT_S,
-            most_blocks=BLOCKS_IN_FLIGHT,
-        )
 
     def leave(self, name: str) -> None:
         """Remove a worker; its requests continue on other workers from their tokens so far."""
@@ -221,25 +174,30 @@ class SimulatedFleet:
             self._end(journey, reply.reason)
             return
         journey.decoder = reply.decode
-        if reply.decode:  # advice to the decoder to fetch early would leave here
-            journey.last_attempt += 1
         self._dispatch(journey, self.workers[reply.instance])
+        if reply.decode:
+            journey.last_attempt += 1
+            expected = Prefetch(self._submit(journey, journey.last_attempt))
+            self.clock.after(HOP_S, partial(self._order, self.workers[reply.decode], expected))
 
     def _dispatch(self, journey: Journey, worker: SimulatedWorker) -> None:
         """Send the current attempt to a worker, with all tokens so far."""
-        request, name = journey.request, str(journey.request.number)
-        submit = Submit(
-            name,
-            journey.attempt,
+        submit = self._submit(journey, journey.attempt, prefill_only=bool(journey.decoder))
+        worker.attempts[submit.request, submit.attempt] = None
+        self.clock.after(HOP_S, partial(self._order, worker, submit))
+
+    def _submit(self, journey: Journey, attempt: int, *, prefill_only: bool = False) -> Submit:
+        request = journey.request
+        return Submit(
+            str(request.number),
+            attempt,
             FRONTEND,
             self.prompts.tokens(request) + journey.output,
             request.prompt_tokens,
             Sampling(request.output_tokens, temperature=0.0, ignore_eos=True),
-            _UNBOUNDED,
-            prefill_only=bool(journey.decoder),
+            UNBOUNDED,
+            prefill_only=prefill_only,
         )
-        worker.attempts[name, journey.attempt] = None
-        self.clock.after(HOP_S, partial(self._order, worker, submit))
 
     def _hand_over(self, journey: Journey) -> None:
         """Go on at the worker that decodes, as the frontend does; if it is gone, with another choice."""
@@ -299,7 +257,7 @@ class SimulatedFleet:
         if worker.gone:
             return
         prompt_tokens = sum(work.end - work.start for work in works if work.start < work.prompt_tokens)
-        told = worker.core.finish([_drawn(work) if work.draws else None for work in works], elapsed_s)
+        told = worker.core.finish([drawn(work) if work.draws else None for work in works], elapsed_s)
         if prompt_tokens:
             window = int(self.clock.now_s // WINDOW_S), worker.name
             self.prefilled[window] = self.prefilled.get(window, 0) + prompt_tokens
@@ -372,55 +330,13 @@ class SimulatedFleet:
         self.router.apply_load_event(event, self.clock.now_s)
 
     def _report(self, worker: SimulatedWorker) -> None:
-        """Report the load like a worker's shell: as of the engine's last step, with the current attempts."""
+        """Report the load, again and again."""
         if worker.gone:
             return
-        load = worker.last.load
-        report = LoadReport(
-            instance=worker.name,
-            epoch=0,
-            progress=worker.last.progress,
-            waiting=load.waiting,
-            running=load.running,
-            waiting_tokens=load.waiting_tokens,
-            total_blocks=self._capacity_blocks,
-            held_blocks=load.held_blocks,
-            cached_blocks=load.cached_blocks,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            step_s=load.step_s,
-            kv=[KvState(0, 0, worker.last.event_sequence, worker.last.digest)],
-            attempts=list(worker.attempts),
-        )
+        report = worker.report(self._capacity_blocks)
         self.clock.after(HOP_S, lambda: self.router.apply_load_report(report, self.clock.now_s))
         self.clock.after(REPORT_S, partial(self._report, worker))
 
     def _tick(self) -> None:
         self.router.tick(self.clock.now_s)
         self.clock.after(TICK_S, self._tick)
-
-
-def _drawn(work: Work) -> Drawn:
-    """Draw a token so that the outputs of two sequences differ within three tokens."""
-    return Drawn(work.sequence >> 8 * (work.draw_index % 3) & 255)
-
-
-def _kv_layout(block_size: int) -> KvLayout:
-    return KvLayout(dtype="bfloat16", layers=32, kv_heads=8, head_dim=128, block_size=block_size)
-
-
-def _card(name: str, role: Role, block_size: int, capacity_blocks: int, kvbm: str, kvbm_layout: str) -> ModelCard:
-    return ModelCard(
-        model=MODEL,
-        instance=name,
-        path="",
-        tokenizer_digest="",
-        hash_self_test=self_test(block_size),
-        context_length=1 << 20,
-        vocab_size=VOCABULARY,
-        role=role,
-        block_size=block_size,
-        capacity_blocks=capacity_blocks,
-        kv_layout=_kv_layout(block_size),
-        kvbm=kvbm,
-        kvbm_layout=kvbm_layout,
-    )

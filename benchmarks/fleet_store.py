@@ -20,8 +20,9 @@ from operator import itemgetter
 from msgspec import Struct
 
 from services.kvbm.config import TiersConfig
-from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_keys, unpack_slots
-from services.kvbm.tickets.results import FetchProgress, TicketLimits
+from services.kvbm.tickets.packing import SlotChecksums, pack_slots, to_contents, unpack_keys, unpack_slots
+from services.kvbm.tickets.pending_fetches import PendingFetches
+from services.kvbm.tickets.results import TicketLimits
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import Read, Spill, TierEvent
 from services.kvbm.tiers.policies import make_policy
@@ -84,6 +85,9 @@ class PoolTable:
 
     def generation(self, slot: int) -> int:
         return self._generations[slot]
+
+    def generations(self, slots: bytes) -> bytes:
+        return pack_hashes(map(self.generation, unpack_slots(slots)))
 
     def grant(self, slot: int) -> None:
         self._generations[slot] += 1
@@ -148,8 +152,7 @@ class BlockStore:
         self._reading = _StoreLine(clock, layout.kv.block_bytes / sizes.read_bytes_per_s)
         self._writing = _StoreLine(clock, layout.kv.block_bytes / sizes.write_bytes_per_s)
         self._spilling = 0
-        self._waiting: dict[int, Callable[[wire.Fetched, bool], None]] = {}
-        """The callbacks of fetches that wait for the disk, by ticket."""
+        self._pending = PendingFetches(self.table.generations, SlotChecksums(sizes.slots))
         self._tick()
 
     def ask(self, ask: KvbmAsk, answer: Callable[[KvbmReply], None]) -> None:
@@ -169,7 +172,9 @@ class BlockStore:
                 reply(wire.STORE_REPLY.encode(self._store(wire.STORE.decode(ask.payload), now_s)))
             case "commit":
                 commit = wire.COMMIT.decode(ask.payload)
-                self._hear(self.tickets.commit(commit.owner, commit.ticket, unpack_slots(commit.slots), now_s))
+                events = self.tickets.commit(commit.owner, commit.ticket, unpack_slots(commit.slots), now_s)
+                self._hear(events)
+                self._pending.add_progress(self.tickets.hold_awaited(events, now_s))
                 reply(wire.SETTLED.encode(wire.Settled()))
             case "abort":
                 abort = wire.ABORT.decode(ask.payload)
@@ -180,7 +185,7 @@ class BlockStore:
             case "release":
                 release = wire.RELEASE.decode(ask.payload)
                 self.tickets.release(release.owner, release.ticket)
-                self._waiting.pop(release.ticket, None)
+                self._pending.refuse(release.ticket, "unknown_ticket", "it was released", owner=release.owner)
                 reply(wire.SETTLED.encode(wire.Settled()))
             case "discard":
                 raise AssertionError("nothing that is simulated is not finite")
@@ -213,45 +218,28 @@ class BlockStore:
 
     def _fetch(self, fetch: wire.Fetch, now_s: float, reply: Callable[[bytes, bool], None]) -> None:
         keys = unpack_keys(fetch.keys)
-        held = self.tickets.fetch(fetch.owner, keys, now_s)
-        self.looked_up += len(keys)
+        held = self.tickets.fetch(fetch.owner, keys, now_s, awaits=fetch.awaits)
+        self.looked_up += len(keys) - held.awaited
         self.in_host += len(held.slots) - len(held.loading)
         self.on_disk += len(held.loading)
         self._hear(held.events)
         for read in held.reads:
             self.table.grant(read.slot)
             self._reading.add(partial(self._read, read))
-        complete = held.ready == len(held.slots)
+        length, ready = len(held.slots) + held.awaited, held.slots[: held.ready]
+        complete = held.ready == length
         if not complete:
-            self._waiting[held.ticket] = lambda more, last: reply(wire.FETCH_REPLY.encode(more), last)
-        ready = held.slots[: held.ready]
-        first = self._fetched(held.ticket, self.tickets.limits.fetch_time_s, 0, ready, len(held.slots), disk=False)
+            self._pending.add(held.ticket, fetch.owner, lambda more, last: reply(wire.FETCH_REPLY.encode(more), last))
+        first = self._pending.reply(held.ticket, self.tickets.limits.fetch_time_s, 0, ready, length, disk=False)
         reply(wire.FETCH_REPLY.encode(first), complete)
-
-    def _fetched(
-        self, ticket: int, left_s: float, first: int, slots: list[int], found: int, *, disk: bool
-    ) -> wire.Fetched:
-        generations = pack_hashes(map(self.table.generation, slots))
-        return wire.Fetched(ticket, left_s, first, pack_slots(slots), generations, disk, found)
 
     # --- the disk, and time
 
     def _read(self, read: Read) -> None:
         advanced, events = self.tickets.read_done(read, "ok", self._clock.now_s)
         self._hear(events)
-        for news in advanced:
-            self._advance(news)
+        self._pending.add_progress(advanced)
         self._settle()
-
-    def _advance(self, news: FetchProgress) -> None:
-        tell = self._waiting.get(news.ticket)
-        if tell is None:
-            return
-        last = news.first + len(news.slots) == news.found
-        if last:
-            del self._waiting[news.ticket]
-        disk = bool(news.from_disk)
-        tell(self._fetched(news.ticket, news.time_left_s, news.first, news.slots, news.found, disk=disk), last)
 
     def _settle(self) -> None:
         """Run the pending actions, as the shell does after each reply."""
@@ -262,6 +250,7 @@ class BlockStore:
             self._spilling += len(spills)
             for spill in spills:
                 self._writing.add(partial(self._spilled, spill))
+        self._pending.send_progress()
 
     def _spilled(self, spill: Spill) -> None:
         self._spilling -= 1
@@ -270,7 +259,7 @@ class BlockStore:
 
     def _tick(self) -> None:
         for ticket in self.tickets.expire(self._clock.now_s):
-            self._waiting.pop(ticket.ticket, None)
+            self._pending.refuse(ticket.ticket, "expired", "its time is over")
         self._clock.after(TICK_S, self._tick)
 
     def _hear(self, changes: list[TierEvent]) -> None:

@@ -24,7 +24,7 @@ from random import Random
 
 import msgspec
 
-from benchmarks.fleet import StepTime
+from benchmarks.fleet_workers import StepTime
 from benchmarks.loads import RequestTrace, agents, chats, unshared
 from benchmarks.report import Goal, report
 from benchmarks.trace import TraceRow, capacity, default_timing, line, run_open

@@ -33,7 +33,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import WINDOW_S, SimulatedFleet, StepTime
+from benchmarks.fleet import WINDOW_S, SimulatedFleet
+from benchmarks.fleet_workers import StepTime
 from benchmarks.loads import Ideal, RequestTrace, ideal, read_trace
 from benchmarks.report import Goal, report
 from services.router.selection.policy import BUILT_IN

@@ -246,7 +246,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Most sequences that a step computes. No GPU takes more than 65,535 blocks of threads in one direction."""
     step_s: Annotated[float, Meta(gt=0, le=10)] = 0.25
     """Seconds that a step with parts of prompts should take at most: so long do other answers stand still. Shorter
-    steps cost a little in prompts; a step computes at least one block."""
+    steps cost a little in prompts; a step has room for 16 tokens of one, or a block. Other roles than aggregated have
+    shorter steps."""
     max_waiting: Positive = 256
     """Most attempts in the queue; where there are more, Generate is refused as overloaded."""
     max_waiting_tokens: Positive = 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from services.worker.config import Offload
 
@@ -11,6 +12,13 @@ MAX_STEP_TOKENS = 8192
 PREFILL_STEP_S = 0.05
 """Most seconds of a step of a worker that only computes prompts. What a step has computed is stored, and loaded where
 it is decoded, while the next one is computed, so only the last step's blocks are waited for."""
+DECODE_STEP_S = 0.03
+"""Most seconds of a step with parts of prompts, at a worker that decodes what others hand over. A GPU computes as many
+tokens a second in such steps as in longer ones, and an answer goes on at the pace of reading."""
+DECODE_STRETCH = 1.5
+"""How much longer such a step may be than one that only decodes, where that is more: large models, slow devices."""
+LEAST_STEP_TOKENS = 16
+"""Tokens of a prompt that a step has room for, whatever the time, or a block's if those are fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,8 @@ class SchedulerLimits:
     """Most uncomputed tokens in the queue; one attempt alone may be longer."""
     step_s: float = 0.25
     """Seconds that a step which prefills should take at most."""
+    short_step_s: float = inf
+    """Seconds that such a step should take at most, unless decoding alone takes nearly as long (`DECODE_STRETCH`)."""
     max_step_tokens: int = MAX_STEP_TOKENS
     """Most tokens of a step."""
     first_tokens_per_s: float = 256.0
@@ -45,3 +55,8 @@ class SchedulerLimits:
     """Most waiting attempts, from the head of the queue, that may wait for blocks of the kvbm."""
     wait_s: float = 0.0
     """Most seconds that such an attempt waits; 0: as long as computing the blocks would take."""
+
+    @property
+    def least_step_tokens(self) -> int:
+        """Tokens of a prompt that each step has room for."""
+        return min(self.block_size, LEAST_STEP_TOKENS)

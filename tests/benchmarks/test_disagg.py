@@ -72,9 +72,9 @@ def test_goals_compare_the_best_split_and_the_best_mix_by_their_latency() -> Non
         row("mixed", 5, ttft=1.04, itl=0.06, rate=90.0, latency=4.0),
     ]
     goals = {goal.name.partition(": ")[2]: goal for goal in goals_of(rows)}
-    assert goals["itl p99, fixed 5+3 of aggregated"].value == 0.25
-    assert goals["itl p99, fixed 5+3 of aggregated"].met
-    assert goals["ttft p90, mixed 5+3 of aggregated"].met
+    assert goals["itl p99, fixed 5+3 of aggregated, steps of 0.25 s"].value == 0.25
+    assert goals["itl p99, fixed 5+3 of aggregated, steps of 0.25 s"].met
+    assert goals["ttft p90, mixed 5+3 of aggregated, steps of 0.25 s"].met
     assert not goals["itl p99, mixed 5+3 of fixed 5+3"].met
-    assert not goals["time a token, mixed 5+3 of aggregated"].met
+    assert not goals["time a token, mixed 5+3 of aggregated, steps of 0.25 s"].met
     assert len(goals) == 7

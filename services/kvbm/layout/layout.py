@@ -115,7 +115,7 @@ class LayoutStore:
             erased=self._erased,
             metrics=metrics,
         )
-        self._pending = PendingFetches(slots, self._checksums)
+        self._pending = PendingFetches(slots.generations, self._checksums)
         self.notes = LayoutNotes()
         self._limited_log = RateLimitedLog()
         self._settling: asyncio.Handle | None = None

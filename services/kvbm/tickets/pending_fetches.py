@@ -18,7 +18,6 @@ from services.kvbm.tickets.errors import RefusalCode
 from services.kvbm.tickets.packing import SlotChecksums, pack_slots
 from services.kvbm.tickets.results import FetchProgress
 from shared import kvbm_messages as wire
-from shared.pool.map import ArenaMap
 
 SendFetchReply = Callable[[wire.Fetched | wire.KvbmRefused, bool], None]
 """Sends a later reply to a fetch; the flag says whether it is the last one."""
@@ -34,8 +33,9 @@ class _PendingFetch(Struct):
 class PendingFetches:
     """The waiting fetches of one layout, by ticket."""
 
-    def __init__(self, slots: ArenaMap, checksums: SlotChecksums) -> None:
-        self._slots = slots
+    def __init__(self, generations: Callable[[bytes], bytes], checksums: SlotChecksums) -> None:
+        """`generations` returns those of slots, both packed."""
+        self._generations = generations
         self._checksums = checksums
         self._waiting: dict[int, _PendingFetch] = {}
         self.with_progress: set[int] = set()
@@ -91,7 +91,7 @@ class PendingFetches:
     ) -> wire.Fetched:
         """Return one reply: these slots can be read, as long as their generations stay as they are now."""
         packed = pack_slots(slots)
-        generations, checksums = self._slots.generations(packed), self._checksums.packed(slots)
+        generations, checksums = self._generations(packed), self._checksums.packed(slots)
         return wire.Fetched(ticket, time_left_s, first, packed, generations, disk, found, checksums)
 
     def validate(self) -> None:

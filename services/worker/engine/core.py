@@ -21,7 +21,7 @@ from typing import assert_never
 from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.kv_connector.stores import COLLECT_S
-from services.worker.limits import PREFILL_STEP_S, SchedulerLimits
+from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, SchedulerLimits
 from services.worker.loans import Borrower, Lender
 from services.worker.messages import (
     BlockExplained,
@@ -116,6 +116,7 @@ class EngineCore:
             capacity_blocks=facts.capacity_blocks,
             max_running=settings.max_running,
             step_s=min(settings.step_s, PREFILL_STEP_S) if settings.role == "prefill" else settings.step_s,
+            short_step_s=DECODE_STEP_S if settings.role == "decode" else inf,
             max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=settings.max_waiting_tokens,
             offload=settings.kvbm.offload,

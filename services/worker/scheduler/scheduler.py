@@ -23,8 +23,8 @@ is asked for an embedding ends where others draw their first token; for a mean i
    preempted: it gives its blocks back and waits again. Its tokens are kept, its KV is computed again, and its stored
    blocks stay in the prefix cache until their room is needed. Draws are numbered by position, so a seed draws the same
    tokens after a preemption.
-3. What is left of the step's token budget, but at least one block, goes to prefills: running ones first, then
-   newcomers. So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
+3. What is left of the step's token budget, but at least 16 tokens or one block, goes to prefills: running ones first,
+   then newcomers. So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
 
 Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its
 priority by a smaller prompt. All blocks of the known tokens are taken at admission, so that half-done prefills cannot
@@ -82,7 +82,8 @@ class Scheduler:
         self._onboarding = self.kv_cache.onboarding
         self._budget = StepBudget(
             step_s=limits.step_s,
-            least_tokens=limits.block_size,
+            short_step_s=limits.short_step_s,
+            least_tokens=limits.least_step_tokens,
             most_tokens=limits.max_step_tokens,
             first_tokens_per_s=limits.first_tokens_per_s,
         )
@@ -345,7 +346,7 @@ class Scheduler:
         assert self._step is not None
         probes = int(self._probe.work is not None)
         places = self._limits.max_running - probes
-        left = max(self._budget.tokens - len(self._step) - probes, self._limits.block_size)
+        left = max(self._budget.tokens - len(self._step) - probes, self._limits.least_step_tokens)
         for sequence in self._prefilling:
             if left <= 0:
                 return "tokens"
@@ -421,6 +422,7 @@ class Scheduler:
             self._throughput.record_prefill(tokens, elapsed_s)
         elif works:
             self._throughput.record_decode(elapsed_s)
+            self._budget.decode_s = self._throughput.step_s
 
     def _distrust(self, sequence: Sequence, error: str) -> None:
         """The sequence's numbers were not finite: no sequence uses its blocks any longer, and it begins once more, or

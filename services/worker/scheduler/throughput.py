@@ -4,7 +4,9 @@ Pure.
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
+
+from services.worker.limits import DECODE_STRETCH
 
 _LEAST_S = 1e-6
 """Steps are assumed to take at least these seconds, which keeps a speed finite where the clock did not move."""
@@ -17,14 +19,27 @@ _RECENT = 1 / 16
 class StepBudget:
     """How many tokens one engine step may compute.
 
-    It keeps steps that prefill within `step_s`, so that decodes in the same step, and cancels, wait no longer. A step
-    that used at least half of its budget shows the speed. A slower speed counts at once, a faster one at most twofold a
-    step, so that one odd measurement does not make a step far too long. Steps below half their budget (decodes, ends of
-    prompts) are bound by reading weights, not by tokens: they can only raise the speed.
+    It keeps steps that prefill within `step_s`, and within the longer of `short_step_s` and `DECODE_STRETCH` times what
+    decoding alone takes, so that decodes in the same step, and cancels, wait no longer.
+
+    A step that used at least half of its budget shows the speed. A slower speed counts at once, a faster one at most
+    twofold a step, so that one odd measurement does not make a step far too long. Steps below half their budget
+    (decodes, ends of prompts) are bound by reading weights, not by tokens: they can only raise the speed.
     """
 
-    def __init__(self, *, step_s: float, least_tokens: int, most_tokens: int, first_tokens_per_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        step_s: float,
+        least_tokens: int,
+        most_tokens: int,
+        first_tokens_per_s: float,
+        short_step_s: float = inf,
+    ) -> None:
         self._step_s = step_s
+        self._short_step_s = short_step_s
+        self.decode_s = 0.0
+        """Seconds that a step which only decodes takes lately; 0: not known."""
         self._least_tokens = least_tokens
         self._most_tokens = most_tokens
         self.tokens_per_s = first_tokens_per_s
@@ -32,7 +47,8 @@ class StepBudget:
     @property
     def tokens(self) -> int:
         """How many tokens the next step may compute."""
-        return max(self._least_tokens, min(self._most_tokens, int(self.tokens_per_s * self._step_s)))
+        step_s = min(self._step_s, max(self._short_step_s, DECODE_STRETCH * self.decode_s))
+        return max(self._least_tokens, min(self._most_tokens, int(self.tokens_per_s * step_s)))
 
     def record_prefill(self, tokens: int, elapsed_s: float) -> None:
         """Learn from a step that prefilled: it took `elapsed_s` for `tokens`, decodes included."""

@@ -2,24 +2,28 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import xor
+from typing import Literal
 
 import pytest
 
+from services.worker.config import EngineConfig, KVConnectorConfig, WorkerConfig
 from services.worker.engine.core import MOST_PENDING, REPORT_INTERVAL_S, EngineCore
-from services.worker.limits import SchedulerLimits
+from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, SchedulerLimits
 from services.worker.messages import (
     CancelAttempt,
     EngineOperation,
     Operate,
     Operated,
+    Ready,
     Snapshot,
     Stepped,
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.runner import Drawn
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Part, Pooling, Sampling
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvLayout, Part, Pooling, Sampling
 from tests.worker.fake_runner import EOS, FakeRunner, continuation
 
 CONTEXT = 32
@@ -391,3 +395,31 @@ def test_loras_and_none_share_no_blocks() -> None:
             engine.submit(f"{name}-{lora}", prompt, max_tokens=1, lora=lora)
             engine.run()
             assert engine.parts(f"{name}-{lora}")[0].cached_tokens == cached
+
+
+@pytest.mark.parametrize(
+    ("role", "block_size", "longest_s"),
+    [
+        ("aggregated", 16, 0.25),
+        ("prefill", 16, PREFILL_STEP_S),
+        ("decode", 16, DECODE_STEP_S),
+        ("decode", 512, DECODE_STEP_S),
+    ],
+)
+def test_steps_with_parts_of_prompts_are_short_where_others_wait_for_them(
+    role: Literal["aggregated", "prefill", "decode"], block_size: int, longest_s: float
+) -> None:
+    settings = WorkerConfig(model="m", engine="simulated", role=role, kvbm=KVConnectorConfig(pool="pool"))
+    layout = KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size)
+    facts = Ready(1 << 17, 1000, (), block_size, (1 << 17) // block_size, layout)
+    core = EngineCore.of(EngineConfig.of(settings, "m", "w", parent_pid=0), facts)
+    core.opening()
+    prompt = pack_tokens([7] * 40_000)
+    core.handle(Submit("a", 1, "f", prompt, 40_000, Sampling(max_tokens=1), 60.0), 0.0)
+    now_s, steps_s = 0.0, []
+    while (works := core.begin(now_s)[1]) is not None:
+        steps_s.append(sum(work.end - work.start for work in works) / 10_000)  # 10,000 tokens a second
+        now_s += steps_s[-1]
+        core.finish([Drawn(1) if work.draws else None for work in works], steps_s[-1])
+    assert sum(steps_s) == pytest.approx(4.0)
+    assert 0.9 * longest_s < max(steps_s) <= longest_s

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.limits import DECODE_STRETCH
 from services.worker.scheduler.throughput import StepBudget, Throughput
 
 
@@ -76,3 +77,14 @@ def test_the_budget_never_falls_below_its_least() -> None:
     assert stuck.tokens == 16
     stuck.record_prefill(16, 0.01)
     assert stuck.tokens_per_s > 0
+
+
+def test_a_short_step_is_never_longer_than_a_step_and_grows_with_what_decoding_takes() -> None:
+    short = StepBudget(step_s=0.25, short_step_s=0.03, least_tokens=16, most_tokens=4096, first_tokens_per_s=1000.0)
+    assert short.tokens == 30
+    short.decode_s = 0.01
+    assert short.tokens == 30
+    short.decode_s = 0.1
+    assert short.tokens == 1000 * 0.1 * DECODE_STRETCH
+    short.decode_s = 1.0
+    assert short.tokens == 250

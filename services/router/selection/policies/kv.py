@@ -61,7 +61,7 @@ DECODE_WEIGHT = 0.35
 """Weight of a second for which a request that decodes waits, in seconds of waiting for a first token."""
 PROMPT_WEIGHT = 1.5
 """How many later prompts each prompt delays at a worker that only computes prompts, for each request there."""
-STORING_S = 0.5
+STORING_S = 0.15
 """Most seconds in which a worker that computes other prompts stores the last blocks of one."""
 SIMILAR_SPEED_RATIO = 1.5
 """Engines whose speeds differ by a smaller factor count as equal."""
