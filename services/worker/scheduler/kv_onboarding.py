@@ -276,7 +276,7 @@ class Onboarding:
         self._abandoned.discard(number)
         assert fetch.state != "queued", f"fetch {number} ends before it began"
         assert fetch.landed == len(fetch.slots), f"fetch {number} ends with {len(fetch.early)} blocks loading"
-        if fetch.state == "fetching" and round_trip_s > 0 and not fetch.prefetch:  # which waits for blocks, not for answers
+        if fetch.state == "fetching" and round_trip_s > 0 and not fetch.prefetch:  # a prefetch waits for computing
             self._learn_cost(round_trip_s)
         fetch.state = "abandoned"
         self._release(fetch)
