@@ -230,7 +230,7 @@ def test_no_graph_computes_tails_that_are_long_that_a_lora_has_or_that_read_much
     with_lora.lora = "poet"
     assert rows_for([with_lora]) == 0
     assert rows_for([work([5] * 9000, list(range(600)), start=8990)]) == 16
-    far = [work([5] * 9000, list(range(600)), start=8985, sequence=number) for number in range(2)]
+    far = [work([5] * 9000, list(range(600)), start=8984, sequence=number) for number in range(2)]
     assert rows_for(far) == 0
 
 
