@@ -160,8 +160,8 @@ async def test_in_float32_embeddings_are_the_references_after_loaded_blocks_too(
 async def test_in_16_bits_loaded_blocks_give_the_numbers_that_a_workers_own_do(
     narrow: WorkerRig, narrow_wire: Wire
 ) -> None:
-    # Answers of 8 tokens stay within the prompt's last block. Where they fill it, "first" goes on with the block that it
-    # has cached before, which rounds differently: its tokens were computed among more rows.
+    # Answers of 8 tokens stay within the prompt's last block. Where they fill it, "first" goes on with the block that
+    # it has cached before, which rounds differently: its tokens were computed among more rows.
     for length in (1, 2, 8, 17, 33, 100, 257, 692, 1496, 2600):
         asked = prompt(length, ("own", length))
         await narrow_wire.compute("first", asked)
