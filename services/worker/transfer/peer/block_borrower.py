@@ -33,6 +33,9 @@ LANDING_S = 0.002
 """Seconds to wait for the last blocks of a loan: 512 MiB between two GPUs with NVLink take 1.5 ms."""
 MOST_LENDERS = 8
 """The most engines whose memory is mapped at once. For a further one, another that lends nothing now is left."""
+SILENT_S = 15.0
+"""Seconds without an answer after which nothing more is awaited of a loan: longer than its lender lets it wait, so that
+the lender is frozen."""
 REFUSED_S = 10.0
 """Seconds for which a lender is not asked again after its memory could not be mapped."""
 MOST_REFUSED = 64
@@ -65,8 +68,9 @@ class _Link(Struct, eq=False):
     """None: the lender's memory is not mapped."""
     queued: list[tuple[int, Sequence[ContentKey]]] = field(default_factory=list)
     """Loans to ask for once it is."""
-    loans: dict[int, bool] = field(default_factory=dict)
-    """Number of each loan that is not released → whether further answers will come."""
+    loans: dict[int, float] = field(default_factory=dict)
+    """Number of each loan that is not released → when its lender has been silent too long; 0: no further answer is
+    awaited."""
     batches: dict[int, int] = field(default_factory=dict)
     """Batch of copies under way → its loan."""
     failed: str = ""
@@ -113,7 +117,7 @@ class BlockBorrower:
             os.eventfd_write(self._wake, 1)
             return
         self._links[worker] = link
-        link.loans[number] = True
+        link.loans[number] = self._clock() + SILENT_S
         if link.mover is None:
             link.queued.append((number, keys[:MOST_BLOCKS]))
         else:
@@ -122,17 +126,18 @@ class BlockBorrower:
     def turn(self) -> list[Borrowed]:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+        now_s = self._clock()
         for worker, link in list(self._links.items()):
             for answer in link.reader.turn():
                 slots = answer.slots if isinstance(answer, Lent) else []
                 self._answer(link, answer.number, slots, last=not isinstance(answer, Lent) or answer.last)
             if link.reader.theirs is not None and link.mover is None and not link.reader.ended:
                 self._open(link)
-            if link.reader.ended or link.reader.closing or link.failed:
-                for number in [number for number, expected in link.loans.items() if expected]:
-                    self._answer(link, number, [], last=True)
-                if not link.batches and (link.reader.ended or not link.loans):
-                    self._leave(worker)
+            over = bool(link.reader.ended or link.reader.closing or link.failed)
+            for number in [number for number, until_s in link.loans.items() if until_s and (over or until_s <= now_s)]:
+                self._answer(link, number, [], last=True)
+            if over and not link.batches and (link.reader.ended or not link.loans):
+                self._leave(worker)
         answers, self._answers = self._answers, []
         return answers
 
@@ -165,7 +170,7 @@ class BlockBorrower:
                     link.failed = link.failed or copied.failed
                     ended.append(replace(copied, failed=""))
                 left_s = until_s - self._clock()
-                if left_s <= 0 or all(link.loans.get(number, True) for number in link.batches.values()):
+                if left_s <= 0 or all(link.loans.get(number, 1.0) for number in link.batches.values()):
                     break
                 select.select([link.mover], [], [], left_s)
         return ended
@@ -223,7 +228,7 @@ class BlockBorrower:
         link.queued.clear()
 
     def _answer(self, link: _Link, number: int, slots: list[int], *, last: bool) -> None:
-        link.loans[number] = not last
+        link.loans[number] = 0.0 if last else self._clock() + SILENT_S
         self._answers.append(Borrowed(number, slots, last))
 
     def _leave(self, worker: str) -> None:

@@ -15,7 +15,7 @@ from services.worker.loans import Borrowed
 from services.worker.mover import Copied, Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.peer import block_borrower, packets
-from services.worker.transfer.peer.block_borrower import MOST_LENDERS, BlockBorrower
+from services.worker.transfer.peer.block_borrower import MOST_LENDERS, SILENT_S, BlockBorrower
 from services.worker.transfer.peer.block_lender import WATCH_INTERVAL_S, BlockLender
 from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
 from services.worker.transfer.peer.lending import LendingLimits
@@ -85,7 +85,9 @@ class Rig:
         self.directory = directory
         self.lock: HeldLock = hold_owner(directory, OWNER)
         self.memory = Memory(0)
-        self.borrower = BlockBorrower(directory, self.memory.seen, IDENTITY, time.monotonic)
+        self.ahead_s = 0.0
+        """How far the borrower's clock is ahead."""
+        self.borrower = BlockBorrower(directory, self.memory.seen, IDENTITY, lambda: time.monotonic() + self.ahead_s)
         self.engines: list[LendingEngine] = []
         self.answers: list[Borrowed] = []
         self.copied: list[Copied] = []
@@ -208,6 +210,21 @@ def test_when_the_lender_ends_open_loans_end_and_its_copies_are_not_good(rig: Ri
     assert rig.copied[1].good == [False], "there is no such loan any more"
     rig.borrower.release(1)
     engine.close()
+
+
+def test_of_a_lender_that_is_silent_nothing_more_is_awaited(tmp_path: Path) -> None:
+    with closing(Rig(tmp_path)) as rig:
+        engine = rig.engine()
+        engine.computed = 1
+        rig.ask(1, [0, 1])
+        rig.until(lambda: bool(rig.answers))
+        rig.ahead_s = SILENT_S / 2
+        assert rig.borrower.turn() == []
+        rig.ahead_s = SILENT_S + LIMIT_S
+        assert rig.borrower.turn() == [Borrowed(1, [], last=True)]
+        assert engine.lent == [0], "until it is released"
+        rig.borrower.release(1)
+        rig.until(lambda: not engine.lent)
 
 
 def test_a_lender_whose_memory_has_changed_is_asked_again(rig: Rig) -> None:
