@@ -22,7 +22,7 @@ import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import EngineEnd, PeerGone
-from services.worker.engine.core import EngineCore
+from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.messages import Failed, Loading, Ready
@@ -35,7 +35,6 @@ from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.memory import HasPeerMemory
 from services.worker.transfer.peer.messages import PeerIdentity
 from shared.errors import ConfigError, ModelError
-from shared.kvbm_messages import StoreLayout
 from shared.runtime import logs
 
 _log = logging.getLogger(__name__)
@@ -181,8 +180,8 @@ def _loans(
         return None, None
     memory = runner.peer_memory
     facts, directory = runner.facts, Path(settings.kvbm.pool)
-    layout = StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout)
-    identity = PeerIdentity(config.model_name, layout.digest, facts.kv_layout.dtype, kind=memory().kind)
+    layout = store_layout(config, facts).digest
+    identity = PeerIdentity(config.model_name, layout, facts.kv_layout.dtype, kind=memory().kind)
     if settings.borrows:
         borrower = BlockBorrower(directory, memory, identity, time.monotonic)
         channel.watch(borrower.fileno())

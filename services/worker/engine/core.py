@@ -65,6 +65,11 @@ MOST_PENDING = 512
 """Number of pending parts at which they are reported."""
 
 
+def store_layout(config: EngineConfig, facts: Ready) -> StoreLayout:
+    """Return what must be the same in two engines that exchange blocks."""
+    return StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout)
+
+
 class EngineCore:
     """Between `begin` and `finish` a step is under way; commands come outside of it."""
 
@@ -132,7 +137,7 @@ class EngineCore:
             scheduler.kv_cache,
             mover,
             attachment,
-            StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout),
+            store_layout(config, facts),
             worker=config.instance,
             timeout_s=settings.kvbm.timeout_s,
             most_blocks=min(settings.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),

@@ -40,8 +40,8 @@ REFUSED_S = 10.0
 """Seconds for which a lender is not asked again after its memory could not be mapped."""
 MOST_REFUSED = 64
 """The most such lenders that are remembered."""
-_READABLE = 1
-"""The generation of all slots of a lender whose connection is open. Afterwards they have another one."""
+_LENT = 0
+"""The generation of all slots of a lender while its connection is open: that of copies that name none."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class _LentSlots:
 
     def generation(self, slot: int) -> int:  # noqa: ARG002 - all slots have the same one
         """Return the same generation as long as the lender keeps all lent slots as they are."""
-        return _READABLE if self._reader.connected else 0
+        return _LENT if self._reader.connected else _LENT - 1
 
 
 class _Link(Struct, eq=False):
@@ -149,7 +149,7 @@ class BlockBorrower:
             return
         assert link.mover is not None
         link.batches[batch] = number
-        link.mover.load(batch, [replace(copy, generation=_READABLE, checksum=None) for copy in copies])
+        link.mover.load(batch, copies)
 
     def cancel(self, batch: int) -> None:
         for link in self._links.values():
