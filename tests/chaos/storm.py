@@ -2,7 +2,7 @@
 
 references ─▶ ┌─▶ pause ─▶ fault ─▶ undone ─▶ healed on every path, whole ─┐ ─▶ the last requests end ─▶ verdict
               └───────────────────────────◀────────────────────────────────┘
-              requests come all the while, and do not wait for one another
+              requests come all the while, and do not wait for one another until many are open
 """
 
 from __future__ import annotations
@@ -37,11 +37,17 @@ from tests.chaos.verdict import Answer, Happened, Reference, Sample, Verdict, ju
 
 QUESTIONS = 24
 REFERENCES_AT_ONCE = 8
+OPEN_S = 6.0
+"""As many requests may be open as come in this time and that of the longest fault. A machine that keeps up never has so
+many; without a bound a slow one would be asked for more than it can do, and would never catch up."""
 PROBE_LIMIT_S = 2.0
+"""For the first probe; each later one has half as much again."""
 PROBE_PAUSE_S = 0.1
 SAMPLE_S = 2.0
 LOOK_S = 1.0
 """Between two looks at a frontend's health, as a balancer takes them."""
+SILENCE_S = 60.0
+"""Beyond the longest fault. Of a whole answer over NATS nothing is heard until its end."""
 SETTLE_LIMIT_S = 60.0
 """For the last requests to end, and for all that is held to be let go of."""
 READ_LIMIT_S = 900.0
@@ -107,7 +113,7 @@ class Storm:
         self._began = self._loop.time()
         self._questions = questions(QUESTIONS)
         self._http = HttpClients(stack.api_urls, KEY, self._now, read_limit_s=READ_LIMIT_S)
-        self._silence_s = max(*settings.durations_s, *NATS_AWAY_S) + 20.0
+        self._silence_s = max(*settings.durations_s, *NATS_AWAY_S) + SILENCE_S
         self._nats = NatsClient(stack.nats_url, NAMESPACE, KEY, self._now, silence_limit_s=self._silence_s)
         self._answers: list[Answer] = []
         self._asking: set[asyncio.Task[None]] = set()
@@ -176,10 +182,14 @@ class Storm:
             frontends=settings.instances,
             salted=settings.roles,
         )
+        most_open = settings.per_s * (OPEN_S + max(settings.durations_s))
         due_s = self._now()
         for ask in endless:
             due_s += ask.after_s
             await asyncio.sleep(due_s - self._now())
+            while len(self._asking) >= most_open:
+                await asyncio.wait(self._asking, return_when=asyncio.FIRST_COMPLETED)
+                due_s = self._now()
             answer = self._answer(ask)
             self._answers.append(answer)
             task = self._tasks.create_task(self._ask(answer))
@@ -321,16 +331,18 @@ class Storm:
     async def _probe(self, happened: Happened, path: int) -> None:
         """New requests by one path, until one is answered; how long that was after the fault's beginning."""
         number = min(range(QUESTIONS), key=lambda at: self._questions[at].max_tokens)
+        limit_s = PROBE_LIMIT_S
         while True:
             answer = self._answer(Ask(0.0, number, path, streamed=True))
             try:
-                async with asyncio.timeout(PROBE_LIMIT_S):
+                async with asyncio.timeout(limit_s):
                     question = self._questions[number]
                     if path < 0:
                         await self._nats.ask(question, answer)
                     else:
                         await self._http.ask(question, answer, only=True)
             except TimeoutError:
+                limit_s *= 1.5
                 continue
             if answer.end == "answered":
                 happened.healed_s["NATS" if path < 0 else f"frontend {path}"] = self._now() - happened.began_s
