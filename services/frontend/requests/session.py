@@ -320,9 +320,9 @@ class Session:
         """Whether this attempt ends with its first token."""
         self._last_attempt = 0
         """The highest number of an attempt for which a router has, or may have, a reservation."""
-        self._unanswered = 0
-        """The questions about this attempt that were not answered. If such an answer named two workers and was lost,
-        routers have a reservation for the next attempt's number."""
+        self._answer_missed = False
+        """Whether a router's answer about this attempt was lost. If it named two workers, routers have a reservation
+        for the next attempt's number."""
         self._no_choice: HeadraceError | None = None
         """The error of the last choice that found no worker."""
 
@@ -358,7 +358,7 @@ class Session:
                 lost = self.state is State.STREAMING and event.attempt == self.attempt
                 return self._attempt_lost(event.loss, event.reason) if lost else []
             case AnswerMissed():
-                self._unanswered += self.is_choosing(event.attempt)
+                self._answer_missed |= self.is_choosing(event.attempt)
                 return []
             case RetryDue():
                 waited = self.state is State.WAITING and event.attempt == self.attempt
@@ -400,7 +400,6 @@ class Session:
             return [PublishLoad(Finished(self.request, attempt)) for attempt in reserved if attempt != used]
         self.state = State.OFFERED
         self.instance = choice.instance
-        self._unanswered = 0 if choice.decode else self._unanswered - 1
         self._prefill_only = bool(choice.decode)
         if choice.decode:
             self._decoder = choice.decode, choice.decode_rank
@@ -599,25 +598,24 @@ class Session:
 
     def _next(self) -> list[Action]:
         self.attempt = self._last_attempt = self._last_attempt + 1
-        self._unanswered = 0
+        self._answer_missed = False
         self._retries.attempt_started()
         return self._ask()
 
     def _ask(self) -> list[Action]:
         self.state = State.CHOOSING
-        self._unanswered += 1
         return [SelectWorker(self.attempt, len(self.tokens), tuple(self._retries.excluded))]
 
     def _on_no_choice(self, answer: SelectRefused | Unrouted) -> list[Action]:
         """Wait, or end. The next question has the same attempt number, because nothing was reserved for it."""
+        self.state = State.WAITING
         if isinstance(answer, Unrouted):
+            self._answer_missed = True
             self._retries.may_wait |= answer.away
             why = Unavailable(self._retries.error_text(answer.reason))
         elif answer.code == "bad_request":
-            self._unanswered -= 1
             return self._end([Fail(InvalidRequest(f"the router refused: {answer.reason}"))])
         else:
-            self._unanswered -= 1
             kind = Overloaded if answer.code == "overloaded" else Unavailable
             reason = self._retries.error_text(f"no worker can take the request: {answer.reason}")
             why = kind(reason, retry_after_s=answer.retry_after_s)
@@ -626,7 +624,6 @@ class Session:
         if isinstance(answer, SelectRefused) and answer.code == "all_excluded":
             self._retries.excluded.clear()
         self._no_choice = why
-        self.state = State.WAITING
         return [RetryLater(self.attempt, self._retries.pause_s, answer.reason)]
 
     def _on_again(self, now_s: float) -> list[Action]:
@@ -641,7 +638,7 @@ class Session:
         self.instance = ""
         self.prefilled = self._prefill_only = False
         leaving += [PublishLoad(Finished(self.request, self.attempt)), *self._drop_decoder(withdraw=True)]
-        if self._unanswered and self._last_attempt == self.attempt:
+        if self._answer_missed and self._last_attempt == self.attempt:
             self._last_attempt += 1
             leaving.append(PublishLoad(Finished(self.request, self._last_attempt)))
         return leaving
@@ -649,6 +646,7 @@ class Session:
     def _end(self, last: list[Action], *, withdraw: bool = True) -> list[Action]:
         if self.state is State.ENDED:
             return []
+        self._answer_missed |= self.state is State.CHOOSING  # an answer that comes is too late
         self.state = State.ENDED
         return self._leave(withdraw) + last
 
@@ -665,4 +663,3 @@ class Session:
             self._prefill_only and self.instance and self._last_attempt == self.attempt + 1
         )
         assert self._last_attempt >= self.attempt
-        assert self._unanswered >= (self.state is State.CHOOSING)
