@@ -45,8 +45,8 @@ KEYS = f'chaos = {{ sha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}" }}\n'
 ASK_LIMIT_S = 2.0
 _POLL_S = 0.1
 _HELD = re.compile(
-    r"^(headrace_reservations|headrace_inflight_requests|headrace_queued_requests|headrace_blocks|headrace_kvbm_tickets"
-    r"|headrace_kvbm_slots)\{([^}]*)\} (\S+)$",
+    r"^(headrace_reservations|headrace_inflight_requests|headrace_queued_requests|headrace_blocks|headrace_lent_blocks"
+    r"|headrace_kvbm_tickets|headrace_kvbm_slots)\{([^}]*)\} (\S+)$",
     re.MULTILINE,
 )
 _STATE = re.compile(r'state="(\w+)"')

@@ -99,6 +99,8 @@ class Engine:
         self.living: dict[str, Submit] = {}
         self.answers: dict[str, list[int]] = {}
         self.exchanged = Exchanged()
+        self.told_lent: list[int] = [0]
+        """The lent blocks of each report."""
         self.host_tokens = self.disk_tokens = 0
         """Prompt tokens that answers report as cached there."""
         self.hear([self.core.opening()])
@@ -107,6 +109,7 @@ class Engine:
         for report in reports:
             if not isinstance(report, Stepped):
                 continue
+            self.told_lent.append(report.load.lent_blocks)
             if report.exchanged is not None:
                 self.exchanged = report.exchanged
                 assert self.world.damages or not report.exchanged.differing_blocks, "found where there was none"
@@ -457,7 +460,7 @@ class World:
         for engine in self.engines:
             load = engine.scheduler.load()
             assert (load.held_blocks, load.waiting, load.running) == (0, 0, 0)
-            assert engine.lender.lending.blocks == 0
+            assert engine.lender.lending.blocks == engine.told_lent[-1] == 0
         statistics = self.drawer.tickets.statistics()
         assert (statistics.stores, statistics.expired, statistics.awaited) == (0, 0, 0)
         self.now_s += BOUNDS.fetch_time_s  # a fetch whose answer was lost ends by itself

@@ -86,6 +86,8 @@ class EngineCore:
         self._block_size = block_size
         self._progress = 0
         self._event_sequence = -1
+        self._reported_lent = 0
+        """The lent blocks of the last report."""
         self._step_tokens = 0
         """Tokens that the step under way computes."""
         self._begun_s = 0.0
@@ -325,22 +327,26 @@ class EngineCore:
         return [stepped, *(self._stepped(other, []) for other in others)]
 
     def _report_idle(self) -> list[Stepped]:
-        """Report all pending outcomes, and new totals of the connector, since there is no step to do."""
-        if self._connector is not None and self._connector.stats_changed and not self._pending_steps:
-            return [self._stepped(Outcome(), [])]
-        return self._report_pending()
+        """Report all pending outcomes, new totals of the connector, and blocks that were lent or came back, since there
+        is no step to do."""
+        if self._connector is None or self._pending_steps:
+            return self._report_pending()
+        news = self._connector.stats_changed or self._scheduler.kv_cache.lent_blocks != self._reported_lent
+        return [self._stepped(Outcome(), [])] if news else []
 
     def _stepped(
         self, outcome: Outcome, events: list[KvEvent], steps: int = 0, tokens: int = 0, elapsed_s: float = 0.0
     ) -> Stepped:
         if events:
             self._event_sequence += 1
+        load = self._scheduler.load()
+        self._reported_lent = load.lent_blocks
         return outcome.to_stepped(
             events,
             progress=self._progress,
             event_sequence=self._event_sequence,
             digest=self._digest,
-            load=self._scheduler.load(),
+            load=load,
             steps=steps,
             tokens=tokens,
             elapsed_s=elapsed_s,

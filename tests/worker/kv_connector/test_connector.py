@@ -211,6 +211,8 @@ def test_blocks_that_another_engine_computes_are_copied_from_it_and_not_from_the
     compute(world, first)
     assert second.borrower.copied_blocks == second.exchanged.loaded_blocks == 2
     assert first.lender.lending.blocks == 0, "the loan is returned"
+    assert max(first.told_lent) == 2
+    assert first.told_lent[-1] == 0, "it is said, too, though the engine has nothing to do"
     second.submit("r", PROMPT, 1)
     second.step()
     world.settle()
