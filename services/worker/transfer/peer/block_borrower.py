@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from services.worker.loans import Borrowed
 from services.worker.mover import Copied, Copy
+from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.mover import TransferMover
 from services.worker.transfer.peer import packets
 from services.worker.transfer.peer.memory import PeerMemory
@@ -37,7 +38,7 @@ SILENT_S = 15.0
 """Seconds without an answer after which nothing more is awaited of a loan: longer than its lender lets it wait, so that
 the lender is frozen."""
 REFUSED_S = 10.0
-"""Seconds for which a lender is not asked again after its memory could not be mapped."""
+"""Seconds for which a lender is not asked again after its memory could not be mapped, or nothing could copy it."""
 MOST_REFUSED = 64
 """The most such lenders that are remembered."""
 _LENT = 0
@@ -98,7 +99,7 @@ class BlockBorrower:
         self._lost: list[Copied] = []
         """Batches that were asked for after their lender had ended."""
         self._refused: dict[str, float] = {}
-        """Lender whose memory could not be mapped → when it is asked again, the newest at the end."""
+        """Lender whose memory could not be read → when it is asked again, the newest at the end."""
         self._limited_log = RateLimitedLog(clock=clock)
         self._poller = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -131,7 +132,7 @@ class BlockBorrower:
             for answer in link.reader.turn():
                 slots = answer.slots if isinstance(answer, Lent) else []
                 self._answer(link, answer.number, slots, last=not isinstance(answer, Lent) or answer.last)
-            if link.reader.theirs is not None and link.mover is None and not link.reader.ended:
+            if link.reader.theirs is not None and link.mover is None and not (link.reader.ended or link.failed):
                 self._open(link)
             over = bool(link.reader.ended or link.reader.closing or link.failed)
             for number in [number for number, until_s in link.loans.items() if until_s and (over or until_s <= now_s)]:
@@ -220,7 +221,13 @@ class BlockBorrower:
         """The lender's memory is mapped: ask for what waits."""
         theirs, memory = link.reader.theirs, self._memory()
         assert theirs is not None
-        link.mover = TransferMover(memory.copier(theirs), self._clock)
+        try:
+            copier = memory.copier(theirs)
+        except DeviceFailed as wrong:  # a full GPU may have no room for a stream, or for a kernel's code
+            link.failed = str(wrong)
+            self._limited_log.warn("blocks come through the kvbm only", f"{link.reader.lender}: {wrong}")
+            return
+        link.mover = TransferMover(copier, self._clock)
         link.mover.attach(_LentSlots(link.reader, theirs.block_bytes, theirs.slots))
         self._poller.register(link.mover.fileno(), select.EPOLLIN)
         for number, keys in link.queued:
@@ -233,7 +240,7 @@ class BlockBorrower:
 
     def _leave(self, worker: str) -> None:
         link = self._links.pop(worker)
-        if link.mover is None and link.reader.ended:
+        if link.mover is None and (link.reader.ended or link.failed):
             self._refused.pop(link.reader.lender, None)
             self._refused[link.reader.lender] = self._clock() + REFUSED_S
             if len(self._refused) > MOST_REFUSED:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from services.worker.loans import Borrowed
 from services.worker.mover import Copied, Copy
 from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.peer import block_borrower, packets
 from services.worker.transfer.peer.block_borrower import MOST_LENDERS, SILENT_S, BlockBorrower
 from services.worker.transfer.peer.block_lender import WATCH_INTERVAL_S, BlockLender
@@ -179,6 +181,24 @@ def test_a_lender_of_other_blocks_lends_nothing_and_is_not_asked_again_soon(rig:
     assert rig.answers == [Borrowed(1, [], last=True)]
     rig.ask(2, [0])
     assert rig.borrower.turn() == [Borrowed(2, [], last=True)]
+    assert engine.lent == []
+
+
+def test_a_device_without_room_for_a_copier_borrows_nothing_and_its_engine_goes_on(rig: Rig) -> None:
+    def no_copier(_theirs: BlockShape) -> HostPeerCopier:
+        raise DeviceFailed("cudaErrorMemoryAllocation: out of memory")
+
+    engine = rig.engine()
+    memory = replace(rig.memory.seen(), copier=no_copier)
+    rig.borrower.close()
+    rig.borrower = BlockBorrower(rig.directory, lambda: memory, IDENTITY, time.monotonic)
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    assert rig.answers == [Borrowed(1, [], last=True)]
+    rig.borrower.release(1)
+    rig.until(lambda: engine.lender.wait_until_s is None)
+    rig.ask(2, [0])
+    assert rig.borrower.turn() == [Borrowed(2, [], last=True)], "it is not asked again soon"
     assert engine.lent == []
 
 
