@@ -57,6 +57,11 @@ class Borrower(Protocol):
         """Give a loan back. No copy that reads it is under way."""
         ...
 
+    @property
+    def wait_until_s(self) -> float | None:
+        """When `turn` has something to do without any event; None: never."""
+        ...
+
     def leave(self) -> None:
         """Let go of all other engines' memory, since this engine's blocks are about to go. No copy is under way."""
         ...

@@ -99,6 +99,7 @@ class HandBorrower:
         self.name = name
         self.inbox: deque[Borrowed] = deque()
         self.gone = False
+        self.wait_until_s: float | None = None
         self.copied_blocks = 0
         self._memory = memory
         self._lenders = lenders

@@ -182,6 +182,11 @@ class BlockBorrower:
                 link.queued = [asked for asked in link.queued if asked[0] != number]
                 link.reader.release(number)
 
+    @property
+    def wait_until_s(self) -> float | None:
+        silent_s = [until_s for link in self._links.values() for until_s in link.loans.values() if until_s]
+        return min(silent_s, default=None)
+
     def leave(self) -> None:
         for worker in list(self._links):
             self._leave(worker)

@@ -240,8 +240,12 @@ def test_of_a_lender_that_is_silent_nothing_more_is_awaited(tmp_path: Path) -> N
         rig.until(lambda: bool(rig.answers))
         rig.ahead_s = SILENT_S / 2
         assert rig.borrower.turn() == []
+        until_s = rig.borrower.wait_until_s
+        assert until_s is not None, "an engine that sleeps would not hear of it"
+        assert until_s <= time.monotonic() + SILENT_S
         rig.ahead_s = SILENT_S + LIMIT_S
         assert rig.borrower.turn() == [Borrowed(1, [], last=True)]
+        assert rig.borrower.wait_until_s is None
         assert engine.lent == [0], "until it is released"
         rig.borrower.release(1)
         rig.until(lambda: not engine.lent)
