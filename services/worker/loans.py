@@ -79,8 +79,8 @@ class Lender(Protocol):
         there is none yet, and nothing is lent."""
         ...
 
-    def awaits(self, key: ContentKey) -> bool:
-        """Whether this block is the last one of a loan, and is lent as soon as it is there."""
+    def is_borrowed(self, key: ContentKey) -> bool:
+        """Whether this block is the last one of a loan: it was lent lately, or will be as soon as it is there."""
         ...
 
     @property

@@ -47,8 +47,8 @@ class HandLender:
                 self._readers[connection].inbox.append(Borrowed(number, slots, last=not loan.waits))
         self.lending.validate()
 
-    def awaits(self, key: ContentKey) -> bool:
-        return self.lending.is_awaited(key)
+    def is_borrowed(self, key: ContentKey) -> bool:
+        return self.lending.is_borrowed(key)
 
     @property
     def wait_until_s(self) -> float | None:
