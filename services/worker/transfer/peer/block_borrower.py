@@ -202,7 +202,7 @@ class BlockBorrower:
         """Return a link to the worker's engine whose memory is not mapped yet; None if it cannot be had."""
         if len(self._links) == MOST_LENDERS and not self._make_room():
             return None
-        memory, now_s, why = self._memory(), self._clock(), f"worker {worker} lends no blocks"
+        memory, now_s, why = self._memory(), self._clock(), ""
         for lender in packets.lenders_of(self._directory, worker):
             if self._refused.get(lender, now_s) > now_s:
                 continue
@@ -213,7 +213,8 @@ class BlockBorrower:
                 continue
             self._poller.register(reader.fileno(), select.EPOLLIN)
             return _Link(reader)
-        self._limited_log.warn("blocks come through the kvbm only", why)
+        if why:  # without a socket it lends nothing, or is on another machine
+            self._limited_log.warn("blocks come through the kvbm only", why)
         return None
 
     def _make_room(self) -> bool:

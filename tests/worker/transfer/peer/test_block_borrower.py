@@ -147,10 +147,17 @@ def test_blocks_are_lent_as_they_are_computed_copied_and_returned(rig: Rig) -> N
     rig.until(lambda: not engine.lent)
 
 
-def test_without_a_lender_of_that_worker_the_answer_is_that_nothing_is_lent(rig: Rig) -> None:
+def test_without_a_lender_of_that_worker_the_answer_is_that_nothing_is_lent(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig.engine("another")
     rig.ask(1, [0])
     assert rig.borrower.turn() == [Borrowed(1, [], last=True)]
+    assert not caplog.records, "a worker of another machine is no fault"
+    (rig.directory / packets.LENDERS / "prefill-22222222").touch()
+    rig.ask(2, [0])
+    assert rig.borrower.turn() == [Borrowed(2, [], last=True)]
+    assert "prefill-22222222 lends no blocks" in caplog.text
 
 
 def test_an_engine_that_sleeps_hears_that_nothing_is_lent(rig: Rig) -> None:
