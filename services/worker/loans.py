@@ -57,6 +57,11 @@ class Borrower(Protocol):
         """Give a loan back. No copy that reads it is under way."""
         ...
 
+    @property
+    def wait_until_s(self) -> float | None:
+        """When `turn` has something to do without any event; None: never."""
+        ...
+
     def leave(self) -> None:
         """Let go of all other engines' memory, since this engine's blocks are about to go. No copy is under way."""
         ...
@@ -74,8 +79,8 @@ class Lender(Protocol):
         there is none yet, and nothing is lent."""
         ...
 
-    def awaits(self, key: ContentKey) -> bool:
-        """Whether this block is the last one of a loan, and is lent as soon as it is there."""
+    def is_borrowed(self, key: ContentKey) -> bool:
+        """Whether this block is the last one of a loan: it was lent lately, or will be as soon as it is there."""
         ...
 
     @property

@@ -47,8 +47,8 @@ class HandLender:
                 self._readers[connection].inbox.append(Borrowed(number, slots, last=not loan.waits))
         self.lending.validate()
 
-    def awaits(self, key: ContentKey) -> bool:
-        return self.lending.is_awaited(key)
+    def is_borrowed(self, key: ContentKey) -> bool:
+        return self.lending.is_borrowed(key)
 
     @property
     def wait_until_s(self) -> float | None:
@@ -99,6 +99,7 @@ class HandBorrower:
         self.name = name
         self.inbox: deque[Borrowed] = deque()
         self.gone = False
+        self.wait_until_s: float | None = None
         self.copied_blocks = 0
         self._memory = memory
         self._lenders = lenders

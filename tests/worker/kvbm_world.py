@@ -74,7 +74,7 @@ class Engine:
         memory, clock = self.runner.memory, lambda: world.now_s
         self.borrower = HandBorrower(name, memory, world.lender_of, clock)
         self.lender = HandLender(self.scheduler.kv_cache, memory)
-        self.scheduler.kv_cache.awaited = self.lender.awaits
+        self.scheduler.kv_cache.is_borrowed = self.lender.is_borrowed
         self.connector = KVConnector(
             self.scheduler.kv_cache,
             mover,
@@ -130,7 +130,9 @@ class Engine:
             self.host_tokens += part.cached_host_tokens
             self.disk_tokens += part.cached_disk_tokens
 
-    def submit(self, request: str, prompt: list[int], max_tokens: int, lora: str = "") -> None:
+    def submit(
+        self, request: str, prompt: list[int], max_tokens: int, lora: str = "", *, prefill_only: bool = False
+    ) -> None:
         self.world.expect(prompt, max_tokens, lora)
         submit = Submit(
             request=request,
@@ -141,6 +143,7 @@ class Engine:
             sampling=Sampling(max_tokens=max_tokens),
             time_left_s=10_000.0,
             lora=lora,
+            prefill_only=prefill_only,
         )
         self.living[request], self.answers[request] = submit, []
         self.core.handle(submit, self.world.now_s)
@@ -365,7 +368,7 @@ class World:
             other = self.draw.choice([one for one in self.engines if one is not engine] or [engine])
             other.expect(f"of {name}", prompt, lora, self.draw.choice((engine.name, engine.name, engine.name, "")))
             self.expected.append((other, f"of {name}", prompt, most, lora))
-        engine.submit(name, prompt, most, lora)
+        engine.submit(name, prompt, most, lora, prefill_only=self.draw.random() < 0.3)
 
     def anything(self, trouble: float) -> None:
         """One thing happens."""

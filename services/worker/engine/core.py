@@ -134,7 +134,7 @@ class EngineCore:
             return EngineCore(scheduler, facts.block_size, operations=facts.operations)
         lends = None if lender is None else lender(scheduler.kv_cache)
         if lends is not None:
-            scheduler.kv_cache.awaited = lends.awaits
+            scheduler.kv_cache.is_borrowed = lends.is_borrowed
         connector = KVConnector(
             scheduler.kv_cache,
             mover,

@@ -232,10 +232,10 @@ class KVConnector:
             own_s = self._stores.wait_until_s
         elif self._state == "detached" and self._kvbm and not self._paused:
             own_s = self._try_s
-        lender_s = None if self._lender is None else self._lender.wait_until_s
+        loans = [one.wait_until_s for one in (self._lender, self._borrower) if one is not None]
         if self._ended_loads:
             return 0.0
-        return min([due_s for due_s in (copies_s, own_s, lender_s) if due_s is not None], default=None)
+        return min([due_s for due_s in (copies_s, own_s, *loans) if due_s is not None], default=None)
 
     @property
     def stats_changed(self) -> bool:

@@ -51,8 +51,8 @@ class KVCacheManager:
         """Keys of blocks that the connector must report to the kvbm as wrong."""
         self._lent: Counter[int] = Counter()
         """How many loans each slot belongs to."""
-        self.awaited: Callable[[ContentKey], bool] = lambda _key: False
-        """Whether another engine borrows this block, and all before it, as soon as it is there."""
+        self.is_borrowed: Callable[[ContentKey], bool] = lambda _key: False
+        """Whether another engine has borrowed this block, and all before it, or will as soon as it is there."""
         self._events: list[PoolEvent] = []
         self.changes = 0
         """Counts the connector's calls that may let a scheduler go on that found nothing to compute."""
@@ -254,7 +254,7 @@ class KVCacheManager:
 
     def are_handed_over(self, keys: Seq[ContentKey]) -> bool:
         """Whether the engine that goes on with these blocks gets them: it borrows them, or the kvbm has them."""
-        return not keys or self.awaited(keys[-1]) or not self.offloading.owes(keys)
+        return not keys or self.is_borrowed(keys[-1]) or not self.offloading.owes(keys)
 
     def lend(self, keys: Seq[ContentKey]) -> list[int]:
         """Return the device slots of the leading ones of these blocks, as far as they are there and room is left

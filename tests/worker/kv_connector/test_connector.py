@@ -219,6 +219,32 @@ def test_blocks_that_another_engine_computes_are_copied_from_it_and_not_from_the
     assert second.borrower.copied_blocks == 2
 
 
+def test_a_prompt_that_was_lent_whole_before_its_last_token_is_computed_is_handed_over_with_its_first_token(
+    world: World,
+) -> None:
+    first, second = world.engines
+    compute(world, first)
+    second.expect("r", EXPECTED, "", first.name)
+    second.step()
+    first.step()
+    world.settle()
+    assert second.borrower.copied_blocks == 2
+    first.submit("r", EXPECTED, 8, prefill_only=True)
+    until(world, first, "store")
+    assert len(first.answers["r"]) == 1
+    assert "r" not in first.living, "it waits for the kvbm, to which its blocks are offered once more"
+    world.settle()
+    world.nothing_is_left()
+
+
+def test_an_engine_that_sleeps_wakes_when_nothing_more_is_awaited_of_a_loan(world: World) -> None:
+    second = world.engines[1]
+    assert second.core.wait_until_s is None
+    second.borrower.wait_until_s = world.now_s + 5.0
+    assert second.core.wait_until_s == world.now_s + 5.0
+    second.borrower.wait_until_s = None
+
+
 @pytest.mark.parametrize("limit", [0, LIMITS.blocks])
 def test_where_nothing_is_lent_the_kvbm_is_asked(world: World, limit: int) -> None:
     first, second = world.engines

@@ -133,7 +133,7 @@ def test_a_prompt_whose_blocks_another_engine_borrows_is_handed_over_with_its_fi
     engine = Engine()
     engine.scheduler.kv_cache.offloading.set_enabled(True)
     borrowed = content_keys(root_key("model"), pack_tokens(PROMPT), 2)[-1]
-    engine.scheduler.kv_cache.awaited = lambda key: key == borrowed
+    engine.scheduler.kv_cache.is_borrowed = lambda key: key == borrowed
     engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
     engine.step(0.5)
     assert [(part.finish, len(part.tokens)) for part in engine.parts["a", 1]] == [("handed_over", 4)]

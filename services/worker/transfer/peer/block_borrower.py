@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from services.worker.loans import Borrowed
 from services.worker.mover import Copied, Copy
+from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.mover import TransferMover
 from services.worker.transfer.peer import packets
 from services.worker.transfer.peer.memory import PeerMemory
@@ -37,7 +38,7 @@ SILENT_S = 15.0
 """Seconds without an answer after which nothing more is awaited of a loan: longer than its lender lets it wait, so that
 the lender is frozen."""
 REFUSED_S = 10.0
-"""Seconds for which a lender is not asked again after its memory could not be mapped."""
+"""Seconds for which a lender is not asked again after its memory could not be mapped, or nothing could copy it."""
 MOST_REFUSED = 64
 """The most such lenders that are remembered."""
 _LENT = 0
@@ -98,7 +99,7 @@ class BlockBorrower:
         self._lost: list[Copied] = []
         """Batches that were asked for after their lender had ended."""
         self._refused: dict[str, float] = {}
-        """Lender whose memory could not be mapped → when it is asked again, the newest at the end."""
+        """Lender whose memory could not be read → when it is asked again, the newest at the end."""
         self._limited_log = RateLimitedLog(clock=clock)
         self._poller = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -131,7 +132,7 @@ class BlockBorrower:
             for answer in link.reader.turn():
                 slots = answer.slots if isinstance(answer, Lent) else []
                 self._answer(link, answer.number, slots, last=not isinstance(answer, Lent) or answer.last)
-            if link.reader.theirs is not None and link.mover is None and not link.reader.ended:
+            if link.reader.theirs is not None and link.mover is None and not (link.reader.ended or link.failed):
                 self._open(link)
             over = bool(link.reader.ended or link.reader.closing or link.failed)
             for number in [number for number, until_s in link.loans.items() if until_s and (over or until_s <= now_s)]:
@@ -181,6 +182,11 @@ class BlockBorrower:
                 link.queued = [asked for asked in link.queued if asked[0] != number]
                 link.reader.release(number)
 
+    @property
+    def wait_until_s(self) -> float | None:
+        silent_s = [until_s for link in self._links.values() for until_s in link.loans.values() if until_s]
+        return min(silent_s, default=None)
+
     def leave(self) -> None:
         for worker in list(self._links):
             self._leave(worker)
@@ -196,7 +202,7 @@ class BlockBorrower:
         """Return a link to the worker's engine whose memory is not mapped yet; None if it cannot be had."""
         if len(self._links) == MOST_LENDERS and not self._make_room():
             return None
-        memory, now_s, why = self._memory(), self._clock(), f"worker {worker} lends no blocks"
+        memory, now_s, why = self._memory(), self._clock(), ""
         for lender in packets.lenders_of(self._directory, worker):
             if self._refused.get(lender, now_s) > now_s:
                 continue
@@ -207,7 +213,8 @@ class BlockBorrower:
                 continue
             self._poller.register(reader.fileno(), select.EPOLLIN)
             return _Link(reader)
-        self._limited_log.warn("blocks come through the kvbm only", why)
+        if why:  # without a socket it lends nothing, or is on another machine
+            self._limited_log.warn("blocks come through the kvbm only", why)
         return None
 
     def _make_room(self) -> bool:
@@ -220,7 +227,13 @@ class BlockBorrower:
         """The lender's memory is mapped: ask for what waits."""
         theirs, memory = link.reader.theirs, self._memory()
         assert theirs is not None
-        link.mover = TransferMover(memory.copier(theirs), self._clock)
+        try:
+            copier = memory.copier(theirs)
+        except DeviceFailed as wrong:  # a full GPU may have no room for a stream, or for a kernel's code
+            link.failed = str(wrong)
+            self._limited_log.warn("blocks come through the kvbm only", f"{link.reader.lender}: {wrong}")
+            return
+        link.mover = TransferMover(copier, self._clock)
         link.mover.attach(_LentSlots(link.reader, theirs.block_bytes, theirs.slots))
         self._poller.register(link.mover.fileno(), select.EPOLLIN)
         for number, keys in link.queued:
@@ -233,7 +246,7 @@ class BlockBorrower:
 
     def _leave(self, worker: str) -> None:
         link = self._links.pop(worker)
-        if link.mover is None and link.reader.ended:
+        if link.mover is None and (link.reader.ended or link.failed):
             self._refused.pop(link.reader.lender, None)
             self._refused[link.reader.lender] = self._clock() + REFUSED_S
             if len(self._refused) > MOST_REFUSED:

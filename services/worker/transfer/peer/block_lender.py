@@ -60,8 +60,8 @@ class BlockLender:
                 self._watch_s = now_s + WATCH_INTERVAL_S
                 self._lender.watch()
 
-    def awaits(self, key: ContentKey) -> bool:
-        return self._lender is not None and self._lender.lending.is_awaited(key)
+    def is_borrowed(self, key: ContentKey) -> bool:
+        return self._lender is not None and self._lender.lending.is_borrowed(key)
 
     @property
     def wait_until_s(self) -> float | None:

@@ -118,6 +118,8 @@ class PeerLender:
             elif descriptor in self._connections:
                 self._read(descriptor, now_s)
         for descriptor, number, loan in self.lending.waiting():
+            if descriptor not in self._connections:
+                continue  # it ended with what was sent just now: nothing reads what is lent to it from now on
             slots = self._blocks.lend(loan.keys[len(loan.slots) :])
             if self.lending.add(loan, slots, now_s):
                 self._send(descriptor, Lent(number, self._offer.generation, slots, last=not loan.waits))

@@ -29,6 +29,10 @@ QUIET_S = 10.0
 """Seconds for which a loan waits for its next block. A step with a part of a prompt takes a fraction of a second."""
 
 
+MOST_WHOLE = 64
+"""The most loans that are remembered after all their blocks were lent."""
+
+
 class LendingRefused(HeadraceError):
     """The lender does not do what was asked."""
 
@@ -50,6 +54,7 @@ class LendingLimits(Struct, frozen=True):
 class Loan(Struct):
     """Blocks that one reader has asked for."""
 
+    reader: str
     keys: Sequence[ContentKey]
     quiet_s: float
     """When it ends to wait."""
@@ -79,6 +84,9 @@ class Lending:
         """Connection → its reader."""
         self.blocks = 0
         """The blocks of all loans, those included that they wait for."""
+        self._whole: dict[ContentKey, str] = {}
+        """Last block of each loan that was lent whole → its reader, the newest at the end, at most MOST_WHOLE; also of
+        loans that were released."""
 
     @property
     def readers(self) -> list[str]:
@@ -105,7 +113,8 @@ class Lending:
 
     def open_loan(self, connection: int, number: int, keys: Sequence[ContentKey], now_s: float) -> None:
         """Begin a loan of these blocks, none of which is lent yet. Raise LendingRefused where it would be too much."""
-        loans = self._readers[self._owners[connection]].loans
+        owner = self._owners[connection]
+        loans = self._readers[owner].loans
         if self.closing:
             raise LendingRefused("closing", "the lender lends nothing more")
         if number in loans:
@@ -114,7 +123,7 @@ class Lending:
             raise LendingRefused("limit", f"the reader has {len(loans)} loans already")
         if self.blocks + len(keys) > self.limits.blocks:
             raise LendingRefused("limit", f"{self.blocks} blocks of at most {self.limits.blocks} are lent already")
-        loans[number] = Loan(keys, now_s + QUIET_S)
+        loans[number] = Loan(owner, keys, now_s + QUIET_S)
         self.blocks += len(keys)
 
     def waiting(self) -> list[tuple[int, int, Loan]]:
@@ -126,9 +135,9 @@ class Lending:
             if loan.waits
         ]
 
-    def is_awaited(self, key: ContentKey) -> bool:
-        """Return whether this is the last block of a loan that waits for it: it is lent as soon as it is there."""
-        return any(loan.keys[-1] == key for _, _, loan in self.waiting())
+    def is_borrowed(self, key: ContentKey) -> bool:
+        """Return whether this is the last block of a loan: it was lent lately, or will be as soon as it is there."""
+        return key in self._whole or any(loan.keys[-1] == key for _, _, loan in self.waiting())
 
     def add(self, loan: Loan, slots: Sequence[int], now_s: float) -> bool:
         """Record that these slots are lent, too. Return whether that is news for the reader: blocks, or that no more
@@ -137,7 +146,13 @@ class Lending:
         loan.slots.extend(slots)
         if slots:
             loan.quiet_s = now_s + QUIET_S
-        loan.waits = len(loan.slots) < len(loan.keys) and now_s < loan.quiet_s
+        whole = len(loan.slots) == len(loan.keys)
+        loan.waits = not whole and now_s < loan.quiet_s
+        if whole:
+            self._whole.pop(loan.keys[-1], None)
+            self._whole[loan.keys[-1]] = loan.reader
+            if len(self._whole) > MOST_WHOLE:
+                del self._whole[next(iter(self._whole))]
         return bool(slots) or not loan.waits
 
     def release(self, connection: int, number: int) -> list[int]:
@@ -157,6 +172,7 @@ class Lending:
         owner = self._owners.pop(connection, None)
         if owner is not None:
             self._readers[owner].connection = None
+            self._forget_whole(owner)
 
     def proven_dead(self, owner: str) -> list[int]:
         """End a reader whose kernel lock is free; return the slots of all its loans."""
@@ -174,10 +190,14 @@ class Lending:
         it reads from now on."""
         return [slot for owner in list(self._readers) for slot in self._end(owner)]
 
+    def _forget_whole(self, owner: str) -> None:
+        self._whole = {key: reader for key, reader in self._whole.items() if reader != owner}
+
     def _end(self, owner: str) -> list[int]:
         reader = self._readers.pop(owner, None)
         if reader is None:
             return []
+        self._forget_whole(owner)
         if reader.connection is not None:
             del self._owners[reader.connection]
         self.blocks -= sum(len(loan.keys) for loan in reader.loans.values())
@@ -189,6 +209,8 @@ class Lending:
         assert self.blocks == sum(len(loan.keys) for loan in loans) <= self.limits.blocks
         assert all(len(loan.slots) <= len(loan.keys) for loan in loans)
         assert len(self._readers) <= self.limits.readers
+        assert len(self._whole) <= MOST_WHOLE
+        assert set(self._whole.values()) <= set(self._owners.values()), "a reader that is gone has blocks"
         assert all(len(reader.loans) <= self.limits.loans for reader in self._readers.values())
         connected = {name: reader.connection for name, reader in self._readers.items() if reader.connection is not None}
         assert {owner: connection for connection, owner in self._owners.items()} == connected

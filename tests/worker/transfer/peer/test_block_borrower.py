@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from services.worker.loans import Borrowed
 from services.worker.mover import Copied, Copy
 from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.peer import block_borrower, packets
 from services.worker.transfer.peer.block_borrower import MOST_LENDERS, SILENT_S, BlockBorrower
 from services.worker.transfer.peer.block_lender import WATCH_INTERVAL_S, BlockLender
@@ -130,11 +132,10 @@ def test_blocks_are_lent_as_they_are_computed_copied_and_returned(rig: Rig) -> N
     rig.ask(1, [0, 1, 2, 3])
     rig.until(lambda: bool(rig.answers))
     assert rig.answers == [Borrowed(1, [0, 1], last=False)]
-    assert engine.lender.awaits(key_of(3))
+    assert engine.lender.is_borrowed(key_of(3))
     engine.computed = 4
     rig.until(lambda: len(rig.answers) == 2)
     assert rig.answers[1] == Borrowed(1, [2, 3], last=True)
-    assert not engine.lender.awaits(key_of(3))
     rig.borrower.load(7, 1, [Copy(0, 9), Copy(3, 5)])
     rig.until(lambda: bool(rig.copied))
     [copied] = rig.copied
@@ -146,10 +147,17 @@ def test_blocks_are_lent_as_they_are_computed_copied_and_returned(rig: Rig) -> N
     rig.until(lambda: not engine.lent)
 
 
-def test_without_a_lender_of_that_worker_the_answer_is_that_nothing_is_lent(rig: Rig) -> None:
+def test_without_a_lender_of_that_worker_the_answer_is_that_nothing_is_lent(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig.engine("another")
     rig.ask(1, [0])
     assert rig.borrower.turn() == [Borrowed(1, [], last=True)]
+    assert not caplog.records, "a worker of another machine is no fault"
+    (rig.directory / packets.LENDERS / "prefill-22222222").touch()
+    rig.ask(2, [0])
+    assert rig.borrower.turn() == [Borrowed(2, [], last=True)]
+    assert "prefill-22222222 lends no blocks" in caplog.text
 
 
 def test_an_engine_that_sleeps_hears_that_nothing_is_lent(rig: Rig) -> None:
@@ -179,6 +187,24 @@ def test_a_lender_of_other_blocks_lends_nothing_and_is_not_asked_again_soon(rig:
     assert rig.answers == [Borrowed(1, [], last=True)]
     rig.ask(2, [0])
     assert rig.borrower.turn() == [Borrowed(2, [], last=True)]
+    assert engine.lent == []
+
+
+def test_a_device_without_room_for_a_copier_borrows_nothing_and_its_engine_goes_on(rig: Rig) -> None:
+    def no_copier(_theirs: BlockShape) -> HostPeerCopier:
+        raise DeviceFailed("cudaErrorMemoryAllocation: out of memory")
+
+    engine = rig.engine()
+    memory = replace(rig.memory.seen(), copier=no_copier)
+    rig.borrower.close()
+    rig.borrower = BlockBorrower(rig.directory, lambda: memory, IDENTITY, time.monotonic)
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    assert rig.answers == [Borrowed(1, [], last=True)]
+    rig.borrower.release(1)
+    rig.until(lambda: engine.lender.wait_until_s is None)
+    rig.ask(2, [0])
+    assert rig.borrower.turn() == [Borrowed(2, [], last=True)], "it is not asked again soon"
     assert engine.lent == []
 
 
@@ -220,8 +246,12 @@ def test_of_a_lender_that_is_silent_nothing_more_is_awaited(tmp_path: Path) -> N
         rig.until(lambda: bool(rig.answers))
         rig.ahead_s = SILENT_S / 2
         assert rig.borrower.turn() == []
+        until_s = rig.borrower.wait_until_s
+        assert until_s is not None, "an engine that sleeps would not hear of it"
+        assert until_s <= time.monotonic() + SILENT_S
         rig.ahead_s = SILENT_S + LIMIT_S
         assert rig.borrower.turn() == [Borrowed(1, [], last=True)]
+        assert rig.borrower.wait_until_s is None
         assert engine.lent == [0], "until it is released"
         rig.borrower.release(1)
         rig.until(lambda: not engine.lent)

@@ -100,6 +100,16 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         yield one
 
 
+def test_to_a_reader_that_takes_no_packets_no_further_block_is_lent(rig: Rig) -> None:
+    connection = rig.admitted()
+    for number in (1, 2):
+        connection.send(TO_LENDER.encode(Borrow(number, [key_of(number)])))
+    connection.shutdown(socket.SHUT_RD)
+    rig.lender.turn(0.0)
+    assert rig.pinned == [1], "the first answer showed it"
+    connection.close()
+
+
 @pytest.mark.parametrize(
     "packet",
     [

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.transfer.peer.lending import QUIET_S, Lending, LendingLimits, LendingRefused
+from services.worker.transfer.peer.lending import MOST_WHOLE, QUIET_S, Lending, LendingLimits, LendingRefused
 
 LIMITS = LendingLimits(readers=3, loans=2, blocks=8)
 
@@ -78,12 +78,12 @@ def test_a_loan_waits_for_its_blocks_and_no_longer_than_it_is_quiet() -> None:
     [(_, _, loan)] = lending.waiting()
     assert not lending.add(loan, [], 1.0)
     assert lending.add(loan, [1], 9.0)
-    assert lending.is_awaited(b"\3")
-    assert not lending.is_awaited(b"\2")
+    assert lending.is_borrowed(b"\3")
+    assert not lending.is_borrowed(b"\2")
     assert not lending.add(loan, [], 9.0 + QUIET_S - 0.1)
     assert lending.add(loan, [], 9.0 + QUIET_S)
     assert not loan.waits
-    assert not lending.is_awaited(b"\3")
+    assert not lending.is_borrowed(b"\3")
     assert lending.release(1, 1) == [1], "only the reader's word returns it"
 
 
@@ -92,7 +92,39 @@ def test_a_loan_whose_last_block_is_there_waits_no_longer() -> None:
     lending.admit(1, "a")
     lend(lending, 1, 1, [1, 2])
     assert lending.waiting() == []
-    assert not lending.is_awaited(b"\2")
+
+
+@pytest.mark.parametrize("end", ["closed", "dead", "leaves", "again"])
+def test_the_last_block_of_a_loan_that_was_lent_whole_counts_as_borrowed_while_its_reader_is_there(end: str) -> None:
+    lending = Lending(LIMITS)
+    lending.admit(1, "a")
+    lend(lending, 1, 1, [1, 2])
+    assert lending.is_borrowed(b"\2")
+    assert not lending.is_borrowed(b"\1")
+    lending.release(1, 1)
+    assert lending.is_borrowed(b"\2"), "its reader has copied it before the prompt's last token was computed"
+    match end:
+        case "closed":
+            lending.connection_closed(1)
+        case "dead":
+            lending.proven_dead("a")
+        case "leaves":
+            lending.leave(1)
+        case _:
+            lending.admit(2, "a")
+    assert not lending.is_borrowed(b"\2")
+    lending.validate()
+
+
+def test_of_loans_that_were_lent_whole_the_newest_are_remembered() -> None:
+    lending = Lending(LIMITS)
+    lending.admit(1, "a")
+    for number in range(MOST_WHOLE + 1):
+        lend(lending, 1, number, [number])
+        lending.release(1, number)
+    assert not lending.is_borrowed(b"\0")
+    assert all(lending.is_borrowed(bytes([number])) for number in range(1, MOST_WHOLE + 1))
+    lending.validate()
 
 
 def test_closing_lets_no_loan_wait_and_ending_all_returns_every_slot() -> None:
