@@ -10,7 +10,7 @@ from shared.messages import Part, Refused
 def begun(report: Begun) -> str:
     """Return the note of an attempt's first token."""
     wait = describe_wait(report.queued_s, report.waited_s)
-    onboard = f", {1000 * report.onboard_s:.0f} ms of it for blocks of the kvbm" if report.onboard_s else ""
+    onboard = f", {1000 * report.onboard_s:.0f} ms of it for blocks of the kvbm" if report.onboard_s >= 0.0005 else ""
     missing = f"; the first block that no cache had: {report.first_missing.hex()}" if report.first_missing else ""
     prefill = f"then {1000 * report.prefill_s:.0f} ms to its first token"
     return f"waited {wait} for its first step{onboard}, {prefill}{missing}"
