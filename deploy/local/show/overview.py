@@ -153,7 +153,8 @@ def overview(
         if card.model not in decoded
     ]
     alone = [
-        f"worker {card.instance} has the role {card.role}, but no kvbm, so it takes part in no hand-over; its log says why"
+        f"worker {card.instance} has the role {card.role}, but no kvbm, so it takes part in no hand-over; its log says"
+        " why"
         for card in cards
         if card.role != "aggregated" and not card.kvbm
     ]
