@@ -255,7 +255,7 @@ class Begun(Struct, frozen=True, array_like=True):
     prefill_s: float
     """Seconds from there to the end of the step that drew the token."""
     onboard_s: float = 0.0
-    """How many of `queued_s` it waited at the end for blocks of the kvbm; 0: it asked for none."""
+    """How many of `queued_s` it waited for blocks of the kvbm alone, and for none of `waited_s`."""
     waited_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """How many of `queued_s` its queue waited for free blocks, for a place among the running attempts, and for its
     share of a step's tokens."""

@@ -48,7 +48,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "error: --prefill and --decode need each other: without a worker that decodes nothing is answered",
         ),
         (["up", "--decode", "1"], "error: --prefill and --decode need each other: --workers are enough"),
-        (["up", "--set", "worker.role=decode"], "error: --set worker.role: `up` sets that itself"),
+        (["up", "--set", "worker.role=decode"], "error: --set worker.role: `up` sets that itself; use --prefill and"),
         (
             ["up", "--prefill", "1", "--decode", "1", "--workers", "2"],
             "error: --workers: --prefill and --decode say how many there are",

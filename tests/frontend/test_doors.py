@@ -118,7 +118,7 @@ async def test_a_request_may_wait_at_workers_so_long_at_most_and_is_429_after_it
             generate = (await w.workers[0].generates.at_least(1 + streams))[-1]
             assert generate.wait_left_s is not None
             assert 0 < generate.wait_left_s <= 7.0
-            await w.workers[0].send(generate, 0, [], "error", f"{NOT_BEGUN}: the worker computes 64 others")
+            await w.workers[0].send(generate, 0, [], "error", f"{NOT_BEGUN}: others that the worker computes: 64")
             async with await asking as response:
                 assert (response.status, response.headers["Retry-After"]) == (429, "7")
                 assert (await response.json())["error"]["code"] == "overloaded"

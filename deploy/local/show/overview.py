@@ -152,6 +152,12 @@ def overview(
         for card in cards
         if card.model not in decoded
     ]
+    alone = [
+        f"worker {card.instance} has the role {card.role}, but no kvbm, so it takes part in no hand-over; its log says"
+        " why"
+        for card in cards
+        if card.role != "aggregated" and not card.kvbm
+    ]
     return Overview(
         namespace=namespace,
         nats=nats,
@@ -160,7 +166,7 @@ def overview(
         models=tuple(_model_row(model, list(served), reports) for model, served in groupby(cards, attrgetter("model"))),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
-        notes=(*notes, *undecoded),
+        notes=(*notes, *undecoded, *alone),
         routers=tuple(states),
         stores=tuple(stores),
     )

@@ -29,15 +29,17 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def store_request(
-    size: str, disk: Path | None, disk_size: str, *, engine: str, device: str = "cpu"
+    size: str, disk: Path | None, disk_size: str, *, engine: str, device: str = "cpu", needed: bool = False
 ) -> BlockStoreOptions:
     """Return what `--kvbm-bytes`, `--kvbm-disk` and `--kvbm-disk-bytes` ask for (empty or None: not given): a block
-    store without a pool yet, of 0 bytes if there is to be none. Raise ConfigError."""
+    store without a pool yet, of 0 bytes if there is to be none. With `needed` workers cannot do without it. Raise
+    ConfigError."""
     if disk_size and disk is None:
         raise ConfigError("--kvbm-disk-bytes needs a --kvbm-disk")
     disk_bytes = parse_size(disk_size, "--kvbm-disk-bytes") if disk_size else DISK_BYTES
     if not size and disk is None:
-        return BlockStoreOptions("", _default_bytes(device) if engine in ENGINES_WITH_STORE else 0, needed=False)
+        with_store = needed or engine in ENGINES_WITH_STORE
+        return BlockStoreOptions("", _default_bytes(device) if with_store else 0, needed=needed)
     pool_bytes = parse_size(size, "--kvbm-bytes") if size else _default_bytes(device)
     if pool_bytes == 0 and disk is not None:
         raise ConfigError("--kvbm-disk needs some --kvbm-bytes: blocks get there through memory")

@@ -64,12 +64,15 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
     wanted = store_request(
-        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device
+        flags.kvbm_bytes,
+        flags.kvbm_disk,
+        flags.kvbm_disk_bytes,
+        engine=flags.engine,
+        device=flags.device,
+        needed=prefill > 0,
     )
     if prefill and not wanted.pool_bytes:
         raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
-    if prefill:
-        wanted = replace(wanted, needed=True)
     of_gpus = _gpus(flags)
     access, overrides = _access(flags), _overrides(flags.set)
     vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ())) if flags.engine == "vllm" else ()
@@ -153,7 +156,8 @@ def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
             raise ConfigError(f"--set {text}: not SERVICE.SETTING=VALUE; services are {', '.join(SERVICES)}")
         flag = setting.replace(".", "-").replace("_", "-")
         if WIRING.fullmatch(f"{service}-{flag}"):
-            raise ConfigError(f"--set {path}: `up` sets that itself")
+            instead = "; use --prefill and --decode" if path == "worker.role" else ""
+            raise ConfigError(f"--set {path}: `up` sets that itself{instead}")
         more.setdefault(service, []).append((f"--{setting}", value))
     return more
 

@@ -103,7 +103,10 @@ class _Entry:
         """Why the model cannot serve requests although it has workers; empty if it can."""
         if not any(card.decodes for card in self.cards.values()):
             roles = ", ".join(sorted({card.role for card in self.cards.values()}))
-            return f"its workers have the role {roles}, and none decodes: start one with the role decode or aggregated"
+            return (
+                f"its workers have the role {roles}, and none decodes: start one with the role decode or aggregated, or"
+                " resume one that is drained"
+            )
         return "" if self.model is not None else self.reason
 
     def matches(self, card: ModelCard) -> bool:

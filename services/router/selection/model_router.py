@@ -265,11 +265,12 @@ class ModelRouter:
         fault = choice.fault if pair is None else worst_fault(choice.fault, pair.prefill.fault, pair.decode.fault)
         kept = pair is not None and pair.candidates == (before, after)
         if pair is not None and (pair.pays or kept):
-            return self._select_pair(select, request, pair, hashes, now_s, fault, repeated=kept)
+            return self._select_pair(select, pair, hashes, now_s, fault, repeated=kept)
         if select.wait_limit_s > 0 and before is None and not in_time([choice.chosen.candidate], select):
             soon = in_time(candidates, select)
             if not soon and pair is not None:
-                return self._select_pair(select, request, pair, hashes, now_s, fault)
+                limit = f"no single worker would begin within {select.wait_limit_s:g} s; "
+                return self._select_pair(select, pair, hashes, now_s, fault, because=limit)
             if not soon:
                 return Selection(overloaded(select, candidates), fault=fault)
             choice = self.guard.choose(request, soon)
@@ -300,30 +301,36 @@ class ModelRouter:
     def _select_pair(
         self,
         select: Select,
-        request: RoutingRequest,
         pair: WorkerPair,
         hashes: Sequence[int],
         now_s: float,
         fault: PolicyFault | None,
         *,
         repeated: bool = False,
+        because: str = "",
     ) -> Selection:
-        """Answer with two workers, and reserve the load of both: that of the one that decodes as the next attempt."""
+        """Answer with two workers, and reserve the load of both: that of the one that decodes as the next attempt.
+        `because` says why, if the pair does not cost less."""
         prefill, decode = pair.prefill.chosen.candidate, pair.decode.chosen.candidate
         taken = msgspec.structs.replace(select, attempt=select.attempt + 1)
         delay_s = min(select.time_left_s or HAND_OVER_LIMIT_S, HAND_OVER_LIMIT_S)
         reserved = reserved_decode = None
         if not repeated:
-            reserved = self._reserve(select, request, prefill, now_s)
+            reserved = self._reserve(select, pair.prompt, prefill, now_s)
         if reserved is not None:  # else the attempt has ended, and perhaps the next one decodes already
-            reserved_decode = self._reserve(taken, request, decode, now_s, delay_s=delay_s)
+            reserved_decode = self._reserve(taken, pair.rest, decode, now_s, delay_s=delay_s)
         for candidate in (prefill, decode):
             held = msgspec.structs.replace(candidate, overlap=Overlap(device=candidate.overlap.device))
             self._speculate(select, hashes, held, (), now_s)
         answers: list[Selected] = []
-        for asked, choice, why in (
-            (select, pair.prefill, f"computes the prompt, {decode.id[0]} decodes: {pair.comparison}"),
-            (taken, pair.decode, f"decodes what {prefill.id[0]} hands over"),
+        for asked, request, choice, why in (
+            (
+                select,
+                pair.prompt,
+                pair.prefill,
+                f"computes the prompt, {decode.id[0]} decodes: {because}{pair.comparison}",
+            ),
+            (taken, pair.rest, pair.decode, f"decodes what {prefill.id[0]} hands over"),
         ):
             chosen = choice.chosen.candidate
             answer = Selected(

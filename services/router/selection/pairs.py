@@ -36,7 +36,11 @@ class WorkerPair(Struct, frozen=True):
     """A worker that computes the prompt, and one that decodes."""
 
     prefill: PolicyChoice
+    prompt: RoutingRequest
+    """What the policy was asked for `prefill`."""
     decode: PolicyChoice
+    rest: RoutingRequest
+    """What the policy was asked for `decode`."""
     cost: float
     """What the pair costs, in seconds."""
     alone: float
@@ -55,7 +59,11 @@ class WorkerPair(Struct, frozen=True):
     @property
     def comparison(self) -> str:
         """Both costs, in words."""
-        return f"a pair costs {self.cost:.2f} s, one worker {self.alone:.2f} s"
+        return f"a pair costs {_time(self.cost)}, one worker {_time(self.alone)}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"  # the pair of an idle GPU takes few ms
 
 
 def choose_pair(
@@ -98,8 +106,9 @@ def _best_pair(
     prefill = guard.choose(prompt, computing)
     chosen = prefill.chosen.candidate
     (reached,) = (those for those, state in able if state.id == chosen.id)
-    decode = guard.choose(replace(request, part="decode"), reached)
-    return WorkerPair(prefill, decode, *compare(request, whole, chosen, decode.chosen.candidate))
+    rest = replace(request, part="decode")
+    decode = guard.choose(rest, reached)
+    return WorkerPair(prefill, prompt, decode, rest, *compare(request, whole, chosen, decode.chosen.candidate))
 
 
 def _takers(decoding: Sequence[AtStore], at: StoreId, blocks: int, remote: RemoteSearch | None) -> list[CandidateState]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from services.worker.messages import Begun
-from services.worker.scheduler.queue_clock import describe_wait
+from services.worker.scheduler.queue_clock import LEAST_S, describe_wait
 from shared.messages import Part, Refused
 
 
 def begun(report: Begun) -> str:
     """Return the note of an attempt's first token."""
     wait = describe_wait(report.queued_s, report.waited_s)
-    onboard = f", {1000 * report.onboard_s:.0f} ms of it for blocks of the kvbm" if report.onboard_s else ""
+    onboard_s = report.onboard_s
+    onboard = f", {describe_wait(onboard_s)} of it for blocks of the kvbm" if onboard_s >= LEAST_S else ""
     missing = f"; the first block that no cache had: {report.first_missing.hex()}" if report.first_missing else ""
-    prefill = f"then {1000 * report.prefill_s:.0f} ms to its first token"
+    prefill = f"then {describe_wait(report.prefill_s)} to its first token"
     return f"waited {wait} for its first step{onboard}, {prefill}{missing}"
 
 

@@ -15,14 +15,14 @@ CAUSES: tuple[Cause, ...] = ("blocks", "places", "tokens")
 WaitTimes = tuple[float, float, float]
 """Seconds, in the order of CAUSES."""
 NO_WAIT: WaitTimes = (0.0, 0.0, 0.0)
-_LEAST_S = 0.0005
+LEAST_S = 0.0005
 """Shorter parts of a wait are left out of its description."""
 _SHOWN = ("for free blocks", "for a place among the running ones", "for its share of the steps' tokens")
 
 
-def describe_wait(seconds: float, waited_s: WaitTimes) -> str:
+def describe_wait(seconds: float, waited_s: WaitTimes = NO_WAIT) -> str:
     """Return how long something waited, and how much of that for what."""
-    parts = [f"{_time(each)} {what}" for each, what in zip(waited_s, _SHOWN, strict=True) if each >= _LEAST_S]
+    parts = [f"{_time(each)} {what}" for each, what in zip(waited_s, _SHOWN, strict=True) if each >= LEAST_S]
     return f"{_time(seconds)} ({', '.join(parts)})" if parts else _time(seconds)
 
 

@@ -481,13 +481,15 @@ class Scheduler:
         """Report how long an attempt took to its first token."""
         admitted_s, asked_s = sequence.admitted_s, sequence.onboarding_s
         assert admitted_s is not None, "it has drawn a token"
-        onboard_s = 0.0 if asked_s is None else max(0.0, admitted_s - asked_s)
+        queued_s = admitted_s - sequence.arrived_s
+        held_up_s = sum(sequence.waited_s)  # it would have waited as long with its blocks
+        onboard_s = 0.0 if asked_s is None else max(0.0, min(admitted_s - asked_s, queued_s - held_up_s))
         missing = sequence.cached_tokens // self._limits.block_size
         first_missing = sequence.keys[missing] if missing < sequence.prompt_tokens // self._limits.block_size else b""
         self._outcome.begun.append(
             Begun(
                 sequence.number,
-                admitted_s - sequence.arrived_s,
+                queued_s,
                 max(0.0, now_s - admitted_s),
                 onboard_s,
                 sequence.waited_s,
@@ -530,7 +532,7 @@ class Scheduler:
             if sequence.deadline_s <= now_s:
                 self._end(sequence, "deadline")
             else:
-                self._end(sequence, "error", f"{NOT_BEGUN}: the worker computes {len(self._running)} others")
+                self._end(sequence, "error", f"{NOT_BEGUN}: others that the worker computes: {len(self._running)}")
         self._earliest_end_s = min((s.ends_by_s for s in self._living.values()), default=_NEVER)
 
     def _end(self, sequence: Sequence, finish: FinishReason, error: str = "", embedding: bytes = b"") -> None:

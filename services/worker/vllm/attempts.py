@@ -130,7 +130,7 @@ class AttemptTable:
         unbegun.sort(key=lambda one: (-one[1].submit.priority, one[1].submit.number))
         for key, attempt in unbegun[max(0, len(unbegun) - waiting) :]:
             if attempt.begin_by_s is not None and attempt.begin_by_s <= now_s:
-                self.end(key, "error", f"{NOT_BEGUN}: the engine computes {len(self._attempts) - waiting} others")
+                self.end(key, "error", f"{NOT_BEGUN}: others that the engine computes: {len(self._attempts) - waiting}")
                 late.append(key)
         return late
 

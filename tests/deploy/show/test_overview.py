@@ -46,7 +46,7 @@ def instance(
 
 
 def card(
-    name: str, *, block_size: int = 16, digest: str = "d", device: str = "", role: Role = "aggregated"
+    name: str, *, block_size: int = 16, digest: str = "d", device: str = "", role: Role = "aggregated", kvbm: str = ""
 ) -> tuple[str, bytes]:
     value = ModelCard(
         "m.x",
@@ -61,6 +61,7 @@ def card(
         kv_layout=KvLayout("float32", 1, 1, 8, block_size),
         device=device,
         role=role,
+        kvbm=kvbm,
     )
     return subjects.model_key("default", "m.x", name), MODEL_CARD.encode(value, JSON_HEADER)
 
@@ -223,14 +224,23 @@ def test_block_stores_are_shown_after_the_routers_and_in_the_json() -> None:
 
 
 def test_a_model_for_which_no_worker_decodes_is_in_the_notes() -> None:
-    prefill = (instance("worker", "w2"), card("w2", role="prefill"))
-    whole = look(instance("worker", "w1"), card("w1", role="decode"), *prefill)
+    prefill = (instance("worker", "w2"), card("w2", role="prefill", kvbm="k1"))
+    whole = look(instance("worker", "w1"), card("w1", role="decode", kvbm="k1"), *prefill)
     assert whole.notes == ()
     assert [row.role for row in whole.instances] == ["decode", "prefill"]
     assert render(whole).splitlines()[3].startswith("worker (decode)   w1")
     view = look(*prefill, notes=("no NATS",))
     assert view.notes == ("no NATS", "worker w2 has the role prefill for m.x, but no worker decodes for it")
     assert render(view).splitlines()[-1] == f"note: {view.notes[-1]}"
+
+
+def test_a_worker_with_a_role_that_found_no_kvbm_is_in_the_notes() -> None:
+    one, other = (instance("worker", name) for name in ("w1", "w2"))
+    view = look(one, card("w1", role="decode", kvbm="k1"), other, card("w2", role="prefill"))
+    assert view.notes == (
+        "worker w2 has the role prefill, but no kvbm, so it takes part in no hand-over; its log says why",
+    )
+    assert look(one, card("w1")).notes == (), "a worker that does all needs none"
 
 
 def test_nothing_alive_is_said_in_words() -> None:

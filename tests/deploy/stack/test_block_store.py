@@ -36,6 +36,11 @@ def test_what_is_no_size_is_refused_by_the_flags_name(size: str) -> None:
         parse_size(size, "--kvbm-disk-bytes")
 
 
+def test_workers_with_roles_have_a_store_whatever_their_engine_and_need_it() -> None:
+    store = store_request("", None, "", engine="simulated", needed=True)
+    assert (store.pool_bytes, store.needed) == (store_request("", None, "", engine="native").pool_bytes, True)
+
+
 def test_the_default_is_modest_and_not_required() -> None:
     default = store_request("", None, "", engine="native")
     assert 0 < default.pool_bytes <= 1 << 30

@@ -34,7 +34,10 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_stops_no_other(directo
 
 
 async def test_a_model_whose_workers_no_router_chooses_is_not_served_and_health_says_why(directory: Path) -> None:
-    why = "its workers have the role prefill, and none decodes: start one with the role decode or aggregated"
+    why = (
+        "its workers have the role prefill, and none decodes: start one with the role decode or aggregated, or resume"
+        " one that is drained"
+    )
     async with world(directory) as w, clients(w) as (client, http):
         await w.announce("w3", card_entry("w3", directory, "half", role="prefill"))
         await w.until("/health", lambda health: health.get("not_served") == [f"model half: {why}"])

@@ -222,6 +222,17 @@ def test_a_pair_serves_where_no_single_worker_would_begin_in_time(router: ModelR
     assert chosen(router, select(wait_limit_s=5.0)).decode == "d"
 
 
+def test_a_pair_that_costs_more_than_one_worker_says_why_it_serves(router: ModelRouter) -> None:
+    for name in "pd":
+        router.apply_load_report(report(name, 30, waiting_tokens=40_000), 0.0)
+    cheaper = chosen(router, select("cheaper"))
+    assert (cheaper.instance, cheaper.decode) == ("d", "")
+    router.apply_load_report(report("p", 30, waiting_tokens=30_000), 0.0)
+    reply = chosen(router, select("late", wait_limit_s=3.5))
+    assert (reply.instance, reply.decode) == ("p", "d")
+    assert "no single worker would begin within 3.5 s; a pair costs" in reply.reason
+
+
 def test_the_log_has_both_halves_and_the_cached_tokens_of_each(router: ModelRouter) -> None:
     reply = chosen(router, select(explain=True))
     assert reply.decode == "d"
@@ -230,6 +241,19 @@ def test_the_log_has_both_halves_and_the_cached_tokens_of_each(router: ModelRout
     assert (computes.selected.instance, decodes.selected.instance) == ("p", "d")
     assert "computes the prompt" in computes.selected.reason
     assert "hands over" in decodes.selected.reason
+
+
+def test_the_reason_of_a_chosen_half_is_that_of_its_row(router: ModelRouter) -> None:
+    router.apply_load_report(report("p", 2, waiting_tokens=800), 0.0)
+    router.apply_load_report(report("d", 30, waiting_tokens=800), 0.0)
+    assert chosen(router, select(explain=True)).decode == "d"
+    for half in router.decisions.find("r", 10):
+        (row,) = half.selected.candidates
+        assert half.selected.reason.startswith(f"{row.reason}; ")
+
+
+def test_the_cached_tokens_of_a_hand_over_are_those_of_its_second_half(router: ModelRouter) -> None:
+    assert chosen(router, select()).decode == "d"
     prediction = router.apply_load_event(Prefilled("r", 2, 800, instance="d"), 1.0)
     assert prediction is not None
     assert (prediction.predicted_tokens, prediction.actual_tokens) == (800, 800)

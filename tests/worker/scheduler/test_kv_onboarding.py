@@ -95,6 +95,18 @@ def test_an_attempt_reports_how_long_it_waited_for_blocks() -> None:
     assert kvbm.engine.begun[-1].onboard_s == 0.0
 
 
+def test_an_attempt_that_waits_for_its_turn_does_not_wait_for_blocks() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=64)
+    kvbm.engine.submit("long", [4] * 61, max_tokens=1)
+    kvbm.know_nothing()
+    kvbm.engine.submit("next", OTHER, max_tokens=1)
+    kvbm.know_nothing()
+    kvbm.run()
+    begun = kvbm.engine.begun[1]
+    assert begun.waited_s == (0.0, 0.0, begun.queued_s)
+    assert (begun.queued_s > 0, begun.onboard_s) == (True, 0.0)
+
+
 def test_others_are_computed_while_one_waits() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT)

@@ -348,7 +348,7 @@ def test_an_attempt_that_was_in_no_step_in_time_ends_with_an_error_that_frontend
         engine.step()
     assert engine.now_s >= 0.05
     [end] = engine.parts["waits", 1]
-    assert (end.finish, end.error, end.tokens) == ("error", f"{NOT_BEGUN}: the worker computes 1 others", b"")
+    assert (end.finish, end.error, end.tokens) == ("error", f"{NOT_BEGUN}: others that the worker computes: 1", b"")
     engine.run()
     assert len(engine.output("running")) == 20, "it had begun in time"
     assert engine.last("patient").finish == "length", "its wait has no limit"
