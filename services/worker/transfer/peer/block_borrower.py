@@ -173,7 +173,9 @@ class BlockBorrower:
                 left_s = until_s - self._clock()
                 if left_s <= 0 or all(link.loans.get(number, 1.0) for number in link.batches.values()):
                     break
-                select.select([link.mover], [], [], left_s)
+                landing = select.poll()  # select knows descriptors below 1024 only
+                landing.register(link.mover.fileno(), select.POLLIN)
+                landing.poll(1000 * left_s)
         return ended
 
     def release(self, number: int) -> None:

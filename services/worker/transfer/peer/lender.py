@@ -101,6 +101,7 @@ class PeerLender:
         self._poller.register(self._listening, select.EPOLLIN)
         self._connections: dict[int, _Connection] = {}
         self._watches: dict[str, LockWatch] = {}
+        self._now_s = 0.0
 
     def fileno(self) -> int:
         return self._poller.fileno()
@@ -112,11 +113,12 @@ class PeerLender:
 
     def turn(self, now_s: float) -> None:
         """Take what has come, and lend the blocks that have been computed since."""
+        self._now_s = now_s
         for descriptor, _ in self._poller.poll(0):
             if descriptor == self._listening.fileno():
                 self._accept()
             elif descriptor in self._connections:
-                self._read(descriptor, now_s)
+                self._read(descriptor)
         for descriptor, number, loan in self.lending.waiting():
             if descriptor not in self._connections:
                 continue  # it ended with what was sent just now: nothing reads what is lent to it from now on
@@ -165,7 +167,7 @@ class PeerLender:
             self._connections[connection.fileno()] = _Connection(connection)
             self._poller.register(connection, select.EPOLLIN)
 
-    def _read(self, descriptor: int, now_s: float) -> None:
+    def _read(self, descriptor: int) -> None:
         for _ in range(MOST_PACKETS):
             connection = self._connections.get(descriptor)
             if connection is None:
@@ -176,12 +178,12 @@ class PeerLender:
                     return
                 packet, descriptors = received
                 packets.close_all(descriptors)
-                self._take(descriptor, TO_LENDER.decode(packet), now_s)
+                self._take(descriptor, TO_LENDER.decode(packet))
             except (packets.ConnectionEnded, ProtocolError) as wrong:
                 self._drop(descriptor, str(wrong))
                 return
 
-    def _take(self, descriptor: int, message: Import | Borrow | Release | Leave, now_s: float) -> None:
+    def _take(self, descriptor: int, message: Import | Borrow | Release | Leave) -> None:
         admitted = bool(self._connections[descriptor].owner)
         if admitted == isinstance(message, Import):
             raise ProtocolError("a reader says what it imports first, and once")
@@ -189,7 +191,7 @@ class PeerLender:
             case Import():
                 self._admit(descriptor, message)
             case Borrow():
-                self._open_loan(descriptor, message, now_s)
+                self._open_loan(descriptor, message)
             case Release():
                 self._blocks.take_back(self.lending.release(descriptor, message.number))
             case Leave():
@@ -219,9 +221,9 @@ class PeerLender:
         self._blocks.take_back(slots)
         self._send(descriptor, self._offer, self._pages.descriptors())
 
-    def _open_loan(self, descriptor: int, asked: Borrow, now_s: float) -> None:
+    def _open_loan(self, descriptor: int, asked: Borrow) -> None:
         try:
-            self.lending.open_loan(descriptor, asked.number, asked.keys, now_s)
+            self.lending.open_loan(descriptor, asked.number, asked.keys, self._now_s)
         except LendingRefused as refused:
             self._send(descriptor, Refused(refused.code, str(refused), asked.number))
 
@@ -232,6 +234,7 @@ class PeerLender:
         try:
             packets.send(connection.socket, FROM_LENDER.encode(message), pages)
         except packets.ConnectionEnded as wrong:
+            self._read(descriptor)  # a reader that has closed it may have said before that it leaves
             self._drop(descriptor, str(wrong))
 
     def _drop(self, descriptor: int, why: str) -> None:

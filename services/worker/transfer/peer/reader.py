@@ -15,7 +15,7 @@ import logging
 import select
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import assert_never
 
@@ -40,6 +40,8 @@ from services.worker.transfer.peer.messages import (
 from services.worker.transfer.peer.offer_check import check_offer
 from shared.errors import ProtocolError, Unavailable
 from shared.hashing import ContentKey
+
+_LEAVE = TO_LENDER.encode(Leave())
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class PeerReader:
         self.closing = False
         """The lender wants its memory back: release what is lent, and leave."""
         self.lender = lender
+        self._directory = directory
         self._own = own
         self._mapper = mapper
         self._asked = Import(PROTOCOL, owner, wanted, generation)
@@ -75,6 +78,7 @@ class PeerReader:
         self._pages: MappedPages | None = None
         self._loans: dict[int, int] = {}
         """The number of each loan that is not released → its blocks that are not lent yet."""
+        self._left = False
         self._newest = 0
         """The highest number of a loan so far."""
         self._socket = _connected(directory, lender, TO_LENDER.encode(self._asked))
@@ -118,14 +122,29 @@ class PeerReader:
         return not self.ended and not self._hang_up.poll(0)
 
     def leave(self) -> None:
-        """Unmap the memory and close the connection. No copy may be under way. Idempotent."""
+        """Unmap the memory and close the connection. No copy may be under way. Idempotent.
+
+        A lender that has closed the connection may live, and keeps what it has lent. Another connection reports the leave.
+        """
+        if self._left:
+            return
+        self._left = True
         if self._pages is not None:
             self._pages.close()
             self._pages = self.theirs = None
-        with suppress(packets.ConnectionEnded):  # also where this process has refused the offer
-            packets.send(self._socket, TO_LENDER.encode(Leave()))
+        try:
+            packets.send(self._socket, _LEAVE)  # also where this process has refused the offer
+        except packets.ConnectionEnded:
+            self._leave_again()
         self._end("this process has left")
         self._socket.close()
+
+    def _leave_again(self) -> None:
+        with (
+            suppress(Unavailable, packets.ConnectionEnded),
+            closing(_connected(self._directory, self.lender, TO_LENDER.encode(self._asked))) as another,
+        ):
+            packets.send(another, _LEAVE)
 
     def _take(self, packet: bytes, descriptors: list[int], answers: list[Lent | Refused]) -> None:
         try:

@@ -25,6 +25,7 @@ from services.worker.transfer.peer.messages import (
     TO_LENDER,
     Borrow,
     Import,
+    Leave,
     Lent,
     Offer,
     Refused,
@@ -135,6 +136,40 @@ def test_a_reader_that_breaks_the_protocol_is_cut_off_and_keeps_its_loans_until_
     assert (rig.lender.lending.readers, rig.pinned) == (["reader"], [1, 2])
     rig.locks.pop().close()
     rig.lender.watch()
+    assert (rig.lender.lending.readers, rig.pinned) == ([], [])
+
+
+def test_a_reader_that_leaves_while_blocks_are_lent_to_it_has_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, lend = rig.admitted(), rig.lend
+
+    def lend_too_late(keys: Sequence[bytes]) -> list[int]:
+        connection.send(TO_LENDER.encode(Leave()))
+        connection.close()
+        return lend(keys)
+
+    connection.send(TO_LENDER.encode(Borrow(1, [key_of(1)])))
+    monkeypatch.setattr(rig, "lend", lend_too_late)
+    rig.lender.turn(0.0)
+    assert (rig.lender.lending.readers, rig.pinned) == ([], [])
+
+
+def test_a_lender_that_has_cut_off_a_living_reader_hears_that_it_leaves(rig: Rig) -> None:
+    reader = new_reader(rig)
+    rig.lender.turn(0.0)
+    rig.lender.turn(0.0)
+    reader.turn()
+    reader.borrow(1, [key_of(1)])
+    rig.lender.turn(0.0)
+    assert rig.pinned == [1]
+    with socket.socket(fileno=os.dup(reader.fileno())) as connection:
+        connection.send(b"?")
+    rig.lender.turn(0.0)
+    assert reader.turn() == [Lent(1, 1, [1], last=True)]
+    assert reader.ended
+    assert rig.pinned == [1], "it may still be read"
+    reader.leave()
+    for _ in range(2):
+        rig.lender.turn(0.0)
     assert (rig.lender.lending.readers, rig.pinned) == ([], [])
 
 
