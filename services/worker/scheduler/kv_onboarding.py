@@ -147,9 +147,8 @@ class Onboarding:
 
     def _has_place(self, sequence: Sequence) -> bool:
         """Return whether one more prefetch may run."""
-        running = self._running_prefetches()
-        blocks = sum([one.sequence.blocks_needed for one in running])
-        return len(running) < PREFETCHES and self._fits_share(blocks + sequence.blocks_needed)
+        needed = [one.sequence.blocks_needed for one in self._running_prefetches()]
+        return len(needed) < PREFETCHES and self._fits_share(sum(needed) + sequence.blocks_needed)
 
     def _prefetches(self) -> list[SequenceFetch]:
         return [fetch for fetch in self._fetches.values() if fetch.prefetch and fetch.state != "abandoned"]
