@@ -1,10 +1,11 @@
 """When does it pay to compute prompts on some workers and to decode on others?
 
-The Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25; its first requests) goes through 8 simulated
-workers with the router's `kv` policy, in virtual time (`fleet.py` and `fleet_store.py` say what is real and what is a
-model). Each worker is an 8B model on one H200 (`services/worker/simulated/timing.py`) with 1,800 blocks of 512 tokens,
-113 GiB. All of them share a block store of 16,000 blocks in memory, 1 TiB. The first half of the load is also run with
-answers three times as long, and with all requests of 20 s in the first 10 of them.
+Windows of the Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25) go through 8 simulated workers
+with the router's `kv` policy, in virtual time (`fleet.py` and `fleet_store.py` say what is real and what is a model).
+Each worker is an 8B model on one H200 (`services/worker/simulated/timing.py`) with 1,800 blocks of 512 tokens, 113 GiB.
+All of them share a block store of 16,000 blocks in memory, 1 TiB. The first half of the load is also run with answers
+three times as long, and with all requests of 20 s in the first 10 of them. Each window is a run of its own, which
+begins with empty caches.
 
 aggregated   8 workers that do all.
 fixed p+d    p workers that compute prompts and d that decode: each prompt is handed over (`split_costs` is replaced).
@@ -18,29 +19,33 @@ load         The arrival times are stretched to 0.8 of what the 8 aggregated wor
 ttft         from arrival to the first token; requests that wait at the end are waited for.
 itl          all times from a token to the next one of the same answer, hand-overs included.
 second       from the first token to the second one, of what is handed over.
+early        the blocks that workers which decode have loaded before a request came, divided by the full blocks of what
+             is handed over.
 computed     the share of all computed prompt tokens that workers which decode have computed; the rest of a prompt that
              fills no block counts, too.
 throughput   output tokens a second, from the first arrival to the last end: below load 1 mostly that of the arrivals.
-best         the split, and the mix, with the least mean time to the last token. The split is compared with aggregated
-             workers, and the mix with both, figure by figure.
+best         the split, and the mix, with the least mean time to the last token, over all windows. The split is compared
+             with aggregated workers, and the mix with both, figure by figure and window by window: a goal is met by the
+             median of the ratios, whose range is reported.
 
 What could mislead: time is a model's, without jitter. Copies run at 50 GB/s a direction and worker, however many there
 are, and slow no step (measured: 1 to 9 %). Blocks of 512 tokens leave 256 of a prompt for the worker that decodes, in
 the mean; an engine's usual blocks of 16 leave 8. Outputs never reappear in prompts. The weights of the comparison were
 chosen on these loads.
 
-    python -m benchmarks.disagg --trace conversation_trace.jsonl [--requests N] [--loads NAME …] [--quick] [--json]
-                                [--jobs N]
+    python -m benchmarks.disagg --trace conversation_trace.jsonl [--requests N] [--starts N …] [--loads NAME …]
+                                [--quick] [--json] [--jobs N]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import msgspec
@@ -95,10 +100,19 @@ SETUPS: tuple[Setup, ...] = (
 """Fewer than four workers for prompts cannot compute those of any of these loads, if all are handed over."""
 
 
+class WindowsGoal(Goal, frozen=True):
+    """A goal whose value is the median over windows."""
+
+    least: float
+    most: float
+
+
 class SplitRow(Struct, frozen=True):
     """The result of one fleet at one load."""
 
     load: str
+    start: int
+    """The number of the window's first request."""
     kind: str
     prefill: int
     decode: int
@@ -117,6 +131,8 @@ class SplitRow(Struct, frozen=True):
     second_p90_s: float
     handed_over: float
     """The share of the requests that were handed over."""
+    early: float
+    """The blocks that came before their requests, divided by the full blocks of what was handed over."""
     computed: float
     """The share of the computed prompt tokens that workers which decode have computed."""
     hit_rate: float
@@ -131,20 +147,21 @@ def main() -> int:
     """Print a table, or with --json one object."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl of Mooncake")
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="the trace's first ones")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of each window")
+    parser.add_argument("--starts", type=int, nargs="+", default=[0], help="the first request of each window")
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests of the trace as it is")
     parser.add_argument("--jobs", type=int, default=1, help="processes; the figures do not depend on it")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    known = cases(read_trace(flags.trace).first(flags.requests))
-    loads = {name: known[name] for name in flags.loads}
-    if flags.quick:
-        loads = {"trace": known["trace"].first(QUICK_REQUESTS)}
+    trace, loads = read_trace(flags.trace), dict[tuple[str, int], RequestTrace]()
+    for start in flags.starts:
+        known = cases(trace.window(start, QUICK_REQUESTS if flags.quick else flags.requests))
+        loads |= {(name, start): known[name] for name in (["trace"] if flags.quick else flags.loads)}
     rows: list[SplitRow] = []
     with ProcessPoolExecutor(flags.jobs) as pool:
         borne = dict(zip(loads, pool.map(capacity, loads.values()), strict=True))
-        runs = [(name, load.at(LOAD * borne[name]), setup) for name, load in loads.items() for setup in SETUPS]
+        runs = [(*name, load.at(LOAD * borne[name]), setup) for name, load in loads.items() for setup in SETUPS]
         for row in pool.map(_one, runs):
             rows.append(row)
             print(_line(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
@@ -156,9 +173,9 @@ def main() -> int:
     if flags.json:
         print(msgspec.json.encode(report("disagg", sys.argv[1:], goals, rows)).decode())
     else:
-        print(
-            "\n".join(f"{each.name}: {each.value} (goal {each.goal}){'' if each.met else ' MISSED'}" for each in goals)
-        )
+        for each in goals:
+            spread = f"{each.value}, {each.least} to {each.most} (goal {each.goal})"
+            print(f"{each.name}: {spread}{'' if each.met else ' MISSED'}")
     return 0
 
 
@@ -211,12 +228,12 @@ def always_a_pair(*_: object) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _one(run: tuple[str, RequestTrace, Setup]) -> SplitRow:
-    name, load, setup = run
-    return run_split(name, in_bursts(load) if name == "bursts" else load, setup)
+def _one(run: tuple[str, int, RequestTrace, Setup]) -> SplitRow:
+    name, start, load, setup = run
+    return run_split(name, start, in_bursts(load) if name == "bursts" else load, setup)
 
 
-def run_split(name: str, load: RequestTrace, setup: Setup) -> SplitRow:
+def run_split(name: str, start: int, load: RequestTrace, setup: Setup) -> SplitRow:
     """Run a load at its own pace."""
     gaps = TokenGaps()
     fleet = fleet_of(load, setup, gaps)
@@ -226,8 +243,11 @@ def run_split(name: str, load: RequestTrace, setup: Setup) -> SplitRow:
     itl_s, second_s = sorted(gaps.all_s), sorted(gaps.handed_over_s)
     decoding = set(list(fleet.workers)[setup.prefill :])
     computed = sum(tokens for (_, worker), tokens in fleet.prefilled.items() if worker in decoding)
+    handed_over = [journey for journey in ended if journey.hand_overs]
+    full_blocks = sum(journey.request.prompt_tokens // load.block_size for journey in handed_over)
     return SplitRow(
         load=name,
+        start=start,
         kind=setup.kind,
         prefill=setup.prefill,
         decode=setup.decode,
@@ -242,7 +262,8 @@ def run_split(name: str, load: RequestTrace, setup: Setup) -> SplitRow:
         itl_p999_s=_quantile(itl_s, 0.999),
         second_p50_s=_quantile(second_s, 0.5),
         second_p90_s=_quantile(second_s, 0.9),
-        handed_over=sum(journey.hand_overs > 0 for journey in ended) / len(ended),
+        handed_over=len(handed_over) / len(ended),
+        early=sum(worker.last.load.prefetched_blocks for worker in fleet.workers.values()) / max(full_blocks, 1),
         computed=computed / sum(fleet.prefilled.values()),
         hit_rate=sum(each.cached_tokens for each in ended) / sum(each.request.prompt_tokens for each in ended),
         output_tokens_per_s=sum(journey.request.output_tokens for journey in ended) / fleet.clock.now_s,
@@ -258,31 +279,38 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 # --- output
 
 
-def goals_of(rows: Sequence[SplitRow]) -> list[Goal]:
+def goals_of(rows: Sequence[SplitRow]) -> list[WindowsGoal]:
     """Compare the rows of one load: the best split with aggregated workers of each length of steps, and the best mix
     with these and with the split."""
-    split, mix = _best(rows, "fixed"), _best(rows, "mixed")
-    whole = [row for row in rows if row.kind == "aggregated"]
-    goals = [
-        _goal(f"{row.load}: itl p99, {_name(split)} of {_name(row)}", split.itl_p99_s / row.itl_p99_s, ITL_GOAL)
-        for row in whole
-    ]
+    load, split, mix = rows[0].load, _best(rows, "fixed"), _best(rows, "mixed")
+    steps_s = dict.fromkeys(row.step_s for row in rows if row.kind == "aggregated")
+    whole = [_windows(rows, Setup("aggregated", 0, step_s)) for step_s in steps_s]
+    goals = [_goal(f"{load}: itl p99", split, other, lambda row: row.itl_p99_s, ITL_GOAL) for other in whole]
     for other in (*whole, split):
-        pair = f"{_name(mix)} of {_name(other)}"
         goals += [
-            _goal(f"{other.load}: ttft p90, {pair}", mix.ttft_p90_s / other.ttft_p90_s, AS_GOOD),
-            _goal(f"{other.load}: itl p99, {pair}", mix.itl_p99_s / other.itl_p99_s, AS_GOOD),
-            _goal(f"{other.load}: time a token, {pair}", other.output_tokens_per_s / mix.output_tokens_per_s, AS_GOOD),
+            _goal(f"{load}: ttft p90", mix, other, lambda row: row.ttft_p90_s, AS_GOOD),
+            _goal(f"{load}: itl p99", mix, other, lambda row: row.itl_p99_s, AS_GOOD),
+            _goal(f"{load}: time a token", mix, other, lambda row: 1 / row.output_tokens_per_s, AS_GOOD),
         ]
     return goals
 
 
-def _best(rows: Iterable[SplitRow], kind: str) -> SplitRow:
-    return min((row for row in rows if row.kind == kind), key=lambda row: row.latency_mean_s)
+def _windows(rows: Iterable[SplitRow], setup: Setup) -> list[SplitRow]:
+    return [row for row in rows if (row.kind, row.prefill, row.step_s) == (setup.kind, setup.prefill, setup.step_s)]
 
 
-def _goal(name: str, value: float, most: float) -> Goal:
-    return Goal(name, round(value, 3), "ratio", most, value <= most)
+def _best(rows: Sequence[SplitRow], kind: Literal["fixed", "mixed"]) -> list[SplitRow]:
+    """Return the rows of the setup of this kind with the least mean latency."""
+    setups = dict.fromkeys(Setup(kind, row.prefill, row.step_s) for row in rows if row.kind == kind)
+    return min((_windows(rows, setup) for setup in setups), key=lambda those: sum(row.latency_mean_s for row in those))
+
+
+def _goal(
+    name: str, ours: Sequence[SplitRow], theirs: Sequence[SplitRow], figure: Callable[[SplitRow], float], most: float
+) -> WindowsGoal:
+    ratios = [round(figure(our) / figure(their), 3) for our, their in zip(ours, theirs, strict=True)]
+    value, full_name = round(median(ratios), 3), f"{name}, {_name(ours[0])} of {_name(theirs[0])}"
+    return WindowsGoal(full_name, value, "ratio", most, value <= most, min(ratios), max(ratios))
 
 
 def _name(row: SplitRow) -> str:
@@ -293,9 +321,10 @@ def _line(row: SplitRow) -> str:
     itl = " ".join(f"{1e3 * each:6.1f}" for each in (row.itl_p50_s, row.itl_p90_s, row.itl_p99_s, row.itl_p999_s))
     ttft = f"{row.ttft_p50_s:6.2f} {row.ttft_p90_s:6.2f} {row.ttft_p99_s:6.2f}"
     return (
-        f"{row.load:12} {_name(row):26} {row.requests_per_s:5.2f}/s  ttft {ttft} s  "
+        f"{row.load:12} {row.start:5} {_name(row):26} {row.requests_per_s:5.2f}/s  ttft {ttft} s  "
         f"itl {itl} ms  second {1e3 * row.second_p50_s:5.0f} {1e3 * row.second_p90_s:5.0f} ms  "
-        f"handed over {row.handed_over:4.0%}  computed {row.computed:4.0%}  hits {row.hit_rate:5.1%}  "
+        f"handed over {row.handed_over:4.0%}  early {row.early:4.0%}  computed {row.computed:4.0%}  "
+        f"hits {row.hit_rate:5.1%}  "
         f"{row.output_tokens_per_s:5.0f} tokens/s  latency {row.latency_mean_s:6.2f} s"
         + (f"  {row.failed} failed" if row.failed else "")
     )

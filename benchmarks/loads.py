@@ -59,6 +59,13 @@ class RequestTrace:
         """Return only the first `requests` requests."""
         return replace(self, requests=self.requests[:requests])
 
+    def window(self, start: int, requests: int) -> RequestTrace:
+        """Return `requests` requests from number `start` on, as a load of its own: numbers and times begin at 0."""
+        chosen = self.requests[start : start + requests]
+        began_s = chosen[0].arrival_s
+        moved = [replace(each, number=number, arrival_s=each.arrival_s - began_s) for number, each in enumerate(chosen)]
+        return replace(self, requests=moved)
+
 
 @dataclass(frozen=True, slots=True)
 class Ideal:

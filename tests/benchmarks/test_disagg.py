@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Literal
 
 import pytest
 
@@ -11,10 +12,18 @@ LOAD = chats(60, Random(1))
 
 
 def row(
-    kind: str, prefill: int, *, ttft: float = 1.0, itl: float = 0.1, rate: float = 100.0, latency: float = 5.0
+    kind: Literal["aggregated", "fixed", "mixed"],
+    prefill: int,
+    *,
+    start: int = 0,
+    ttft: float = 1.0,
+    itl: float = 0.1,
+    rate: float = 100.0,
+    latency: float = 5.0,
 ) -> SplitRow:
     return SplitRow(
         load="trace",
+        start=start,
         kind=kind,
         prefill=prefill,
         decode=8 - prefill,
@@ -30,6 +39,7 @@ def row(
         second_p50_s=0.0,
         second_p90_s=0.0,
         handed_over=0.0,
+        early=0.0,
         computed=0.0,
         hit_rate=0.0,
         output_tokens_per_s=rate,
@@ -39,8 +49,9 @@ def row(
 
 
 def test_a_fixed_split_hands_every_request_over_and_an_aggregated_fleet_none() -> None:
-    fixed, whole = run_split("x", LOAD, Setup("fixed", 4)), run_split("x", LOAD, Setup("aggregated"))
+    fixed, whole = run_split("x", 0, LOAD, Setup("fixed", 4)), run_split("x", 0, LOAD, Setup("aggregated"))
     assert (fixed.handed_over, whole.handed_over) == (1.0, 0.0)
+    assert 1.0 >= fixed.early > whole.early == 0.0
     assert (fixed.decode, whole.decode, fixed.failed, whole.failed) == (4, 8, 0, 0)
     assert whole.computed == 1.0 > fixed.computed > 0.0
     assert fixed.second_p50_s > fixed.itl_p50_s > 0.0 == whole.second_p50_s
@@ -78,3 +89,31 @@ def test_goals_compare_the_best_split_and_the_best_mix_by_their_latency() -> Non
     assert not goals["itl p99, mixed 5+3 of fixed 5+3"].met
     assert not goals["time a token, mixed 5+3 of aggregated, steps of 0.25 s"].met
     assert len(goals) == 7
+
+
+def test_a_goal_is_met_by_the_median_of_its_windows_and_has_their_range() -> None:
+    rows = [
+        each
+        for start, ttft in ((0, 0.9), (1000, 1.0), (2000, 3.0))
+        for each in (
+            row("aggregated", 0, start=start),
+            row("fixed", 4, start=start),
+            row("mixed", 4, start=start, ttft=ttft),
+        )
+    ]
+    (goal,) = [goal for goal in goals_of(rows) if "ttft p90, mixed 4+4 of aggregated" in goal.name]
+    assert (goal.value, goal.least, goal.most, goal.met) == (1.0, 0.9, 3.0, True)
+
+
+def test_the_best_mix_is_the_one_of_all_windows() -> None:
+    rows = [
+        each
+        for start, fours, fives in ((0, 1.0, 2.0), (1000, 9.0, 2.0))
+        for each in (
+            row("aggregated", 0, start=start),
+            row("fixed", 4, start=start),
+            row("mixed", 4, start=start, latency=fours),
+            row("mixed", 5, start=start, latency=fives),
+        )
+    ]
+    assert all("mixed 5+3" in goal.name for goal in goals_of(rows) if "mixed" in goal.name)

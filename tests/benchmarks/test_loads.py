@@ -52,3 +52,12 @@ def test_made_up_loads_have_as_many_requests_as_asked_for_in_order_with_names_fo
 def test_a_load_can_be_stretched_to_another_rate() -> None:
     load = unshared(100, Random(1))
     assert load.at(2.5).rate == pytest.approx(2.5)
+
+
+def test_a_window_is_a_load_of_its_own() -> None:
+    load = chats(20, Random(1))
+    window = load.window(5, 10)
+    assert [each.number for each in window.requests] == list(range(10))
+    assert [each.names for each in window.requests] == [each.names for each in load.requests[5:15]]
+    began_s = load.requests[5].arrival_s
+    assert [each.arrival_s for each in window.requests] == [each.arrival_s - began_s for each in load.requests[5:15]]

@@ -59,9 +59,9 @@ class RoutingRequest(Struct, frozen=True):
     """Seconds to fetch one block from host memory; 0 if unknown."""
     disk_s: float = 0.0
     """Seconds to fetch one block from disk; 0 if unknown."""
-    part: Literal["whole", "prompt", "decode"] = "whole"
-    """What the candidate is needed for: the whole request, or one half of a pair. The choice is dropped if the other
-    way costs less."""
+    part: Literal["whole", "alone", "prompt", "decode"] = "whole"
+    """What the candidate is needed for: the whole request, the same where a pair may do it instead (`alone`), or one
+    half of a pair. The last three are dropped if the other way costs less."""
 
 
 class CandidateState(Struct, frozen=True, gc=False):

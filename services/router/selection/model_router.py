@@ -252,6 +252,7 @@ class ModelRouter:
             fleet=FleetAverage.of(candidates),
             host_s=block_bytes / HOST_BYTES_PER_S,
             disk_s=block_bytes / DISK_BYTES_PER_S,
+            part="alone" if prefilling else "whole",
         )
         choice = self.guard.choose(request, candidates)
         pair: WorkerPair | None = None

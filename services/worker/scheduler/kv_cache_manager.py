@@ -80,6 +80,10 @@ class KVCacheManager:
         holds blocks the one that it may grow into."""
         return self._blocks_taken(sequence) + reserved + self._holders <= self._pool.available
 
+    def uncached_tokens(self, sequence: Sequence) -> int:
+        """Return how many of its tokens would be computed now."""
+        return len(sequence.tokens) - self._pool.longest_prefix(sequence.reusable_keys) * sequence.block_size
+
     def admit(self, sequence: Sequence) -> None:
         """Give the sequence blocks for all its tokens: cached ones as far as possible, then blank ones."""
         self._holders += 1

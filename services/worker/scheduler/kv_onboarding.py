@@ -13,7 +13,8 @@ stays queued until that fetch has ended: a loaded block serves both.
 
 A prefetch is a fetch for a sequence that has not come yet, since another worker is computing its prompt. It awaits the
 blocks at the kvbm. When the sequence comes, it waits for its prefetch as for a fetch of its own, and no longer: then
-both end. Until then nothing waits for a prefetch, and its room is taken back first.
+both end. Until then nothing waits for a prefetch, and its room is taken back first. Few prefetches run at once. The
+others are `queued`, and the one that is due first is next, since the worker that computes the prompts keeps that order.
 
 A loaded block is simply in the prefix cache. From the first `begin_load` until its fetch ends or is abandoned, a
 sequence holds the prefix that it builds on and all blocks that load after it, so that none of them is evicted. Copies
@@ -38,10 +39,10 @@ _SLOWER = 1 / 4
 """Weight of a round trip that took longer than the estimate. A shorter one replaces the estimate at once."""
 _FORGETS = 1 - 1 / 64
 """Factor on the estimate for each sequence that was not worth a fetch, so that the kvbm is tried again some time."""
-
-
 PREFETCH_SHARE = 1 / 4
 """The share of the device's blocks that prefetches may hold."""
+MOST_EXPECTED = 64
+"""The most prefetches, those that are queued included. A request for more is ignored."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,13 +111,14 @@ class Onboarding:
 
     def prefetch(self, sequence: Sequence, lender: str, until_s: float, now_s: float) -> bool:
         """Fetch the blocks of a sequence that is expected, also those that are still to be computed, by the worker
-        `lender`. Return False if there is no kvbm, nothing is missing, or as many prefetches run as may."""
-        running = self._prefetches()
-        keys = sequence.keys
-        if not self.enabled or len(running) >= PREFETCHES or any(one.sequence.name == sequence.name for one in running):
+        `lender`, as soon as there is a place for a prefetch. Return False if there is no kvbm, nothing is missing, the
+        prompt is too long for a prefetch, or too many are queued."""
+        expected, keys = self._prefetches(), sequence.keys
+        if not self.enabled or len(expected) >= MOST_EXPECTED:
             return False
-        needed = sum(one.sequence.blocks_needed for one in running) + sequence.blocks_needed
-        if needed > PREFETCH_SHARE * self._pool.capacity or self._pool.longest_prefix(keys) == len(keys):
+        if any(one.sequence.name == sequence.name for one in expected) or not self._fits_share(sequence.blocks_needed):
+            return False
+        if self._pool.longest_prefix(keys) == len(keys):
             return False
         self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, until_s, prefetch=True, lender=lender)
         return True
@@ -136,6 +138,17 @@ class Onboarding:
                     own.after = fetch
                 else:
                     self._abandon(fetch)
+
+    def _fits_share(self, blocks: int) -> bool:
+        return blocks <= PREFETCH_SHARE * self._pool.capacity
+
+    def _running_prefetches(self) -> list[SequenceFetch]:
+        return [fetch for fetch in self._prefetches() if fetch.state == "fetching"]
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Return whether one more prefetch may run."""
+        needed = [one.sequence.blocks_needed for one in self._running_prefetches()]
+        return len(needed) < PREFETCHES and self._fits_share(sum(needed) + sequence.blocks_needed)
 
     def _prefetches(self) -> list[SequenceFetch]:
         return [fetch for fetch in self._fetches.values() if fetch.prefetch and fetch.state != "abandoned"]
@@ -214,11 +227,18 @@ class Onboarding:
     # --- the fetches
 
     def new_fetches(self) -> list[FetchRequest]:
-        """Return what to fetch for queued sequences, unless a fetch under way brings the block that they miss."""
+        """Return what to fetch for queued sequences, unless a fetch under way brings the block that they miss. Queued
+        prefetches begin in the order in which they are due, as far as there are places."""
         requests: list[FetchRequest] = []
-        for fetch in [fetch for fetch in self._fetches.values() if fetch.state == "queued"]:
+        places = True
+        queued = [fetch for fetch in self._fetches.values() if fetch.state == "queued"]
+        for fetch in sorted(queued, key=_order):
             if fetch.after is not None and fetch.after.state == "fetching":
                 continue  # without this, seven long prompts, looked up in each step, cost the step 2 ms
+            if fetch.prefetch:
+                places = places and self._has_place(fetch.sequence)
+                if not places:
+                    continue
             keys = fetch.keys
             first = self._pool.longest_prefix(keys)
             if first == len(keys):
@@ -358,7 +378,8 @@ class Onboarding:
     def validate(self) -> None:
         """Raise AssertionError where the state contradicts itself. O(everything)."""
         assert self.enabled or not (self._waiting() or self._prefetches()), "a fetch waits though there is no kvbm"
-        assert len(self._prefetches()) <= PREFETCHES
+        assert len(self._prefetches()) <= MOST_EXPECTED
+        assert len(self._running_prefetches()) <= PREFETCHES
         assert all(self.blocks_reserved(fetch.sequence) > 0 for fetch in self._waiting())
         assert sum(not fetch.prefetch for fetch in self._fetches.values()) <= self._look_ahead
         assert all(self._fetches[number].state == "abandoned" for number in self._abandoned)
@@ -372,3 +393,8 @@ class Onboarding:
             assert fetch.state == "fetching" or fetch.state == "abandoned" or not fetch.slots
             for slot in fetch.slots[fetch.landed :]:
                 assert self._pool.state(slot) == "loading"
+
+
+def _order(fetch: SequenceFetch) -> tuple[bool, float]:
+    """Sort key: what sequences wait for comes first, then prefetches by when they are due."""
+    return fetch.prefetch, fetch.sequence.due_s if fetch.prefetch else 0.0

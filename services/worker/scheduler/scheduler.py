@@ -27,7 +27,10 @@ is asked for an embedding ends where others draw their first token; for a mean i
    then newcomers. So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
 
 Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its
-priority by a smaller prompt. All blocks of the known tokens are taken at admission, so that half-done prefills cannot
+priority by a smaller prompt. Where prompts are handed over, the one is first that would end first if each had been
+computed alone from its arrival. So a prompt of a second does not wait for one of 20 s that came just before it; the
+long one is overtaken only by prompts that come within the 20 s, and computes on after them in the blocks that it
+has. All blocks of the known tokens are taken at admission, so that half-done prefills cannot
 block each other; one block for each running sequence is left free for it to grow into.
 
 Numbers that are not finite fail their own sequence, and no other. The cause may be a cached block that it used. So all
@@ -52,6 +55,7 @@ from services.worker.messages import AttemptNote, Begun, EngineLoad, Submit
 from services.worker.runner import Drawn, Work
 from services.worker.scheduler.device_probe import DeviceProbe
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
+from services.worker.scheduler.kv_onboarding import MOST_EXPECTED
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.queue_clock import Cause, QueueClock, describe_wait
 from services.worker.scheduler.sequence import Sequence
@@ -61,8 +65,6 @@ from shared.messages import NOT_BEGUN, FinishReason, Part
 _NEVER = float("inf")
 PREFETCH_MOST_S = 120.0
 """Most seconds for which blocks of an expected prompt are loaded."""
-MOST_EXPECTED = 8
-"""The most expected attempts whose hashed prompts are kept."""
 STORING_MOST_S = 1.0
 """Most seconds for which a prompt that is computed waits until its blocks are stored, before it is handed over; it
 waits no longer than it was computed."""
@@ -133,11 +135,17 @@ class Scheduler:
             self._report_end(sequence, "length")
         else:
             self._living[sequence.name] = sequence
+            if submit.prefill_only:
+                self._set_due(sequence, now_s)
             self._earliest_end_s = min(self._earliest_end_s, sequence.ends_by_s)
             self._enqueue(sequence, now_s)
             self._consider_onboarding(now_s)
         self._onboarding.arrived(sequence)
         self._stalled_at = None
+
+    def _set_due(self, sequence: Sequence, now_s: float) -> None:
+        """Prompts that are handed over are due after the time that they take alone."""
+        sequence.due_s = now_s + self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
 
     def _knows(self, submit: Submit) -> bool:
         """Return whether the attempt lives here."""
@@ -153,6 +161,7 @@ class Scheduler:
         sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)
         self._arrivals += 1
         if not self._unfit(sequence):
+            self._set_due(sequence, now_s)
             self._expected[sequence.name] = sequence
             if len(self._expected) > MOST_EXPECTED:
                 del self._expected[next(iter(self._expected))]
@@ -305,9 +314,12 @@ class Scheduler:
         """Whether nothing has changed since a step could compute nothing."""
         return self._stalled_at == self.kv_cache.changes
 
+    @property
+    def _tokens_per_s(self) -> float:
+        return self._throughput.tokens_per_s or self._limits.first_tokens_per_s
+
     def _consider_onboarding(self, now_s: float) -> None:
-        tokens_per_s = self._throughput.tokens_per_s or self._limits.first_tokens_per_s
-        self.kv_cache.consider(self._waiting, tokens_per_s, now_s)
+        self.kv_cache.consider(self._waiting, self._tokens_per_s, now_s)
 
     def _schedule_decodes(self) -> None:
         assert self._step is not None
@@ -347,6 +359,7 @@ class Scheduler:
         probes = int(self._probe.work is not None)
         places = self._limits.max_running - probes
         left = max(self._budget.tokens - len(self._step) - probes, self._limits.least_step_tokens)
+        self._admit_before_prefills(places)
         for sequence in self._prefilling:
             if left <= 0:
                 return "tokens"
@@ -364,6 +377,18 @@ class Scheduler:
         if passed == len(self._waiting):
             return None
         return "tokens" if left <= 0 else "places"
+
+    def _admit_before_prefills(self, places: int) -> None:
+        """Admit the prompts to hand over that rank before a running prefill, so that they are computed first."""
+        passed = reserved = 0
+        while self._prefilling and passed < len(self._waiting) and len(self._running) < places:
+            sequence = self._waiting[passed]
+            if not sequence.submit.prefill_only or sequence.rank > self._prefilling[-1].rank:
+                return
+            if blocks := self._onboarding.blocks_reserved(sequence):
+                passed, reserved = passed + 1, reserved + blocks
+            elif not self._admit(sequence, reserved):
+                return
 
     def _admit(self, sequence: Sequence, reserved: int) -> bool:
         """Move a sequence from waiting to running, if its blocks are there, the running ones keep room to grow, and
@@ -609,5 +634,5 @@ class Scheduler:
         assert not any(sequence.blocks for sequence, _ in self._storing.values())
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.rank

@@ -51,6 +51,9 @@ class Sequence:
     deadline_s: float
     begin_by_s: float
     """When its wait for admission ends; infinite where only its deadline ends the wait, or where it was admitted."""
+    due_s: float
+    """When its first token is due: at its arrival, or, where only a prompt is computed, after the time that its prompt
+    would take alone."""
     block_size: int
     root: ContentKey
     keys: list[ContentKey]
@@ -109,6 +112,7 @@ class Sequence:
             arrived_s=now_s,
             deadline_s=now_s + submit.time_left_s,
             begin_by_s=inf if submit.wait_left_s is None else now_s + submit.wait_left_s,
+            due_s=now_s,
             block_size=block_size,
             root=root,
             keys=_keys(root, submit.tokens, block_size, expected),
@@ -120,9 +124,9 @@ class Sequence:
         return self.request, self.attempt
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Key for sorting: the higher priority first, then the earlier arrival."""
-        return -self.submit.priority, self.arrival
+    def rank(self) -> tuple[int, float, int]:
+        """Key for sorting: the higher priority first, then what is due earlier, then the earlier arrival."""
+        return -self.submit.priority, self.due_s, self.arrival
 
     @property
     def ends_by_s(self) -> float:

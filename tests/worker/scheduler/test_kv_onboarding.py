@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.worker.config import Offload
 from services.worker.device_blocks import PREFETCHES
+from services.worker.scheduler.kv_onboarding import MOST_EXPECTED
 from shared.blocks import BlockPool
-from shared.hashing import ContentKey
+from shared.hashing import ContentKey, content_keys, pack_tokens, root_key
 from shared.messages import NOT_BEGUN, Pooling, Sampling
 from tests.worker.fake_runner import continuation, embedding
 from tests.worker.manual_engine import Engine
@@ -264,6 +265,38 @@ def test_few_prompts_are_expected_at_once_and_they_take_a_share_of_the_blocks() 
     kvbm.know_nothing()
 
 
+def test_the_prompt_that_is_due_first_has_the_next_place_and_not_the_newest_one() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=400)
+    prompts = [[number % 4 + 1, number // 4 + 1, *PROMPT] for number in range(PREFETCHES + 2)]
+    for number, prompt in enumerate(prompts):
+        kvbm.engine.expect(f"e{number}", prompt)
+    kvbm.poll()
+    kvbm.engine.now_s += 0.5
+    kvbm.engine.expect("newest", [4, 4, 4, *PROMPT])
+    prompts.append([3, 4])
+    kvbm.engine.expect("short", prompts[-1])
+    for number in range(3):
+        kvbm.engine.scheduler.cancel(f"e{number}", 1)
+    asked = [request.keys for request in kvbm.poll()]
+    due = [prompts[-1], *prompts[PREFETCHES:-1]]
+    assert asked == [content_keys(root_key("model"), pack_tokens(prompt), 2) for prompt in due]
+    kvbm.know_nothing()
+
+
+def test_prompts_that_wait_for_a_place_are_bounded_and_end_with_their_time() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=400)
+    for number in range(PREFETCHES):
+        kvbm.engine.expect(f"e{number}", [number + 1, 1, *PROMPT])
+    for number in range(MOST_EXPECTED):
+        digits = [number % 4 + 1, number // 4 % 4 + 1, number // 16 + 1, 2]
+        kvbm.engine.expect(f"q{number}", [*digits, *PROMPT], time_left_s=5.0)
+    assert len(kvbm.poll()) == PREFETCHES
+    kvbm.engine.now_s = 5.0
+    kvbm.engine.step()
+    kvbm.know_nothing()
+    assert kvbm.poll() == [], "the others have no time left"
+
+
 def test_without_a_kvbm_no_prompt_is_expected_and_a_lost_one_ends_it() -> None:
     kvbm = kvbm_with(PROMPT, capacity_blocks=64)
     kvbm.down()
@@ -341,8 +374,8 @@ def test_expected_prompts_take_no_place_of_fetches_that_attempts_wait_for() -> N
         kvbm.engine.expect(f"e{number}", [number + 1, 1, *PROMPT])
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
     asked = kvbm.poll()
-    assert [request.awaits for request in asked] == [True] * PREFETCHES + [False]
-    kvbm.serve(asked[-1].number)
+    assert [request.awaits for request in asked] == [False] + [True] * PREFETCHES
+    kvbm.serve(asked[0].number)
     kvbm.know_nothing()
     kvbm.run()
     assert kvbm.engine.last("a").cached_host_tokens == 12

@@ -15,6 +15,7 @@ from tests.worker.manual_engine import Engine, step_with
 
 PROMPT = [1, 2, 3, 4, 1, 2]
 LONG = [1 + position % 4 for position in range(40)]
+OTHER = [3, 3, 1, 4]
 NO_EOS = Sampling(max_tokens=8, ignore_eos=True)
 MEAN, LAST = Sampling(max_tokens=1, pooling="mean"), Sampling(max_tokens=1, pooling="last")
 
@@ -378,6 +379,38 @@ def test_a_higher_priority_goes_first_and_equals_in_order_of_arrival() -> None:
         engine.submit(name, PROMPT, max_tokens=1, priority=priority)
     engine.run()
     assert [name for name, _ in engine.parts] == ["urgent", "a", "b"]
+
+
+def test_of_prompts_to_hand_over_the_one_is_first_that_would_end_first_alone() -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=4, first_tokens_per_s=4.0)
+    engine.submit("long", LONG, max_tokens=8, prefill_only=True)
+    engine.step(1.0)
+    engine.submit("short", OTHER, max_tokens=8, prefill_only=True)
+    assert [work.prompt_tokens for work in engine.step(1.0)] == [len(OTHER)], "the long one computes on after it"
+    engine.now_s = 20.0
+    engine.submit("late", list(reversed(OTHER)), max_tokens=8, prefill_only=True)
+    engine.run()
+    assert [name for name, _ in engine.parts] == ["short", "long", "late"], "no prompt is overtaken for ever"
+
+
+def test_prompts_that_are_decoded_where_they_are_computed_keep_their_order() -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=4, first_tokens_per_s=4.0)
+    engine.submit("long", LONG, max_tokens=1)
+    engine.step(1.0)
+    engine.submit("short", OTHER, max_tokens=1)
+    engine.run()
+    assert [name for name, _ in engine.parts] == ["long", "short"]
+
+
+def test_a_prompt_that_ranks_first_but_has_no_room_lets_the_running_one_go_on() -> None:
+    engine = Engine(capacity_blocks=24, step_tokens=4, first_tokens_per_s=4.0)
+    engine.submit("long", LONG, max_tokens=8, prefill_only=True)
+    engine.step(1.0)
+    engine.submit("short", [2] * 12, max_tokens=8, prefill_only=True)
+    (work,) = engine.step(1.0)
+    assert work.prompt_tokens == len(LONG)
+    engine.run()
+    assert [name for name, _ in engine.parts] == ["long", "short"]
 
 
 def test_a_full_queue_refuses_by_count_and_by_tokens() -> None:

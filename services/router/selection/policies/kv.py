@@ -20,9 +20,11 @@ request would minimise its own time to the first token, and the cache hits that 
 neighbours cost the most. So a common prefix, however long, does not gather unrelated requests on one worker while
 others are idle.
 
-*Prompts alone.* Where a worker only computes prompts, nothing decodes, so that there is no crowding, and its caches
-matter less to a wait that no other worker's steps shorten: patience is 0.2 there. `split_costs` says when a prompt goes
-there.
+*Pairs.* Where some workers only compute prompts, one of them and a single worker for all are compared by the seconds
+that requests wait (`split_costs`). Each of the two is chosen by the same measure, or a prompt of 0.1 s would wait for
+seconds at the worker with the fewest neighbours while others have no queue. So patience is 1, and uncached work counts
+once more for each request there that it delays. At a worker that only computes prompts nothing decodes, so that there
+is no crowding.
 
 *Fetching* from host memory runs at 50 GB/s, from disk at 4 GB/s (`services.router.selection.candidates`). For an 8B
 model on an H200, with 128 KiB per token and 30,000 tokens/s, that takes 0.08 and 1.0 of the time that computing takes;
@@ -55,8 +57,6 @@ IDLE_PATIENCE_INVERSE = 20.0
 """Inverse of patience when no request is in flight."""
 NEIGHBOUR_TOKENS = 128
 NEIGHBOUR_S = 0.08
-PROMPT_PATIENCE = 0.2
-"""Patience at workers that only compute prompts."""
 DECODE_WEIGHT = 0.35
 """Weight of a second for which a request that decodes waits, in seconds of waiting for a first token."""
 PROMPT_WEIGHT = 1.5
@@ -108,11 +108,15 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     if remote:
         usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
         fetched += min(FETCH_WEIGHT * usual * remote * candidate.remote_s, slow * size * remote)
+    crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
     if request.part == "prompt":
-        waiting, running = slow * PROMPT_PATIENCE * load.queued_tokens, 0.0
+        uncached *= 1 + PROMPT_WEIGHT * load.requests
+        waiting, running = slow * load.queued_tokens, 0.0
+    elif request.part == "alone":
+        uncached *= 1 + DECODE_WEIGHT * load.requests
+        waiting, running = slow * load.queued_tokens, slow * crowding * log2(1 + load.requests)
     else:
         waiting = slow * load.queued_tokens / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
-        crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
         running = slow * crowding * log2(1 + load.requests)
     if load.active_blocks:
         needed = load.active_blocks + -(-request.prompt_tokens // size) - device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from services.router.selection.candidates import (
     WorkerSpeed,
 )
 from services.router.selection.load import IDLE, CandidateLoad
-from services.router.selection.policies.kv import PROMPT_PATIENCE, PROMPT_WEIGHT, STORING_S, KvPolicy, split_costs
+from services.router.selection.policies.kv import DECODE_WEIGHT, PROMPT_WEIGHT, STORING_S, KvPolicy, split_costs
 from shared.messages import Overlap
 
 BLOCK = 16
@@ -223,9 +224,21 @@ def test_a_busy_worker_stores_later_and_delays_the_prompts_that_come_next() -> N
     assert costs[3] - costs[2] == pytest.approx(0.8 * PROMPT_WEIGHT)
 
 
-def test_a_worker_that_only_computes_prompts_has_no_neighbours_and_its_queue_counts_for_more() -> None:
+def test_a_worker_that_only_computes_prompts_has_no_neighbours_and_its_queue_counts_in_full() -> None:
     loads = [CandidateLoad(requests, queued, 0) for requests, queued in ((0, 0), (9, 0), (9, 10_000))]
     request = RoutingRequest(8_000, BLOCK, fleet=FleetAverage(4.0, 10_000.0), part="prompt")
-    alone, many, queued = [KvPolicy().score(request, facts("p", None, load, speed=10_000)) for load in loads]
-    assert alone == many == 8_000
-    assert queued == many + PROMPT_PATIENCE * 10_000
+    idle, many, queued = [KvPolicy().score(request, facts("p", None, load, speed=10_000)) for load in loads]
+    assert idle == 8_000
+    assert many == pytest.approx(8_000 * (1 + 9 * PROMPT_WEIGHT)), "it delays the prompts that come next"
+    assert queued == many + 10_000
+
+
+def test_where_a_pair_is_possible_a_short_prompt_does_not_wait_at_the_worker_with_the_fewest_requests() -> None:
+    crowded = facts("crowded", None, CandidateLoad(11, 1_000, 0), speed=10_000)
+    queued = facts("queued", None, CandidateLoad(3, 40_000, 0), speed=10_000)
+    request = RoutingRequest(1_000, BLOCK, fleet=FleetAverage(20.0, 10_000.0))
+    assert min(crowded, queued, key=lambda each: KvPolicy().score(request, each)) is queued, "as with one role"
+    alone = msgspec.structs.replace(request, part="alone")
+    assert min(crowded, queued, key=lambda each: KvPolicy().score(alone, each)) is crowded
+    costs = [split_costs(alone, each, crowded, crowded)[1] for each in (crowded, queued)]
+    assert costs == pytest.approx([0.1 + 0.1 * (1 + 11 * DECODE_WEIGHT), 4.0 + 0.1 * (1 + 3 * DECODE_WEIGHT)])
