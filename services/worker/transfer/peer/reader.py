@@ -124,7 +124,7 @@ class PeerReader:
     def leave(self) -> None:
         """Unmap the memory and close the connection. No copy may be under way. Idempotent.
 
-        A lender that has closed the connection may live, and keeps what it has lent. Another connection reports the leave.
+        A lender that has closed the connection may live, and keeps what it has lent. So it gets this on a new one.
         """
         if self._left:
             return
