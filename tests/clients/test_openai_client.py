@@ -333,7 +333,8 @@ def test_a_grammar_that_turns_out_too_large_to_follow_is_a_bad_request_and_not_a
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model=SPEAKER, messages=asks("x"), max_tokens=40, extra_body=too_large)
     assert wrong.value.param == "structured_outputs.regex"
-    assert "cannot be followed" in wrong.value.message
+    # On a slow machine the compiler gives up first.
+    assert "cannot be followed" in wrong.value.message or "compiling its grammar takes" in wrong.value.message
 
 
 def test_without_the_right_key_nothing_is_answered(stack: Served) -> None:
