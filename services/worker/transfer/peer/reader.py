@@ -78,7 +78,6 @@ class PeerReader:
         self._pages: MappedPages | None = None
         self._loans: dict[int, int] = {}
         """The number of each loan that is not released → its blocks that are not lent yet."""
-        self._left = False
         self._newest = 0
         """The highest number of a loan so far."""
         self._socket = _connected(directory, lender, TO_LENDER.encode(self._asked))
@@ -126,9 +125,8 @@ class PeerReader:
 
         A lender that has closed the connection may live, and keeps what it has lent. So it gets this on a new one.
         """
-        if self._left:
+        if self._socket.fileno() < 0:
             return
-        self._left = True
         if self._pages is not None:
             self._pages.close()
             self._pages = self.theirs = None
