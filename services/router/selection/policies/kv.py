@@ -108,16 +108,16 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     if remote:
         usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
         fetched += min(FETCH_WEIGHT * usual * remote * candidate.remote_s, slow * size * remote)
-    crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
+    waiting, running = slow * load.queued_tokens, 0.0
     if request.part == "prompt":
         uncached *= 1 + PROMPT_WEIGHT * load.requests
-        waiting, running = slow * load.queued_tokens, 0.0
-    elif request.part == "alone":
-        uncached *= 1 + DECODE_WEIGHT * load.requests
-        waiting, running = slow * load.queued_tokens, slow * crowding * log2(1 + load.requests)
     else:
-        waiting = slow * load.queued_tokens / (IDLE_PATIENCE_INVERSE + request.fleet.requests)
+        crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
         running = slow * crowding * log2(1 + load.requests)
+        if request.part == "alone":
+            uncached *= 1 + DECODE_WEIGHT * load.requests
+        else:
+            waiting /= IDLE_PATIENCE_INVERSE + request.fleet.requests
     if load.active_blocks:
         needed = load.active_blocks + -(-request.prompt_tokens // size) - device
         if needed > candidate.total_blocks:
