@@ -230,15 +230,12 @@ class Onboarding:
         """Return what to fetch for queued sequences, unless a fetch under way brings the block that they miss. Queued
         prefetches begin in the order in which they are due, as far as there are places."""
         requests: list[FetchRequest] = []
-        places = True
         queued = [fetch for fetch in self._fetches.values() if fetch.state == "queued"]
         for fetch in sorted(queued, key=_order):
             if fetch.after is not None and fetch.after.state == "fetching":
                 continue  # without this, seven long prompts, looked up in each step, cost the step 2 ms
-            if fetch.prefetch:
-                places = places and self._has_place(fetch.sequence)
-                if not places:
-                    continue
+            if fetch.prefetch and not self._has_place(fetch.sequence):
+                break  # all that follow are prefetches
             keys = fetch.keys
             first = self._pool.longest_prefix(keys)
             if first == len(keys):
