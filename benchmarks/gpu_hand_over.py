@@ -33,6 +33,8 @@ import asyncio
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -372,6 +374,25 @@ def _start(services: Fleet, flags: argparse.Namespace, folder: Path, model: Path
         )
     router = services.services["router"]
     eventually(lambda: router.metric("headrace_kv_sources") >= 4, limit_s=LIMIT_S, what="the router knows all")
+    for name in (PAIR, ALONE):  # a frontend is ready with one model while it loads another one's tokenizer
+        eventually(
+            lambda: _answers(services.services["frontend"].url, name),  # noqa: B023
+            limit_s=LIMIT_S,
+            what=f"{name} is served",
+        )
+
+
+def _answers(url: str, model: str) -> bool:
+    """Whether the frontend serves a model."""
+    body = msgspec.json.encode({"model": model, "prompt": [3], "max_tokens": 1})
+    asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=LIMIT_S):
+            return True
+    except urllib.error.HTTPError as refused:
+        if refused.code != 503:
+            raise
+        return False
 
 
 @contextmanager
