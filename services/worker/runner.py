@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -106,3 +106,12 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Overlaps(Protocol):
+    """A Runner whose device computes a step while the thread goes on."""
+
+    meanwhile: Callable[[Callable[[], bool]], None] | None
+    """Called once in each step, while the device computes it, with a function that says whether it still does; the
+    step goes on when it returns. None: nothing is called."""

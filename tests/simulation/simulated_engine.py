@@ -22,7 +22,7 @@ from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.messages import EngineOrder, EngineReport, Prefetch, Submit
+from services.worker.messages import EngineOrder, EngineReport, KvbmDown, KvbmReply, KvbmUp, Prefetch, Submit
 from services.worker.model_facts import facts_of
 from services.worker.runner import Work
 from services.worker.simulated.model import SimulatedModel
@@ -98,7 +98,10 @@ class SimulatedEngine:
             elif self._works is None:
                 await self._begin()
             elif self._loop.time() < self._ends_s:
-                await self._rest(self._ends_s)
+                due_s = self._core.exchange_due_s
+                await self._rest(self._ends_s if due_s is None else min(self._ends_s, due_s))
+                if not (self._frozen or self._killed):
+                    self._exchange()
             else:
                 self._finish(self._works)
         raise PeerGone("engine: killed")
@@ -119,6 +122,18 @@ class SimulatedEngine:
             self._begun_s, self._ends_s = now_s, now_s + self._model.timing.step_s(self._works)
         if not self._reports and not (self._works is None and self._core.busy):
             await self._rest(self._core.wait_until_s if self._works is None else self._ends_s)
+
+    def _exchange(self) -> None:
+        """Exchange blocks while a step is computed, as an engine with a GPU does; other commands wait."""
+        now_s, others = self._loop.time(), deque[EngineOrder]()
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, (KvbmUp, KvbmDown, KvbmReply)):
+                self._core.handle(command, now_s)
+            else:
+                others.append(command)
+        self._commands = others
+        self._reports.extend(self._core.exchange(now_s))
 
     def _finish(self, works: list[Work]) -> None:
         self._works = None

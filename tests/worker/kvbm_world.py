@@ -182,13 +182,12 @@ class Engine:
         now_s = self.world.now_s
         told, works = self.core.begin(now_s)
         self.hear(told)
-        for said in self.core.step_connector(now_s):
-            if isinstance(said, KvbmAsk):
-                self.asks.append(said)
-            else:
-                self.link = said
+        self.tell(self.core.step_connector(now_s))
         if works is not None:
-            self.hear(self.core.finish(self.runner.step(works), self.world.step_s))
+            self.exchange()
+            drawn = self.runner.step(works)
+            self.exchange()
+            self.hear(self.core.finish(drawn, self.world.step_s))
         self.core.validate()
         self.do_operation()
         if works is None and not self.core.busy:
@@ -196,6 +195,27 @@ class Engine:
             assert until_s is None or until_s > now_s, "it would not sleep"
             return False
         return True
+
+    def tell(self, messages: Sequence[KvbmAsk | KvbmLink]) -> None:
+        for said in messages:
+            if isinstance(said, KvbmAsk):
+                self.asks.append(said)
+            else:
+                self.link = said
+
+    def exchange(self) -> None:
+        """Exchange blocks while a step is under way, in a world where engines do that."""
+        draw = self.world.draw
+        for _ in range(draw.randrange(3) if self.world.overlaps else 0):
+            if self.asks and draw.random() < 0.5:
+                self.carry("")
+            self.stream()
+            ready = [waiting for waiting in self.replies.values() if waiting]
+            if ready and draw.random() < 0.8:
+                self.core.handle(draw.choice(ready).popleft(), self.world.now_s)
+            self.copy(draw.randint(0, self.world.copies))
+            self.tell(self.core.exchange(self.world.now_s))
+            self.connector.validate()
 
     def handle(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
         self.core.handle(command, self.world.now_s)
@@ -301,6 +321,8 @@ class World:
         """Halves of blocks that are copied at once."""
         self.step_s = draw.choice((0.01, 3.0))
         """Seconds that engines measure for a step: where they are many, asking the kvbm is always worth it."""
+        self.overlaps = False
+        """Whether engines exchange blocks while they compute a step."""
         self.answer_s = 1.0
         """How long they wait for an answer."""
         self.damages = False

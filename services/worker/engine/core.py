@@ -3,6 +3,7 @@
     opening ─▶ ┌─▶ handle a command … ─▶ begin ── works ──▶ (a runner computes them) ──▶ finish ─┐
                └──────────────◀───────────┘ None: nothing to do                  ◀────────────────┘
 
+    while a step is computed: what the kvbm says ─▶ handle; exchange ─▶ messages for the kvbm
     outcome of a step ─▶ reported at once, or pending ─▶ reported with later ones, or before a step that may take longer
     Operate ─▶ refused, or due at once (sleep: when no copy is under way) ──▶ (the runner does it) ──▶ operated
 
@@ -59,7 +60,7 @@ MOST_EMBEDDED_BYTES = 256 << 10
 """Most bytes of embeddings in one report, so that no frame nears the least payload limit of a NATS server, 1 MB. One
 embedding is at most a fraction of it."""
 MOST_LOADED = 128
-"""Most loaded blocks that are taken up before a step that only decodes, rounded up to batches. They take 0.6 ms, with
+"""Most loaded blocks that are taken up at once while sequences decode, rounded up to batches. They take 0.6 ms, with
 their KV events; a long prompt's 512 at once would be felt between two tokens."""
 MOST_PENDING = 512
 """Number of pending parts at which they are reported."""
@@ -71,7 +72,7 @@ def store_layout(config: EngineConfig, facts: Ready) -> StoreLayout:
 
 
 class EngineCore:
-    """Between `begin` and `finish` a step is under way; commands come outside of it."""
+    """Between `begin` and `finish` a step is under way; commands come outside of it, but for what the kvbm says."""
 
     def __init__(
         self,
@@ -274,9 +275,31 @@ class EngineCore:
         return [] if self._connector is None else self._connector.step(now_s)
 
     @property
+    def exchanges(self) -> bool:
+        """Whether blocks are exchanged, with a kvbm or other engines."""
+        return self._connector is not None
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the step under way will probably take; 0: not known."""
+        return self._scheduler.expected_s(self._step_tokens)
+
+    def exchange(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
+        """Exchange blocks while a step is computed; return the messages for the kvbm."""
+        if self._connector is None:
+            return []
+        self._connector.poll_copies(now_s, MOST_LOADED)
+        return self._connector.step(now_s)
+
+    @property
+    def exchange_due_s(self) -> float | None:
+        """When `exchange` has something to do without an event; None: never."""
+        return None if self._connector is None else self._connector.wait_until_s
+
+    @property
     def wait_until_s(self) -> float | None:
         """When there is something to do without a command, where the engine is not `busy`; None: never."""
-        due_s = [self._scheduler.wait_until_s, None if self._connector is None else self._connector.wait_until_s]
+        due_s = [self._scheduler.wait_until_s, self.exchange_due_s]
         return min([one_s for one_s in due_s if one_s is not None], default=None)
 
     def close(self) -> None:

@@ -1,17 +1,29 @@
 """EngineLoop: commands in, one step, reports out. It sleeps while there is nothing to do: until a command comes, a copy
-ends, or a time has come."""
+ends, or a time has come.
+
+    the loop     commands, begin │ launch │ exchange blocks, sleep, exchange … │ draw, finish, reports │ commands …
+    the device                            │ computes the step ──────────────────────│
+
+Blocks are exchanged while a device computes: what the kvbm and other engines say is handled, and copies that have ended
+are taken up. On a CPU, which the loop computes on itself, and without a step, that is done between steps.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from math import inf
 
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
-from services.worker.messages import Shutdown
-from services.worker.runner import Runner
+from services.worker.messages import EngineCommand, KvbmDown, KvbmReply, KvbmUp, Shutdown
+from services.worker.runner import Overlaps, Runner
 
 MEMORY_INTERVAL_S = 1.0
 """Seconds between two reports of the device's memory while steps are computed."""
+EXCHANGE_S = 0.002
+"""Seconds before the expected end of a step at which the last exchange begins: it and the wait before it, which the
+system rounds up to whole milliseconds, are over when the step is."""
 
 
 class EngineLoop:
@@ -26,6 +38,12 @@ class EngineLoop:
         """When the device's memory is reported next."""
         self._idle = False
         """There was nothing to do in the last round."""
+        self._begun_s = 0.0
+        """When the step under way began."""
+        self._commands: deque[EngineCommand] = deque()
+        """Commands that came while a step was computed."""
+        if core.exchanges and isinstance(runner, Overlaps):
+            runner.meanwhile = self._exchange
 
     def run(self) -> None:
         """Run until Shutdown. Raise what the runner raises."""
@@ -36,7 +54,9 @@ class EngineLoop:
 
     def _handle_commands(self) -> bool:
         """Handle the commands that have come. Return False where Shutdown was among them."""
-        for command in self._channel.receive(self._limit_s()):
+        self._commands.extend(self._channel.receive(self._limit_s()))
+        while self._commands:
+            command = self._commands.popleft()
             if isinstance(command, Shutdown):
                 return False
             for answer in self._core.handle(command, self._clock()):
@@ -55,7 +75,7 @@ class EngineLoop:
 
     def _limit_s(self) -> float | None:
         """Return how long to wait for commands."""
-        if not self._idle:
+        if self._commands or not self._idle:
             return 0.0
         until_s = self._core.wait_until_s
         return None if until_s is None else max(0.0, until_s - self._clock())
@@ -67,14 +87,30 @@ class EngineLoop:
             self._channel.send(report)
         self._idle = works is None and not self._core.busy
         if works is not None:
-            begun_s = self._clock()
+            self._begun_s = self._clock()
             drawn = self._runner.step(works) if works else []
             ended_s = self._clock()
-            for report in self._core.finish(drawn, ended_s - begun_s):
+            for report in self._core.finish(drawn, ended_s - self._begun_s):
                 self._channel.send(report)
             if ended_s >= self._memory_due_s:
                 self._report_memory()
         self._operate()
+
+    def _exchange(self, computing: Callable[[], bool]) -> None:
+        """Exchange blocks while the device computes a step, until shortly before its end."""
+        until_s = self._begun_s + self._core.expected_s - EXCHANGE_S
+        while True:
+            for message in self._core.exchange(self._clock()):
+                self._channel.send(message)
+            due_s = self._core.exchange_due_s
+            left_s = min(until_s, inf if due_s is None else due_s) - self._clock()
+            if self._clock() >= until_s or not computing():
+                return
+            for command in self._channel.receive(max(0.0, left_s)):
+                if isinstance(command, (KvbmUp, KvbmDown, KvbmReply)):
+                    self._core.handle(command, self._clock())
+                else:
+                    self._commands.append(command)
 
     def _report_memory(self) -> None:
         self._memory_due_s = self._clock() + MEMORY_INTERVAL_S

@@ -260,6 +260,10 @@ class Scheduler:
 
     # --- questions
 
+    def expected_s(self, tokens: int) -> float:
+        """Return the seconds that a step of so many tokens takes by the steps before it; 0: not known."""
+        return self._throughput.step_s if self.decodes else tokens / self._budget.tokens_per_s
+
     @property
     def living(self) -> int:
         """How many attempts live."""

@@ -31,11 +31,15 @@ class SimulatedRunner:
 
     def __init__(self, model: SimulatedModel) -> None:
         self.facts = msgspec.structs.replace(model.facts, operations=OPERATIONS)
+        self.meanwhile: Callable[[Callable[[], bool]], None] | None = None
+        """As in `Overlaps`."""
         self._model = model
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         ends_s = time.monotonic() + self._model.timing.step_s(works)
         drawn = self._model.draw(works)
+        if self.meanwhile is not None:
+            self.meanwhile(lambda: time.monotonic() < ends_s)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         return drawn
 

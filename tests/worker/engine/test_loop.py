@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
-from services.worker.engine.loop import EngineLoop
+from services.worker.engine.loop import EXCHANGE_S, EngineLoop
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, KVConnector
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
@@ -16,6 +16,7 @@ from services.worker.messages import (
     CancelAttempt,
     EngineCommand,
     EngineReport,
+    KvbmLink,
     KvbmUp,
     Shutdown,
     Snapshot,
@@ -148,14 +149,12 @@ class Sleeper:
         return commands
 
 
-def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float | None]:
-    """How long the loop of an engine with a kvbm's pool wanted to sleep each time."""
-    runner = PoolRunner(16, 32)
+def loop_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineLoop:
+    """The loop of an engine with a kvbm's pool."""
     limits = SchedulerLimits(
         model="model", context_length=32, eos_token_ids=frozenset((0,)), block_size=BLOCK_SIZE, capacity_blocks=16
     )
     scheduler = Scheduler(limits)
-    sleeper = Sleeper(command, sleeps)
     connector = KVConnector(
         scheduler.kv_cache,
         HandMover(runner.memory, lambda: sleeper.now_s),
@@ -166,7 +165,13 @@ def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float
         most_blocks=64,
     )
     core = EngineCore(scheduler, BLOCK_SIZE, connector)
-    EngineLoop(cast(EngineEnd, sleeper), core, runner, lambda: sleeper.now_s).run()
+    return EngineLoop(cast(EngineEnd, sleeper), core, runner, lambda: sleeper.now_s)
+
+
+def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float | None]:
+    """How long the loop of an engine with a kvbm's pool wanted to sleep each time."""
+    sleeper = Sleeper(command, sleeps)
+    loop_with_pool(sleeper, PoolRunner(16, 32), pool).run()
     return sleeper.slept_s
 
 
@@ -187,3 +192,63 @@ class BrokenRunner(FakeRunner):
 def test_what_the_runner_raises_comes_out() -> None:
     with pytest.raises(ZeroDivisionError):
         run([submit("r")], runner=BrokenRunner(block_size=2, capacity_blocks=16, context_length=32))
+
+
+STEP_S = 0.05
+
+
+class Device(PoolRunner):
+    """It computes for STEP_S while the loop does something else."""
+
+    def __init__(self, sleeper: Sleeper) -> None:
+        super().__init__(16, 32)
+        self.meanwhile: Callable[[Callable[[], bool]], None] | None = None
+        self.returned_s: list[float] = []
+        """How long after its begin each step was returned to."""
+        self._sleeper = sleeper
+
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        begun_s = self._sleeper.now_s
+        if self.meanwhile is not None:
+            self.meanwhile(lambda: self._sleeper.now_s < begun_s + STEP_S)
+        self.returned_s.append(self._sleeper.now_s - begun_s)
+        self._sleeper.now_s = begun_s + STEP_S
+        return super().step(works)
+
+
+def test_while_the_device_computes_the_loop_exchanges_blocks_until_shortly_before_the_end(tmp_path: Path) -> None:
+    sleeper = Sleeper(submit("r"), 1_000)
+    device = Device(sleeper)
+    loop_with_pool(sleeper, device, tmp_path).run()
+    prefill_s, first_s, *others_s = device.returned_s
+    assert prefill_s == pytest.approx(len(PROMPT) / 256 - EXCHANGE_S), "at the assumed speed"
+    assert first_s == 0.0, "it is not known how long a step that decodes takes"
+    assert others_s == pytest.approx([STEP_S - EXCHANGE_S] * 2)
+
+
+class Talker(Sleeper):
+    """A channel that says a line each time the loop sleeps while a step is computed, after half of that time."""
+
+    def __init__(self, *lines: EngineCommand) -> None:
+        super().__init__(submit("r"), 3)
+        self._lines = list(lines)
+        self.heard: list[EngineReport] = []
+
+    def send(self, report: EngineReport) -> None:
+        self.heard.append(report)
+
+    def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
+        if limit_s == 0.0 or limit_s is None or not self._lines:
+            return super().receive(limit_s)
+        self.now_s += limit_s / 2
+        return [self._lines.pop(0)]
+
+
+def test_what_the_kvbm_says_is_handled_while_a_step_is_computed_and_all_else_after_it(tmp_path: Path) -> None:
+    talker = Talker(CancelAttempt("r", 1), KvbmUp("k1"))
+    device = Device(talker)
+    loop_with_pool(talker, device, tmp_path / "nowhere").run()
+    kinds = [type(report) for report in talker.heard]
+    assert kinds[:3] == [Stepped, KvbmLink, Stepped], "the pool is not there, which the connector says at once"
+    parts = [part for report in talker.heard if isinstance(report, Stepped) for part in report.parts.get("f", [])]
+    assert [part.finish for part in parts] == [None, "cancelled"], "the step was computed before it was handled"

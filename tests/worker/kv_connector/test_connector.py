@@ -87,6 +87,17 @@ def test_whatever_happens_bytes_are_right_and_nothing_leaks(
     live(World(tmp_path / "pool", Random(seed)))
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_exchanged_while_a_step_is_computed_bytes_are_right_and_nothing_leaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(fetches, "BATCH_BLOCKS", 1 + seed % 3)
+    monkeypatch.setattr(core, "MOST_LOADED", 1 + seed % 4)
+    world = World(tmp_path / "pool", Random(seed), threads=seed % 6 == 0)
+    world.overlaps = True
+    live(world)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_bytes_are_right_where_threads_copy(tmp_path: Path, seed: int) -> None:
     live(World(tmp_path / "pool", Random(seed), threads=True))
@@ -182,6 +193,21 @@ def test_an_engine_whose_last_stream_was_cancelled_does_not_sleep_before_it_took
     engine.cancel(sorted(engine.living).index("stream"))
     assert engine.core.wait_until_s == 0.0, "it sleeps"
     assert blocks_left(engine) == 0
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_blocks_that_end_while_a_step_is_computed_are_taken_up_meanwhile(world: World) -> None:
+    engine = load_all(world, ["stream"])
+    _, works = engine.core.begin(world.now_s)
+    assert engine.scheduler.kv_cache.statistics().loading == 2
+    for left in (1, 0):
+        assert engine.core.exchange_due_s == 0.0, "it would not go on"
+        engine.tell(engine.core.exchange(world.now_s))
+        assert engine.scheduler.kv_cache.statistics().loading == left
+    assert works is not None
+    engine.hear(engine.core.finish(engine.runner.step(works), world.step_s))
+    world.settle()
+    assert engine.host_tokens == REUSABLE_TOKENS
 
 
 def test_what_a_lora_computed_is_loaded_for_that_lora_alone(world: World) -> None:

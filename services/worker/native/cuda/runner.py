@@ -130,8 +130,12 @@ class CudaRunner:
         self._layout = StepLayout(block_size, PREFILL_ROWS)
         self.use_graphs = True
         """Whether graphs are used; otherwise every step runs eagerly."""
+        self.meanwhile: Callable[[Callable[[], bool]], None] | None = None
+        """As in `Overlaps`."""
         self.stream = cp.cuda.Stream(non_blocking=True)
         """The stream of all steps."""
+        self._launched = cp.cuda.Event(disable_timing=True)
+        """Happens when the logits of the last step are computed."""
         self.stream.wait_event(cp.cuda.get_current_stream().record())  # wait for the weights
         self._take_memory(weights, progress)
 
@@ -201,10 +205,14 @@ class CudaRunner:
         """
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
+        spans = pooling_spans(works)
         with device_errors_as_model_error(), self.stream:
             logits = self.logits(works)
-            spans = pooling_spans(works)
             self._pooling.begin(spans)
+            self._launched.record(self.stream)
+        if self.meanwhile is not None:
+            self.meanwhile(self._computes)
+        with device_errors_as_model_error(), self.stream:
             masks = self._masks.end()  # they were computed while the device computes
             if drawing:
                 drawn = self._drawing.draw(logits, drawing, masks)
@@ -212,6 +220,11 @@ class CudaRunner:
                 drawn = []
                 self._drawing.wait()
         return step_results(works, drawn, self._pooling.sums(spans))
+
+    def _computes(self) -> bool:
+        """Whether the device still computes the logits of the step."""
+        with device_errors_as_model_error():
+            return not self._launched.done
 
     def logits(self, works: Sequence[Work]) -> Array:
         """Enqueue a step on the runner's stream.
