@@ -22,8 +22,11 @@ from services.worker.runner import Overlaps, Runner
 MEMORY_INTERVAL_S = 1.0
 """Seconds between two reports of the device's memory while steps are computed."""
 EXCHANGE_S = 0.002
-"""Seconds before the expected end of a step at which the last exchange begins: it and the wait before it, which the
-system rounds up to whole milliseconds, are over when the step is."""
+"""Seconds before the expected end of a step at which the last exchange begins: it and the wait before it are over when
+the step is."""
+SLICE_S = 0.001
+"""Most seconds that the loop sleeps while a step is computed: nothing wakes it when the device is done, and a step can
+end long before it is expected to."""
 
 
 class EngineLoop:
@@ -102,11 +105,11 @@ class EngineLoop:
         while True:
             for message in self._core.exchange(self._clock()):
                 self._channel.send(message)
-            due_s = self._core.exchange_due_s
-            left_s = min(until_s, inf if due_s is None else due_s) - self._clock()
-            if self._clock() >= until_s or not computing():
+            now_s, due_s = self._clock(), self._core.exchange_due_s
+            if now_s >= until_s or not computing():
                 return
-            for command in self._channel.receive(max(0.0, left_s)):
+            wake_s = min(until_s, now_s + SLICE_S, inf if due_s is None else due_s)
+            for command in self._channel.receive(max(0.0, wake_s - now_s)):
                 if isinstance(command, (KvbmUp, KvbmDown, KvbmReply)):
                     self._core.handle(command, self._clock())
                 else:

@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
-from services.worker.engine.loop import EXCHANGE_S, EngineLoop
+from services.worker.engine.loop import EXCHANGE_S, SLICE_S, EngineLoop
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, KVConnector
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
@@ -198,21 +198,23 @@ STEP_S = 0.05
 
 
 class Device(PoolRunner):
-    """It computes for STEP_S while the loop does something else."""
+    """It computes for STEP_S while the loop does something else, its first steps for other times."""
 
-    def __init__(self, sleeper: Sleeper) -> None:
+    def __init__(self, sleeper: Sleeper, *steps_s: float) -> None:
         super().__init__(16, 32)
         self.meanwhile: Callable[[Callable[[], bool]], None] | None = None
         self.returned_s: list[float] = []
         """How long after its begin each step was returned to."""
         self._sleeper = sleeper
+        self._steps_s = list(steps_s)
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        step_s = self._steps_s.pop(0) if self._steps_s else STEP_S
         begun_s = self._sleeper.now_s
         if self.meanwhile is not None:
-            self.meanwhile(lambda: self._sleeper.now_s < begun_s + STEP_S)
+            self.meanwhile(lambda: self._sleeper.now_s < begun_s + step_s)
         self.returned_s.append(self._sleeper.now_s - begun_s)
-        self._sleeper.now_s = begun_s + STEP_S
+        self._sleeper.now_s = max(self._sleeper.now_s, begun_s + step_s)
         return super().step(works)
 
 
@@ -226,11 +228,18 @@ def test_while_the_device_computes_the_loop_exchanges_blocks_until_shortly_befor
     assert others_s == pytest.approx([STEP_S - EXCHANGE_S] * 2)
 
 
+def test_a_step_that_ends_sooner_than_expected_is_seen_soon(tmp_path: Path) -> None:
+    sleeper = Sleeper(submit("r"), 1_000)
+    device = Device(sleeper, STEP_S, 1.0)
+    loop_with_pool(sleeper, device, tmp_path).run()
+    assert all(STEP_S <= returned_s <= STEP_S + SLICE_S for returned_s in device.returned_s[2:])
+
+
 class Talker(Sleeper):
     """A channel that says a line each time the loop sleeps while a step is computed, after half of that time."""
 
     def __init__(self, *lines: EngineCommand) -> None:
-        super().__init__(submit("r"), 3)
+        super().__init__(submit("r"), 1_000)
         self._lines = list(lines)
         self.heard: list[EngineReport] = []
 
