@@ -91,6 +91,8 @@ class EngineCore:
         """The lent blocks of the last report."""
         self._step_tokens = 0
         """Tokens that the step under way computes."""
+        self.expected_s = 0.0
+        """Seconds that the step under way will probably take; 0: not known."""
         self._begun_s = 0.0
         self._reported_s = float("-inf")
         self._pending = Outcome()
@@ -266,6 +268,7 @@ class EngineCore:
         works = self._scheduler.schedule(now_s)
         self._begun_s = now_s
         self._step_tokens = sum([work.end - work.start for work in works])
+        self.expected_s = self._scheduler.expected_s(self._step_tokens, len(works))
         decodes = self._step_tokens == len(works)
         return ([] if decodes else self._report_pending()), works
 
@@ -278,11 +281,6 @@ class EngineCore:
     def exchanges(self) -> bool:
         """Whether blocks are exchanged, with a kvbm or other engines."""
         return self._connector is not None
-
-    @property
-    def expected_s(self) -> float:
-        """Seconds that the step under way will probably take; 0: not known."""
-        return self._scheduler.expected_s(self._step_tokens)
 
     def exchange(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """Exchange blocks while a step is computed; return the messages for the kvbm."""

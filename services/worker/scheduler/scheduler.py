@@ -260,9 +260,10 @@ class Scheduler:
 
     # --- questions
 
-    def expected_s(self, tokens: int) -> float:
+    def expected_s(self, tokens: int, sequences: int) -> float:
         """Return the seconds that a step of so many tokens takes by the steps before it; 0: not known."""
-        return self._throughput.step_s if self.decodes else tokens / self._budget.tokens_per_s
+        prefill_s = tokens / self._budget.tokens_per_s if tokens > sequences else 0.0
+        return max(self._throughput.step_s, prefill_s)
 
     @property
     def living(self) -> int:
