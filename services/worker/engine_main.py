@@ -166,7 +166,7 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment:
             channel.watch(mover.fileno())
         borrower, lender = _loans(config, runner, channel)
     with closing(EngineCore.of(config, runner.facts, mover, attachment, borrower=borrower, lender=lender)) as core:
-        channel.send(runner.facts)
+        channel.send(msgspec.structs.replace(runner.facts, lends=lender is not None))
         EngineLoop(channel, core, runner, time.monotonic).run()
 
 
@@ -179,6 +179,8 @@ def _loans(
     if not isinstance(runner, HasPeerMemory) or not (settings.lends or settings.borrows):
         return None, None
     memory = runner.peer_memory
+    if settings.lends and memory().pages is None:
+        return None, None
     facts, directory = runner.facts, Path(settings.kvbm.pool)
     layout = store_layout(config, facts).digest
     identity = PeerIdentity(config.model_name, layout, facts.kv_layout.dtype, kind=memory().kind)

@@ -177,6 +177,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """The operations that this engine can do; the shell refuses the others by name."""
     ranks: int = 1
     """Number of data-parallel ranks. Each has its own blocks and computes its own attempts."""
+    lends: bool = False
+    """Whether other engines of the machine can copy its blocks."""
 
 
 class EngineLoad(Struct, frozen=True):

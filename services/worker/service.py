@@ -78,6 +78,11 @@ SNAPSHOT_CHUNK_BYTES = 1 << 18
 encoded quickly."""
 SMALL_KV_TOKENS = 512
 """Tokens of KV below which the worker warns: a chat of a few turns does not fit."""
+NOT_LENT = (
+    "it lends no blocks, and decode workers get them from the kvbm only: its memory cannot be shared with other"
+    " processes; the log says why"
+)
+"""The note of a worker that would lend blocks by its settings."""
 FLUSH_LIMIT_S = 2.0
 """Seconds for sending the last frames."""
 _MAKE_SUBMIT: Callable[..., Submit] = Submit
@@ -235,6 +240,7 @@ class Worker:
 
     def _engine_ready(self, facts: Ready) -> None:
         self._lost_because = ""
+        self._notes = []
         card = card_of(  # reads some MB, once, while nothing is served
             facts,
             model=self._config.model,
@@ -253,7 +259,9 @@ class Worker:
             setting = "capacity_blocks" if self._config.capacity_blocks else "capacity_bytes"
             note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
             _log.warning("%s", note)
-            self._notes = [note]
+            self._notes.append(note)
+        if self._config.engine == "native" and self._config.lends and not facts.lends:
+            self._notes.append(NOT_LENT)
         self._operator.engine_ready(facts, card)
 
     def _health_fields(self) -> dict[str, list[str]]:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
+from services.worker.service import NOT_LENT
 from shared.messages import Part, Sampling
 from shared.pool.format import HEADER_BYTES, parse
 from tests.tiny_model import write_tiny_model
+from tests.worker.file_limit import LIMIT_BYTES, small_files
 from tests.worker.shell import NAMESPACE, WORKER, Shell, request, running_worker
 from tests.worker.store import attached, saved, store
 
 PROMPT = [position * 7 % 320 for position in range(100)]
 BLOCKS = 6
 """Full ones of the prompt, of 16 tokens."""
+MANY_BLOCKS = LIMIT_BYTES >> 10
+"""Each takes more than 1 KiB."""
 
 
 @pytest.fixture
@@ -59,6 +65,29 @@ async def test_what_an_engine_computed_the_next_one_gets_from_kvbm_after_a_crash
         assert (second.cached_tokens, second.cached_host_tokens) == (16 * BLOCKS, 16 * BLOCKS)
         _, third = await answer(shell, "third")
         assert (third.cached_tokens, third.cached_host_tokens) == (16 * BLOCKS, 0), "it is on the device by now"
+
+
+@pytest.mark.parametrize("lends", [True, False])
+async def test_a_prefill_worker_whose_memory_cannot_be_shared_serves_and_says_so(
+    config: WorkerConfig, lends: bool
+) -> None:
+    kvbm = msgspec.structs.replace(config.kvbm, lending=lends)
+    config = msgspec.structs.replace(config, role="prefill", capacity_blocks=MANY_BLOCKS, kvbm=kvbm)
+    async with AsyncExitStack() as opened:
+        with small_files():
+            shell = await opened.enter_async_context(running_worker(config))
+            await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
+        await answer(shell, "first")
+        assert shell.runtime.health.also().get("notes", []) == ([NOT_LENT] if lends else [])
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_whose_memory_can_be_shared_has_nothing_to_say(
+    config: WorkerConfig, role: Literal["prefill", "decode"]
+) -> None:
+    async with running_worker(msgspec.structs.replace(config, role=role)) as shell:
+        await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
+        assert "notes" not in shell.runtime.health.also()
 
 
 async def test_a_damaged_block_whose_numbers_are_finite_is_seen_by_its_checksum_and_computed(

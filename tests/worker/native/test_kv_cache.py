@@ -11,6 +11,7 @@ import pytest
 
 from services.worker.native.kv_cache import KvCache
 from shared.messages import KvLayout
+from tests.worker.file_limit import LIMIT_BYTES, small_files
 
 LAYOUT = KvLayout("float32", layers=2, kv_heads=3, head_dim=4, block_size=8)
 NARROW = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
@@ -34,6 +35,16 @@ def test_unused_blocks_take_no_memory() -> None:
     cache = KvCache(LAYOUT, (1 << 30) // LAYOUT.block_bytes)
     cache.write(0, np.array([17]), np.array([0]), np.ones((1, 3, 4), np.float32), np.ones((1, 3, 4), np.float32))
     assert _resident_bytes() - before < 64 << 20
+
+
+def test_without_memory_that_others_can_map_the_pages_are_ordinary_ones() -> None:
+    with small_files():
+        cache = KvCache(LAYOUT, 2 * LIMIT_BYTES // LAYOUT.block_bytes, lent=True)
+    assert cache.exported is None
+    cache.write(0, np.array([17]), np.array([0]), np.ones((1, 3, 4), np.float32), np.ones((1, 3, 4), np.float32))
+    assert cache.read(0, np.array([[17]]), 1)[0].all()
+    cache.drop()
+    cache.close()
 
 
 def test_dropped_pages_take_no_memory_and_are_used_again() -> None:

@@ -50,6 +50,7 @@ from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.mover import TransferMover
 from services.worker.transfer.peer.device_copier import DevicePeerCopier
 from services.worker.transfer.peer.device_pages import DeviceMapper, DevicePages
+from services.worker.transfer.peer.fallback import pages_to_lend
 from services.worker.transfer.peer.memory import PeerMemory
 from shared.errors import ConfigError, ModelError
 from shared.messages import KvLayout
@@ -85,8 +86,8 @@ class CudaRunner:
         """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
         A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `lends` other
-        engines can copy blocks. `progress` is called
-        with the share of the graphs that are captured.
+        engines can copy blocks, if the GPU has memory that they can map. `progress` is called with the share of the
+        graphs that are captured.
         """
         element_type = settings.dtype
         layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
@@ -178,7 +179,9 @@ class CudaRunner:
             return cp.empty(shape, dtype)
         self._memory.trim()  # what the pool keeps is not there for others
         size_bytes = prod(shape) * cp.dtype(dtype).itemsize
-        self._exported = DevicePages(size_bytes, self._memory.device)
+        self._exported = pages_to_lend(lambda: DevicePages(size_bytes, self._memory.device))
+        if self._exported is None:
+            return cp.empty(shape, dtype)
         return self._exported.array()[:size_bytes].view(dtype).reshape(shape)
 
     def _free_memory(self) -> None:

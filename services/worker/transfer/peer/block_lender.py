@@ -34,7 +34,7 @@ class BlockLender:
         blocks: LendableBlocks,
         limits: LendingLimits,
     ) -> None:
-        """`memory` returns the engine's present memory, which has pages."""
+        """`memory` returns the engine's present memory. While it has no pages, nothing is lent."""
         self._directory = directory
         self._memory = memory
         self._identity = identity
@@ -79,7 +79,8 @@ class BlockLender:
         self.close()
         self._owner = owner
         memory = self._memory()
-        assert memory.pages is not None
+        if memory.pages is None:  # after a sleep there was none to share; `pages_to_lend` has said so
+            return
         generation = 1 + int.from_bytes(os.urandom(_GENERATION_BYTES), "little")
         try:
             self._lender = PeerLender(

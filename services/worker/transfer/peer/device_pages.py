@@ -26,16 +26,22 @@ class DevicePages:
     """Device memory that other processes can map."""
 
     def __init__(self, size_bytes: int, device: int) -> None:
-        """Allocate the memory; `size_bytes` is rounded up to whole pages. Raise DeviceMemoryExhausted, DeviceFailed."""
+        """Allocate the memory; `size_bytes` is rounded up to whole pages. Raise DeviceMemoryExhausted; DeviceFailed,
+        also where this GPU has no such memory."""
         use_device(device)
         self._driver = Driver()
+        self._driver.check_descriptors(device)
         page = self._driver.granularity(device)
         self.size_bytes = -(-size_bytes // page) * page
         self.device = self._driver.uuid(device)
         handle = self._driver.create(self.size_bytes, device)
         try:
             self._descriptor = self._driver.export(handle)
-            self.address = self._driver.map(handle, self.size_bytes, device, READ_AND_WRITE)
+            try:
+                self.address = self._driver.map(handle, self.size_bytes, device, READ_AND_WRITE)
+            except DeviceFailed:
+                os.close(self._descriptor)  # it keeps the memory
+                raise
         finally:
             self._driver.release(handle)
         self._ordinal = device
@@ -59,27 +65,27 @@ class DeviceMapper:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._driver = Driver()
 
     def map(self, descriptors: Sequence[int], size_bytes: int, device: str) -> DeviceMapping:
         if len(descriptors) != 1 or not device:
             raise MapFailed(f"device memory has one descriptor and a GPU; these are {len(descriptors)} and {device!r}")
         try:
             use_device(self._device)
-            self._check_reach(device)
-            handle = self._driver.import_(descriptors[0])
+            driver = Driver()
+            self._check_reach(device, driver)
+            handle = driver.import_(descriptors[0])
             try:
-                address = self._driver.map(handle, size_bytes, self._device, READ)
+                address = driver.map(handle, size_bytes, self._device, READ)
             finally:
-                self._driver.release(handle)
+                driver.release(handle)
         except DeviceFailed as wrong:
             raise MapFailed(str(wrong)) from wrong
-        return DeviceMapping(self._driver, address, size_bytes)
+        return DeviceMapping(driver, address, size_bytes)
 
-    def _check_reach(self, uuid: str) -> None:
+    def _check_reach(self, uuid: str, driver: Driver) -> None:
         """Raise MapFailed if the own GPU is known to have no access to the memory of the one with this UUID."""
         with translated_errors():
-            visible = [number for number in range(runtime.getDeviceCount()) if self._driver.uuid(number) == uuid]
+            visible = [number for number in range(runtime.getDeviceCount()) if driver.uuid(number) == uuid]
             for number in visible:  # one that this process does not see is left to the driver to refuse
                 if number != self._device and not runtime.deviceCanAccessPeer(self._device, number):
                     raise MapFailed(f"GPU {self._device} has no access to the memory of GPU {number}")

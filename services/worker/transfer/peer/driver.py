@@ -9,6 +9,8 @@ from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 READ, READ_AND_WRITE = 1, 3
 """Flags of a mapping: the driver's CUmemAccess_flags."""
 _PINNED, _ON_DEVICE, _POSIX_DESCRIPTOR = 1, 1, 1
+_TAKES_POSIX_DESCRIPTORS = 103
+"""The driver's CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED."""
 _OUT_OF_MEMORY = 2
 
 
@@ -42,6 +44,7 @@ class _Access(ctypes.Structure):
 _WORD = ctypes.c_size_t
 _LONG = ctypes.c_ulonglong
 _SIGNATURES = {
+    "cuDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
     "cuDeviceGetUuid_v2": (ctypes.c_void_p, ctypes.c_int),
     "cuMemGetAllocationGranularity": (ctypes.POINTER(_WORD), ctypes.POINTER(_Properties), ctypes.c_int),
     "cuMemCreate": (ctypes.POINTER(_LONG), _WORD, ctypes.POINTER(_Properties), _LONG),
@@ -74,6 +77,13 @@ class Driver:
         uuid = ctypes.create_string_buffer(16)
         self._call("cuDeviceGetUuid_v2", uuid, device)
         return uuid.raw.hex()
+
+    def check_descriptors(self, device: int) -> None:
+        """Raise DeviceFailed if no descriptor can stand for memory of this GPU, as in WSL and with some vGPUs."""
+        takes = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(takes), _TAKES_POSIX_DESCRIPTORS, device)
+        if not takes.value:
+            raise DeviceFailed(f"GPU {device} has no memory that a POSIX descriptor can stand for")
 
     def granularity(self, device: int) -> int:
         """Return the number of bytes of which sizes must be multiples."""

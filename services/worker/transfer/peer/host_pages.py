@@ -31,9 +31,13 @@ class HostPages:
         """Make the memory; pages are touched when they are first used. Raise OSError."""
         self.size_bytes = size_bytes
         self._descriptor = os.memfd_create("headrace-peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, size_bytes)
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, size_bytes)
+        try:
+            os.ftruncate(self._descriptor, size_bytes)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, size_bytes)
+        except OSError:
+            os.close(self._descriptor)
+            raise
         self.array = np.frombuffer(self._mapping, np.uint8)
         """All bytes, writable."""
 

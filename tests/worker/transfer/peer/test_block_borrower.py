@@ -40,12 +40,14 @@ class Memory:
 
     def __init__(self, fill: int) -> None:
         self.pages = HostPages(SLOTS * BLOCK_BYTES)
+        self.shared: HostPages | None = self.pages
+        """What others can map."""
         self.blocks = self.pages.array.reshape(SLOTS, BLOCK_BYTES)
         self.blocks[:] = np.arange(SLOTS, dtype=np.uint8)[:, None] + fill
 
     def seen(self) -> PeerMemory:
         shape = BlockShape.contiguous(self.pages.address, BLOCK_BYTES, SLOTS)
-        return PeerMemory("host", shape, self.pages, HostMapper(), lambda theirs: HostPeerCopier(theirs, shape))
+        return PeerMemory("host", shape, self.shared, HostMapper(), lambda theirs: HostPeerCopier(theirs, shape))
 
 
 class LendingEngine:
@@ -145,6 +147,23 @@ def test_blocks_are_lent_as_they_are_computed_copied_and_returned(rig: Rig) -> N
     assert engine.lent == [0, 1, 2, 3]
     rig.borrower.release(1)
     rig.until(lambda: not engine.lent)
+
+
+def test_an_engine_whose_memory_cannot_be_mapped_lends_nothing_until_it_can(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.lender.close()
+    whole = engine.memory.pages
+    engine.memory.shared = None
+    engine.turn()
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    assert rig.answers == [Borrowed(1, [], last=True)]
+    engine.lender.close()  # it sleeps, and wakes
+    engine.memory.shared = whole
+    engine.turn()
+    rig.ask(2, [0])
+    rig.until(lambda: len(rig.answers) == 2)
+    assert rig.answers[1] == Borrowed(2, [0], last=True)
 
 
 def test_without_a_lender_of_that_worker_the_answer_is_that_nothing_is_lent(
