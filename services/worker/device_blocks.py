@@ -73,15 +73,21 @@ class DeviceBlocks(Protocol):
         block before them got no slot. None: it is not known yet which slots; to be asked again each step."""
         ...
 
-    def end_loads(self, number: int, first: int, good: Sequence[bool], disk: bool, /) -> None:
-        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not. Called
-        once for each slot of `begin_load`, in any order, also after the attempt has ended."""
+    def end_loads(self, number: int, first: int, good: Sequence[bool], disk: bool, lender: str = "", /) -> None:
+        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not; `lender`
+        is the worker that lent them, empty for the kvbm. Called once for each slot of `begin_load`, in any order, also
+        after the attempt has ended."""
         ...
 
     def end_fetch(self, number: int, round_trip_s: float, /) -> None:
         """Nothing more comes for fetch `number`, and all its loads have ended. Called exactly once for each fetch.
         `round_trip_s` is the time from the question to the kvbm's first answer, or until no answer was awaited any
         longer; 0: not known."""
+        ...
+
+    def offer_borrowed(self, lender: str, /) -> None:
+        """The engine of the worker `lender` lends nothing any more, and may not have stored what it lent: offer that to
+        the kvbm."""
         ...
 
     def discard(self, keys: Sequence[ContentKey]) -> None:

@@ -53,6 +53,11 @@ class Borrower(Protocol):
         """Return the batches that have ended since the last call, each exactly once. None has `failed`."""
         ...
 
+    def gone_lenders(self) -> list[str]:
+        """Return the workers whose engines lend nothing any more, since the last call: they ended, slept, failed, or
+        were left for others. All copies from them have ended, and `ended` has returned them."""
+        ...
+
     def release(self, number: int) -> None:
         """Give a loan back. No copy that reads it is under way."""
         ...

@@ -104,8 +104,8 @@ class HandBorrower:
         self._memory = memory
         self._lenders = lenders
         self._clock = clock
-        self._connections: dict[int, tuple[HandLender, int]] = {}
-        """Lender, by its id → the lender and the connection to it."""
+        self._connections: dict[str, tuple[HandLender, int]] = {}
+        """Worker → its lender and the connection to it."""
         self._loans: dict[int, _Loan] = {}
         self._batches: list[_Batch] = []
         self._ended: list[Copied] = []
@@ -115,9 +115,9 @@ class HandBorrower:
         try:
             if lender is None:
                 raise LendingRefused("closing", "there is no such lender")
-            known = self._connections.get(id(lender))
+            known = self._connections.get(worker)
             connection = known[1] if known is not None and lender.connected(known[1]) else lender.admit(self)
-            self._connections[id(lender)] = lender, connection
+            self._connections[worker] = lender, connection
             lender.lending.open_loan(connection, number, list(keys), self._clock())
         except LendingRefused:
             self.inbox.append(Borrowed(number, [], last=True))
@@ -146,6 +146,14 @@ class HandBorrower:
     def ended(self) -> list[Copied]:
         ended, self._ended = self._ended, []
         return ended
+
+    def gone_lenders(self) -> list[str]:
+        gone: list[str] = []
+        for name, (lender, connection) in list(self._connections.items()):
+            if not lender.connected(connection) and not any(batch.loan.lender is lender for batch in self._batches):
+                del self._connections[name]
+                gone.append(name)
+        return gone
 
     def release(self, number: int) -> None:
         loan = self._loans.pop(number, None)

@@ -190,6 +190,9 @@ class KVConnector:
             most_loaded -= len(copied.good)
             self._stats.count_loaded(copied)
             self._perform(self._fetches.loaded(copied))
+        if self._borrower is not None and not self._ended_loads:  # all that was lent is known
+            for worker in self._borrower.gone_lenders():
+                self._blocks.offer_borrowed(worker)
 
     def step(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """Do what is due; return the messages for the shell. Called each step: it takes some 2 µs while nothing is

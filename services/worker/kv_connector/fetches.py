@@ -296,7 +296,8 @@ class Fetches:
         fetch = load.fetch
         self._blocks.discard([fetch.request.keys[load.first + place] for place in copied.damaged])
         assert len(copied.good) == len(load.device_slots)
-        self._blocks.end_loads(fetch.request.number, load.first, copied.good, load.disk)
+        lender = fetch.request.lender if fetch.loan else ""
+        self._blocks.end_loads(fetch.request.number, load.first, copied.good, load.disk, lender)
         fetch.batches -= 1
         if fetch.open and not all(copied.good):
             return self._stop(fetch)  # blocks after one that is not there are of no use

@@ -219,15 +219,19 @@ class KVCacheManager:
         self.changes += 1
         return slots
 
-    def end_loads(self, number: int, first: int, good: Seq[bool], disk: bool) -> None:
-        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not. Called
-        once for each slot of `begin_load`, in any order, also after the attempt has ended."""
+    def end_loads(self, number: int, first: int, good: Seq[bool], disk: bool, lender: str = "") -> None:
+        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not; `lender`
+        is the worker that lent them, empty for the kvbm. Called once for each slot of `begin_load`, in any order, also
+        after the attempt has ended."""
         stored = self.onboarding.end_loads(number, first, good, disk)
         self._events.extend(stored)
         keys = [event.content.key for event in stored]
-        self.offloading.mark_remote(keys)
-        place = "the kvbm's disk" if disk else "the kvbm's host memory, or lent by a prefill worker"
-        self.notes.add_all(keys, "loaded from {}", place)
+        if lender:
+            self.offloading.mark_borrowed(keys, lender)
+            self.notes.add_all(keys, "lent by the prefill worker {}", lender)
+        else:
+            self.offloading.mark_remote(keys)
+            self.notes.add_all(keys, "loaded from {}", "the kvbm's disk" if disk else "the kvbm's host memory")
         self.changes += 1
 
     def end_fetch(self, number: int, round_trip_s: float) -> None:
@@ -236,6 +240,11 @@ class KVCacheManager:
         longer; 0: not known."""
         self.onboarding.end_fetch(number, round_trip_s)
         self.changes += 1
+
+    def offer_borrowed(self, lender: str) -> None:
+        """The engine of the worker `lender` lends nothing any more, and may not have stored what it lent: offer that to
+        the kvbm."""
+        self.offloading.enqueue_borrowed(lender)
 
     def offers(self, most: int) -> list[Content]:
         """Return at most `most` blocks to offer to the kvbm, parents first. An offer holds nothing."""

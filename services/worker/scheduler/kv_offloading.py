@@ -4,8 +4,9 @@
     evicted    a block is cached, and among the next to be evicted ──▶ offered, once
     off        nothing is offered
 
-Blocks that came from the kvbm are not offered to it. An offer holds nothing. When the kvbm grants slots for offered
-blocks, those that are still cached are pinned, copied and unpinned; the others are not copied.
+Blocks that came from the kvbm are not offered to it. Blocks that were borrowed from another engine are stored by that
+engine, and queued here only when it has gone: it may not have stored them. An offer holds nothing. When the kvbm grants
+slots for offered blocks, those that are still cached are pinned, copied and unpinned; the others are not copied.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class Offloading:
         self._queue: deque[Content] = deque(maxlen=limit_blocks)
         self._remote: list[ContentKey | None] = [None] * pool.capacity
         """Slot → the key under which its content was offered to the kvbm, or came from it."""
+        self._borrowed: dict[int, tuple[ContentKey, str]] = {}
+        """Slot → the block that was borrowed into it, and its lender's worker, which has not gone since; only with
+        `filled`."""
         self._exhausted = (-1, -1)
         """The pool's (evictions, free blocks) when nothing was left to offer."""
         self._owed: Counter[ContentKey] = Counter()
@@ -62,6 +66,7 @@ class Offloading:
         self._queue.clear()
         self._owed.clear()
         self._remote = [None] * self._pool.capacity
+        self._borrowed.clear()
         self._exhausted = (-1, -1)
         if self.queues:
             for content in self._pool.newest(self._limit_blocks):
@@ -98,6 +103,24 @@ class Offloading:
             slot = self._pool.find(key)
             assert slot is not None
             self._remote[slot] = key
+
+    def mark_borrowed(self, keys: Sequence[ContentKey], lender: str) -> None:
+        """Blocks were copied from the engine of the worker `lender`, which offers them to the kvbm itself."""
+        if self.queues:
+            for key in keys:
+                slot = self._pool.find(key)
+                assert slot is not None
+                self._borrowed[slot] = key, lender
+
+    def enqueue_borrowed(self, lender: str) -> None:
+        """The worker `lender` has gone, or its engine: what it lent waits to be offered. O(blocks) if there is any."""
+        keys = {key for key, worker in self._borrowed.values() if worker == lender}
+        if not keys:
+            return
+        self._borrowed = {slot: one for slot, one in self._borrowed.items() if one[1] != lender}
+        for content in self._pool.newest(self._pool.capacity):
+            if content.key in keys:
+                self.enqueue(content)
 
     def offers(self, most: int) -> list[Content]:
         """Return at most `most` blocks to offer, parents first."""
@@ -173,6 +196,8 @@ class Offloading:
         """Raise AssertionError where the state contradicts itself."""
         assert self.queues == (self._enabled and self._offload == "filled")
         assert self.queues or not self._queue
+        assert self.queues or not self._borrowed
+        assert all(0 <= slot < self._pool.capacity for slot in self._borrowed)
         assert all(times > 0 for times in self._owed.values())
         assert self._pinned.keys() == self._pins.keys()
         for slot, copies in self._pins.items():

@@ -302,11 +302,15 @@ def test_whatever_is_lost_while_lent_blocks_are_copied_nothing_wrong_is_used_and
     second.expect("r", EXPECTED, "", first.name)
     second.step()
     first.submit("first", EXPECTED, 1)
+    until(world, first, "fetch")
+    first.carry("")
+    first.deliver(0)
     for _ in range(100):
         if not second.borrower.idle:
             break
         first.step()
         second.step()
+    assert not second.borrower.idle, "nothing is being copied"
     second.borrower.go_on(0)
     match lost:
         case "lender":
@@ -322,6 +326,38 @@ def test_whatever_is_lost_while_lent_blocks_are_copied_nothing_wrong_is_used_and
     world.settle()
     second.submit("r", EXPECTED, 1)
     world.settle()
+    world.nothing_is_left()
+
+
+@pytest.mark.parametrize("lost", ["the engine", "its sleep"])
+def test_a_lender_that_is_lost_before_it_has_stored_what_it_lent_leaves_that_to_the_reader(
+    world: World, lost: str
+) -> None:
+    first, second = world.engines
+    second.expect("r", EXPECTED, "", first.name)
+    second.step()
+    first.submit("first", EXPECTED, 1)
+    until(world, first, "store")
+    for _ in range(100):
+        first.step()
+        second.step()
+        second.copied()
+    assert second.borrower.copied_blocks == 2
+    assert second.scheduler.load().offered_blocks == 0, "the lender stores them"
+    first.asks.clear()
+    if lost == "the engine":
+        world.kill_engine(first)
+    else:
+        first.operate("sleep")
+        first.step()
+    second.submit("r", PROMPT, 1)
+    world.settle()
+    assert second.exchanged.saved_blocks == len(PROMPT) // 2
+    third = world.start_engine()
+    world.settle()
+    third.submit("again", PROMPT, 1)
+    world.settle()
+    assert third.host_tokens == REUSABLE_TOKENS
     world.nothing_is_left()
 
 

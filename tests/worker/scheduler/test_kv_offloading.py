@@ -55,6 +55,43 @@ def test_blocks_that_came_from_the_kvbm_are_not_offered_to_it() -> None:
         assert kvbm.engine.scheduler.load().offered_blocks == 0
 
 
+def test_blocks_that_were_borrowed_are_offered_once_their_lender_has_gone_parents_first() -> None:
+    first = Kvbm(Engine())
+    first.up()
+    first.engine.submit("a", PROMPT, max_tokens=1)
+    first.run()
+    kvbm = Kvbm(Engine())
+    kvbm.kept, kvbm.lender = first.kept, "prefill"
+    kvbm.up()
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.run()
+    assert kvbm.loaded_blocks == 3
+    kvbm.engine.scheduler.kv_cache.offer_borrowed("another")
+    assert kvbm.engine.scheduler.load().offered_blocks == 0
+    kvbm.engine.scheduler.kv_cache.offer_borrowed("prefill")
+    offers = kvbm.take_offers()
+    assert [content.parent for content in offers] == [None, offers[0].key, offers[1].key]
+    kvbm.engine.scheduler.kv_cache.offer_borrowed("prefill")
+    assert kvbm.take_offers() == [], "once"
+
+
+def test_blocks_that_were_borrowed_are_offered_before_they_are_evicted() -> None:
+    first = Kvbm(Engine())
+    first.up()
+    first.engine.submit("a", PROMPT, max_tokens=1)
+    first.run()
+    for lender, offered in (("", 0), ("prefill", 1)):
+        kvbm = Kvbm(Engine(capacity_blocks=4, offload="evicted"))
+        kvbm.kept, kvbm.lender = dict(first.kept), lender
+        kvbm.up()
+        kvbm.engine.submit("a", PROMPT, max_tokens=1)
+        kvbm.run()
+        assert kvbm.loaded_blocks == 3
+        kvbm.engine.submit("b", [7, 7], max_tokens=1)
+        kvbm.run()
+        assert kvbm.engine.scheduler.load().offered_blocks == offered
+
+
 def test_beyond_the_limit_the_oldest_is_left_out_and_counted() -> None:
     kvbm = Kvbm(Engine(offers_limit=2))
     kvbm.up()

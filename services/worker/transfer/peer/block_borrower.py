@@ -96,6 +96,8 @@ class BlockBorrower:
         self._answers: list[Borrowed] = []
         self._lost: list[Copied] = []
         """Batches that were asked for after their lender had ended."""
+        self._gone: set[str] = set()
+        """The workers that `gone_lenders` returns next."""
         self._refused: dict[str, float] = {}
         """Lender whose memory could not be read → when it is asked again, the newest at the end."""
         self._limited_log = RateLimitedLog(clock=clock)
@@ -163,6 +165,10 @@ class BlockBorrower:
                 link.failed = link.failed or copied.failed
                 ended.append(replace(copied, failed=""))
         return ended
+
+    def gone_lenders(self) -> list[str]:
+        gone, self._gone = self._gone, set()
+        return list(gone)
 
     def release(self, number: int) -> None:
         for link in self._links.values():
@@ -241,6 +247,7 @@ class BlockBorrower:
                 del self._refused[next(iter(self._refused))]
         self._poller.unregister(link.reader.fileno())
         if link.mover is not None:
+            self._gone.add(worker)
             self._poller.unregister(link.mover.fileno())
             link.mover.close()
         link.reader.leave()

@@ -257,6 +257,35 @@ def test_when_the_lender_ends_open_loans_end_and_its_copies_are_not_good(rig: Ri
     engine.close()
 
 
+def test_a_lender_has_gone_only_when_the_copies_from_it_have_ended(rig: Rig) -> None:
+    engine = rig.engine()
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    rig.borrower.load(7, 1, [Copy(0, 9)])
+    engine.lender.close()
+    rig.engines.clear()
+    rig.borrower.turn()
+    rig.borrower.turn()
+    assert rig.borrower.gone_lenders() == []
+    rig.until(lambda: bool(rig.copied))
+    rig.borrower.turn()
+    assert rig.borrower.gone_lenders() == ["prefill"]
+    assert rig.borrower.gone_lenders() == [], "once"
+    rig.borrower.release(1)
+    engine.close()
+
+
+def test_a_lender_that_is_left_for_another_one_has_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_borrower, "MOST_LENDERS", 1)
+    rig.engine("one")
+    rig.ask(1, [0], "one")
+    rig.until(lambda: bool(rig.answers))
+    rig.borrower.release(1)
+    assert rig.borrower.gone_lenders() == []
+    rig.ask(2, [0], "two")
+    assert rig.borrower.gone_lenders() == ["one"]
+
+
 def test_of_a_lender_that_is_silent_nothing_more_is_awaited(tmp_path: Path) -> None:
     with closing(Rig(tmp_path)) as rig:
         engine = rig.engine()
