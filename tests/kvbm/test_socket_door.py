@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 import stat
 from collections import deque
@@ -21,6 +20,7 @@ from shared.bus.contract import Message
 from shared.hashing import ContentKey
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import FROM_KVBM, PROTOCOL, Answered, Asked, FrameReader, Hello, encode_frame
+from tests.file_descriptors import no_descriptor_left
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, SMALL_BYTES, Engine, Store, World, running, serving, settings, until
 
@@ -257,12 +257,8 @@ async def test_without_file_descriptors_a_connection_waits_and_kvbm_does_not_spi
     async with running(world) as store, connected(world) as first:
         assert isinstance(await first.read(), Hello)
         with socket.socket(socket.AF_UNIX) as client:
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            try:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            with no_descriptor_left():
                 client.connect(str(store.service.door.path))
                 await until(lambda: store.service.door.refused.count > 0)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             client.settimeout(LIMIT_S)
             assert await asyncio.to_thread(client.recv, 1 << 16), "it says hello"

@@ -13,6 +13,7 @@ import pytest
 
 from shared.bus import event_port, zmtp
 from shared.bus.event_port import READ_BYTES, SEND_LIMIT_BYTES, EventPort
+from tests.file_descriptors import no_descriptor_left
 
 DEADLINE_S = 30.0
 SUB = zmtp.command(b"READY", b"\x0bSocket-Type\0\0\0\x03SUB")
@@ -169,18 +170,14 @@ async def test_a_stranger_that_leaves_its_handshake_undone_is_closed_in_time(mon
 
 
 async def test_a_machine_without_files_left_loses_no_port(port: EventPort, caplog: pytest.LogCaptureFixture) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as stranger:
         stranger.setblocking(False)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        try:
+        with no_descriptor_left():
             with suppress(BlockingIOError):
                 stranger.connect(("127.0.0.1", port.port))
             async with asyncio.timeout(DEADLINE_S):
                 while "Too many open files" not in caplog.text:  # noqa: ASYNC110 - nothing is called for it
                     await asyncio.sleep(0.01)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         async with asyncio.timeout(DEADLINE_S):
             assert await asyncio.get_running_loop().sock_recv(stranger, 64) == zmtp.GREETING
 

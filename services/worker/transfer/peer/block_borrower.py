@@ -11,7 +11,7 @@ import logging
 import os
 import select
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -222,12 +222,15 @@ class BlockBorrower:
         theirs, memory = link.reader.theirs, self._memory()
         assert theirs is not None
         try:
-            copier = memory.copier(theirs)
-        except DeviceFailed as wrong:  # a full GPU may have no room for a stream, or for a kernel's code
+            with ExitStack() as opened:
+                copier = memory.copier(theirs)
+                opened.callback(copier.close)
+                link.mover = TransferMover(copier, self._clock)
+                opened.pop_all()
+        except (DeviceFailed, OSError) as wrong:  # no room on a full GPU for a stream or a kernel; no descriptor left
             link.failed = str(wrong)
             self._limited_log.warn("blocks come through the kvbm only", f"{link.reader.lender}: {wrong}")
             return
-        link.mover = TransferMover(copier, self._clock)
         link.mover.attach(_LentSlots(link.reader, theirs.block_bytes, theirs.slots))
         self._poller.register(link.mover.fileno(), select.EPOLLIN)
         for number, keys in link.queued:

@@ -65,7 +65,10 @@ class BlockLender:
 
     @property
     def wait_until_s(self) -> float | None:
-        return self._watch_s if self._lender is not None and self._lender.lending.readers else None
+        if self._lender is None:
+            return None
+        watch_s = self._watch_s if self._lender.lending.readers else None
+        return min((due_s for due_s in (watch_s, self._lender.wait_until_s) if due_s is not None), default=None)
 
     def close(self) -> None:
         self._owner = ""

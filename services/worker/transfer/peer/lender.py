@@ -39,9 +39,13 @@ from services.worker.transfer.peer.offer_check import check_import
 from shared.errors import ProtocolError
 from shared.hashing import ContentKey
 from shared.pool.lock import check_directory
+from shared.rate_limited_log import RateLimitedLog
 
 MOST_STRANGERS = 8
 """The most connections on which no reader is admitted. Further ones are closed at once."""
+ACCEPT_RETRY_S = 0.25
+"""Seconds until the next try after a connection could not be accepted, since this process or the machine has no file
+descriptor left. Readers wait until then."""
 MOST_PACKETS = 32
 """The most packets of one connection in a turn."""
 
@@ -102,6 +106,9 @@ class PeerLender:
         self._connections: dict[int, _Connection] = {}
         self._watches: dict[str, LockWatch] = {}
         self._now_s = 0.0
+        self._accept_s: float | None = None
+        """When to accept connections again; None: now."""
+        self.unaccepted = RateLimitedLog(clock=lambda: self._now_s)
 
     def fileno(self) -> int:
         return self._poller.fileno()
@@ -114,6 +121,9 @@ class PeerLender:
     def turn(self, now_s: float) -> None:
         """Take what has come, and lend the blocks that have been computed since."""
         self._now_s = now_s
+        if self._accept_s is not None and now_s >= self._accept_s:
+            self._accept_s = None
+            self._poller.register(self._listening, select.EPOLLIN)
         for descriptor, _ in self._poller.poll(0):
             if descriptor == self._listening.fileno():
                 self._accept()
@@ -125,6 +135,11 @@ class PeerLender:
             slots = self._blocks.lend(loan.keys[len(loan.slots) :])
             if self.lending.add(loan, slots, now_s):
                 self._send(descriptor, Lent(number, self._offer.generation, slots, last=not loan.waits))
+
+    @property
+    def wait_until_s(self) -> float | None:
+        """When `turn` has something to do without any event; None: never."""
+        return self._accept_s
 
     def watch(self) -> None:
         """End the readers that are proven dead."""
@@ -157,15 +172,22 @@ class PeerLender:
     # --- connections
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError):
+        try:
             connection, _ = self._listening.accept()
-            connection.setblocking(False)
-            strangers = sum(not each.owner for each in self._connections.values())
-            if strangers >= MOST_STRANGERS or not packets.is_own_user(connection):
-                connection.close()
-                return
-            self._connections[connection.fileno()] = _Connection(connection)
-            self._poller.register(connection, select.EPOLLIN)
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as wrong:  # the socket stays readable, so look away: an idle engine would not sleep
+            self.unaccepted.warn("a process that wants to copy blocks waits", wrong.strerror)
+            self._poller.unregister(self._listening)
+            self._accept_s = self._now_s + ACCEPT_RETRY_S
+            return
+        connection.setblocking(False)
+        strangers = sum(not each.owner for each in self._connections.values())
+        if strangers >= MOST_STRANGERS or not packets.is_own_user(connection):
+            connection.close()
+            return
+        self._connections[connection.fileno()] = _Connection(connection)
+        self._poller.register(connection, select.EPOLLIN)
 
     def _read(self, descriptor: int) -> None:
         for _ in range(MOST_PACKETS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.memory import PeerMemory
 from services.worker.transfer.peer.messages import PeerIdentity
 from shared.pool.lock import HeldLock, hold_owner
+from tests.file_descriptors import no_descriptor_left
 
 SLOTS, BLOCK_BYTES = 16, 4096
 IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
@@ -225,6 +226,24 @@ def test_a_device_without_room_for_a_copier_borrows_nothing_and_its_engine_goes_
     rig.ask(2, [0])
     assert rig.borrower.turn() == [Borrowed(2, [], last=True)], "it is not asked again soon"
     assert engine.lent == []
+
+
+def test_without_a_file_descriptor_for_its_copies_an_engine_borrows_nothing_and_goes_on(rig: Rig) -> None:
+    with ExitStack() as opened:
+
+        def last_descriptor(theirs: BlockShape) -> HostPeerCopier:
+            opened.enter_context(no_descriptor_left())
+            return HostPeerCopier(theirs, rig.memory.seen().shape)
+
+        engine = rig.engine()
+        memory = replace(rig.memory.seen(), copier=last_descriptor)
+        rig.borrower.close()
+        rig.borrower = BlockBorrower(rig.directory, lambda: memory, IDENTITY, time.monotonic)
+        rig.ask(1, [0])
+        rig.until(lambda: bool(rig.answers))
+        assert rig.answers == [Borrowed(1, [], last=True)]
+        assert engine.lent == []
+        rig.borrower.release(1)
 
 
 def test_more_than_is_lent_at_once_is_refused(rig: Rig) -> None:

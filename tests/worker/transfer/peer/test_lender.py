@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -14,7 +15,7 @@ import pytest
 
 from services.worker.transfer.peer import packets
 from services.worker.transfer.peer.host_pages import HostMapper, HostPages
-from services.worker.transfer.peer.lender import MOST_STRANGERS, PeerLender
+from services.worker.transfer.peer.lender import ACCEPT_RETRY_S, MOST_STRANGERS, PeerLender
 from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.memory import MapFailed, offsets
 from services.worker.transfer.peer.messages import (
@@ -34,6 +35,7 @@ from services.worker.transfer.peer.messages import (
 from services.worker.transfer.peer.reader import PeerReader
 from shared.errors import Unavailable
 from shared.pool.lock import HeldLock, hold_owner
+from tests.file_descriptors import no_descriptor_left
 from tests.worker.transfer.peer.peer_process import IDENTITY, Settings, key_of
 
 SHAPE = Settings("", "")
@@ -108,6 +110,25 @@ def test_to_a_reader_that_takes_no_packets_no_further_block_is_lent(rig: Rig) ->
     connection.shutdown(socket.SHUT_RD)
     rig.lender.turn(0.0)
     assert rig.pinned == [1], "the first answer showed it"
+    connection.close()
+
+
+def test_without_a_file_descriptor_readers_wait_and_the_engine_neither_ends_nor_spins(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = packets.connected(packets.socket_of(rig.directory, "lender"))
+    connection.send(TO_LENDER.encode(ASKED))
+    with no_descriptor_left():
+        rig.lender.turn(1.0)
+        assert rig.lender.wait_until_s == 1.0 + ACCEPT_RETRY_S
+        assert not select.select([rig.lender], [], [], 0.0)[0], "an idle engine would not sleep"
+        rig.lender.turn(1.0 + ACCEPT_RETRY_S)
+        rig.lender.turn(1.0 + 2 * ACCEPT_RETRY_S)
+    assert rig.lender.unaccepted.count == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is logged once a minute"
+    rig.lender.turn(1.0 + 3 * ACCEPT_RETRY_S)
+    assert rig.lender.wait_until_s is None
+    assert isinstance(rig.heard(connection), Offer)
     connection.close()
 
 
