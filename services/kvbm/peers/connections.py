@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct, field
@@ -59,7 +59,7 @@ class Cuttable(Protocol):
         ...
 
     def close(self) -> None:
-        """Give it up, after the last call has returned."""
+        """Give it up, after the last call has returned. A process may take its time to end, so wait in a thread."""
         ...
 
 
@@ -84,7 +84,7 @@ class PeerConnections:
 
     async def leading(self, peer: PeerAddress, layout: StoreLayout, keys: Sequence[ContentKey], limit_s: float) -> int:
         """Return how many leading blocks the peer has in memory. Raise PeerFault."""
-        with self.limited(limit_s) as parts:
+        async with self.limited(limit_s) as parts:
             stream = await self.connected(peer, layout, parts)
             number = stream.next_number()
             answer = await self.ask(stream, Count(number, layout.digest, b"".join(keys)))
@@ -178,8 +178,8 @@ class PeerConnections:
         peer.idle = [each for each in peer.idle if each[0] is not stream]
         stream.close()
 
-    @contextmanager
-    def limited(self, limit_s: float) -> Iterator[ReadParts]:
+    @asynccontextmanager
+    async def limited(self, limit_s: float) -> AsyncIterator[ReadParts]:
         """Bound what is done within: it is cut at the deadline, and closed at the end unless it is kept."""
         parts = ReadParts(self._loop.time() + limit_s)
         timer = self._loop.call_at(parts.deadline_s, parts.expire)
@@ -191,7 +191,7 @@ class PeerConnections:
             raise
         finally:
             timer.cancel()
-            parts.close()
+            await self.closed(parts.take())
 
     async def ask(self, stream: PeerStream, question: PeerQuestion) -> PeerAnswer:
         """Ask one question, and return the answer. Raise PeerFault."""
@@ -212,8 +212,28 @@ class PeerConnections:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([job])
             if not job.cancelled() and job.exception() is None and isinstance(made := job.result(), Cuttable):
-                made.close()
+                await self.closed([made])
             raise
+
+    async def closed(self, parts: Collection[Cuttable]) -> None:
+        """Close these, which no thread uses, in threads; return when all have ended, also if this is cancelled."""
+        cancelled = False
+        left: set[asyncio.Future[None]] = set()
+        for part in parts:
+            try:
+                left.add(self._loop.run_in_executor(self._threads, part.close))
+            except RuntimeError:  # there is no thread for it, and it must have ended all the same
+                part.close()
+        while left:
+            try:
+                done, left = await asyncio.wait(left)
+            except asyncio.CancelledError:
+                cancelled = True
+                continue
+            for job in done:
+                job.result()
+        if cancelled:
+            raise asyncio.CancelledError
 
 
 class ReadParts:
@@ -256,11 +276,12 @@ class ReadParts:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait(left)
 
-    def close(self) -> None:
-        """Close those that are not kept. No thread uses them."""
-        for part in list(self._parts):
+    def take(self) -> list[Cuttable]:
+        """Remove those that are not kept, and return them: they must be closed."""
+        parts = list(self._parts)
+        for part in parts:
             self.remove(part)
-            part.close()
+        return parts
 
 
 # --- in threads

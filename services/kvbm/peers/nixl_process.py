@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import logging
 import os
 import socket
 import struct
@@ -36,7 +37,11 @@ from shared.errors import ConfigError, ProtocolError
 MODULE = "nixl_cu13"
 SEGMENT_BYTES = 1 << 18
 """The bytes of UCX's TCP segments: its own 8 KiB take 1.5 times the CPU time."""
+ENDING_S = 5.0
+"""Seconds after which it is logged that a process which was killed has not ended."""
 _SIOCGIFADDR = 0x8915
+
+_log = logging.getLogger(__name__)
 
 
 def require_nixl() -> None:
@@ -155,9 +160,9 @@ class NixlProcess:
             self._process.kill()
 
     def close(self) -> None:
-        """Kill it, and return when it has ended."""
+        """Kill it, and return when it has ended. That can take a while, if it has registered much memory."""
         self.cut()
-        self._process.wait()
+        self._wait()
         self._socket.close()
 
     def _receive(self, size_bytes: int) -> bytes:
@@ -166,7 +171,18 @@ class NixlProcess:
             raise ConnectionResetError("the NIXL process has ended")
         return data
 
+    def _wait(self) -> None:
+        """Return when it has ended, after it was killed, however long that takes: until then it may write."""
+        try:
+            self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            _log.error(
+                "NIXL process %d was killed %g s ago and has not ended: its blocks stay in use until then",
+                *(self.pid, ENDING_S),
+            )
+            self._process.wait()
+
     def _end(self, reason: str) -> PeerFault:
         self.cut()
-        self._process.wait()
+        self._wait()
         return PeerFault("closed", f"NIXL: {reason}")

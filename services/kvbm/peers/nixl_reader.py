@@ -57,7 +57,7 @@ class NixlReader:
             try:
                 await self._connections.in_thread(NixlProcess.begin, process)
             except BaseException:
-                process.close()
+                await self._connections.closed([process])
                 raise
             self.idle.append(process)
 
@@ -101,14 +101,15 @@ class NixlReader:
         """Return a process for a read, which is a part of it. Raise PeerFault."""
         if self._first is not None and not self._first.done():
             await asyncio.wait([self._first])
+        busy = self._connections.busy_with(peer)
         while self.idle:
             process = self.idle.pop()
             if not process.ended:
-                parts.add(process, self._connections.busy_with(peer))
+                parts.add(process, busy)
                 return process
-            process.close()
+            process.close()  # it has ended, so this does not wait
         process = await self._connections.in_thread(self._start)
-        parts.add(process, self._connections.busy_with(peer))
+        parts.add(process, busy)
         await self._connections.in_thread(NixlProcess.begin, process)
         return process
 

@@ -49,7 +49,7 @@ class PeerRoad:
         """Read the leading blocks of these keys that the peer has into the slots that `place` returns. Raise PeerFault
         where nothing was read."""
         began_s = self._loop.time()
-        with self._connections.limited(limit_s) as parts:
+        async with self._connections.limited(limit_s) as parts:
             stream = await self._connections.connected(peer, layout, parts)
             await self._reader.prepare(peer, parts)
             lent, epoch = await self._connections.borrow(peer, stream, layout, keys)
