@@ -46,7 +46,7 @@ from services.worker.transfer.lane import DEPTH
 from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
 from services.worker.transfer.peer.lender import PeerLender
 from services.worker.transfer.peer.memory import PageMapper
-from services.worker.transfer.peer.messages import Lent, PeerIdentity
+from services.worker.transfer.peer.messages import PeerIdentity, SlotsLent
 from services.worker.transfer.peer.reader import PeerReader
 from shared.pool.lock import hold_owner
 
@@ -291,7 +291,7 @@ def _borrowed(reader: PeerReader, loan: int, blocks: int) -> list[Copy]:
     reader.borrow(loan, [slot.to_bytes(16, "little") for slot in slots])
     answers: list[Any] = []
     _until(reader, lambda: bool(answers), answers)
-    assert isinstance(answers[0], Lent), answers
+    assert isinstance(answers[0], SlotsLent), answers
     return [Copy(slot, to) for slot, to in zip(answers[0].slots, draw.permutation(max(BLOCKS)).tolist(), strict=False)]
 
 

@@ -78,7 +78,7 @@ SNAPSHOT_CHUNK_BYTES = 1 << 18
 encoded quickly."""
 SMALL_KV_TOKENS = 512
 """Tokens of KV below which the worker warns: a chat of a few turns does not fit."""
-NOT_LENT = (
+LENDS_NOTHING = (
     "it lends no blocks, and decode workers get them from the kvbm only: its memory cannot be shared with other"
     " processes; the log says why"
 )
@@ -261,7 +261,7 @@ class Worker:
             _log.warning("%s", note)
             self._notes.append(note)
         if self._config.engine == "native" and self._config.lends and not facts.lends:
-            self._notes.append(NOT_LENT)
+            self._notes.append(LENDS_NOTHING)
         self._operator.engine_ready(facts, card)
 
     def _health_fields(self) -> dict[str, list[str]]:

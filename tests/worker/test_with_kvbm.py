@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
-from services.worker.service import NOT_LENT
+from services.worker.service import LENDS_NOTHING
 from shared.messages import Part, Sampling
 from shared.pool.format import HEADER_BYTES, parse
 from tests.tiny_model import write_tiny_model
@@ -78,7 +78,7 @@ async def test_a_prefill_worker_whose_memory_cannot_be_shared_serves_and_says_so
             shell = await opened.enter_async_context(running_worker(config))
             await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
         await answer(shell, "first")
-        assert shell.runtime.health.also().get("notes", []) == ([NOT_LENT] if lends else [])
+        assert shell.runtime.health.also().get("notes", []) == ([LENDS_NOTHING] if lends else [])
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -73,7 +73,7 @@ class _Lent(Struct, frozen=True):
     blocks: list[SendBlock]
 
 
-class Lender:
+class KvbmLender:
     """The lending side of one kvbm. `cut` ends a connection at once. With NIXL, `agent` is what peers read from, if it
     runs, and `lending` is called with whether anything is lent."""
 

@@ -15,7 +15,7 @@ from services.kvbm.peers.cache import PeerCache
 from services.kvbm.peers.connections import PeerConnections
 from services.kvbm.peers.contract import BlockReader
 from services.kvbm.peers.imports import PeerImports
-from services.kvbm.peers.lender import Lender
+from services.kvbm.peers.lender import KvbmLender
 from services.kvbm.peers.messages import PeerAddress
 from services.kvbm.peers.nixl_lender import NixlLender
 from services.kvbm.peers.nixl_messages import NixlRole
@@ -68,7 +68,7 @@ class KvbmPeers:
             tls,
             pool,
             metrics,
-            lambda cut: Lender(
+            lambda cut: KvbmLender(
                 runtime.instance,
                 epoch,
                 config,

@@ -1,6 +1,6 @@
 """The port at which other machines' kvbms read blocks: a thread for each connection, which asks the event loop.
 
-    thread   hello ──▶ question ──▶ loop: Lender.answer ──▶ the answer, or a SendOrder: blocks, straight from the pool
+    thread   hello ──▶ question ──▶ loop: KvbmLender.answer ──▶ the answer, or a SendOrder: blocks from the pool
     loop     a timer for each connection: it is cut when no question comes, or what it is sent does not go out
 
 A connection is closed, with all that the kernel has queued for it, before the loop is informed: from then on its slots
@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
 from services.kvbm.metrics import StoreMetrics
-from services.kvbm.peers.lender import Lender, SendBlock, SendOrder
+from services.kvbm.peers.lender import KvbmLender, SendBlock, SendOrder
 from services.kvbm.peers.messages import (
     PEER_ANSWER,
     PEER_QUESTION,
@@ -72,7 +72,7 @@ class PeerServer:
         tls: PeerTls | None,
         pool: int,
         metrics: StoreMetrics,
-        make_lender: Callable[[Callable[[int], None]], Lender],
+        make_lender: Callable[[Callable[[int], None]], KvbmLender],
     ) -> None:
         self.lender = make_lender(self._cut)
         self.faults = RateLimitedLog()

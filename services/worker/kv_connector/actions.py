@@ -49,7 +49,7 @@ class CancelBatch(Struct, frozen=True):
     batch: int
 
 
-class Borrow(Struct, frozen=True):
+class AskLender(Struct, frozen=True):
     """Ask the engine of another worker to lend blocks."""
 
     number: int
@@ -64,7 +64,7 @@ class ReturnLoan(Struct, frozen=True):
     number: int
 
 
-Action = AskKvbm | SaveBatch | LoadBatch | CancelBatch | Borrow | ReturnLoan
+Action = AskKvbm | SaveBatch | LoadBatch | CancelBatch | AskLender | ReturnLoan
 
 
 class LinkLost(HeadraceError):

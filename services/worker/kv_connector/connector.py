@@ -31,7 +31,7 @@ from services.worker.device_blocks import DeviceBlocks
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,
-    Borrow,
+    AskLender,
     CancelBatch,
     LinkLost,
     LoadBatch,
@@ -371,7 +371,7 @@ class KVConnector:
                     self.mover.cancel(batch)
                     if self._borrower is not None:
                         self._borrower.cancel(batch)
-                case Borrow(number, worker, keys):
+                case AskLender(number, worker, keys):
                     assert self._borrower is not None
                     self._borrower.ask(number, self._owner, worker, keys)
                 case ReturnLoan(number):

@@ -7,7 +7,7 @@
        └── abandoned: settled at once                                        over
 
 The kvbm answers a Fetch. Blocks that another engine of the machine is computing are borrowed from it, if there is a
-borrower: `Borrow` and `Borrowed` take the places of Fetch and Fetched, and a loan takes that of the ticket. If that
+borrower: `AskLender` and `Borrowed` take the places of Fetch and Fetched, and a loan takes that of the ticket. If that
 engine lends nothing, the kvbm is asked.
 
 A block whose bytes do not match the kvbm's checksum of it is damaged: it is reported to the kvbm as a block that may be
@@ -28,7 +28,7 @@ from services.worker.device_blocks import DeviceBlocks, FetchRequest
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,
-    Borrow,
+    AskLender,
     CancelBatch,
     LinkLost,
     LoadBatch,
@@ -177,13 +177,13 @@ class Fetches:
             actions.append(self._send(self._queue.popleft(), now_s))
         return actions
 
-    def _send(self, request: FetchRequest, now_s: float) -> AskKvbm | Borrow:
+    def _send(self, request: FetchRequest, now_s: float) -> AskKvbm | AskLender:
         fetch = self._fetches[request.number] = _OpenFetch(request, now_s)
         if not (self._borrows and request.lender):
             return self._ask_kvbm(fetch)
         fetch.loan = next(self._numbers)
         self._loans[fetch.loan] = fetch
-        return Borrow(fetch.loan, request.lender, request.keys)
+        return AskLender(fetch.loan, request.lender, request.keys)
 
     def _ask_kvbm(self, fetch: _OpenFetch) -> AskKvbm:
         request = fetch.request

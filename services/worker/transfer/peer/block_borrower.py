@@ -1,6 +1,6 @@
 """BlockBorrower: a decode worker's end of all loans: one connection, one mapping and one thread of copies a lender.
 
-ask ──▶ the lender's socket is found ──▶ its memory is mapped ──▶ borrow ──▶ Lent … ──▶ load ──▶ release
+ask ──▶ the lender's socket is found ──▶ its memory is mapped ──▶ borrow ──▶ SlotsLent … ──▶ load ──▶ release
                │ none listens, it refuses, its memory cannot be mapped, it ends
                └──▶ the answer says that no block is lent; the engine goes another way
 """
@@ -23,7 +23,7 @@ from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.mover import TransferMover
 from services.worker.transfer.peer import packets
 from services.worker.transfer.peer.memory import PeerMemory
-from services.worker.transfer.peer.messages import MOST_BLOCKS, Lent, PeerIdentity
+from services.worker.transfer.peer.messages import MOST_BLOCKS, PeerIdentity, SlotsLent
 from services.worker.transfer.peer.reader import PeerReader
 from shared.errors import Unavailable
 from shared.hashing import ContentKey
@@ -130,8 +130,8 @@ class BlockBorrower:
         now_s = self._clock()
         for worker, link in list(self._links.items()):
             for answer in link.reader.turn():
-                slots = answer.slots if isinstance(answer, Lent) else []
-                self._answer(link, answer.number, slots, last=not isinstance(answer, Lent) or answer.last)
+                slots = answer.slots if isinstance(answer, SlotsLent) else []
+                self._answer(link, answer.number, slots, last=not isinstance(answer, SlotsLent) or answer.last)
             if link.reader.theirs is not None and link.mover is None and not (link.reader.ended or link.failed):
                 self._open(link)
             over = bool(link.reader.ended or link.reader.closing or link.failed)

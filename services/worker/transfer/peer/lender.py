@@ -25,15 +25,15 @@ from services.worker.transfer.peer.messages import (
     FROM_LENDER,
     PROTOCOL,
     TO_LENDER,
-    Borrow,
+    BorrowSlots,
     Closing,
     Import,
     Leave,
-    Lent,
+    NotLent,
     Offer,
     PeerIdentity,
-    Refused,
-    Release,
+    ReturnSlots,
+    SlotsLent,
 )
 from services.worker.transfer.peer.offer_check import check_import
 from shared.errors import ProtocolError
@@ -134,7 +134,7 @@ class PeerLender:
                 continue  # it ended with what was sent just now: nothing reads what is lent to it from now on
             slots = self._blocks.lend(loan.keys[len(loan.slots) :])
             if self.lending.add(loan, slots, now_s):
-                self._send(descriptor, Lent(number, self._offer.generation, slots, last=not loan.waits))
+                self._send(descriptor, SlotsLent(number, self._offer.generation, slots, last=not loan.waits))
 
     @property
     def wait_until_s(self) -> float | None:
@@ -205,16 +205,16 @@ class PeerLender:
                 self._drop(descriptor, str(wrong))
                 return
 
-    def _take(self, descriptor: int, message: Import | Borrow | Release | Leave) -> None:
+    def _take(self, descriptor: int, message: Import | BorrowSlots | ReturnSlots | Leave) -> None:
         admitted = bool(self._connections[descriptor].owner)
         if admitted == isinstance(message, Import):
             raise ProtocolError("a reader says what it imports first, and once")
         match message:
             case Import():
                 self._admit(descriptor, message)
-            case Borrow():
+            case BorrowSlots():
                 self._open_loan(descriptor, message)
-            case Release():
+            case ReturnSlots():
                 self._blocks.take_back(self.lending.release(descriptor, message.number))
             case Leave():
                 slots = self.lending.leave(descriptor)
@@ -234,7 +234,7 @@ class PeerLender:
         except LendingRefused as refused:
             if watch is not None:
                 watch.close()
-            self._send(descriptor, Refused(refused.code, str(refused)))
+            self._send(descriptor, NotLent(refused.code, str(refused)))
             self._drop(descriptor, str(refused))
             return
         self._forget(asked.owner)
@@ -243,13 +243,13 @@ class PeerLender:
         self._blocks.take_back(slots)
         self._send(descriptor, self._offer, self._pages.descriptors())
 
-    def _open_loan(self, descriptor: int, asked: Borrow) -> None:
+    def _open_loan(self, descriptor: int, asked: BorrowSlots) -> None:
         try:
             self.lending.open_loan(descriptor, asked.number, asked.keys, self._now_s)
         except LendingRefused as refused:
-            self._send(descriptor, Refused(refused.code, str(refused), asked.number))
+            self._send(descriptor, NotLent(refused.code, str(refused), asked.number))
 
-    def _send(self, descriptor: int, message: Offer | Refused | Lent | Closing, pages: Sequence[int] = ()) -> None:
+    def _send(self, descriptor: int, message: Offer | NotLent | SlotsLent | Closing, pages: Sequence[int] = ()) -> None:
         connection = self._connections.get(descriptor)
         if connection is None:
             return

@@ -51,7 +51,7 @@ class LendingLimits(Struct, frozen=True):
     """Blocks of all loans, those included that they still wait for; one that is lent twice counts twice."""
 
 
-class Loan(Struct):
+class SlotLoan(Struct):
     """Blocks that one reader has asked for."""
 
     reader: str
@@ -69,7 +69,7 @@ class Reader(Struct):
 
     connection: int | None
     """None: its connection is closed, and it may still read."""
-    loans: dict[int, Loan] = field(default_factory=dict)
+    loans: dict[int, SlotLoan] = field(default_factory=dict)
     """The loans by their numbers."""
 
 
@@ -123,10 +123,10 @@ class Lending:
             raise LendingRefused("limit", f"the reader has {len(loans)} loans already")
         if self.blocks + len(keys) > self.limits.blocks:
             raise LendingRefused("limit", f"{self.blocks} blocks of at most {self.limits.blocks} are lent already")
-        loans[number] = Loan(owner, keys, now_s + QUIET_S)
+        loans[number] = SlotLoan(owner, keys, now_s + QUIET_S)
         self.blocks += len(keys)
 
-    def waiting(self) -> list[tuple[int, int, Loan]]:
+    def waiting(self) -> list[tuple[int, int, SlotLoan]]:
         """Return connection, number and loan of each loan that waits for blocks."""
         return [
             (connection, number, loan)
@@ -139,7 +139,7 @@ class Lending:
         """Return whether this is the last block of a loan: it was lent lately, or will be as soon as it is there."""
         return key in self._whole or any(loan.keys[-1] == key for _, _, loan in self.waiting())
 
-    def add(self, loan: Loan, slots: Sequence[int], now_s: float) -> bool:
+    def add(self, loan: SlotLoan, slots: Sequence[int], now_s: float) -> bool:
         """Record that these slots are lent, too. Return whether that is news for the reader: blocks, or that no more
         will come."""
         assert loan.waits

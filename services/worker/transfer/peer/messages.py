@@ -1,13 +1,13 @@
 """What an engine that lends its blocks and one that reads them say to each other on a Unix socket. Pure.
 
-reader  ── Import ──▶   lender         one message a packet (SOCK_SEQPACKET), msgpack
-        ◀── Offer ──                   with the memory's descriptors; or Refused, and the connection ends
-        ── Borrow ──▶
-        ◀── Lent ── …                  each as soon as its blocks are there; the slots stay as they are until Release,
-                                       Leave, the end of the connection, or proof that the reader died
-        ── Release ─▶
-        ◀── Closing ──                 the lender wants its memory back: return everything, then Leave
-        ── Leave ──▶                   nothing is mapped or read any more
+reader  ── Import ───────▶  lender     one message a packet (SOCK_SEQPACKET), msgpack
+        ◀── Offer ───────              with the memory's descriptors; or NotLent, and the connection ends
+        ── BorrowSlots ──▶
+        ◀── SlotsLent ── …             each as soon as its blocks are there; the slots stay as they are until
+                                       ReturnSlots, Leave, the end of the connection, or proof that the reader died
+        ── ReturnSlots ──▶
+        ◀── Closing ─────              the lender wants its memory back: return everything, then Leave
+        ── Leave ────────▶             nothing is mapped or read any more
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Import(Struct, frozen=True, tag="import"):
     """The generation that the reader expects; 0: any."""
 
 
-class Borrow(Struct, frozen=True, tag="borrow"):
+class BorrowSlots(Struct, frozen=True, tag="borrow"):
     """Lend the leading ones of these blocks that are there, and each further one as soon as it is."""
 
     number: _Number
@@ -76,7 +76,7 @@ class Borrow(Struct, frozen=True, tag="borrow"):
     keys: Annotated[list[ContentKey], Meta(min_length=1, max_length=MOST_BLOCKS)]
 
 
-class Release(Struct, frozen=True, tag="release"):
+class ReturnSlots(Struct, frozen=True, tag="release"):
     """Nothing reads the slots of this loan any more, and no further ones are wanted. An unknown one is ignored."""
 
     number: _Number
@@ -101,8 +101,8 @@ class Offer(Struct, frozen=True, tag="offer"):
     shape: SlotShape
 
 
-class Refused(Struct, frozen=True, tag="refused"):
-    """The answer to Import, after which the lender closes the connection, or to Borrow."""
+class NotLent(Struct, frozen=True, tag="refused"):
+    """The answer to Import, after which the lender closes the connection, or to BorrowSlots."""
 
     code: RefusalCode
     reason: str
@@ -110,8 +110,8 @@ class Refused(Struct, frozen=True, tag="refused"):
     """The loan that was refused; -1: the import."""
 
 
-class Lent(Struct, frozen=True, tag="lent"):
-    """An answer to Borrow: more blocks of the loan."""
+class SlotsLent(Struct, frozen=True, tag="lent"):
+    """An answer to BorrowSlots: more blocks of the loan."""
 
     number: int
     generation: int
@@ -125,5 +125,9 @@ class Closing(Struct, frozen=True, tag="closing"):
     """The lender lends nothing more, and waits for the reader to leave."""
 
 
-TO_LENDER: Codec[Import | Borrow | Release | Leave] = Codec(Import | Borrow | Release | Leave, "packet to a lender")
-FROM_LENDER: Codec[Offer | Refused | Lent | Closing] = Codec(Offer | Refused | Lent | Closing, "packet from a lender")
+TO_LENDER: Codec[Import | BorrowSlots | ReturnSlots | Leave] = Codec(
+    Import | BorrowSlots | ReturnSlots | Leave, "packet to a lender"
+)
+FROM_LENDER: Codec[Offer | NotLent | SlotsLent | Closing] = Codec(
+    Offer | NotLent | SlotsLent | Closing, "packet from a lender"
+)

@@ -1,7 +1,7 @@
 """PeerReader: another process's memory as this process sees it, and the loans of its blocks.
 
     asked ──Offer, checked and mapped──▶ mapped ──leave──▶ ended
-      └──Refused, a wrong offer, the connection closed──▶ ended   also from mapped: what is being read is discarded
+      └──NotLent, a wrong offer, the connection closed──▶ ended   also from mapped: what is being read is discarded
 
 All belongs to the loop's thread, but `connected`, for which the thread that copies may ask.
 
@@ -27,15 +27,15 @@ from services.worker.transfer.peer.messages import (
     FROM_LENDER,
     PROTOCOL,
     TO_LENDER,
-    Borrow,
+    BorrowSlots,
     Closing,
     Import,
     Leave,
-    Lent,
+    NotLent,
     Offer,
     PeerIdentity,
-    Refused,
-    Release,
+    ReturnSlots,
+    SlotsLent,
 )
 from services.worker.transfer.peer.offer_check import check_offer
 from shared.errors import ProtocolError, Unavailable
@@ -87,10 +87,10 @@ class PeerReader:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def turn(self) -> list[Lent | Refused]:
+    def turn(self) -> list[SlotsLent | NotLent]:
         """Take what has come; return the answers about loans that are not released. When `ended` is set, nothing more
         is lent."""
-        answers: list[Lent | Refused] = []
+        answers: list[SlotsLent | NotLent] = []
         while not self.ended:
             try:
                 received = packets.receive(self._socket)
@@ -108,12 +108,12 @@ class PeerReader:
         self._newest = number
         if not self.ended:
             self._loans[number] = len(keys)
-            self._send(Borrow(number, list(keys)))
+            self._send(BorrowSlots(number, list(keys)))
 
     def release(self, number: int) -> None:
         """End a loan. No copy that reads it may be under way."""
         if self._loans.pop(number, None) is not None:
-            self._send(Release(number))
+            self._send(ReturnSlots(number))
 
     @property
     def connected(self) -> bool:
@@ -144,7 +144,7 @@ class PeerReader:
         ):
             packets.send(another, _LEAVE)
 
-    def _take(self, packet: bytes, descriptors: list[int], answers: list[Lent | Refused]) -> None:
+    def _take(self, packet: bytes, descriptors: list[int], answers: list[SlotsLent | NotLent]) -> None:
         try:
             message = FROM_LENDER.decode(packet)
             if self._pages is None and isinstance(message, Offer):
@@ -153,13 +153,13 @@ class PeerReader:
         finally:
             packets.close_all(descriptors)
         match message:
-            case Refused(number=-1):
+            case NotLent(number=-1):
                 raise LendingRefused(message.code, f"{self.lender} refused: {message.reason}")
-            case Refused():
+            case NotLent():
                 if self._asked_for(message.number):
                     del self._loans[message.number]
                     answers.append(message)
-            case Lent():
+            case SlotsLent():
                 if self._asked_for(message.number):
                     self._check(message)
                     self._loans[message.number] -= len(message.slots)
@@ -183,7 +183,7 @@ class PeerReader:
             raise ProtocolError(f"an answer about loan {number}, which was not asked for")
         return number in self._loans
 
-    def _check(self, lent: Lent) -> None:
+    def _check(self, lent: SlotsLent) -> None:
         assert self.theirs is not None
         if lent.generation != self._generation:
             raise LendingRefused("generation", f"blocks of generation {lent.generation}, mapped is {self._generation}")
@@ -191,7 +191,7 @@ class PeerReader:
         if len(lent.slots) > self._loans[lent.number] or not all(0 <= slot < slots for slot in lent.slots):
             raise ProtocolError(f"loan {lent.number} has slots that do not exist, or too many of them")
 
-    def _send(self, message: Borrow | Release) -> None:
+    def _send(self, message: BorrowSlots | ReturnSlots) -> None:
         try:
             packets.send(self._socket, TO_LENDER.encode(message))
         except packets.ConnectionEnded as wrong:

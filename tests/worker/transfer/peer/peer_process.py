@@ -30,7 +30,7 @@ from services.worker.transfer.peer.host_pages import HostMapper, HostPages, Host
 from services.worker.transfer.peer.lender import PeerLender
 from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.memory import ExportedPages, PageMapper
-from services.worker.transfer.peer.messages import Lent, PeerIdentity, Refused
+from services.worker.transfer.peer.messages import NotLent, PeerIdentity, SlotsLent
 from services.worker.transfer.peer.reader import PeerReader
 from shared.pool.lock import hold_owner
 
@@ -213,7 +213,7 @@ class ReaderProcess:
             self._mapper = DeviceMapper(settings.device)
         self.reader: PeerReader | None = None
         self._copier: Copier | None = None
-        self._answers: dict[int, Lent | Refused] = {}
+        self._answers: dict[int, SlotsLent | NotLent] = {}
 
     def fileno(self) -> int:
         return self.reader.fileno() if self.reader is not None and not self.reader.ended else -1
@@ -251,7 +251,9 @@ class ReaderProcess:
         while number not in self._answers and not self.reader.ended:
             self._wait()
         answer = self._answers.pop(number, None)
-        return answer.slots if isinstance(answer, Lent) else answer.code if answer is not None else self.reader.ended
+        if answer is None:
+            return self.reader.ended
+        return answer.slots if isinstance(answer, SlotsLent) else answer.code
 
     def copy(self, pairs: list[tuple[int, int]]) -> bool:
         """Copy blocks; return whether they are good."""

@@ -24,13 +24,13 @@ from services.worker.transfer.peer.messages import (
     MOST_PACKET_BYTES,
     PROTOCOL,
     TO_LENDER,
-    Borrow,
+    BorrowSlots,
     Import,
     Leave,
-    Lent,
+    NotLent,
     Offer,
-    Refused,
-    Release,
+    ReturnSlots,
+    SlotsLent,
 )
 from services.worker.transfer.peer.reader import PeerReader
 from shared.errors import Unavailable
@@ -106,7 +106,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def test_to_a_reader_that_takes_no_packets_no_further_block_is_lent(rig: Rig) -> None:
     connection = rig.admitted()
     for number in (1, 2):
-        connection.send(TO_LENDER.encode(Borrow(number, [key_of(number)])))
+        connection.send(TO_LENDER.encode(BorrowSlots(number, [key_of(number)])))
     connection.shutdown(socket.SHUT_RD)
     rig.lender.turn(0.0)
     assert rig.pinned == [1], "the first answer showed it"
@@ -136,7 +136,7 @@ def test_without_a_file_descriptor_readers_wait_and_the_engine_neither_ends_nor_
     "packet",
     [
         b"\xc1",
-        TO_LENDER.encode(Borrow(1, [key_of(1)])),
+        TO_LENDER.encode(BorrowSlots(1, [key_of(1)])),
         b"x" * MOST_PACKET_BYTES,
     ],
 )
@@ -149,8 +149,8 @@ def test_a_stranger_that_says_something_else_first_is_cut_off(rig: Rig, packet: 
 
 def test_a_reader_that_breaks_the_protocol_is_cut_off_and_keeps_its_loans_until_it_is_dead(rig: Rig) -> None:
     with rig.admitted() as connection:
-        connection.send(TO_LENDER.encode(Borrow(1, [key_of(1), key_of(2)])))
-        assert rig.heard(connection) == Lent(1, 1, [1, 2], last=True)
+        connection.send(TO_LENDER.encode(BorrowSlots(1, [key_of(1), key_of(2)])))
+        assert rig.heard(connection) == SlotsLent(1, 1, [1, 2], last=True)
         connection.send(b"?")
         assert rig.heard(connection) is None
     rig.lender.watch()
@@ -168,7 +168,7 @@ def test_a_reader_that_leaves_while_blocks_are_lent_to_it_has_left(rig: Rig, mon
         connection.close()
         return lend(keys)
 
-    connection.send(TO_LENDER.encode(Borrow(1, [key_of(1)])))
+    connection.send(TO_LENDER.encode(BorrowSlots(1, [key_of(1)])))
     monkeypatch.setattr(rig, "lend", lend_too_late)
     rig.lender.turn(0.0)
     assert (rig.lender.lending.readers, rig.pinned) == ([], [])
@@ -185,7 +185,7 @@ def test_a_lender_that_has_cut_off_a_living_reader_hears_that_it_leaves(rig: Rig
     with socket.socket(fileno=os.dup(reader.fileno())) as connection:
         connection.send(b"?")
     rig.lender.turn(0.0)
-    assert reader.turn() == [Lent(1, 1, [1], last=True)]
+    assert reader.turn() == [SlotsLent(1, 1, [1], last=True)]
     assert reader.ended
     assert rig.pinned == [1], "it may still be read"
     reader.leave()
@@ -196,14 +196,14 @@ def test_a_lender_that_has_cut_off_a_living_reader_hears_that_it_leaves(rig: Rig
 
 def test_a_loan_has_a_bounded_number_of_blocks(rig: Rig) -> None:
     with rig.admitted() as connection:
-        connection.send(TO_LENDER.encode(Borrow(1, [key_of(1)] * MOST_BLOCKS)))
-        assert isinstance(rig.heard(connection), Lent)
-        connection.send(TO_LENDER.encode(Borrow(2, [key_of(1)] * MOST_BLOCKS)))
+        connection.send(TO_LENDER.encode(BorrowSlots(1, [key_of(1)] * MOST_BLOCKS)))
+        assert isinstance(rig.heard(connection), SlotsLent)
+        connection.send(TO_LENDER.encode(BorrowSlots(2, [key_of(1)] * MOST_BLOCKS)))
         refused = rig.heard(connection)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, NotLent)
         assert (refused.code, refused.number) == ("limit", 2)
-        connection.send(TO_LENDER.encode(Release(1)))
-        connection.send(TO_LENDER.encode(Borrow(3, [key_of(1)] * (MOST_BLOCKS + 1))))
+        connection.send(TO_LENDER.encode(ReturnSlots(1)))
+        connection.send(TO_LENDER.encode(BorrowSlots(3, [key_of(1)] * (MOST_BLOCKS + 1))))
         assert rig.heard(connection) is None
     assert rig.pinned == []
 
@@ -221,10 +221,10 @@ def test_strangers_are_bounded_and_do_not_keep_a_reader_out_for_good(rig: Rig) -
 def test_a_reader_that_does_not_read_is_cut_off_and_keeps_its_loans(rig: Rig) -> None:
     def borrow_without_end() -> None:
         for number in count(1):
-            connection.send(TO_LENDER.encode(Borrow(number, [key_of(1)] * 500)))
+            connection.send(TO_LENDER.encode(BorrowSlots(number, [key_of(1)] * 500)))
             rig.lender.turn(0.0)
             assert rig.pinned
-            connection.send(TO_LENDER.encode(Release(number)))
+            connection.send(TO_LENDER.encode(ReturnSlots(number)))
 
     with rig.admitted() as connection, pytest.raises((BrokenPipeError, ConnectionResetError)):
         borrow_without_end()
@@ -264,8 +264,8 @@ def test_without_a_lender_a_reader_says_so(rig: Rig) -> None:
     ("answers", "why"),
     [
         ([b"?"], "packet from a lender"),
-        ([FROM_LENDER.encode(Lent(1, 1, [1]))], "loan 1, which was not asked for"),
-        ([FROM_LENDER.encode(Refused("limit", "enough", 4))], "loan 4, which was not asked for"),
+        ([FROM_LENDER.encode(SlotsLent(1, 1, [1]))], "loan 1, which was not asked for"),
+        ([FROM_LENDER.encode(NotLent("limit", "enough", 4))], "loan 4, which was not asked for"),
     ],
 )
 def test_a_reader_leaves_a_lender_that_says_what_none_of_ours_would(rig: Rig, answers: list[bytes], why: str) -> None:
@@ -284,13 +284,13 @@ def test_a_reader_leaves_a_lender_that_says_what_none_of_ours_would(rig: Rig, an
 @pytest.mark.parametrize(
     ("lent", "why"),
     [
-        (Lent(1, 2, [1]), "generation 2"),
-        (Lent(1, 1, [1, 2]), "too many"),
-        (Lent(1, 1, [SHAPE.slots]), "do not exist"),
-        (Lent(1, 1, [-1]), "do not exist"),
+        (SlotsLent(1, 2, [1]), "generation 2"),
+        (SlotsLent(1, 1, [1, 2]), "too many"),
+        (SlotsLent(1, 1, [SHAPE.slots]), "do not exist"),
+        (SlotsLent(1, 1, [-1]), "do not exist"),
     ],
 )
-def test_a_loan_of_other_slots_than_there_are_ends_the_exchange(rig: Rig, lent: Lent, why: str) -> None:
+def test_a_loan_of_other_slots_than_there_are_ends_the_exchange(rig: Rig, lent: SlotsLent, why: str) -> None:
     offer = Offer(PROTOCOL, "false", IDENTITY, 1, "", rig.pages.size_bytes, offsets(rig.shape, rig.pages.address))
     with packets.listening(packets.socket_of(rig.directory, "false")) as listening:
         reader = new_reader(rig, "false")
