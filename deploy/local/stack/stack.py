@@ -210,7 +210,7 @@ def plan(
         # On two cores, starting it with the others delays the first token by a tenth. So the default block store starts
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         service("kvbm", "kvbm", 2, common | _tiers(store), needed=store.needed, late=not store.needed)
-    for index in range(options.workers):
+    for index, (name, role) in enumerate(_workers(options)):
         settings = common | {
             "model": options.model,
             "model_name": options.model_name,
@@ -222,15 +222,15 @@ def plan(
             "simulated": options.simulated,
             "kvbm": {"pool": store.pool if store is not None else ""},
         }
-        if options.prefill:
-            settings |= {"role": "prefill" if index < options.prefill else "decode"}
+        if role:
+            settings |= {"role": role}
         if options.vllm_python:
             settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
         if options.vllm_gpus:
             settings |= {"vllm_gpus": options.vllm_gpus[index]}
         if options.gpus is not None:
             settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
-        service(f"worker-{index}", "worker", 1, settings)
+        service(name, "worker", 1, settings)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access)
 
@@ -251,6 +251,14 @@ def _tiers(store: BlockStoreOptions) -> dict[str, Mapping[str, Value]]:
 
 def _names(service: str, count: int) -> list[str]:
     return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
+
+
+def _workers(options: UpOptions) -> list[tuple[str, str]]:
+    """Return the name and the role of each worker; the role is empty where each does all."""
+    if not options.prefill:
+        return [(f"worker-{index}", "") for index in range(options.workers)]
+    roles = {"prefill": options.prefill, "decode": options.workers - options.prefill}
+    return [(f"{role}-{index}", role) for role, number in roles.items() for index in range(number)]
 
 
 def toml(settings: Settings) -> str:

@@ -72,11 +72,13 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
     assert len(set(observed)) == 5
 
 
-def test_the_first_workers_compute_prompts_and_the_others_decode(tmp_path: Path) -> None:
+def test_workers_that_compute_prompts_and_workers_that_decode_have_the_names_of_their_roles(tmp_path: Path) -> None:
     store = BlockStoreOptions("/pool", 1 << 20)
     stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, store=store))
-    workers = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in range(3)]
-    assert [worker.role for worker in workers] == ["prefill", "decode", "decode"]
+    roles = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    assert names(stack)[-3:] == list(roles)
+    for name, role in roles.items():
+        assert load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}).role == role
 
 
 def test_converted_weights_go_into_the_cache_or_else_into_the_state_directory(tmp_path: Path) -> None:
