@@ -265,7 +265,12 @@ class Worker:
         self._operator.engine_ready(facts, card)
 
     def _health_fields(self) -> dict[str, list[str]]:
-        fields = {"notes": self._notes, "probes": self._observations.last_probes}
+        missing = self._kvbm.missing if self._config.role != "aggregated" else ""
+        fields = {
+            "notes": self._notes,
+            "probes": self._observations.last_probes,
+            "no_hand_over": [missing] if missing else [],
+        }
         return {name: lines for name, lines in fields.items() if lines}
 
     def _kvbm_link_changed(self) -> None:

@@ -112,6 +112,20 @@ async def test_a_damaged_block_whose_numbers_are_finite_is_seen_by_its_checksum_
         ) in (0, None)
 
 
+async def test_the_health_of_a_worker_with_a_role_says_why_no_prompt_is_handed_over(config: WorkerConfig) -> None:
+    decode = msgspec.structs.replace(config, role="decode")
+    async with running_worker(decode) as shell:
+        await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
+        [why] = shell.runtime.health.also()["no_hand_over"]
+        assert decode.kvbm.pool in why
+        async with store(shell, decode.kvbm.pool, "k1"):
+            await attached(shell, "k1")
+            assert "no_hand_over" not in shell.runtime.health.also()
+    async with running_worker(config) as shell:
+        await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
+        assert "no_hand_over" not in shell.runtime.health.also(), "an aggregated worker needs no kvbm"
+
+
 def turn_signs(pool: Path) -> None:
     """Of every number in the slots; all stay finite."""
     with pool.open("r+b") as file:

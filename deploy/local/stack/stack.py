@@ -112,6 +112,9 @@ class Launch(Struct, frozen=True):
     arguments: tuple[str, ...]
     observe: str = ""
     """Base URL of its /live, /health and /metrics; empty for servers that have none."""
+    hands_over: bool = False
+    """True for a worker with a role: before it exchanges blocks with the kvbm, no prompt is handed over to it or by
+    it."""
 
 
 class Stack(Struct, frozen=True):
@@ -162,7 +165,14 @@ def plan(
     files: dict[Path, str] = {}
 
     def service(
-        name: str, module: ServiceName, stage: int, settings: Settings, *, needed: bool = True, late: bool = False
+        name: str,
+        module: ServiceName,
+        stage: int,
+        settings: Settings,
+        *,
+        needed: bool = True,
+        late: bool = False,
+        hands_over: bool = False,
     ) -> None:
         port = observed.pop()
         file = state_dir.run / f"{name}.toml"
@@ -172,7 +182,7 @@ def plan(
         flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
         program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
-        launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}"))
+        launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}", hands_over))
 
     services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
     wiring: dict[str, Value | Mapping[str, Value]] = {
@@ -230,7 +240,7 @@ def plan(
             settings |= {"vllm_gpus": options.vllm_gpus[index]}
         if options.gpus is not None:
             settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
-        service(name, "worker", 1, settings)
+        service(name, "worker", 1, settings, hands_over=bool(role))
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access)
 

@@ -46,6 +46,8 @@ PROBE_EVERY_S = 0.1
 LOG_LIMIT_BYTES = 64 << 20
 """Size at which a log's content moves to a second file."""
 LOG_CHECK_S = 60.0
+HAND_OVER_WAIT_S = 30.0
+"""Most seconds for which a stack that would serve is not called ready, since workers with a role cannot hand over."""
 DRAIN_REPORT_S = 3.0
 LINES_SHOWN = 10
 """Lines shown of the log of a program that cannot work."""
@@ -231,11 +233,15 @@ class Shell:
                 process.send_signal(number)
 
     async def _announce(self) -> None:
-        """Show why services are not ready yet; print once that the frontends are ready."""
+        """Show why services are not ready yet; print once that the frontends are ready, and hand-overs are possible."""
         reasons: dict[str, str] = {}
         ready: set[str] = set()
         observed = [launch for launch in self._launches.values() if launch.observe]
         frontends = {name for name in self._launches if name.startswith("frontend")}
+        hand_over = {launch.program.name for launch in observed if launch.hands_over}
+        until_s: float | None = None
+        """When `ready` is said without hand-overs; None: a frontend is missing."""
+        served = not frontends
         while len(ready) < len(observed):
             for launch in observed:
                 name = launch.program.name
@@ -244,17 +250,26 @@ class Shell:
                 if self._supervisor.state(name) == "ended":  # misconfigured, and not needed
                     ready.add(name)
                     continue
-                healthy, reason = await _health(launch)
+                healthy, reason = await _health(launch, attached=launch.hands_over)
                 if healthy:
                     ready.add(name)
                     if reason:
                         self._terminal.notice(f"  {name}: {reason}")
-                    if name in frontends and frontends <= ready:
-                        self._say_ready()
-                        self._events.put_nowait(Serving())
+                    if served and launch.hands_over:
+                        self._terminal.notice(f"{name} is ready now")
                 elif reason and reasons.get(name) != reason and not launch.program.late:
                     reasons[name] = reason
                     self._say_reason(name, reason)
+            if not served and frontends <= ready and not self._supervisor.stopping:
+                now_s, missing = time.monotonic(), sorted(hand_over - ready)
+                until_s = now_s + HAND_OVER_WAIT_S if until_s is None else until_s
+                served = not missing or now_s >= until_s
+                if served:
+                    for name in missing:
+                        why = reasons.get(name, "it does not answer")
+                        self._terminal.notice(f"no prompt is handed over yet, since {name} is not ready: {why}")
+                    self._say_ready()
+                    self._events.put_nowait(Serving())
             await asyncio.sleep(PROBE_EVERY_S)
 
     def _say_reason(self, name: str, reason: str) -> None:
@@ -346,15 +361,19 @@ stop:    Ctrl-C
         fresh.rename(self._state_dir.record)
 
 
-async def _health(launch: Launch) -> tuple[bool, str]:
-    """Return (ready, the reason if it is not, or else the service's notes on its settings)."""
+async def _health(launch: Launch, *, attached: bool = False) -> tuple[bool, str]:
+    """Return (ready, the reason if it is not, or else the service's notes on its settings). With `attached` a worker is
+    ready only once it exchanges blocks with the kvbm."""
     try:
         status, body = await probe.get(f"{launch.observe}/health", timeout_s=2.0)
     except OSError:
         return False, ""  # not listening yet; if it exits, the supervisor reports that
     ready = status == 200
     try:
-        reasons = json.loads(body).get("notes" if ready else "reasons", [])
+        fields = json.loads(body)
+        if attached and ready and (missing := fields.get("no_hand_over")):
+            return False, "not attached to the kvbm: " + "; ".join(map(str, missing))
+        reasons = fields.get("notes" if ready else "reasons", [])
     except (ValueError, AttributeError):
         reasons = []
     return ready, "; ".join(str(reason) for reason in reasons)

@@ -126,6 +126,13 @@ class KvbmClient:
             self._asks.add(ask)
             ask.add_done_callback(self._asks.discard)
 
+    @property
+    def missing(self) -> str:
+        """Why no blocks are exchanged; empty: they are, or are not to be."""
+        if self._pool is None or self._link.kvbm:
+            return ""
+        return self._trouble or self._link.reason or "the engine has not attached yet"
+
     # --- which kvbm
 
     def _directory_changed(self, change: DirectoryChange) -> None:

@@ -81,6 +81,15 @@ def test_workers_that_compute_prompts_and_workers_that_decode_have_the_names_of_
         assert load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}).role == role
 
 
+def test_ready_waits_for_workers_with_roles_and_no_others() -> None:
+    store = BlockStoreOptions("/pool", 1 << 20)
+    stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, store=store))
+    awaited = {launch.program.name for launch in stack.launches if launch.hands_over}
+    assert awaited == {"prefill-0", "decode-0", "decode-1"}
+    aggregated = planned(msgspec.structs.replace(OPTIONS, store=store))
+    assert not any(launch.hands_over for launch in aggregated.launches)
+
+
 def test_converted_weights_go_into_the_cache_or_else_into_the_state_directory(tmp_path: Path) -> None:
     for cache, expected in (("/var/cache/headrace", "/var/cache/headrace"), ("", str(STATE_DIR.models))):
         stack = planned(msgspec.structs.replace(OPTIONS, cache=cache))

@@ -305,6 +305,7 @@ def test_without_a_pool_nothing_is_looked_for(tmp_path: Path) -> None:
             client.engine_ready()
             client.engine_lost()
             assert w.heard == []
+            assert client.missing == ""
 
     simulate(scenario())
 
@@ -481,6 +482,23 @@ def test_each_kind_of_reason_why_an_up_kvbm_is_not_used_is_logged_once_a_minute_
 
     with caplog.at_level(logging.WARNING):
         simulate(scenario())
+
+
+def test_it_says_why_no_blocks_are_exchanged_as_long_as_that_is_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path / "pool") as w:
+            await asyncio.sleep(1)
+            assert "no kvbm has run in" in w.client.missing
+            kvbm = ScriptedKvbm(w, "k1")
+            await kvbm.start()
+            await w.until(lambda: len(w.heard) == 1)
+            assert w.client.missing == "the engine has not attached yet"
+            w.client.handle_engine_message(KvbmLink("", "", "attach: not_ready: 3 % are made"))
+            assert w.client.missing == "attach: not_ready: 3 % are made"
+            w.client.handle_engine_message(LINK)
+            assert w.client.missing == ""
+
+    simulate(scenario())
 
 
 def test_the_link_ends_with_its_engine(tmp_path: Path) -> None:
