@@ -132,7 +132,8 @@ def _echo(wire: Wire, number: int) -> float:
 def _roads(welcome: frames.ProbeWelcome) -> tuple[Road, ...]:
     packages = (("here", importlib.util.find_spec("nixl") is not None), ("there", welcome.nixl))
     lacking = " and ".join(where for where, has in packages if not has)
-    why = f"The package nixl is not installed {lacking}" if lacking else "Its rate is not measured here"
+    install = f"The package nixl is not installed {lacking}: ./headrace install-nixl"
+    why = install if lacking else "Its rate is not measured here"
     return (
         Road("sockets", there=True),
         Road("CUDA IPC", there=False, reason="It joins GPUs of one machine, not two machines"),

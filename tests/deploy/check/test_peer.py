@@ -106,6 +106,7 @@ def test_a_peer_is_measured_over_all_roads_there_are() -> None:
     assert measured == {(outward, streams) for outward in (True, False) for streams in (1, peer.STREAMS)}
     assert all(each.bytes_s > 0 for each in found.rates)
     assert {each.name: each.there for each in found.roads} == {"sockets": True, "CUDA IPC": False, "NIXL": False}
+    assert "there: ./headrace install-nixl" in found.roads[-1].reason
     assert not found.fault
 
 
