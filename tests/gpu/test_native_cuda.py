@@ -27,6 +27,7 @@ pytestmark = pytest.mark.gpu
 cp = cupy_on_a_device()
 
 from services.worker.native.cuda.kernels import compile_kernels  # noqa: E402
+from services.worker.native.cuda.layout import sections  # noqa: E402
 from services.worker.native.cuda.sampler import CudaSampler  # noqa: E402
 from tests.gpu.models import cuda_runner  # noqa: E402
 
@@ -88,26 +89,42 @@ BOUNDS = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
 class Both:
     """One model in NumPy and on the device, with the same slots."""
 
-    def __init__(self, directory: Path, element_type: Any, *, graphs_up_to: int = 0) -> None:
+    def __init__(self, directory: Path, element_type: Any, *, graphs_up_to: int = 0, max_running: int = 64) -> None:
         config = read_config(directory)
         layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, BLOCK_SIZE)
         cache = KvCache(layout, SLOTS)
         self.reference = Decoder(config, load_weights(directory, config), cache, Linear(), SLOTS * BLOCK_SIZE)
         settings = CudaConfig(dtype=element_type, graphs=graphs_up_to > 0, graph_upper_bound=max(1, graphs_up_to))
-        self.runner = cuda_runner(directory, settings, capacity_blocks=SLOTS, block_size=BLOCK_SIZE)
+        self.runner = cuda_runner(
+            directory, settings, capacity_blocks=SLOTS, block_size=BLOCK_SIZE, max_running=max_running
+        )
         # What nobody wrote must not matter: every bit set is not a number in any of the three types.
         with self.runner.stream:
             self.runner.pages.view(cp.uint8)[...] = 0xFF
         self.bound = BOUNDS[element_type]
 
-    def check(self, works: list[Work]) -> Floats:
-        """Compute on both sides, compare, and return the device's logits."""
+    def check(self, works: list[Work], *, each_row: bool = False) -> Floats:
+        """Compute on both sides, compare, and return the device's logits.
+
+        With `each_row` rows are compared by themselves, too. A single one may err five times as much.
+        """
         expected: Floats = self.reference.step(works)
         logits = self.logits(works)
         assert np.isfinite(logits).all()
         error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
         assert error < self.bound, error
+        if each_row:
+            errors = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
+            assert (errors < 5 * self.bound).all(), [(one.end, error) for one, error in zip(works, errors, strict=True)]
         return logits
+
+    def splits(self, works: list[Work]) -> list[int]:
+        """Return the number of splits of each row of a step."""
+        padded_rows = self.runner._graphs.rows_for(works) if self.runner.use_graphs else 0
+        step = self.runner._layout.lay_out(works, padded_rows=padded_rows)
+        at = sections(step.counts)
+        counts: list[int] = step.ints[at.singles : at.splits].reshape(-1, 3)[: len(works), 2].tolist()
+        return counts
 
     def logits(self, works: list[Work]) -> Floats:
         """Compute and return the device's logits."""
@@ -176,6 +193,81 @@ def test_a_long_context_in_many_splits_with_a_short_one_in_the_same_step(
     both.check([work(tokens[0][:4999], blocks[0]), work(tokens[1][:2], blocks[1])])
     both.check([work(tokens[0], blocks[0], start=4999)])
     both.check([work(tokens[0], blocks[0], start=4999), work(tokens[1], blocks[1], start=2)])
+
+
+LONG_AND_SHORT = [1500, 3, 64, 65, 130, 700, 1, 17, 129]
+ONE_AMONG_MANY = [*range(1, 20), 2000, *range(13, 32)]
+MIXED: dict[str, dict[str, Any]] = {
+    **{name: SHAPES[name] for name in ("head of 128, none shares", "head of 128, 8 share", "head of 64, 12 share")},
+    "head of 16": SHAPES["head of 16"],
+    **WINDOWED,
+    "head of 64, a window of 500 in some layers": {
+        **SHAPES["head of 64, 7 share, biases"],
+        "settings": {"use_sliding_window": True, "sliding_window": 500, "max_window_layers": 1},
+    },
+}
+"""Shapes of the fast kernels and of `attend_any`, with windows and without."""
+
+
+def in_decode(both: Both, lengths: list[int], seed: int) -> list[Work]:
+    """Compute all but the last token of sequences of these lengths, and return works for these last tokens."""
+    tokens, blocks = sequences(seed, lengths)
+    prompts = [
+        work(own[:-1], slots, sequence=number)
+        for number, (own, slots) in enumerate(zip(tokens, blocks, strict=True))
+        if len(own) > 1
+    ]
+    both.check(prompts)
+    return [
+        work(own, slots, start=len(own) - 1, sequence=number)
+        for number, (own, slots) in enumerate(zip(tokens, blocks, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("element_type", ["bfloat16", "float16"])
+@pytest.mark.parametrize("lengths", [LONG_AND_SHORT, ONE_AMONG_MANY], ids=["long-and-short", "one-among-many"])
+@pytest.mark.parametrize("shape", MIXED, ids=named)
+def test_rows_of_mixed_lengths_in_one_step_by_graphs_and_eagerly(
+    tmp_path: Path, shape: str, lengths: list[int], element_type: Any
+) -> None:
+    directory = write_tiny_model(tmp_path, **{**MIXED[shape], "dtype": element_type})
+    both = Both(directory, element_type, graphs_up_to=len(lengths) + 3)
+    works = in_decode(both, lengths, seed=17)
+    longest = lengths.index(max(lengths))
+    if shape not in WINDOWED:
+        counts = both.splits(works)
+        assert counts[longest] > 4
+        assert counts[lengths.index(3)] == 1
+    for some in (works, works[::-1], works[longest:][:1], works[longest:][:5]):
+        logits = both.check(some, each_row=True)
+        assert (both.logits(some) == logits).all(), "the same step twice gives the same bits"
+    both.runner.use_graphs = False
+    both.check(works, each_row=True)
+    # Next to a prompt.
+    prompt = work([5] * 40, free_slots(works, 3), sequence=len(works))
+    both.check([works[longest], prompt, works[0]])
+    both.runner.close()
+
+
+def free_slots(works: list[Work], count: int) -> list[int]:
+    """Return slots that no work has."""
+    taken = {slot for one in works for slot in one.blocks}
+    return [slot for slot in range(SLOTS) if slot not in taken][:count]
+
+
+@pytest.mark.parametrize("element_type", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", ["head of 128, 8 share", *WINDOWED], ids=named)
+def test_rows_of_all_lengths_up_to_200_in_one_step(tmp_path: Path, shape: str, element_type: Any) -> None:
+    directory = write_tiny_model(tmp_path, dtype=element_type, **{**SHAPES, **WINDOWED}[shape])
+    both = Both(directory, element_type, graphs_up_to=200, max_running=200)
+    tokens, blocks = sequences(19, [200])
+    both.check([work(tokens[0], blocks[0])])
+    # All of one sequence's positions: each row writes what is there already, up to rounding.
+    works = [work(tokens[0][:end], blocks[0], start=end - 1, sequence=end) for end in range(1, 201)]
+    both.check(works, each_row=True)
+    both.runner.use_graphs = False
+    both.check(works, each_row=True)
+    both.runner.close()
 
 
 @pytest.mark.parametrize("element_type", ["float32", "bfloat16"])

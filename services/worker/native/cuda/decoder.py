@@ -24,10 +24,10 @@ import numpy as np
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers
-from services.worker.native.cuda.capacity import split_parts
 from services.worker.native.cuda.kernels import PREFILL_ROWS, Kernels
 from services.worker.native.cuda.layout import StepCounts, sections
 from services.worker.native.cuda.lora import DOWN, GATE_UP, OUTPUT, QKV, StepLoras
+from services.worker.native.cuda.splits import DECODE_HEADS
 from services.worker.native.cuda.weights import CudaLayer, CudaWeights
 from services.worker.native.linear import Array
 from services.worker.native.lora import LoraRows
@@ -37,17 +37,9 @@ _ROW_WARPS = 8
 """Warps of a thread block of row_product.cu."""
 _ROW_WARPS_WANTED = 20
 """Wanted warps on each multiprocessor; with 1 or 40, a step was 4 or 2 % slower on an H200."""
-_DECODE_HEADS = 8
-"""Query heads of a thread block of attention_decode.cu."""
+_MERGE_HEADS = 4
+"""Query heads of a thread block of `merge_splits`. Most rows have nothing to merge, so thread blocks should be few."""
 _NO_WINDOW = 1 << 30
-_SPLIT_POSITIONS = 64
-"""The fewest positions of a split of a decoding sequence's context."""
-_SPLITS_LIMIT = 64
-_BLOCKS_OF_PROCESSOR = 3
-"""Thread blocks of attention_decode.cu that a multiprocessor holds at once."""
-_BLOCK_COST, _MERGE_COST, _MERGE_COST_OF_SPLIT = 3.0, 4.0, 0.125
-"""Costs of a thread block's start and end, of a merge, and of each split in a merge. The unit is the time of 64
-positions; measured on an H200."""
 
 
 class CudaDecoder:
@@ -63,20 +55,18 @@ class CudaDecoder:
         self._kernels = kernels
         self._blas = blas
         self._buffers = buffers
-        self._split_parts = split_parts(buffers.logits.shape[0])
         self._scale = config.attention_scale
         self._slot_stride = pages.size // pages.shape[0]
         self._layer_stride = self._slot_stride // config.layers
         self._processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
         self._turns = list(zip(buffers.cosines, buffers.sines, strict=True))
         """The tables of cosine and sine of each rotation."""
-        self._group_tiles = -(-config.heads // config.kv_heads // _DECODE_HEADS)
+        self._group_tiles = -(-config.heads // config.kv_heads // DECODE_HEADS)
 
     def step(self, counts: StepCounts, loras: Sequence[LoraRows] = ()) -> Array:
         """Enqueue a step on the current stream: store its KV, and return its logits (drawing, vocab), float32.
 
-        The logits lie where those of every step lie. The buffers' `ints` are what `StepLayout` made. Attention of
-        single rows is split for `counts.longest` positions; with more positions it is still right, but slower.
+        The logits lie where those of every step lie. The buffers' `ints` are what `StepLayout` made.
         """
         config, weights, kernels = self._config, self._weights, self._kernels
         added = StepLoras(config, self._blas, loras)
@@ -87,10 +77,6 @@ class CudaDecoder:
         attended, activated = room.attended[:rows], room.activated[:rows]
         logits = room.logits[: counts.drawing]
         positions, places = ints[at.positions :], ints[at.places :]
-        splits = {
-            window: self._splits(counts.singles, min(counts.longest, window or counts.longest))
-            for window in {0, *config.windows}
-        }
         scale = np.float32(config.embedding_scale)
         embedding = (hidden, weights.embedding, ints[at.tokens :], np.int32(config.hidden), scale)
         kernels.embed((rows,), (_THREADS,), embedding)
@@ -102,7 +88,7 @@ class CudaDecoder:
             if config.query_norm == "whole":
                 self._norm_whole(layer, qkv)
             self._rotate_and_store(layer, rows, positions, places, layer_offset, self._turns[config.rope_of(number)])
-            self._attend(counts, layer_offset, splits[window], window)
+            self._attend(counts, layer_offset, window)
             bias = self._add(
                 hidden, attended, layer.output, layer.output_bias, layer.attended_norm, number, OUTPUT, added
             )
@@ -129,22 +115,6 @@ class CudaDecoder:
         self._norm(normed, room.hidden[:rows], None, self._weights.norm)
         arguments = (sums_at, normed, spans_at, np.int32(width))
         self._kernels.sum_rows((-(-width // _THREADS), spans), (_THREADS,), arguments)
-
-    def _splits(self, singles: int, longest: int) -> int:
-        """Return into how many thread blocks each KV head's context is cut, so that few sequences fill the GPU."""
-        if singles == 0:
-            return 1
-        units = singles * self._config.kv_heads * self._group_tiles
-        pieces = -(-longest // _SPLIT_POSITIONS)
-
-        def cost(splits: int) -> float:
-            """Estimate the time: blocks run in waves, and a nearly empty last wave takes as long as a full one."""
-            waves = -(-units * splits // (_BLOCKS_OF_PROCESSOR * self._processors))
-            merging = _MERGE_COST + _MERGE_COST_OF_SPLIT * splits if splits > 1 else 0.0
-            return waves * (-(-pieces // splits) + _BLOCK_COST) + merging
-
-        most = min(pieces, _SPLITS_LIMIT, self._split_parts // singles)
-        return min(range(1, max(1, most) + 1), key=cost)
 
     def _add(
         self,
@@ -240,7 +210,7 @@ class CudaDecoder:
             ),
         )
 
-    def _attend(self, counts: StepCounts, layer_offset: np.int64, splits: int, window: int) -> None:
+    def _attend(self, counts: StepCounts, layer_offset: np.int64, window: int) -> None:
         config, room, kernels, at = self._config, self._buffers, self._kernels, sections(counts)
         ints, split_room = room.ints, room.split_room
         positions, starts, table = ints[at.positions :], ints[at.table_starts :], ints[at.tables :]
@@ -253,14 +223,16 @@ class CudaDecoder:
             return
         scale = np.float32(self._scale * math.log2(math.e))
         if counts.singles:
-            rows = ints[at.singles :]
-            sums = split_room[counts.singles * config.heads * splits * config.head_dim :] if splits > 1 else split_room
-            paging = (rows, positions, table, starts, stride, layer_offset, kv_heads, scale, seen)
+            floats_of_split = config.heads * config.head_dim
+            assert counts.splits * (floats_of_split + 2 * config.heads) <= split_room.size, f"{counts.splits} splits"
+            sums, heads = split_room[counts.splits * floats_of_split :], np.int32(config.heads)
+            paging = (ints[at.splits :], positions, table, starts, stride, layer_offset, kv_heads, scale, seen)
             arguments = (room.attended, split_room, sums, room.q, room.q_rest, self._pages, *paging)
-            kernels.attend_decode((splits, config.kv_heads * self._group_tiles, counts.singles), (128,), arguments)
-            if splits > 1:
-                merging = (room.attended, split_room, sums, rows, np.int32(splits), scale)
-                kernels.merge_splits((config.heads, counts.singles), (config.head_dim,), merging)
+            kernels.attend_decode((config.kv_heads * self._group_tiles, counts.splits), (128,), arguments)
+            if counts.splits > counts.singles:
+                merging = (room.attended, split_room, sums, ints[at.singles :], positions, heads, scale, seen)
+                grid = (-(-config.heads // _MERGE_HEADS), counts.singles)
+                kernels.merge_splits(grid, (config.head_dim, _MERGE_HEADS), merging)
         if counts.tiles:
             paging = (ints[at.tiles :], positions, table, starts, stride, layer_offset, kv_heads, scale, seen)
             kernels.attend_prefill(

@@ -15,17 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from services.worker.native.cuda.buffers import Buffers
 from services.worker.native.cuda.decoder import CudaDecoder
-from services.worker.native.cuda.layout import StepCounts
+from services.worker.native.cuda.layout import StepLayout
 from services.worker.native.linear import Array
 from services.worker.runner import Work
 from services.worker.transfer.cuda import Stream
 
-_TYPICAL_CONTEXT = 4096
-"""The context length for which a graph's attention is split; the graph is right for any length."""
 MOST_TOKENS = 16
 """The most tokens of a sequence in a graph's step."""
 MOST_READ_AGAIN = 1 << 18
@@ -42,10 +38,10 @@ class DecodeGraphs:
         decoder: CudaDecoder,
         buffers: Buffers,
         stream: Stream,
+        layout: StepLayout,
         rows: Sequence[int],
         *,
         lower_bound: int,
-        context_length: int,
         progress: Callable[[float], None],
     ) -> None:
         """Capture all graphs on `stream`, the current one; `progress` is called with the share that is done.
@@ -57,10 +53,9 @@ class DecodeGraphs:
         self._stream = stream
         self._rows = tuple(rows)
         self._lower_bound = lower_bound
-        self._longest = min(context_length, _TYPICAL_CONTEXT)
         self._graphs: dict[int, tuple[Any, Array]] = {}
         for done, count in enumerate(self._rows, 1):
-            self._graphs[count] = self._captured(count)
+            self._graphs[count] = self._captured(layout, count)
             progress(done / len(self._rows))
 
     def rows_for(self, works: Sequence[Work]) -> int:
@@ -74,25 +69,18 @@ class DecodeGraphs:
             return 0
         return self._rows[bisect_left(self._rows, rows)]
 
-    def counts(self, rows: int) -> StepCounts:
-        """Return the lengths of the sections of a graph's step."""
-        return StepCounts(rows, rows, rows, 0, self._longest)
-
     def launch(self, rows: int) -> Array:
         """Launch a step of the rows in the buffers' `ints`; return its logits."""
         graph, logits = self._graphs[rows]
         graph.launch(self._stream)
         return logits
 
-    def _captured(self, rows: int) -> tuple[Any, Array]:
+    def _captured(self, layout: StepLayout, rows: int) -> tuple[Any, Array]:
         """Capture a decode step of `rows` rows, of any lengths; return the graph and its logits."""
-        counts = self.counts(rows)
-        # All rows are padding. The first run is not captured: it loads kernels and lets cuBLAS choose its own, which a
-        # capture must not do.
-        padding = np.zeros(6 * rows, np.int32)
-        padding[rows : 3 * rows] = -1
-        padding[4 * rows :] = np.tile(np.arange(rows), 2)
-        self._buffers.ints[: len(padding)].set(padding)
+        padding = layout.lay_out_padding(rows)
+        counts = padding.counts
+        # The first run is not captured: it loads kernels and lets cuBLAS choose its own, which a capture must not do.
+        self._buffers.ints[: len(padding.ints)].set(padding.ints)
         self._decoder.step(counts)
         with _collector_off():
             self._stream.begin_capture()

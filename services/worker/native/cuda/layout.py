@@ -1,10 +1,13 @@
 """Lays out the rows of a step for the kernels: one array of 32-bit integers, copied to the device at once.
 
-    tokens | positions | places | table_starts | singles | drawing | tiles (pairs) | tables of all works, end to end
+    tokens | positions | places | table_starts | drawing | tiles (2 each) | singles (3 each) | splits (3 each) | tables
 
-A decode step of n rows has n of each of the first six and no tile. So n alone decides where each section begins, as a
-CUDA graph of n rows needs it. First come the works' last tokens, then the other tokens of works that have several. Rows
-up to n may be padding: position -1, place -1, token 0.
+Tables are those of all works, end to end. `splits.py` makes singles and splits: the rows that attend by themselves, and
+how their contexts are cut. All other rows are in a tile.
+
+A decode step of n rows has n of each of the first five, no tile, n singles, and as many splits as a graph of n rows. So
+n alone decides where each section begins, as a CUDA graph of n rows needs it. First come the works' last tokens, then
+the other tokens of works that have several. Rows up to n may be padding: position -1, place -1, token 0.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.native.cuda.splits import NO_SPLITS, SplitPlan, SplitPlanner
 from services.worker.runner import Work
 
 Int32s = NDArray[np.int32]
@@ -26,11 +30,11 @@ class StepCounts:
     """The length of each section, in entries."""
 
     rows: int
-    singles: int
     drawing: int
     tiles: int
-    longest: int
-    """How many positions the longest single row attends to; 0 without single rows."""
+    singles: int
+    splits: int
+    """The splits of the singles, used or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +46,19 @@ class CudaStep:
 
 
 class StepLayout:
-    """Lays out steps. It keeps the tables of the last step's sequences until the next step.
+    """Lays out steps. It keeps the tables of the last step's sequences and its plan of splits until the next step.
 
     Comparing a list of slots with the kept one takes a tenth of the time of converting it, which took 0.8 ms in a step
     of 128 sequences.
     """
 
-    def __init__(self, block_size: int, tile_rows: int) -> None:
+    def __init__(self, block_size: int, tile_rows: int, planner: SplitPlanner) -> None:
         """Lay out for blocks of `block_size` tokens and prefill tiles of at most `tile_rows` rows."""
         self._block_size = block_size
         self._tile_rows = tile_rows
+        self._planner = planner
+        self._planned: tuple[object, SplitPlan] | None = None
+        """What the last plan was made for, and the plan."""
         self._tables: dict[int, tuple[list[int], Int32s]] = {}
         """Each sequence's slots, and the same as an array."""
 
@@ -66,10 +73,11 @@ class StepLayout:
         positions: list[int] = []
         places: list[int] = []
         table_starts: list[int] = []
-        singles: list[int] = []
         drawing: list[int] = []
         tiles: list[tuple[int, int]] = []
-        tables, table_start, longest = self._of_sequences(works), 0, 0
+        singles: list[int] = []
+        lengths: list[int] = []
+        tables, table_start = self._of_sequences(works), 0
         for work, table in zip(works, tables, strict=True):
             start, end, first = work.start, work.end, len(tokens)
             count = end - start
@@ -79,7 +87,7 @@ class StepLayout:
                 places.append(work.blocks[start // size] * size + start % size)
                 table_starts.append(table_start)
                 singles.append(first)
-                longest = max(longest, end)
+                lengths.append(end)
             else:
                 at = np.arange(start, end, dtype=np.int32)
                 tokens += work.tokens
@@ -94,12 +102,17 @@ class StepLayout:
             table_start += len(table)
         # Sorted, so that the tiles with the most positions to attend to are last: the kernel begins with them.
         tiles.sort(key=lambda tile: positions[tile[0]])
-        flat = [*tokens, *positions, *places, *table_starts, *singles, *drawing]
+        flat = [*tokens, *positions, *places, *table_starts, *drawing]
         flat += [0] * (len(flat) % 2)  # the kernel reads a pair as 8 bytes
         for tile in tiles:
             flat += tile
-        counts = StepCounts(len(tokens), len(singles), len(drawing), len(tiles), longest)
-        return CudaStep(np.concatenate([_array(flat), *tables]), counts)
+        plan = self._plan(singles, lengths, 0) if singles else NO_SPLITS
+        counts = StepCounts(len(tokens), len(drawing), len(tiles), len(singles), len(plan.splits))
+        return CudaStep(np.concatenate([_array(flat), plan.singles.ravel(), plan.splits.ravel(), *tables]), counts)
+
+    def lay_out_padding(self, rows: int) -> CudaStep:
+        """Lay out a step of a graph of `rows` rows, all of them padding."""
+        return self._lay_out_singles([], rows)
 
     def _lay_out_singles(self, works: Sequence[Work], rows: int) -> CudaStep:
         size = self._block_size
@@ -108,7 +121,7 @@ class StepLayout:
         places: list[int] = []
         starts: list[int] = []
         others: list[tuple[Work, range, int]] = []
-        tables, table_start, longest = self._of_sequences(works), 0, 0
+        tables, table_start = self._of_sequences(works), 0
         for work, table in zip(works, tables, strict=True):
             assert work.draws, "only works that draw are padded"
             last = work.end - 1
@@ -116,7 +129,6 @@ class StepLayout:
             positions.append(last)
             places.append(work.blocks[last // size] * size + last % size)
             starts.append(table_start)
-            longest = max(longest, work.end)
             if work.start < last:
                 others.append((work, range(work.start, last), table_start))
             table_start += len(table)
@@ -127,9 +139,20 @@ class StepLayout:
             starts += [at] * len(before)
         padding = rows - len(tokens)
         assert padding >= 0, "a step of a graph fits its rows"
+        positions += [-1] * padding
         none, nowhere, all_rows = [0] * padding, [-1] * padding, range(rows)
-        flat = [*tokens, *none, *positions, *nowhere, *places, *nowhere, *starts, *none, *all_rows, *all_rows]
-        return CudaStep(np.concatenate([_array(flat), *tables]), StepCounts(rows, rows, rows, 0, longest))
+        flat = [*tokens, *none, *positions, *places, *nowhere, *starts, *none, *all_rows]
+        flat += [0] * (rows % 2)
+        plan = self._plan(all_rows, [position + 1 for position in positions], self._planner.of_graph(rows))
+        counts = StepCounts(rows, rows, 0, rows, len(plan.splits))
+        return CudaStep(np.concatenate([_array(flat), plan.singles.ravel(), plan.splits.ravel(), *tables]), counts)
+
+    def _plan(self, rows: Sequence[int], lengths: Sequence[int], places: int) -> SplitPlan:
+        pieces = self._planner.pieces(lengths)
+        key = (rows, pieces.tobytes(), places)
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, self._planner.plan(rows, pieces, places)
+        return self._planned[1]
 
     def _of_sequences(self, works: Sequence[Work]) -> list[Int32s]:
         """Return each work's slots up to its last position; the scheduler may already have added more."""
@@ -152,10 +175,10 @@ def _array(numbers: list[int]) -> Int32s:
     return np.frombuffer(array("i", numbers), np.int32)
 
 
-def most_ints(rows: int, works: int, blocks: int, tile_rows: int) -> int:
-    """Return the most integers of a step of `rows` rows, `works` works and `blocks` blocks for each work."""
+def most_ints(rows: int, works: int, blocks: int, tile_rows: int, splits: int) -> int:
+    """Return the most integers of a step of `rows` rows, `works` works, `blocks` blocks for each work, and `splits`."""
     tiles = min(rows // 2, rows // tile_rows + works)
-    return 4 * rows + 2 * works + 1 + 2 * tiles + works * blocks
+    return 4 * rows + works + 1 + 2 * tiles + 3 * works + 3 * splits + works * blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,24 +189,27 @@ class Sections:
     positions: int
     places: int
     table_starts: int
-    singles: int
     drawing: int
     tiles: int
+    singles: int
+    splits: int
     tables: int
 
 
 def sections(counts: StepCounts) -> Sections:
     """Return where `StepLayout` places the sections."""
-    rows, singles = 4 * counts.rows, 4 * counts.rows + counts.singles
-    tiles = singles + counts.drawing
+    rows, tiles = counts.rows, 4 * counts.rows + counts.drawing
     tiles += tiles % 2
+    singles = tiles + 2 * counts.tiles
+    splits = singles + 3 * counts.singles
     return Sections(
         tokens=0,
-        positions=counts.rows,
-        places=2 * counts.rows,
-        table_starts=3 * counts.rows,
-        singles=rows,
-        drawing=singles,
+        positions=rows,
+        places=2 * rows,
+        table_starts=3 * rows,
+        drawing=4 * rows,
         tiles=tiles,
-        tables=tiles + 2 * counts.tiles,
+        singles=singles,
+        splits=splits,
+        tables=splits + 3 * counts.splits,
     )

@@ -26,7 +26,7 @@ from services.worker.messages import EngineOperation, MemoryUse, Ready
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers, kernel_address, pinned_array
-from services.worker.native.cuda.capacity import StepLimits, graph_rows
+from services.worker.native.cuda.capacity import StepLimits, graph_rows, split_parts
 from services.worker.native.cuda.decoder import CudaDecoder
 from services.worker.native.cuda.faults import device_errors_as_model_error, no_room_as_model_error
 from services.worker.native.cuda.graphs import DecodeGraphs
@@ -35,6 +35,7 @@ from services.worker.native.cuda.layout import StepLayout, most_ints
 from services.worker.native.cuda.lora import place_lora
 from services.worker.native.cuda.pooling import Pooling
 from services.worker.native.cuda.sampler import CudaSampler
+from services.worker.native.cuda.splits import SplitPlanner
 from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_weights, move_weights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.linear import Array
@@ -128,7 +129,8 @@ class CudaRunner:
         """The clock of the mover, and so of each of its copiers."""
         self._kept: CudaWeights | None = None
         """The weights in host memory, during a sleep of level 1."""
-        self._layout = StepLayout(block_size, PREFILL_ROWS)
+        processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
+        self._layout = StepLayout(block_size, PREFILL_ROWS, SplitPlanner.of(config, processors, max_running))
         self.use_graphs = True
         """Whether graphs are used; otherwise every step runs eagerly."""
         self.meanwhile: Callable[[Callable[[], bool]], None] | None = None
@@ -166,9 +168,9 @@ class CudaRunner:
                     self._decoder,
                     self._buffers,
                     self.stream,
+                    self._layout,
                     self._graph_rows,
                     lower_bound=settings.graph_lower_bound,
-                    context_length=facts.context_length,
                     progress=progress,
                 )
                 self.stream.synchronize()
@@ -247,11 +249,9 @@ class CudaRunner:
             self._kernels.fetch((blocks,), (_FETCH_THREADS,), arguments)
             self._ints_left.record(self.stream)
             loras = self._loras.of(works)
-            if not padded_rows:
-                return self._decoder.step(step.counts, loras)
-            if loras:  # a graph's kernels, one by one
-                return self._decoder.step(self._graphs.counts(padded_rows), loras)[: len(works)]
-            return self._graphs.launch(padded_rows)[: len(works)]
+            if padded_rows and not loras:
+                return self._graphs.launch(padded_rows)[: len(works)]
+            return self._decoder.step(step.counts, loras)[: len(works)]  # with LoRAs also a graph's kernels, one by one
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         """Do an operation that the facts name, between steps; return why it was not done, empty where it was.
@@ -372,10 +372,6 @@ def step_limits(context_length: int, block_size: int, *, max_running: int, max_r
 
     It has `max_rows` rows, or, if more sequences run, a row for each and a block's worth in addition.
     """
-    rows = max(max_rows, max_running + block_size)
-    return StepLimits(
-        rows=rows,
-        drawing=max_running,
-        ints=-(-most_ints(rows, max_running, -(-context_length // block_size), PREFILL_ROWS) // 4) * 4,
-        positions=context_length,
-    )
+    rows, blocks = max(max_rows, max_running + block_size), -(-context_length // block_size)
+    ints = most_ints(rows, max_running, blocks, PREFILL_ROWS, split_parts(max_running))
+    return StepLimits(rows=rows, drawing=max_running, ints=-(-ints // 4) * 4, positions=context_length)

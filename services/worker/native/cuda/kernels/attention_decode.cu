@@ -1,8 +1,9 @@
 // Paged attention of single rows over their context, for 16-bit types. It reads keys and values once, directly from the
 // pages into the tensor core's registers, for all query heads of a KV head together.
 //
-// A thread block is one split of one sequence's context for one KV head (at most 8 query heads); its 4 warps take 16
-// positions each in turn, and merge at the end. `merge_splits` merges the splits if there are several.
+// A thread block is one split of one row's context for one KV head (at most 8 query heads); its 4 warps take 16
+// positions each in turn, and merge at the end. `merge_splits` merges the splits of a row if there are several. How many
+// each row has is planned for each step (splits.py), so the grid can be larger than needed: unused splits are of row -1.
 //
 //   scores  (heads, 8 positions)  = q (8 heads and their rounding errors: 16 rows) · keysᵀ: two products
 //   mixedᵀ  (16 dims, 8 heads)   += valuesᵀ (16 dims, 16 positions) · weightsᵀ: the scores already lie in its registers
@@ -19,19 +20,33 @@
 #define GROUP_TILES ((GROUP + HEADS - 1) / HEADS)
 static_assert(BLOCK_SIZE % TILE == 0 && HEAD_DIM % 64 == 0, "a tile lies in one block; lanes take 8 dims of 64");
 
+// How a row that attends to the last of `length` positions is cut into at most `splits` splits.
+struct Cut {
+  int unseen, base, span, splits;
+};
+
+__device__ __forceinline__ Cut cut(int length, int splits, int window) {
+  const int unseen = WINDOWED ? max(0, length - window) : 0, base = unseen / TILE * TILE;
+  const int rounds = (length - base + STRIDE - 1) / STRIDE, each = max(1, (rounds + splits - 1) / splits);
+  return {unseen, base, each * STRIDE, max(1, (rounds + each - 1) / each)};  // a window can leave splits without positions
+}
+
+// The grid is (KV heads × GROUP_TILES, splits). `splits` has for each one its row, its number within the row, and the
+// number of splits of that row.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     attend_decode(ELEMENT* attended, float* split_mixed, float2* split_sums, const ELEMENT* q,
-                  const ELEMENT* q_rest, const ELEMENT* pages, const int* rows, const int* positions,
+                  const ELEMENT* q_rest, const ELEMENT* pages, const int* splits, const int* positions,
                   const int* tables, const int* table_starts, long long slot_stride, long long layer_offset,
                   int kv_heads, float scale_log2, int window) {
-  const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y / GROUP_TILES;
-  const int row = rows[blockIdx.z], first_head = kv_head * GROUP + blockIdx.y % GROUP_TILES * HEADS;
+  const int row = splits[3 * blockIdx.y], split = splits[3 * blockIdx.y + 1];
+  if (row < 0) return;
+  const int length = positions[row] + 1;
+  const Cut parts = cut(length, splits[3 * blockIdx.y + 2], window);
+  if (split >= parts.splits) return;
+  const int kv_head = blockIdx.x / GROUP_TILES, first_head = kv_head * GROUP + blockIdx.x % GROUP_TILES * HEADS;
   const int heads = kv_heads * GROUP, heads_here = min(HEADS, (kv_head + 1) * GROUP - first_head);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, c = lane % 4;
-  const int length = positions[row] + 1;
-  const int unseen = WINDOWED ? max(0, length - window) : 0, base = unseen / TILE * TILE;
-  const int span = ((length - base + STRIDE - 1) / STRIDE + splits - 1) / splits * STRIDE;
-  const int begin = base + split * span, end = min(begin + span, length);
+  const int unseen = parts.unseen, begin = parts.base + split * parts.span, end = min(begin + parts.span, length);
   const int* table = tables + table_starts[row];
   const long long step = (long long)kv_heads * HEAD_DIM;  // from one position to the next
   const ELEMENT* origin = pages + layer_offset + kv_head * HEAD_DIM;
@@ -125,29 +140,34 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
       weights += share * all_totals[other][head];
     }
     const long long place = (long long)row * heads + first_head + head;
-    if (splits == 1) {
+    if (parts.splits == 1) {
       attended[place * HEAD_DIM + dim] = narrow(weights == 0 ? 0 : sum / weights);
     } else {
-      const long long part = ((long long)blockIdx.z * heads + first_head + head) * splits + split;
+      const long long part = (long long)blockIdx.y * heads + first_head + head;
       split_mixed[part * HEAD_DIM + dim] = sum;
       if (dim == 0) split_sums[part] = make_float2(top, weights);
     }
   }
 }
 
-// Computes each row's and head's attended from its splits' sums; a thread is one dim.
+// Computes attended of rows that have several splits from the sums of these; a thread is one dim of one head. `singles`
+// has for each row its number, its first split, and its number of splits.
 extern "C" __global__ void merge_splits(ELEMENT* attended, const float* split_mixed, const float2* split_sums,
-                                        const int* rows, int splits, float scale_log2) {
-  const long long first = ((long long)blockIdx.y * gridDim.x + blockIdx.x) * splits;
+                                        const int* singles, const int* positions, int heads, float scale_log2,
+                                        int window) {
+  const int row = singles[3 * blockIdx.y], head = blockIdx.x * blockDim.y + threadIdx.y;
+  const int splits = cut(positions[row] + 1, singles[3 * blockIdx.y + 2], window).splits;
+  if (splits == 1 || head >= heads) return;
+  const long long first = (long long)singles[3 * blockIdx.y + 1] * heads + head;
   float top = -INFINITY, sum = 0, weights = 0;
-  for (int split = 0; split < splits; split++) top = fmaxf(top, split_sums[first + split].x);
+  for (int split = 0; split < splits; split++) top = fmaxf(top, split_sums[first + (long long)split * heads].x);
   for (int split = 0; split < splits; split++) {
-    const float2 part = split_sums[first + split];
+    const long long at = first + (long long)split * heads;
+    const float2 part = split_sums[at];
     if (part.y <= 0) continue;
     const float share = exp2f((part.x - top) * scale_log2);
-    sum += share * split_mixed[(first + split) * HEAD_DIM + threadIdx.x];
+    sum += share * split_mixed[at * HEAD_DIM + threadIdx.x];
     weights += share * part.y;
   }
-  attended[((long long)rows[blockIdx.y] * gridDim.x + blockIdx.x) * HEAD_DIM + threadIdx.x] =
-      narrow(weights == 0 ? 0 : sum / weights);
+  attended[((long long)row * heads + head) * HEAD_DIM + threadIdx.x] = narrow(weights == 0 ? 0 : sum / weights);
 }
