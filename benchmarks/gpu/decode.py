@@ -7,8 +7,9 @@ bytes of a step are weights without the embedding plus all keys and values, so a
 tokens are random and every sequence has pages of its own, scattered: nothing is read from a cache that would not be in
 service. Device times are between CUDA events around whole steps without the draw; `step` is a host clock around the
 Runner's whole step, drawing and waiting included, the median of steps one after another; each setting's runner has one
-in turn. Lengths stay at the context stated. The matrix rate is of 8192³ on random numbers, which is slower than on
-zeros. --quick has a quarter of the layers, so that launches and the logits weigh more.
+in turn. Lengths stay at the context stated, or are those of a mix; each mix has a step in turn. The matrix rate is of
+8192³ on random numbers, which is slower than on zeros. --quick has a quarter of the layers, so that launches and the
+logits weigh more.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner
 
 BATCHES = (1, 32, 128)
+MIXES = {
+    "8 of 300": [300] * 8,
+    "8 of 300 and 1 of 8,192": [300] * 8 + [8192],
+    "15 of 512 and 1 of 8,192": [512] * 15 + [8192],
+    "31 of 1,024 and 1 of 32,768": [1024] * 31 + [32768],
+    "64 of 64 to 4,096": [64 * (number + 1) for number in range(64)],
+}
+"""How many positions each row of a decode step attends to: rows of one step differ in service. The first is for
+comparison with the second."""
 PREFILL_TOKENS = 8192
 PROMPTS, PROMPT_TOKENS = 16, 512
 """The prompts of one step, which are embedded, or for which a token is drawn."""
@@ -74,6 +84,23 @@ class DecodeRow(Struct, frozen=True):
     """The median time of the Runner's whole step by a host clock."""
     floor_ms: float
     """The least time that the yardstick allows."""
+    share: float
+    """The quotient floor ÷ device."""
+
+
+class MixRow(Struct, frozen=True):
+    """The times of a decode step whose rows have different lengths."""
+
+    mix: str
+    """The mix, as in MIXES."""
+    how: str
+    """Whether the step is a graph or eager."""
+    positions: int
+    """The positions of all rows together."""
+    device_ms: float
+    step_ms: float
+    floor_ms: float
+    """The least time in which the yardstick reads weights, keys and values."""
     share: float
     """The quotient floor ÷ device."""
 
@@ -128,6 +155,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
         for how in ("graph", "eager"):
             runner.use_graphs = how == "graph"
             rows.append(_measured(how, runner, llama.decoding(batch, most), rounds, floor_s))
+    mixed = _mixed(runner, config, rounds, read_rate)
     prompt = llama.work(0, 0, PREFILL_TOKENS, list(range(PREFILL_TOKENS // llama.BLOCK_SIZE)))
     rows.append(_measured("prefill", runner, [prompt], max(3, rounds // 4), _flops(config) / matrix_rate))
     prompts = _prompts(runner, rounds)
@@ -146,13 +174,18 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
     }
     settings = _settings(runners, 10 * rounds)
     yardsticks = {"read_tb_per_s": read_rate / 1e12, "matrix_tflops": matrix_rate / 1e12}
-    return part.PartReport(_figures(rows, prompts, settings), [*rows, *prompts, *settings], yardsticks)
+    figures = _figures(rows, mixed, prompts, settings)
+    return part.PartReport(figures, [*rows, *mixed, *prompts, *settings], yardsticks)
 
 
 def _figures(
-    rows: Sequence[DecodeRow], prompts: Sequence[DecodePrompts], settings: Sequence[Setting]
+    rows: Sequence[DecodeRow],
+    mixed: Sequence[MixRow],
+    prompts: Sequence[DecodePrompts],
+    settings: Sequence[Setting],
 ) -> dict[str, float]:
     figures = {f"decode, batch {row.batch}, {row.what}": row.share for row in rows if row.what != "prefill"}
+    figures |= {f"decode, {row.mix}, {row.how}": row.share for row in mixed}
     figures["prefill of 8,192 tokens"] = next(row.share for row in rows if row.what == "prefill")
     drawn, *embedded = prompts
     figures["16 prompts of 512 embedded"] = max(row.step_ms for row in embedded) / drawn.step_ms
@@ -167,6 +200,28 @@ def _measured(what: str, runner: CudaRunner, works: list[Work], rounds: int, flo
     device_ms = median([llama.device_ms(runner, works) for _ in range(rounds + 2)][2:])
     step_ms = median([llama.step_ms(runner, works) for _ in range(rounds + 2)][2:])
     return DecodeRow(what, len(works), works[0].end, device_ms, step_ms, floor_s * 1e3, floor_s * 1e3 / device_ms)
+
+
+def _mixed(runner: CudaRunner, config: ModelConfig, rounds: int, read_rate: float) -> list[MixRow]:
+    """Measure all mixes in turn, so that the GPU is in the same state for all."""
+    works = {mix: llama.decoding_lengths(lengths, llama.blocks(max(BATCHES))) for mix, lengths in MIXES.items()}
+    ways = [(mix, how) for mix in MIXES for how in ("graph", "eager")]
+    device_ms: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    step_ms: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 2):
+        for mix, how in ways:
+            runner.use_graphs = how == "graph"
+            times = llama.device_ms(runner, works[mix]), llama.step_ms(runner, works[mix])
+            if number >= 2:  # warm
+                device_ms[mix, how].append(times[0])
+                step_ms[mix, how].append(times[1])
+    made: list[MixRow] = []
+    for mix, how in ways:
+        positions = sum(MIXES[mix])
+        floor_ms = (_weight_bytes(config) + positions * _kv_bytes(config)) / read_rate * 1e3
+        took_ms = median(device_ms[mix, how])
+        made.append(MixRow(mix, how, positions, took_ms, median(step_ms[mix, how]), floor_ms, floor_ms / took_ms))
+    return made
 
 
 def _prompts(runner: CudaRunner, rounds: int) -> list[DecodePrompts]:

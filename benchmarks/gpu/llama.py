@@ -61,6 +61,17 @@ def decoding(batch: int, sequences: int, *, end: int = CONTEXT) -> list[Work]:
     return [work(n, end - 1, end, slots[n * each : (n + 1) * each]) for n in range(batch)]
 
 
+def decoding_lengths(lengths: Sequence[int], slots: int) -> list[Work]:
+    """Make decoding works that attend to `lengths` positions, on pages scattered over `slots` slots."""
+    each = [-(-length // BLOCK_SIZE) for length in lengths]
+    assert sum(each) <= slots, f"{sum(each)} blocks of {slots}"
+    free = np.random.default_rng(0).permutation(slots).tolist()
+    return [
+        work(n, length - 1, length, [free.pop() for _ in range(count)])
+        for n, (length, count) in enumerate(zip(lengths, each, strict=True))
+    ]
+
+
 def step_ms(runner: CudaRunner, works: list[Work]) -> float:
     """Return the milliseconds of a whole step by a host clock."""
     begun_s = time.perf_counter()
