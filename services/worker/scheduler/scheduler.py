@@ -261,7 +261,8 @@ class Scheduler:
     # --- questions
 
     def expected_s(self, tokens: int, sequences: int) -> float:
-        """Return the seconds that a step of so many tokens takes by the steps before it; 0: not known."""
+        """Return the seconds that a step of `tokens` tokens of `sequences` will take, by those before it; 0: not
+        known."""
         prefill_s = tokens / self._budget.tokens_per_s if tokens > sequences else 0.0
         return max(self._throughput.step_s, prefill_s)
 

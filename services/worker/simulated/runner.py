@@ -32,7 +32,7 @@ class SimulatedRunner:
     def __init__(self, model: SimulatedModel) -> None:
         self.facts = msgspec.structs.replace(model.facts, operations=OPERATIONS)
         self.meanwhile: Callable[[Callable[[], bool]], None] | None = None
-        """As in `Overlaps`."""
+        """What is called while a step is computed, as `Overlaps` says."""
         self._model = model
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:

@@ -134,7 +134,7 @@ class CudaRunner:
         self.use_graphs = True
         """Whether graphs are used; otherwise every step runs eagerly."""
         self.meanwhile: Callable[[Callable[[], bool]], None] | None = None
-        """As in `Overlaps`."""
+        """What is called while a step is computed, as `Overlaps` says."""
         self.stream = cp.cuda.Stream(non_blocking=True)
         """The stream of all steps."""
         self._launched = cp.cuda.Event(disable_timing=True)
