@@ -93,9 +93,9 @@ class Discovery(Protocol):
         """Yield every key below `prefix`, then Synced, then each change, without end.
 
         An outage yields nothing. After it, a key that the new listing lacks stays for one TTL, and is removed only if
-        `ask_owner` says that its owner is gone too (or is not given). A key that is deleted in sight stays only if
-        `ask_owner`, called at once, says that its owner publishes it. A key that `read` refuses counts as absent, and
-        is reported in LeftOut.
+        `ask_owner` says that its owner is gone too (or is not given). When a key is deleted in sight, `ask_owner` is
+        called at once: the key stays while its owner publishes it, and for one TTL if its owner is silent. A key that
+        `read` refuses counts as absent, and is reported in LeftOut.
         """
         ...
 

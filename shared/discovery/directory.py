@@ -38,8 +38,8 @@ class Directory:
     """Follows `/headrace/{ns}/instances/` and `/headrace/{ns}/models/`.
 
     A key whose value does not parse, or names an id that another key has, is counted, logged at most once a minute, and
-    left out. A missing key stays while its owner's Pong says that it publishes the key. After an outage it also stays
-    while the owner answers anything, or cannot be asked.
+    left out. A missing key stays while its owner's Pong says that it publishes the key, and for one TTL if its owner is
+    silent. After an outage it also stays while the owner answers anything, or cannot be asked.
     """
 
     def __init__(

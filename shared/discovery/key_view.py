@@ -1,14 +1,15 @@
 """The keys that one watcher takes to be there, through outages of the back end. Pure.
 
-    absent ──seen──▶ present ──gone──▶ missing ──asked at once: its owner publishes it──▶ asked again a TTL later
-      ▲                ▲      │          │  │                                                  │
-      │                └──────┼── seen ──┘  └──all else──▶ absent                              │
-      │                       └──gone, in doubt──▶ missing ──asked a TTL later: no proof of an end──┘
-      └────────────────────────────────────────────────────┴── its owner is gone
+    absent ──seen──▶ present ──gone in sight──▶ missing, asked at once ──published──▶ asked again each TTL
+      ▲                ▲  │                       │  │  └──silent for the first time──▶ asked again a TTL later
+      │                │  └──gone in doubt──▶ missing, asked each TTL
+      │                └───────── seen ───────────┘  │
+      └─ in sight: all other answers; in doubt: gone ┘
 
 A lease may be revoked, or a key deleted, while the owner lives. So when a key is deleted in sight, its owner is asked
-at once, and the key stays only if the owner says that it publishes it. An owner that does not answer loses the key: it
-may be frozen.
+at once, and the key stays while the owner says that it publishes it. An owner that does not answer may have stood still
+for a moment, as all do at once on a machine whose disk stands still. So it has a TTL to publish the key again. If it is
+silent then too, it may be frozen for long, and the key is removed.
 
 A view is *in doubt* for one TTL after each outage of the back end, because leases may have ended while no owner could
 renew them: a key that is missing then proves nothing. Its owner has a TTL to publish it again. Then the owner is asked,
@@ -33,6 +34,8 @@ class KeyView:
         """When to ask the owner of each missing key; the keys are also in `entries`."""
         self.deleted_in_sight: set[str] = set()
         """The missing keys that were deleted while the view was not in doubt."""
+        self.silent: set[str] = set()
+        """Those of them whose owner did not answer when it was asked last."""
         self._ttl_s = ttl_s
         self._synced = False
         self._blind = True
@@ -47,6 +50,7 @@ class KeyView:
             self._doubt_until = now + self._ttl_s
             self.missing = dict.fromkeys(self.missing, self._doubt_until)
             self.deleted_in_sight.clear()
+            self.silent.clear()
         changes: list[Change] = []
         for key in [key for key in self.entries if key not in found]:
             if now < self._doubt_until:
@@ -85,7 +89,7 @@ class KeyView:
         for key, owner in asked.items():
             if key not in self.missing:
                 continue
-            if owner == "publishes" or (owner != "gone" and key not in self.deleted_in_sight):
+            if self._stays(key, owner):
                 self.missing[key] = now + self._ttl_s
             else:
                 self._find(key)
@@ -93,13 +97,25 @@ class KeyView:
                 changes.append(KeyRemoved(key))
         return changes
 
+    def _stays(self, key: str, owner: OwnerAnswer) -> bool:
+        """Return whether a missing key stays after an answer of its owner."""
+        if key not in self.deleted_in_sight:
+            return owner != "gone"
+        first_silence = owner == "silent" and key not in self.silent
+        if first_silence:
+            self.silent.add(key)
+        else:
+            self.silent.discard(key)
+        return first_silence or owner == "publishes"
+
     def _find(self, key: str) -> None:
         """Note that a key is no longer missing."""
         self.missing.pop(key, None)
         self.deleted_in_sight.discard(key)
+        self.silent.discard(key)
 
     def validate(self) -> None:
         """Assert the invariants."""
-        assert self.deleted_in_sight <= self.missing.keys() <= self.entries.keys()
+        assert self.silent <= self.deleted_in_sight <= self.missing.keys() <= self.entries.keys()
         assert self._synced or not self.entries
         assert self.next_due is None or self.missing

@@ -34,14 +34,17 @@ DEAD = PREFIX + "dead"
 class Owners:
     """The owners that a watcher may ask, and the keys that it has asked about."""
 
-    def __init__(self, alive: set[str]) -> None:
+    def __init__(self, alive: set[str], silent: set[str] | None = None) -> None:
         self.alive = alive
+        self.silent = set[str]() if silent is None else silent
         self.asked: list[str] = []
         self.asking = asyncio.Event()
 
     async def __call__(self, key: str, value: bytes) -> OwnerAnswer:
         self.asked.append(key)
         self.asking.set()
+        if key in self.silent:
+            return "silent"
         return "publishes" if key in self.alive else "gone"
 
 
@@ -229,6 +232,31 @@ async def test_a_revoked_lease_hides_no_owner_that_publishes(own_etcd: EtcdServe
         await watched.until_entries({LIVING: b"2"})
         assert not watched.removed(LIVING)
     await registration.close()
+
+
+async def test_a_lease_that_ends_hides_no_owner_that_is_silent_for_a_moment(
+    own_etcd: EtcdServer, discovery: EtcdDiscovery
+) -> None:
+    registration = await discovery.register(epochs)
+    async with watching(discovery, PREFIX, owners := Owners(set(), silent={LIVING})) as watched:
+        with plain_client(own_etcd) as client:
+            _, about = client.get(LIVING)
+            assert about is not None
+            client.revoke_lease(about.lease_id)
+        await watched.until_entries({LIVING: b"2"})
+        assert LIVING in owners.asked
+        assert not watched.removed(LIVING)
+    await registration.close()
+
+
+async def test_a_key_whose_owner_stays_silent_goes_when_it_is_asked_again(own_etcd: EtcdServer) -> None:
+    discovery = EtcdDiscovery((own_etcd.endpoint,), TTL_S)
+    with plain_client(own_etcd) as client:
+        client.put(DEAD, b"1", client.lease(2))
+        async with watching(discovery, PREFIX, owners := Owners(set(), silent={DEAD})) as watched:
+            await watched.until(lambda watched: watched.removed(DEAD))
+            assert owners.asked == [DEAD, DEAD]
+    await discovery.close()
 
 
 async def test_a_process_whose_loop_stands_still_loses_its_lease(

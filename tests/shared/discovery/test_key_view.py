@@ -23,8 +23,8 @@ def test_the_first_listing_is_reported_completely_and_then_synced() -> None:
     assert view.update(0.0, {"b": b"1", "a": b"2"}, 0) == [KeyAdded("b", b"1"), KeyAdded("a", b"2"), Synced()]
 
 
-@pytest.mark.parametrize("owner", ["gone", "silent", "answers"])
-def test_of_a_key_that_is_seen_to_go_the_owner_is_asked_at_once_and_it_goes_unless_it_is_published(
+@pytest.mark.parametrize("owner", ["gone", "answers"])
+def test_of_a_key_that_is_seen_to_go_the_owner_is_asked_at_once_and_it_goes_if_the_answer_does_not_name_it(
     owner: OwnerAnswer,
 ) -> None:
     view = KeyView(TTL_S)
@@ -44,7 +44,31 @@ def test_a_key_that_is_seen_to_go_stays_while_its_owner_says_that_it_publishes_i
     assert view.next_due is None
     view.update(3.0, {}, 0)
     assert view.apply_owner_answers(3.0, {"a": "publishes"}) == []
-    assert view.apply_owner_answers(13.0, {"a": "silent"}) == [KeyRemoved("a")]
+    assert view.apply_owner_answers(13.0, {"a": "gone"}) == [KeyRemoved("a")]
+
+
+def test_a_silent_owner_has_a_ttl_to_publish_its_key_again() -> None:
+    view = KeyView(TTL_S)
+    view.update(0.0, {"a": b"1", "b": b"1"}, 0)
+    view.update(1.0, {}, 0)
+    assert view.apply_owner_answers(2.0, {"a": "silent", "b": "silent"}) == []
+    assert view.keys_to_verify(11.9) == {}
+    assert view.update(3.0, {"a": b"2"}, 0) == [KeyAdded("a", b"2")]
+    assert view.keys_to_verify(12.0) == {"b": b"1"}
+    assert view.apply_owner_answers(12.0, {"b": "silent"}) == [KeyRemoved("b")]
+
+
+def test_a_silence_counts_only_after_another_one_of_the_same_absence() -> None:
+    view = KeyView(TTL_S)
+    view.update(0.0, {"a": b"1"}, 0)
+    view.update(1.0, {}, 0)
+    assert view.apply_owner_answers(1.0, {"a": "silent"}) == []
+    assert view.apply_owner_answers(11.0, {"a": "publishes"}) == []
+    assert view.apply_owner_answers(21.0, {"a": "silent"}) == []
+    view.update(22.0, {"a": b"2"}, 0)
+    view.update(23.0, {}, 0)
+    assert view.apply_owner_answers(23.0, {"a": "silent"}) == []
+    assert view.apply_owner_answers(33.0, {"a": "silent"}) == [KeyRemoved("a")]
 
 
 def test_a_key_that_was_seen_to_go_before_an_outage_is_in_doubt_after_it() -> None:
@@ -168,10 +192,15 @@ class Watching(RuleBasedStateMachine):
         assert not (due and self.away)
         # In truth nobody is asked of whom the view does not know that the key is gone.
         asked = [key for key in due if key not in self.stored]
-        seen_to_go = set(self.view.deleted_in_sight)
+        seen_to_go, silent_before = set(self.view.deleted_in_sight), set(self.view.silent)
         self.take(self.view.apply_owner_answers(self.now, {key: owners[key] for key in asked}))
         for key in asked:
-            kept = owners[key] == "publishes" or (owners[key] != "gone" and key not in seen_to_go)
+            kept = {
+                "publishes": True,
+                "answers": key not in seen_to_go,
+                "silent": key not in silent_before,
+                "gone": False,
+            }[owners[key]]
             assert (key in self.reported) == kept
 
     @invariant()
