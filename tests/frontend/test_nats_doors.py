@@ -97,6 +97,31 @@ async def test_a_request_that_comes_before_the_connection_to_the_workers_is_back
         assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "late"
 
 
+async def test_the_first_request_of_a_second_outage_waits_as_that_of_the_first_did(directory: Path) -> None:
+    broker = MemoryBroker()
+    buses: dict[str, MemoryBus] = {}
+
+    def connected(name: str) -> MemoryBus:
+        return buses.setdefault(name, MemoryBus(broker, name))
+
+    asked = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    async with world(directory, connected=connected) as w:
+        client = connected("client")
+        broker.disconnect(buses["f1"])
+        refused = await client.request(CHAT, asked, timeout_s=DEADLINE_S)
+        assert refused.headers["Headrace-Status"] == "503"
+        broker.reconnect(buses["f1"])  # no request comes before the connection is lost again
+        broker.disconnect(buses["f1"])
+        w.say("late")
+        asking = asyncio.create_task(client.request(CHAT, asked, timeout_s=DEADLINE_S))
+        for _ in range(100):  # until the frontend has it
+            await asyncio.sleep(0)
+        assert not asking.done()
+        broker.reconnect(buses["f1"])
+        answer = await asking
+        assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "late"
+
+
 async def begun(w: World, count: int) -> list[Generate]:
     """Wait until the worker has been asked for this many answers."""
     return await w.workers[0].generates.at_least(count)

@@ -58,7 +58,7 @@ WAITING_LIMIT = 4096
 ACTIVE_REFUSALS_LIMIT = 256
 """Requests over WAITING_LIMIT that are being answered with 429 at one time; further ones get no answer."""
 RECONNECTION_S = 3.0
-"""Seconds for which requests wait for the connection to the workers, from the first one that misses it."""
+"""Seconds for which requests wait for the connection to the workers, from the first one of an outage that misses it."""
 RECONNECTION_POLL_S = 0.02
 """Seconds between two looks at it."""
 DEFAULT_INBOX_PREFIX = "_INBOX"
@@ -134,8 +134,9 @@ class NatsApi:
         self._service_prefixes = (f"{subjects.ROOT}.", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
         self._limited_log = RateLimitedLog()
         self._refusals = 0
-        self._lost_s: float | None = None
-        """When a request first found no connection to the workers; None: the last one found it."""
+        self._outage: tuple[int, float] | None = None
+        """The latest outage that a request found: how many connections to the workers there were before it, and when
+        the request came."""
         self._inboxes = ClientInboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
 
@@ -181,14 +182,12 @@ class NatsApi:
         """Return whether the connection to the workers is there. When NATS comes back, that of the clients may be there
         sooner: wait for the other, but not again and again where it stays away."""
         loop, bus = asyncio.get_running_loop(), self._runtime.bus
-        if self._lost_s is None and not bus.connected:
-            self._lost_s = loop.time()
         while not bus.connected:
-            assert self._lost_s is not None
-            if loop.time() >= self._lost_s + RECONNECTION_S:
+            if self._outage is None or self._outage[0] != bus.connections:
+                self._outage = (bus.connections, loop.time())
+            if loop.time() >= self._outage[1] + RECONNECTION_S:
                 return False
             await asyncio.sleep(RECONNECTION_POLL_S)
-        self._lost_s = None
         return True
 
     def _answerable(self, message: Message) -> bool:
