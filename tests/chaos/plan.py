@@ -4,7 +4,8 @@ Faults come one at a time, the next when all is whole again, so that a healthy i
 A deck holds every kind of fault once; it is shuffled, played to its end, and shuffled again.
 
     kill     SIGKILL, down for `for_s`, then started again        restart   SIGTERM, its drain, then started again
-    freeze   SIGSTOP for `for_s`, then SIGCONT                    wipe      etcd ends, loses its data, and starts again
+    freeze   SIGSTOP for `for_s`, then SIGCONT; of etcd's freezes all but the shortest outlast the leases
+    wipe     etcd ends, loses its data, and starts again
     sever    a process's connections to NATS or etcd break, and new ones are refused, for `for_s`
     hang     nothing passes on them for `for_s`, and then all that was sent meanwhile
     kill with kvbm   the block store dies in the same moment, in the middle of what both are copying
@@ -113,18 +114,30 @@ class Fault(Struct, frozen=True):
 
 
 def faults(
-    seed: int, instances: int, durations_s: tuple[float, ...], deck: Sequence[tuple[Kind, Target]] = DECK
+    seed: int,
+    instances: int,
+    durations_s: tuple[float, ...],
+    deck: Sequence[tuple[Kind, Target]] = DECK,
+    *,
+    lease_s: float = 0.0,
 ) -> Iterator[Fault]:
-    """Without end. Each service has `instances`; NATS is never away for longer than the longest of NATS_AWAY_S."""
+    """Without end. Each service has `instances`; NATS is never away for longer than the longest of NATS_AWAY_S.
+
+    A freeze of etcd lasts for a lease, `lease_s`, more, but where it has the shortest of `durations_s`.
+    """
     draw = Random(f"faults {seed}")
     while True:
         for kind, target in draw.sample(deck, len(deck)):
             lasting_s = [one for one in durations_s if one <= max(NATS_AWAY_S)] if target == "nats" else durations_s
+            number = draw.randrange(1 if target in ALONE else instances)
+            for_s = draw.choice(lasting_s)
+            if (kind, target) == ("freeze", "etcd") and for_s > min(durations_s):
+                for_s += lease_s
             yield Fault(
                 kind=kind,
                 target=target,
-                number=draw.randrange(1 if target in ALONE else instances),
-                for_s=draw.choice(lasting_s),
+                number=number,
+                for_s=for_s,
                 pause_s=draw.uniform(0.2, 0.8),
             )
 

@@ -19,6 +19,7 @@ from random import Random
 from msgspec import Struct
 
 from services.worker.config import Device
+from shared.config import DiscoveryConfig
 from tests.chaos.clients import HttpClients, NatsClient
 from tests.chaos.plan import (
     ALONE,
@@ -225,7 +226,8 @@ class Storm:
     async def _storm(self) -> None:
         settings = self._settings
         deck = ROLES_DECK if settings.roles else DECK
-        endless = faults(settings.seed, settings.instances, settings.durations_s, deck)
+        lease_s = settings.detection.lease_ttl_s or DiscoveryConfig().lease_ttl_s
+        endless = faults(settings.seed, settings.instances, settings.durations_s, deck, lease_s=lease_s)
         for fault in islice(endless, settings.most_faults):
             await asyncio.sleep(fault.pause_s)
             if self._now() > settings.most_s:

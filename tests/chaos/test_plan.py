@@ -46,6 +46,16 @@ def test_nats_is_never_away_for_longer_than_requests_wait(seed: int) -> None:
         assert fault.target != "nats" or fault.for_s <= max(NATS_AWAY_S)
 
 
+def test_only_etcd_is_frozen_for_longer_than_a_lease_but_not_always() -> None:
+    some = list(islice(faults(1, 2, (0.5, 4.0), lease_s=10.0), 20 * len(DECK)))
+    assert {fault.for_s for fault in some if (fault.kind, fault.target) == ("freeze", "etcd")} == {0.5, 14.0}
+    assert {fault.for_s for fault in some if (fault.kind, fault.target) != ("freeze", "etcd")} == {0.5, 4.0}
+    usual = islice(faults(1, 2, (0.5, 4.0)), len(some))
+    assert [(fault.name.partition(" for ")[0], fault.pause_s) for fault in some] == [
+        (fault.name.partition(" for ")[0], fault.pause_s) for fault in usual
+    ]
+
+
 def test_asks_come_at_the_rate_wanted_by_every_door_whole_and_streamed() -> None:
     some = list(islice(asks(1, per_s=5.0, questions=24, frontends=2), 2000))
     assert sum(ask.after_s for ask in some) == pytest.approx(400, rel=0.1)
