@@ -35,7 +35,7 @@ class KeyView:
         self.deleted_in_sight: set[str] = set()
         """The missing keys that were deleted while the view was not in doubt."""
         self.silent: set[str] = set()
-        """Those of them whose owner did not answer when it was asked last."""
+        """The keys of `deleted_in_sight` whose owner did not answer when it was asked last."""
         self._ttl_s = ttl_s
         self._synced = False
         self._blind = True

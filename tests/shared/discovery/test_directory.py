@@ -112,15 +112,16 @@ class World:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def answer_pings(self, one: Instance, publishes: bool | None = None) -> list[Message]:
-        """Let an instance answer on its control subject, as one that says nothing of keys does where `publishes` is not
-        given; returns where its pings gather."""
+    async def answer_pings(self, one: Instance, publishes: bool | None = None, *, unanswered: int = 0) -> list[Message]:
+        """Let an instance answer on its control subject all pings but the first `unanswered`, as one that says nothing
+        of keys does where `publishes` is not given; returns where its pings gather."""
         peer = MemoryBus(self.broker)
         pings: list[Message] = []
 
         async def receive(message: Message) -> None:
             pings.append(message)
-            await peer.publish(message.reply, PONG.encode(Pong(one.instance, one.epoch, 0, publishes)))
+            if len(pings) > unanswered:
+                await peer.publish(message.reply, PONG.encode(Pong(one.instance, one.epoch, 0, publishes)))
 
         await peer.subscribe(subjects.control(NAMESPACE, one.service, one.instance), receive)
         return pings
@@ -256,6 +257,17 @@ async def test_an_instance_whose_keys_are_deleted_under_it_stays_while_it_says_t
     await world.until(lambda: InstanceUp(instance("a1", 2)) in world.reported)
     assert [type(change) for change in world.reported] == [InstanceUp, CardUp, InstanceUp]
     assert {PING.decode(ping.payload).key for ping in pings} == published(instance("a1"), card("a1")).keys()
+
+
+async def test_an_instance_that_stands_still_while_its_keys_are_deleted_stays_if_it_answers_later(world: World) -> None:
+    registration = await world.discovery.register(lambda epoch: published(instance("a1")))
+    pings = await world.answer_pings(instance("a1"), publishes=True, unanswered=1)
+    await world.until(lambda: len(world.reported) == 1)
+    world.store.kill(registration)  # it will not publish again, so only what it answers counts
+    async with asyncio.timeout(60):
+        while len(pings) < 3:  # noqa: ASYNC110 - nothing is called for a ping
+            await asyncio.sleep(0.01)
+    assert [type(change) for change in world.reported] == [InstanceUp]
 
 
 @pytest.mark.parametrize("publishes", [False, None])
