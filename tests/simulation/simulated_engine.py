@@ -128,7 +128,8 @@ class SimulatedEngine:
         now_s, others = self._loop.time(), deque[EngineOrder]()
         while self._commands:
             command = self._commands.popleft()
-            if isinstance(command, (KvbmUp, KvbmDown, KvbmReply)):
+            new = isinstance(command, (Submit, Prefetch)) and not others
+            if new or isinstance(command, (KvbmUp, KvbmDown, KvbmReply)):
                 self._core.handle(command, now_s)
             else:
                 others.append(command)

@@ -213,6 +213,8 @@ class Engine:
             ready = [waiting for waiting in self.replies.values() if waiting]
             if ready and draw.random() < 0.8:
                 self.core.handle(draw.choice(ready).popleft(), self.world.now_s)
+            if draw.random() < 0.2 and len(self.living) < 4 and not self.sleeps:
+                self.world.submit(self)
             self.copy(draw.randint(0, self.world.copies))
             self.tell(self.core.exchange(self.world.now_s))
             self.connector.validate()

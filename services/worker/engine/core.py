@@ -3,7 +3,7 @@
     opening ─▶ ┌─▶ handle a command … ─▶ begin ── works ──▶ (a runner computes them) ──▶ finish ─┐
                └──────────────◀───────────┘ None: nothing to do                  ◀────────────────┘
 
-    while a step is computed: what the kvbm says ─▶ handle; exchange ─▶ messages for the kvbm
+    while a step is computed: a new attempt, what the kvbm says ─▶ handle; exchange ─▶ messages for the kvbm
     outcome of a step ─▶ reported at once, or pending ─▶ reported with later ones, or before a step that may take longer
     Operate ─▶ refused, or due at once (sleep: when no copy is under way) ──▶ (the runner does it) ──▶ operated
 
@@ -72,7 +72,8 @@ def store_layout(config: EngineConfig, facts: Ready) -> StoreLayout:
 
 
 class EngineCore:
-    """Between `begin` and `finish` a step is under way; commands come outside of it, but for what the kvbm says."""
+    """Between `begin` and `finish` a step is under way; commands come outside of it, but for new attempts and what the
+    kvbm says."""
 
     def __init__(
         self,

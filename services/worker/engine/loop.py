@@ -4,8 +4,9 @@ ends, or a time has come.
     the loop     commands, begin │ launch │ exchange blocks, sleep, exchange … │ draw, finish, reports │ commands …
     the device                            │ computes the step ──────────────────────│
 
-Blocks are exchanged while a device computes: what the kvbm and other engines say is handled, and copies that have ended
-are taken up. On a CPU, which the loop computes on itself, and without a step, that is done between steps.
+Blocks are exchanged while a device computes: what the kvbm and other engines say is handled, copies that have ended are
+taken up, and new attempts wait for the next step. All else that comes meanwhile is handled after the step. On a CPU,
+which the loop computes on itself, and without a step, everything is done between steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import inf
 
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
-from services.worker.messages import EngineCommand, KvbmDown, KvbmReply, KvbmUp, Shutdown
+from services.worker.messages import EngineCommand, KvbmDown, KvbmReply, KvbmUp, Prefetch, Shutdown, Submit
 from services.worker.runner import Overlaps, Runner
 
 MEMORY_INTERVAL_S = 1.0
@@ -110,7 +111,9 @@ class EngineLoop:
                 return
             wake_s = min(until_s, now_s + SLICE_S, inf if due_s is None else due_s)
             for command in self._channel.receive(max(0.0, wake_s - now_s)):
-                if isinstance(command, (KvbmUp, KvbmDown, KvbmReply)):
+                if isinstance(command, (KvbmUp, KvbmDown, KvbmReply)) or (
+                    isinstance(command, (Submit, Prefetch)) and not self._commands  # they keep their order
+                ):
                     self._core.handle(command, self._clock())
                 else:
                     self._commands.append(command)

@@ -71,7 +71,7 @@ waits no longer than it was computed."""
 
 
 class Scheduler:
-    """Between `schedule` and `advance` a step is under way; commands come outside of it."""
+    """Between `schedule` and `advance` a step is under way; commands come outside of it, if they do not say otherwise."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -121,8 +121,7 @@ class Scheduler:
     # --- commands
 
     def submit(self, submit: Submit, now_s: float) -> None:
-        """Take an attempt. One that lives here already is ignored."""
-        assert self._step is None
+        """Take an attempt, also while a step is under way. One that lives here already is ignored."""
         if self._knows(submit):
             return
         expected = self._expected.pop((submit.request, submit.attempt), None)
@@ -154,8 +153,7 @@ class Scheduler:
 
     def prefetch(self, submit: Submit, lender: str, now_s: float) -> None:
         """Load the blocks of a prompt that the worker `lender` is computing, for an attempt that is expected. Advice:
-        where it cannot be followed nothing happens, and it ends by itself."""
-        assert self._step is None
+        where it cannot be followed nothing happens, and it ends by itself. Comes also while a step is under way."""
         if not self._onboarding.enabled or self._knows(submit):
             return
         sequence = Sequence.of(submit, self._limits, self._arrivals, now_s)

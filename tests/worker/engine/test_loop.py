@@ -151,6 +151,10 @@ class Sleeper:
 
 def loop_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineLoop:
     """The loop of an engine with a kvbm's pool."""
+    return EngineLoop(cast(EngineEnd, sleeper), core_with_pool(sleeper, runner, pool), runner, lambda: sleeper.now_s)
+
+
+def core_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineCore:
     limits = SchedulerLimits(
         model="model", context_length=32, eos_token_ids=frozenset((0,)), block_size=BLOCK_SIZE, capacity_blocks=16
     )
@@ -164,8 +168,7 @@ def loop_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineLo
         timeout_s=1.0,
         most_blocks=64,
     )
-    core = EngineCore(scheduler, BLOCK_SIZE, connector)
-    return EngineLoop(cast(EngineEnd, sleeper), core, runner, lambda: sleeper.now_s)
+    return EngineCore(scheduler, BLOCK_SIZE, connector)
 
 
 def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float | None]:
@@ -261,3 +264,17 @@ def test_what_the_kvbm_says_is_handled_while_a_step_is_computed_and_all_else_aft
     assert kinds[:3] == [Stepped, KvbmLink, Stepped], "the pool is not there, which the connector says at once"
     parts = [part for report in talker.heard if isinstance(report, Stepped) for part in report.parts.get("f", [])]
     assert [part.finish for part in parts] == [None, "cancelled"], "the step was computed before it was handled"
+
+
+def test_an_attempt_that_comes_while_a_step_is_computed_waits_when_the_step_ends(tmp_path: Path) -> None:
+    talker = Talker(submit("s"))
+    loop_with_pool(talker, Device(talker), tmp_path).run()
+    _opening, first, *_ = [report for report in talker.heard if isinstance(report, Stepped)]
+    assert (first.load.running, first.load.waiting) == (1, 1)
+
+
+def test_commands_of_attempts_keep_their_order(tmp_path: Path) -> None:
+    talker = Talker(CancelAttempt("s", 1), submit("s"))
+    loop_with_pool(talker, Device(talker), tmp_path).run()
+    parts = [part for report in talker.heard if isinstance(report, Stepped) for part in report.parts.get("f", [])]
+    assert [part.finish for part in parts if part.request == "s"][-1] == "length", "it was cancelled before it came"
