@@ -71,7 +71,7 @@ waits no longer than it was computed."""
 
 
 class Scheduler:
-    """Between `schedule` and `advance` a step is under way; commands come outside of it, if they do not say otherwise."""
+    """Between `schedule` and `advance` a step is under way; commands come outside of it, unless they say otherwise."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
