@@ -109,8 +109,8 @@ class EngineLoop:
             now_s, due_s = self._clock(), self._core.exchange_due_s
             if now_s >= until_s or not computing():
                 return
-            wake_s = min(until_s, now_s + SLICE_S, inf if due_s is None else due_s)
-            for command in self._channel.receive(max(0.0, wake_s - now_s)):
+            limit_s = min(SLICE_S, until_s - now_s, inf if due_s is None else due_s - now_s)
+            for command in self._channel.receive(max(0.0, limit_s)):
                 if isinstance(command, (KvbmUp, KvbmDown, KvbmReply)) or (
                     isinstance(command, (Submit, Prefetch)) and not self._commands  # they keep their order
                 ):

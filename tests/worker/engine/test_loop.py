@@ -238,6 +238,16 @@ def test_a_step_that_ends_sooner_than_expected_is_seen_soon(tmp_path: Path) -> N
     assert all(STEP_S <= returned_s <= STEP_S + SLICE_S for returned_s in device.returned_s[2:])
 
 
+@pytest.mark.parametrize("uptime_s", [1.0, 4_321.987, 1e6 / 3])
+def test_the_loop_never_sleeps_longer_than_a_slice_while_a_step_is_computed(tmp_path: Path, uptime_s: float) -> None:
+    sleeper = Sleeper(submit("r"), 1_000)
+    sleeper.now_s = uptime_s
+    loop_with_pool(sleeper, Device(sleeper), tmp_path).run()
+    slept_s = [limit_s for limit_s in sleeper.slept_s if limit_s is not None]
+    assert len(slept_s) > 2 * STEP_S / SLICE_S
+    assert max(slept_s) <= SLICE_S, "the channel rounds up to whole milliseconds"
+
+
 class Talker(Sleeper):
     """A channel that says a line each time the loop sleeps while a step is computed, after half of that time."""
 
