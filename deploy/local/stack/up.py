@@ -267,7 +267,7 @@ class Shell:
                 if served:
                     for name in missing:
                         why = reasons.get(name, "it does not answer")
-                        self._terminal.notice(f"no prompt is handed over yet, since {name} is not ready: {why}")
+                        self._terminal.notice(f"{name} takes no part in hand-overs yet: {why}")
                     self._say_ready()
                     self._events.put_nowait(Serving())
             await asyncio.sleep(PROBE_EVERY_S)

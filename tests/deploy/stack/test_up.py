@@ -270,7 +270,7 @@ async def test_ready_waits_until_workers_with_roles_are_attached_to_the_kvbm(
     await up.until(lambda: up.printed == "ready http://here/v1\n")
     up.shell.stop()
     assert await running == 0
-    assert "no prompt is handed over" not in up.shown
+    assert "hand-overs" not in up.shown
 
 
 UNREADY_FOR_EVER = """
@@ -309,7 +309,7 @@ async def test_a_worker_that_is_not_attached_in_time_is_named_before_ready_and_w
     up = RolesUp(state_dir, capsys)
     running = asyncio.create_task(up.shell.run())
     await up.until(lambda: up.printed == "ready http://here/v1\n")
-    await up.until(lambda: "no prompt is handed over yet, since prefill-0 is not ready: " in up.shown)
+    await up.until(lambda: "prefill-0 takes no part in hand-overs yet: " in up.shown)
     up.attach()
     await up.until(lambda: "prefill-0 is ready now\n" in up.shown)
     up.shell.stop()
