@@ -8,8 +8,8 @@
 
 A lease may be revoked, or a key deleted, while the owner lives. So when a key is deleted in sight, its owner is asked
 at once, and the key stays while the owner says that it publishes it. An owner that does not answer may have stood still
-for a moment, as all do at once on a machine whose disk stands still. So it has a TTL to publish the key again. If it is
-silent then too, it may be frozen for long, and the key is removed.
+for a moment, as all of a machine can at once while something takes its disk or processors. So it has a TTL to publish
+the key again. If it is silent then too, it may be frozen for long, and the key is removed.
 
 A view is *in doubt* for one TTL after each outage of the back end, because leases may have ended while no owner could
 renew them: a key that is missing then proves nothing. Its owner has a TTL to publish it again. Then the owner is asked,

@@ -15,8 +15,8 @@ Blocks that may be wrong are named to a kvbm that takes a Discard. Nothing waits
 next sequence that such a block fails names the block again.
 
 Around each step: `poll_copies`, which takes up copies that have ended; the step is scheduled; `step`, which asks the
-kvbm; the step is computed. Loads that have ended may wait for a later `poll_copies`, so that they delay no step by
-much.
+kvbm; the step is computed. An engine whose device computes by itself calls both, and `handle`, also meanwhile. Loads
+that have ended may wait for a later `poll_copies`, so that they delay no step by much.
 """
 
 from __future__ import annotations

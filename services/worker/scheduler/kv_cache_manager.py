@@ -30,8 +30,8 @@ from shared.hashing import ContentKey
 class KVCacheManager:
     """The blocks of one engine.
 
-    The scheduler calls the methods of the first part between steps. The connector may call those of the second part
-    while a step is under way.
+    The scheduler calls the methods of the first part between steps, and `consider` and `uncached_tokens` also for an
+    attempt that comes while a step is under way. The connector may call those of the second part while one is.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:

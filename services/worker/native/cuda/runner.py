@@ -331,8 +331,8 @@ class CudaRunner:
         """Return a mover between the KV pages and a pool, on streams of its own.
 
         These streams and the runner's need not wait for each other. A block is offered only after the step that filled
-        it has returned. A loaded block enters the cache only after the mover has reported its copy, before the next
-        step is scheduled.
+        it has returned. A loaded block enters the cache only after the mover has reported its copy, and is first read
+        by a step that is scheduled after that.
         """
         self._clock = clock
         with device_errors_as_model_error():
