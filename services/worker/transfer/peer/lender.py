@@ -227,7 +227,10 @@ class PeerLender:
         watch: LockWatch | None = None
         try:
             check_import(asked, self._offer.identity, self._offer.generation)
-            watch = LockWatch.of(self._directory, asked.owner)
+            try:
+                watch = LockWatch.of(self._directory, asked.owner)
+            except OSError as wrong:
+                raise LendingRefused("unproven", f"the lock of {asked.owner}: {wrong.strerror}") from None
             if watch is None:
                 raise LendingRefused("unproven", f"no living process holds the lock of {asked.owner}")
             slots = self.lending.admit(descriptor, asked.owner)
@@ -280,7 +283,7 @@ class PeerLender:
             watch.close()
 
     def _sweep(self) -> None:
-        """Delete the sockets of lenders that are dead."""
+        """Delete the sockets of lenders that are dead. Raise OSError where that cannot be seen."""
         for path in self._path.parent.iterdir():
             watch = LockWatch.of(self._directory, path.name)
             if watch is None:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
 from pathlib import Path
 
 from shared.pool.lock import OWNERS, is_owner
+
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class LockWatch:
@@ -21,12 +24,15 @@ class LockWatch:
 
     @staticmethod
     def of(directory: Path, owner: str) -> LockWatch | None:
-        """Watch the lock of `owner` next to the pool in `directory`; None if no living process holds it."""
+        """Watch the lock of `owner` next to the pool in `directory`; None if no living process holds it. Raise OSError
+        where that cannot be seen, since this process or the machine has no file descriptor left."""
         if not is_owner(owner):
             return None
         try:
             descriptor = os.open(directory / OWNERS / owner, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
+        except OSError as wrong:
+            if wrong.errno in _NO_DESCRIPTOR:
+                raise
             return None
         watch = LockWatch(descriptor)
         about = os.fstat(descriptor)

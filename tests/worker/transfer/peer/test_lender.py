@@ -17,6 +17,7 @@ from services.worker.transfer.peer import packets
 from services.worker.transfer.peer.host_pages import HostMapper, HostPages
 from services.worker.transfer.peer.lender import ACCEPT_RETRY_S, MOST_STRANGERS, PeerLender
 from services.worker.transfer.peer.lending import LendingLimits
+from services.worker.transfer.peer.lock_watch import LockWatch
 from services.worker.transfer.peer.memory import MapFailed, offsets
 from services.worker.transfer.peer.messages import (
     FROM_LENDER,
@@ -130,6 +131,19 @@ def test_without_a_file_descriptor_readers_wait_and_the_engine_neither_ends_nor_
     assert rig.lender.wait_until_s is None
     assert isinstance(rig.heard(connection), Offer)
     connection.close()
+
+
+def test_a_reader_whose_lock_cannot_be_looked_at_is_not_called_dead(rig: Rig) -> None:
+    connection = rig.connect()
+    connection.send(TO_LENDER.encode(ASKED))
+    with no_descriptor_left():
+        refused = rig.heard(connection)
+        with pytest.raises(OSError, match="Too many open files"):
+            LockWatch.of(rig.directory, "lender")  # a new lender would delete the socket of this one
+    assert isinstance(refused, NotLent)
+    assert refused.reason == "the lock of reader: Too many open files"
+    connection.close()
+    rig.admitted().close()
 
 
 @pytest.mark.parametrize(
