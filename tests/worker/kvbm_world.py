@@ -31,6 +31,7 @@ from services.worker.messages import (
     Stepped,
     Submit,
 )
+from services.worker.runner import Work
 from services.worker.scheduler.scheduler import Scheduler
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpack_tokens
@@ -90,6 +91,8 @@ class Engine:
         self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.connector, ("clear", "sleep", "wake"))
         self.sleeps = False
         """From a sleep that was not refused until it woke."""
+        self.computes = False
+        """A step is under way."""
         self.asks: deque[KvbmAsk] = deque()
         self.replies: dict[int, deque[KvbmReply]] = {}
         """Under way, by number."""
@@ -184,9 +187,11 @@ class Engine:
         self.hear(told)
         self.tell(self.core.step_connector(now_s))
         if works is not None:
-            self.exchange()
+            self.computes = True
+            self.exchange(works)
             drawn = self.runner.step(works)
-            self.exchange()
+            self.exchange(works)
+            self.computes = False
             self.hear(self.core.finish(drawn, self.world.step_s))
         self.core.validate()
         self.do_operation()
@@ -203,10 +208,10 @@ class Engine:
             else:
                 self.link = said
 
-    def exchange(self) -> None:
-        """Exchange blocks while a step is under way, in a world where engines do that."""
+    def exchange(self, works: Sequence[Work]) -> None:
+        """Exchange blocks while these works are computed, in a world where engines do that."""
         draw = self.world.draw
-        for _ in range(draw.randrange(3) if self.world.overlaps else 0):
+        for _ in range(draw.randrange(3) if self.world.overlaps and works else 0):
             if self.asks and draw.random() < 0.5:
                 self.carry("")
             self.stream()
@@ -215,13 +220,23 @@ class Engine:
                 self.core.handle(draw.choice(ready).popleft(), self.world.now_s)
             if draw.random() < 0.2 and len(self.living) < 4 and not self.sleeps:
                 self.world.submit(self)
+            if self.world.trouble is not None and draw.random() < 0.5:
+                self.world.anything_else(self)
             self.copy(draw.randint(0, self.world.copies))
             self.tell(self.core.exchange(self.world.now_s))
-            self.connector.validate()
+            self.validate()
 
     def handle(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
         self.core.handle(command, self.world.now_s)
-        self.core.validate()
+        self.validate()
+
+    def validate(self) -> None:
+        if not self.computes:
+            self.core.validate()
+        else:
+            self.connector.validate()
+            self.scheduler.kv_cache.onboarding.validate()
+            self.scheduler.kv_cache.offloading.validate()
 
     # --- its copies
 
@@ -242,7 +257,7 @@ class Engine:
             return True
         while self.hand is not None and not self.hand.idle:
             self.hand.go_on(0)
-        if self.hand is None:
+        if self.hand is None and self.core.exchange_due_s != 0.0:  # 0: some have ended, and wait to be taken up
             assert select.select([self.connector.mover.fileno()], [], [], LIMIT_S)[0], "no copy ends"
         return True
 
@@ -325,6 +340,8 @@ class World:
         """Seconds that engines measure for a step: where they are many, asking the kvbm is always worth it."""
         self.overlaps = False
         """Whether engines exchange blocks while they compute a step."""
+        self.trouble: float | None = None
+        """How likely bad luck is; None: all goes well."""
         self.answer_s = 1.0
         """How long they wait for an answer."""
         self.damages = False
@@ -396,7 +413,7 @@ class World:
 
     def anything(self, trouble: float) -> None:
         """One thing happens."""
-        draw = self.draw
+        draw, self.trouble = self.draw, trouble
         engine = draw.choice(self.engines)
         roll = draw.random()
         if roll < trouble:
@@ -423,6 +440,34 @@ class World:
             self.drawer.trouble(draw, self.now_s)
             self.drawer.validate()
         else:
+            self.now_s += draw.choice((0.01, 0.03, 0.1))
+
+    def anything_else(self, computes: Engine) -> None:
+        """One thing happens that does not wait for the end of this engine's step."""
+        draw, trouble = self.draw, self.trouble or 0.0
+        others = [engine for engine in self.engines if not engine.computes]
+        roll = draw.random()
+        if roll < trouble and draw.random() < 0.5:
+            if self.drawer is None:
+                self.open_kvbm()
+            else:
+                self.kill_kvbm()
+        elif roll < trouble and others:
+            self.kill_engine(draw.choice(others))
+            self.start_engine()
+        elif roll < 0.5 and others:
+            other = draw.choice(others)
+            if draw.random() < trouble:
+                other.operate("wake" if other.sleeps else draw.choice(("sleep", "clear")))
+            other.step()
+        elif roll < 0.6 and self.expected:
+            expecting, name, prompt, most, lora = self.expected.pop()
+            if expecting is computes:
+                expecting.submit(name, prompt, most, lora)
+        elif roll < 0.7 and self.drawer is not None:
+            self.drawer.trouble(draw, self.now_s)
+            self.drawer.validate()
+        elif roll < 0.9:
             self.now_s += draw.choice((0.01, 0.03, 0.1))
 
     def bad_luck(self, engine: Engine) -> None:
@@ -452,6 +497,7 @@ class World:
 
     def settle(self) -> None:
         """Nothing goes wrong any more, until nothing happens any more."""
+        self.trouble = None
         if self.drawer is None:
             self.open_kvbm()
         assert self.drawer is not None
