@@ -20,9 +20,9 @@ from pathlib import Path
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
-from services.worker.engine.core import EngineCore
+from services.worker.engine.core import EngineCore, comes_meanwhile
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.messages import EngineOrder, EngineReport, KvbmDown, KvbmReply, KvbmUp, Prefetch, Submit
+from services.worker.messages import EngineOrder, EngineReport, Prefetch, Submit
 from services.worker.model_facts import facts_of
 from services.worker.runner import Work
 from services.worker.simulated.model import SimulatedModel
@@ -128,8 +128,7 @@ class SimulatedEngine:
         now_s, others = self._loop.time(), deque[EngineOrder]()
         while self._commands:
             command = self._commands.popleft()
-            new = isinstance(command, (Submit, Prefetch)) and not others
-            if new or isinstance(command, (KvbmUp, KvbmDown, KvbmReply)):
+            if comes_meanwhile(command, after_others=bool(others)):
                 self._core.handle(command, now_s)
             else:
                 others.append(command)

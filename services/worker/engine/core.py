@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import assert_never
+from typing import TypeGuard, assert_never
 
 from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
@@ -27,6 +27,7 @@ from services.worker.loans import Borrower, Lender
 from services.worker.messages import (
     BlockExplained,
     CancelAttempt,
+    EngineCommand,
     EngineOperation,
     EngineOrder,
     ExplainBlock,
@@ -69,6 +70,13 @@ MOST_PENDING = 512
 def store_layout(config: EngineConfig, facts: Ready) -> StoreLayout:
     """Return what must be the same in two engines that exchange blocks."""
     return StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout)
+
+
+def comes_meanwhile(command: EngineCommand, *, after_others: bool) -> TypeGuard[EngineOrder]:
+    """Whether a command is handled while a step is computed; the others are handled after it. `after_others`: some came
+    before it that are not handled yet, and commands of attempts keep their order."""
+    kvbm_says = isinstance(command, (KvbmUp, KvbmDown, KvbmReply))
+    return kvbm_says or (isinstance(command, (Submit, Prefetch)) and not after_others)
 
 
 class EngineCore:
@@ -285,10 +293,9 @@ class EngineCore:
 
     def exchange(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """Exchange blocks while a step is computed; return the messages for the kvbm."""
-        if self._connector is None:
-            return []
-        self._connector.poll_copies(now_s, MOST_LOADED)
-        return self._connector.step(now_s)
+        if self._connector is not None:
+            self._connector.poll_copies(now_s, MOST_LOADED)
+        return self.step_connector(now_s)
 
     @property
     def exchange_due_s(self) -> float | None:

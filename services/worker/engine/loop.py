@@ -16,8 +16,8 @@ from collections.abc import Callable
 from math import inf
 
 from services.worker.engine.channel import EngineEnd
-from services.worker.engine.core import EngineCore
-from services.worker.messages import EngineCommand, KvbmDown, KvbmReply, KvbmUp, Prefetch, Shutdown, Submit
+from services.worker.engine.core import EngineCore, comes_meanwhile
+from services.worker.messages import EngineCommand, Shutdown
 from services.worker.runner import Overlaps, Runner
 
 MEMORY_INTERVAL_S = 1.0
@@ -79,7 +79,7 @@ class EngineLoop:
 
     def _limit_s(self) -> float | None:
         """Return how long to wait for commands."""
-        if self._commands or not self._idle:
+        if not self._idle:
             return 0.0
         until_s = self._core.wait_until_s
         return None if until_s is None else max(0.0, until_s - self._clock())
@@ -111,9 +111,7 @@ class EngineLoop:
                 return
             limit_s = min(SLICE_S, until_s - now_s, inf if due_s is None else due_s - now_s)
             for command in self._channel.receive(max(0.0, limit_s)):
-                if isinstance(command, (KvbmUp, KvbmDown, KvbmReply)) or (
-                    isinstance(command, (Submit, Prefetch)) and not self._commands  # they keep their order
-                ):
+                if comes_meanwhile(command, after_others=bool(self._commands)):
                     self._core.handle(command, self._clock())
                 else:
                     self._commands.append(command)
