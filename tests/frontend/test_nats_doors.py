@@ -55,69 +55,71 @@ def flood(server: NatsServer) -> None:
             heard += client.recv(4096)
 
 
+HELLO = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
+
+
+class Buses:
+    """Connections to one broker, by name, which can be lost and come back."""
+
+    def __init__(self) -> None:
+        self._broker = MemoryBroker()
+        self._buses: dict[str, MemoryBus] = {}
+
+    def connected(self, name: str) -> MemoryBus:
+        return self._buses.setdefault(name, MemoryBus(self._broker, name))
+
+    def disconnect(self, name: str) -> None:
+        self._broker.disconnect(self._buses[name])
+
+    def reconnect(self, name: str) -> None:
+        self._broker.reconnect(self._buses[name])
+
+
 async def test_a_frontend_that_is_cut_off_from_workers_says_so_to_its_clients(directory: Path) -> None:
-    broker = MemoryBroker()
-    buses: dict[str, MemoryBus] = {}
-
-    def connected(name: str) -> MemoryBus:
-        return buses.setdefault(name, MemoryBus(broker, name))
-
-    asked = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
-    async with world(directory, connected=connected) as w:
-        client = connected("client")
-        broker.disconnect(buses["f1"])
-        refused = await client.request(CHAT, asked, timeout_s=DEADLINE_S)
+    buses = Buses()
+    async with world(directory, connected=buses.connected) as w:
+        client = buses.connected("client")
+        buses.disconnect("f1")
+        refused = await client.request(CHAT, HELLO, timeout_s=DEADLINE_S)
         assert (refused.headers["Headrace-Status"], refused.headers["Headrace-Last"]) == ("503", "true")
-        broker.reconnect(buses["f1"])
+        buses.reconnect("f1")
         w.say("next")
-        answer = await client.request(CHAT, asked, timeout_s=DEADLINE_S)
+        answer = await client.request(CHAT, HELLO, timeout_s=DEADLINE_S)
         assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "next"
 
 
 async def test_a_request_that_comes_before_the_connection_to_the_workers_is_back_waits_for_it(
     directory: Path,
 ) -> None:
-    broker = MemoryBroker()
-    buses: dict[str, MemoryBus] = {}
-
-    def connected(name: str) -> MemoryBus:
-        return buses.setdefault(name, MemoryBus(broker, name))
-
-    asked = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
-    async with world(directory, connected=connected) as w:
+    buses = Buses()
+    async with world(directory, connected=buses.connected) as w:
         w.say("late")
-        client = connected("client")
-        broker.disconnect(buses["f1"])
-        asking = asyncio.create_task(client.request(CHAT, asked, timeout_s=DEADLINE_S))
+        client = buses.connected("client")
+        buses.disconnect("f1")
+        asking = asyncio.create_task(client.request(CHAT, HELLO, timeout_s=DEADLINE_S))
         for _ in range(100):  # until the frontend has it
             await asyncio.sleep(0)
         assert not asking.done()
-        broker.reconnect(buses["f1"])
+        buses.reconnect("f1")
         answer = await asking
         assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "late"
 
 
 async def test_the_first_request_of_a_second_outage_waits_as_that_of_the_first_did(directory: Path) -> None:
-    broker = MemoryBroker()
-    buses: dict[str, MemoryBus] = {}
-
-    def connected(name: str) -> MemoryBus:
-        return buses.setdefault(name, MemoryBus(broker, name))
-
-    asked = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
-    async with world(directory, connected=connected) as w:
-        client = connected("client")
-        broker.disconnect(buses["f1"])
-        refused = await client.request(CHAT, asked, timeout_s=DEADLINE_S)
+    buses = Buses()
+    async with world(directory, connected=buses.connected) as w:
+        client = buses.connected("client")
+        buses.disconnect("f1")
+        refused = await client.request(CHAT, HELLO, timeout_s=DEADLINE_S)
         assert refused.headers["Headrace-Status"] == "503"
-        broker.reconnect(buses["f1"])  # no request comes before the connection is lost again
-        broker.disconnect(buses["f1"])
+        buses.reconnect("f1")  # no request comes before the connection is lost again
+        buses.disconnect("f1")
         w.say("late")
-        asking = asyncio.create_task(client.request(CHAT, asked, timeout_s=DEADLINE_S))
+        asking = asyncio.create_task(client.request(CHAT, HELLO, timeout_s=DEADLINE_S))
         for _ in range(100):  # until the frontend has it
             await asyncio.sleep(0)
         assert not asking.done()
-        broker.reconnect(buses["f1"])
+        buses.reconnect("f1")
         answer = await asking
         assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "late"
 

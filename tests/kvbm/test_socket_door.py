@@ -20,9 +20,9 @@ from shared.bus.contract import Message
 from shared.hashing import ContentKey
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import FROM_KVBM, PROTOCOL, Answered, Asked, FrameReader, Hello, encode_frame
-from tests.file_descriptors import no_descriptor_left
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, SMALL_BYTES, Engine, Store, World, running, serving, settings, until
+from tests.resource_limits import no_descriptor_left
 
 
 class Client:

@@ -16,8 +16,8 @@ from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.service import LENDS_NOTHING
 from shared.messages import Part, Sampling
 from shared.pool.format import HEADER_BYTES, parse
+from tests.resource_limits import LIMIT_BYTES, small_files
 from tests.tiny_model import write_tiny_model
-from tests.worker.file_limit import LIMIT_BYTES, small_files
 from tests.worker.shell import NAMESPACE, WORKER, Shell, request, running_worker
 from tests.worker.store import attached, saved, store
 

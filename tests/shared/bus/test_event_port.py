@@ -13,7 +13,7 @@ import pytest
 
 from shared.bus import event_port, zmtp
 from shared.bus.event_port import READ_BYTES, SEND_LIMIT_BYTES, EventPort
-from tests.file_descriptors import no_descriptor_left
+from tests.resource_limits import no_descriptor_left
 
 DEADLINE_S = 30.0
 SUB = zmtp.command(b"READY", b"\x0bSocket-Type\0\0\0\x03SUB")

@@ -224,13 +224,17 @@ async def test_a_key_that_someone_deleted_is_put_back(own_etcd: EtcdServer, disc
     await registration.close()
 
 
+def end_lease_of(etcd: EtcdServer, key: str) -> None:
+    with plain_client(etcd) as client:
+        _, about = client.get(key)
+        assert about is not None
+        client.revoke_lease(about.lease_id)
+
+
 async def test_a_revoked_lease_hides_no_owner_that_publishes(own_etcd: EtcdServer, discovery: EtcdDiscovery) -> None:
     registration = await discovery.register(epochs)
     async with watching(discovery, PREFIX, Owners({LIVING})) as watched:
-        with plain_client(own_etcd) as client:
-            _, about = client.get(LIVING)
-            assert about is not None
-            client.revoke_lease(about.lease_id)
+        end_lease_of(own_etcd, LIVING)
         await watched.until_entries({LIVING: b"2"})
         assert not watched.removed(LIVING)
     await registration.close()
@@ -241,10 +245,7 @@ async def test_a_lease_that_ends_hides_no_owner_that_is_silent_for_a_moment(
 ) -> None:
     registration = await discovery.register(epochs)
     async with watching(discovery, PREFIX, Owners({LIVING}, silences=1)) as watched:
-        with plain_client(own_etcd) as client:
-            _, about = client.get(LIVING)
-            assert about is not None
-            client.revoke_lease(about.lease_id)
+        end_lease_of(own_etcd, LIVING)
         await watched.until_entries({LIVING: b"2"})
         assert not watched.removed(LIVING)
     await registration.close()

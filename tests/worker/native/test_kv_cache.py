@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.native.kv_cache import KvCache
 from shared.messages import KvLayout
-from tests.worker.file_limit import LIMIT_BYTES, small_files
+from tests.resource_limits import LIMIT_BYTES, small_files
 
 LAYOUT = KvLayout("float32", layers=2, kv_heads=3, head_dim=4, block_size=8)
 NARROW = msgspec.structs.replace(LAYOUT, dtype="bfloat16")

@@ -24,7 +24,7 @@ from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.memory import PeerMemory
 from services.worker.transfer.peer.messages import PeerIdentity
 from shared.pool.lock import HeldLock, hold_owner
-from tests.file_descriptors import no_descriptor_left
+from tests.resource_limits import no_descriptor_left
 
 SLOTS, BLOCK_BYTES = 16, 4096
 IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
@@ -101,6 +101,12 @@ class Rig:
         self.engines.append(LendingEngine(self.directory, worker, identity))
         self.engines[-1].turn()
         return self.engines[-1]
+
+    def copy_with(self, copier: Callable[[BlockShape], HostPeerCopier]) -> None:
+        """Begin again with a borrower that makes its copiers so."""
+        memory = replace(self.memory.seen(), copier=copier)
+        self.borrower.close()
+        self.borrower = BlockBorrower(self.directory, lambda: memory, IDENTITY, time.monotonic)
 
     def ask(self, number: int, slots: Sequence[int], worker: str = "prefill") -> None:
         self.borrower.ask(number, OWNER, worker, [key_of(slot) for slot in slots])
@@ -215,9 +221,7 @@ def test_a_device_without_room_for_a_copier_borrows_nothing_and_its_engine_goes_
         raise DeviceFailed("cudaErrorMemoryAllocation: out of memory")
 
     engine = rig.engine()
-    memory = replace(rig.memory.seen(), copier=no_copier)
-    rig.borrower.close()
-    rig.borrower = BlockBorrower(rig.directory, lambda: memory, IDENTITY, time.monotonic)
+    rig.copy_with(no_copier)
     rig.ask(1, [0])
     rig.until(lambda: bool(rig.answers))
     assert rig.answers == [Borrowed(1, [], last=True)]
@@ -236,9 +240,7 @@ def test_without_a_file_descriptor_for_its_copies_an_engine_borrows_nothing_and_
             return HostPeerCopier(theirs, rig.memory.seen().shape)
 
         engine = rig.engine()
-        memory = replace(rig.memory.seen(), copier=last_descriptor)
-        rig.borrower.close()
-        rig.borrower = BlockBorrower(rig.directory, lambda: memory, IDENTITY, time.monotonic)
+        rig.copy_with(last_descriptor)
         rig.ask(1, [0])
         rig.until(lambda: bool(rig.answers))
         assert rig.answers == [Borrowed(1, [], last=True)]

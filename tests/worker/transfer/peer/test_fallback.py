@@ -9,7 +9,7 @@ import pytest
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from services.worker.transfer.peer.fallback import pages_to_lend
 from services.worker.transfer.peer.host_pages import HostPages
-from tests.worker.file_limit import LIMIT_BYTES, small_files
+from tests.resource_limits import LIMIT_BYTES, small_files
 
 
 def test_a_device_without_memory_for_others_lends_nothing_and_says_so_in_one_line(

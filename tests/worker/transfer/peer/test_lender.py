@@ -36,7 +36,7 @@ from services.worker.transfer.peer.messages import (
 from services.worker.transfer.peer.reader import PeerReader
 from shared.errors import Unavailable
 from shared.pool.lock import HeldLock, hold_owner
-from tests.file_descriptors import no_descriptor_left
+from tests.resource_limits import no_descriptor_left
 from tests.worker.transfer.peer.peer_process import IDENTITY, Settings, key_of
 
 SHAPE = Settings("", "")
