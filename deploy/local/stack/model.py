@@ -148,12 +148,14 @@ def _follow(pip: subprocess.Popen[Any], scratch: Path, what: str, progress: Prog
 
 
 def _size_bytes(directory: Path) -> int:
+    """Return the size of all files in a directory while pip makes and removes files and directories in it."""
     total = 0
-    for file in directory.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except FileNotFoundError:  # pip removed it meanwhile
-            continue
+    for path, _, names in os.walk(directory):  # passes over a directory that has just been removed; Path.rglob does not
+        for name in names:
+            try:
+                total += Path(path, name).stat().st_size
+            except FileNotFoundError:
+                continue
     return total
 
 

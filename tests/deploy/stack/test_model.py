@@ -6,10 +6,12 @@ import errno
 import fcntl
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -154,6 +156,26 @@ def test_progress_does_not_go_back_when_pip_tidies_up(tmp_path: Path, monkeypatc
         stdin = waiting.stdin
         model._follow(waiting, tmp_path, "fetching", tidy)
     assert shares == [0.8, 0.8]
+
+
+def test_directories_that_pip_removes_while_its_progress_is_read_are_no_error(tmp_path: Path) -> None:
+    done = Event()
+
+    def unpack_and_tidy() -> None:
+        for _ in range(500):
+            deep = tmp_path / "pip-unpack" / "a" / "b"
+            deep.mkdir(parents=True)
+            (deep / "wheel").write_bytes(b"wheel")
+            shutil.rmtree(tmp_path / "pip-unpack")
+        done.set()
+
+    pip = Thread(target=unpack_and_tidy)
+    pip.start()
+    sizes = set()
+    while not done.is_set():
+        sizes.add(model._size_bytes(tmp_path))
+    pip.join()
+    assert sizes <= {0, 5}
 
 
 def test_a_torn_file_is_fetched_again(index: Path, tmp_path: Path) -> None:
