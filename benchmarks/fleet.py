@@ -1,6 +1,6 @@
 """A fleet in virtual time: our router's and engine's own parts, with a model of how long a step takes. One thread.
 
-    arrival ─▶ ModelRouter.select ─▶ EngineCore.obey ─▶ begin ── step_s(works) later ──▶ finish ─┬▶ first token, end
+    arrival ─▶ ModelRouter.select ─▶ EngineCore.handle ─▶ begin ── step_s(works) later ──▶ finish ─┬▶ first token, end
                    ▲      ▲      ▲                                                              │    sent to the router
                    │      │      └── KV events, encoded and decoded as on the wire ◀────────────┤
                    │      └───────── load reports, every 250 ms ◀───────────────────────────────┘
@@ -48,7 +48,9 @@ from services.router.selection.model_router import ModelRouter
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import load_policy
-from services.worker.messages import EngineOrder, KvbmAsk, KvbmUp, Prefetch, Stepped, Submit
+from services.worker.engine.core import comes_meanwhile
+from services.worker.engine.loop import SLICE_S
+from services.worker.messages import EngineOrder, KvbmAsk, KvbmLink, KvbmUp, Prefetch, Stepped, Submit
 from services.worker.runner import Work
 from shared.kvbm_messages import StoreLayout
 from shared.messages import (
@@ -217,12 +219,24 @@ class SimulatedFleet:
         self._route(journey)
 
     def _order(self, worker: SimulatedWorker, order: EngineOrder) -> None:
-        worker.arrived.append(order)
+        if worker.stepping and comes_meanwhile(order, after_others=bool(worker.arrived)):
+            worker.core.handle(order, self.clock.now_s)
+        else:
+            worker.arrived.append(order)
         self._look(worker)
 
     def _look(self, worker: SimulatedWorker) -> None:
-        if not worker.stepping and not worker.gone:
+        if worker.gone:
+            return
+        if worker.stepping:
+            self._exchange(worker)
+        else:
             self._begin(worker)
+
+    def _exchange(self, worker: SimulatedWorker) -> None:
+        """Exchange blocks while a step is computed, as an engine with a GPU does."""
+        self._pass_on(worker, worker.core.exchange(self.clock.now_s))
+        self._rest_in_step(worker)
 
     def _begin(self, worker: SimulatedWorker) -> None:
         core = worker.core
@@ -231,19 +245,26 @@ class SimulatedFleet:
         worker.arrived.clear()
         told, works = core.begin(self.clock.now_s)
         self._heard_of(worker, told)
-        for said in core.step_connector(self.clock.now_s):
-            if isinstance(said, KvbmAsk) and self.store is not None:
-                self.store.ask(said, partial(self._order, worker))
+        self._pass_on(worker, core.step_connector(self.clock.now_s))
         worker.stepping = works is not None
         if works is None:
-            self._rest(worker)
+            self._rest(worker, self.clock.now_s if core.busy else core.wait_until_s)
         else:
             elapsed_s = worker.step_s(works) if works else 0.0
             self.clock.after(elapsed_s, partial(self._finish, worker, works, elapsed_s))
+            self._rest_in_step(worker)
 
-    def _rest(self, worker: SimulatedWorker) -> None:
-        """Rest until an order comes, or until the time that the engine names."""
-        until_s = self.clock.now_s if worker.core.busy else worker.core.wait_until_s
+    def _pass_on(self, worker: SimulatedWorker, messages: Sequence[KvbmAsk | KvbmLink]) -> None:
+        for message in messages:
+            if isinstance(message, KvbmAsk) and self.store is not None:
+                self.store.ask(message, partial(self._order, worker))
+
+    def _rest_in_step(self, worker: SimulatedWorker) -> None:
+        due_s = worker.core.exchange_due_s
+        self._rest(worker, None if due_s is None else max(due_s, self.clock.now_s + SLICE_S))
+
+    def _rest(self, worker: SimulatedWorker, until_s: float | None) -> None:
+        """Rest until an order comes, a step ends, or the time that the engine names."""
         if until_s is not None and until_s < worker.wakes_s:
             worker.wakes_s = until_s
             self.clock.at(until_s, partial(self._wake, worker, until_s))
