@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
-from services.worker.service import LENDS_NOTHING
+from services.worker.service import LENDING_FAILS, LENDS_NOTHING
+from services.worker.transfer.peer.packets import LENDERS
 from shared.messages import Part, Sampling
 from shared.pool.format import HEADER_BYTES, parse
 from tests.resource_limits import LIMIT_BYTES, small_files
@@ -79,6 +80,24 @@ async def test_a_prefill_worker_whose_memory_cannot_be_shared_serves_and_says_so
             await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
         await answer(shell, "first")
         assert shell.runtime.health.also().get("notes", []) == ([LENDS_NOTHING] if lends else [])
+
+
+async def test_a_prefill_worker_that_cannot_open_its_socket_says_so_until_it_can(config: WorkerConfig) -> None:
+    pool = Path(config.kvbm.pool)
+    pool.mkdir(mode=0o700)
+    in_the_way = pool / LENDERS
+    in_the_way.touch()
+    async with (
+        running_worker(msgspec.structs.replace(config, role="prefill")) as shell,
+        store(shell, config.kvbm.pool, "k1"),
+    ):
+        await attached(shell, "k1")
+        await shell.peer.until(lambda: shell.runtime.health.also().get("notes") == [LENDING_FAILS])
+        await answer(shell, "first")
+        os.unlink(in_the_way)
+        await shell.peer.until(lambda: "notes" not in shell.runtime.health.also())
+        counted = partial(shell.runtime.registry.get_sample_value, "headrace_lending_failures_total")
+        await shell.peer.until(lambda: (counted() or 0) > 0)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

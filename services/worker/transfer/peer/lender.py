@@ -100,8 +100,8 @@ class PeerLender:
         check_directory(directory)
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         self._sweep()
+        self._poller = select.epoll()  # before the socket, whose path would stay if this failed
         self._listening = packets.listening(self._path)
-        self._poller = select.epoll()
         self._poller.register(self._listening, select.EPOLLIN)
         self._connections: dict[int, _Connection] = {}
         self._watches: dict[str, LockWatch] = {}

@@ -18,7 +18,7 @@ from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.peer import block_borrower, packets
 from services.worker.transfer.peer.block_borrower import MOST_LENDERS, SILENT_S, BlockBorrower
-from services.worker.transfer.peer.block_lender import WATCH_INTERVAL_S, BlockLender
+from services.worker.transfer.peer.block_lender import OPEN_RETRY_S, WATCH_INTERVAL_S, BlockLender
 from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
 from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.memory import PeerMemory
@@ -154,6 +154,43 @@ def test_blocks_are_lent_as_they_are_computed_copied_and_returned(rig: Rig) -> N
     assert engine.lent == [0, 1, 2, 3]
     rig.borrower.release(1)
     rig.until(lambda: not engine.lent)
+
+
+def test_an_engine_that_had_no_file_descriptor_left_lends_as_soon_as_it_has_one(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = rig.engine()
+    engine.lender.close()  # it sleeps, and wakes
+    with no_descriptor_left(), caplog.at_level("INFO"):
+        for tries in range(3):
+            now_s = 100.0 + tries * OPEN_RETRY_S
+            engine.lender.turn(engine.owner, now_s)
+            assert (engine.lender.failing, engine.lender.failures) == (True, tries + 1)
+            assert engine.lender.wait_until_s == now_s + OPEN_RETRY_S, "an idle engine sleeps until then"
+            engine.lender.turn(engine.owner, now_s)
+            assert engine.lender.failures == tries + 1, "not at each turn"
+    assert [record.message for record in caplog.records if "lends" in record.message] == [
+        "this engine lends no blocks, which decode workers get from the kvbm only; it tries again every 1 s:"
+        f" [Errno 24] Too many open files: '{rig.directory / 'lenders'}'"
+    ]
+    with caplog.at_level("INFO"):
+        engine.lender.turn(engine.owner, 200.0)
+    assert caplog.records[-1].message == "this engine lends blocks again"
+    assert (engine.lender.failing, engine.lender.failures) == (False, 3)
+    assert engine.lender.wait_until_s is None
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    assert rig.answers == [Borrowed(1, [0], last=True)]
+
+
+def test_an_engine_that_sleeps_does_not_try_to_lend(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.lender.close()
+    with no_descriptor_left():
+        engine.lender.turn(engine.owner, 100.0)
+    engine.lender.close()
+    assert not engine.lender.failing
+    assert engine.lender.wait_until_s is None
 
 
 def test_an_engine_whose_memory_cannot_be_mapped_lends_nothing_until_it_can(rig: Rig) -> None:
