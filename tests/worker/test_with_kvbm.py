@@ -82,11 +82,19 @@ async def test_a_prefill_worker_whose_memory_cannot_be_shared_serves_and_says_so
         assert shell.runtime.health.also().get("notes", []) == ([LENDS_NOTHING] if lends else [])
 
 
-async def test_a_prefill_worker_that_cannot_open_its_socket_says_so_until_it_can(config: WorkerConfig) -> None:
+@pytest.fixture
+def in_the_way(config: WorkerConfig) -> Path:
+    """A file where the directory of the sockets of lenders would be."""
     pool = Path(config.kvbm.pool)
     pool.mkdir(mode=0o700)
-    in_the_way = pool / LENDERS
-    in_the_way.touch()
+    file = pool / LENDERS
+    file.touch()
+    return file
+
+
+async def test_a_prefill_worker_that_cannot_open_its_socket_says_so_until_it_can(
+    config: WorkerConfig, in_the_way: Path
+) -> None:
     async with (
         running_worker(msgspec.structs.replace(config, role="prefill")) as shell,
         store(shell, config.kvbm.pool, "k1"),
