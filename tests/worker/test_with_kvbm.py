@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from contextlib import AsyncExitStack
@@ -102,7 +103,7 @@ async def test_a_prefill_worker_that_cannot_open_its_socket_says_so_until_it_can
         await attached(shell, "k1")
         await shell.peer.until(lambda: shell.runtime.health.also().get("notes") == [LENDING_FAILS])
         await answer(shell, "first")
-        os.unlink(in_the_way)
+        await asyncio.to_thread(in_the_way.unlink)
         await shell.peer.until(lambda: "notes" not in shell.runtime.health.also())
         counted = partial(shell.runtime.registry.get_sample_value, "headrace_lending_failures_total")
         await shell.peer.until(lambda: (counted() or 0) > 0)
