@@ -9,10 +9,10 @@ import select
 from collections.abc import Callable
 from pathlib import Path
 
-from services.worker.transfer.peer.lender import LendableBlocks, PeerLender
+from services.worker.transfer.peer.lender import LendableBlocks, PageLender
 from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import PeerMemory
-from services.worker.transfer.peer.messages import PeerIdentity
+from services.worker.transfer.peer.memory import LendableMemory
+from services.worker.transfer.peer.messages import LoanIdentity
 from shared.hashing import ContentKey
 from shared.pool.format import PoolUnfit
 
@@ -31,8 +31,8 @@ class BlockLender:
     def __init__(
         self,
         directory: Path,
-        memory: Callable[[], PeerMemory],
-        identity: PeerIdentity,
+        memory: Callable[[], LendableMemory],
+        identity: LoanIdentity,
         blocks: LendableBlocks,
         limits: LendingLimits,
     ) -> None:
@@ -44,7 +44,7 @@ class BlockLender:
         self._limits = limits
         self._owner = ""
         """The owner under whose name this lends; empty: it does not."""
-        self._lender: PeerLender | None = None
+        self._lender: PageLender | None = None
         self.failing = False
         """Whether the socket could not be opened at the last try, so that nothing is lent now."""
         self.failures = 0
@@ -96,7 +96,7 @@ class BlockLender:
             return
         generation = 1 + int.from_bytes(os.urandom(_GENERATION_BYTES), "little")
         try:
-            self._lender = PeerLender(
+            self._lender = PageLender(
                 *(self._directory, owner, memory.pages, memory.shape, self._identity, generation),
                 *(self._blocks, self._limits),
             )

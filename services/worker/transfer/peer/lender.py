@@ -1,4 +1,4 @@
-"""PeerLender: lends this process's blocks to other processes of the machine, over a Unix socket.
+"""PageLender: lends this process's blocks to other processes of the machine, over a Unix socket.
 
 `turn` and `watch` are called by the engine's loop: between steps and when the descriptor is readable, and a few times a
 second. Neither waits. `lending` decides; this module carries it out.
@@ -29,9 +29,9 @@ from services.worker.transfer.peer.messages import (
     Closing,
     Import,
     Leave,
+    LoanIdentity,
     NotLent,
     Offer,
-    PeerIdentity,
     ReturnSlots,
     SlotsLent,
 )
@@ -71,7 +71,7 @@ class _Connection(Struct):
     """The reader that is admitted on it."""
 
 
-class PeerLender:
+class PageLender:
     """Lends the blocks of one exported memory. It belongs to one thread."""
 
     def __init__(
@@ -80,7 +80,7 @@ class PeerLender:
         owner: str,
         pages: ExportedPages,
         shape: BlockShape,
-        identity: PeerIdentity,
+        identity: LoanIdentity,
         generation: int,
         blocks: LendableBlocks,
         limits: LendingLimits | None = None,

@@ -19,15 +19,15 @@ from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.peer import block_borrower, packets
 from services.worker.transfer.peer.block_borrower import MOST_LENDERS, SILENT_S, BlockBorrower
 from services.worker.transfer.peer.block_lender import OPEN_RETRY_S, WATCH_INTERVAL_S, BlockLender
-from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
+from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper, HostPages
 from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import PeerMemory
-from services.worker.transfer.peer.messages import PeerIdentity
+from services.worker.transfer.peer.memory import LendableMemory
+from services.worker.transfer.peer.messages import LoanIdentity
 from shared.pool.lock import HeldLock, hold_owner
 from tests.resource_limits import no_descriptor_left
 
 SLOTS, BLOCK_BYTES = 16, 4096
-IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
+IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
 LIMIT_S = 60.0
 OWNER = "decode-00000000"
 
@@ -46,15 +46,15 @@ class Memory:
         self.blocks = self.pages.array.reshape(SLOTS, BLOCK_BYTES)
         self.blocks[:] = np.arange(SLOTS, dtype=np.uint8)[:, None] + fill
 
-    def seen(self) -> PeerMemory:
+    def seen(self) -> LendableMemory:
         shape = BlockShape.contiguous(self.pages.address, BLOCK_BYTES, SLOTS)
-        return PeerMemory("host", shape, self.shared, HostMapper(), lambda theirs: HostPeerCopier(theirs, shape))
+        return LendableMemory("host", shape, self.shared, HostMapper(), lambda theirs: HostLoanCopier(theirs, shape))
 
 
 class LendingEngine:
     """An engine that lends the first `computed` of its blocks, under the name of a worker."""
 
-    def __init__(self, directory: Path, worker: str, identity: PeerIdentity = IDENTITY) -> None:
+    def __init__(self, directory: Path, worker: str, identity: LoanIdentity = IDENTITY) -> None:
         self.owner = f"{worker}-11111111"
         self.lock = hold_owner(directory, self.owner)
         self.memory = Memory(100)
@@ -97,12 +97,12 @@ class Rig:
         self.answers: list[Borrowed] = []
         self.copied: list[Copied] = []
 
-    def engine(self, worker: str = "prefill", identity: PeerIdentity = IDENTITY) -> LendingEngine:
+    def engine(self, worker: str = "prefill", identity: LoanIdentity = IDENTITY) -> LendingEngine:
         self.engines.append(LendingEngine(self.directory, worker, identity))
         self.engines[-1].turn()
         return self.engines[-1]
 
-    def copy_with(self, copier: Callable[[BlockShape], HostPeerCopier]) -> None:
+    def copy_with(self, copier: Callable[[BlockShape], HostLoanCopier]) -> None:
         """Begin again with a borrower that makes its copiers so."""
         memory = replace(self.memory.seen(), copier=copier)
         self.borrower.close()
@@ -244,7 +244,7 @@ def test_an_engine_whose_directory_is_not_its_own_lends_nothing_and_goes_on(tmp_
 
 
 def test_a_lender_of_other_blocks_lends_nothing_and_is_not_asked_again_soon(rig: Rig) -> None:
-    engine = rig.engine(identity=PeerIdentity("a-model", "fedcba9876543210", "bfloat16", kind="host"))
+    engine = rig.engine(identity=LoanIdentity("a-model", "fedcba9876543210", "bfloat16", kind="host"))
     rig.ask(1, [0])
     rig.until(lambda: bool(rig.answers))
     assert rig.answers == [Borrowed(1, [], last=True)]
@@ -254,7 +254,7 @@ def test_a_lender_of_other_blocks_lends_nothing_and_is_not_asked_again_soon(rig:
 
 
 def test_a_device_without_room_for_a_copier_borrows_nothing_and_its_engine_goes_on(rig: Rig) -> None:
-    def no_copier(_theirs: BlockShape) -> HostPeerCopier:
+    def no_copier(_theirs: BlockShape) -> HostLoanCopier:
         raise DeviceFailed("cudaErrorMemoryAllocation: out of memory")
 
     engine = rig.engine()
@@ -272,9 +272,9 @@ def test_a_device_without_room_for_a_copier_borrows_nothing_and_its_engine_goes_
 def test_without_a_file_descriptor_for_its_copies_an_engine_borrows_nothing_and_goes_on(rig: Rig) -> None:
     with ExitStack() as opened:
 
-        def last_descriptor(theirs: BlockShape) -> HostPeerCopier:
+        def last_descriptor(theirs: BlockShape) -> HostLoanCopier:
             opened.enter_context(no_descriptor_left())
-            return HostPeerCopier(theirs, rig.memory.seen().shape)
+            return HostLoanCopier(theirs, rig.memory.seen().shape)
 
         engine = rig.engine()
         rig.copy_with(last_descriptor)
