@@ -43,11 +43,11 @@ from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.lane import DEPTH
-from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
-from services.worker.transfer.peer.lender import PeerLender
+from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper, HostPages
+from services.worker.transfer.peer.lender import PageLender
 from services.worker.transfer.peer.memory import PageMapper
-from services.worker.transfer.peer.messages import PeerIdentity, SlotsLent
-from services.worker.transfer.peer.reader import PeerReader
+from services.worker.transfer.peer.messages import LoanIdentity, SlotsLent
+from services.worker.transfer.peer.reader import PageReader
 from shared.pool.lock import hold_owner
 
 GIB = 1 << 30
@@ -75,8 +75,8 @@ class Setup(Struct, frozen=True):
         return BlockShape.layer_major(at, self.fragments, self.block_bytes // self.fragments, self.slots)
 
     @property
-    def identity(self) -> PeerIdentity:
-        return PeerIdentity("benchmark", "0", "bytes", kind="cuda" if self.kind == "cuda" else "host")
+    def identity(self) -> LoanIdentity:
+        return LoanIdentity("benchmark", "0", "bytes", kind="cuda" if self.kind == "cuda" else "host")
 
 
 class PeerRow(Struct, frozen=True):
@@ -161,7 +161,7 @@ def _lend(setup: Setup) -> None:
     else:
         pages = HostPages(size_bytes)
         pages.array[:] = words.view(np.uint8)
-    lender = PeerLender(
+    lender = PageLender(
         Path(setup.directory),
         "lender",
         pages,
@@ -208,7 +208,7 @@ def _shape(name: str, fragments: int, rate: float, flags: argparse.Namespace) ->
             assert lender.stdout is not None
             assert lender.stdin is not None
             assert lender.stdout.readline() == b"ready\n", "the lender did not start"
-            reader = PeerReader(Path(directory), "lender", "reader", setup.identity, own, mapper)
+            reader = PageReader(Path(directory), "lender", "reader", setup.identity, own, mapper)
             begun_s = time.perf_counter()
             _until(reader, lambda: reader.theirs is not None)
             print(f"{name}: mapped in {(time.perf_counter() - begun_s) * 1e3:.1f} ms", file=sys.stderr, flush=True)
@@ -262,29 +262,29 @@ def _own_memory(setup: Setup, device: int) -> tuple[PageMapper, BlockShape, Call
 
 
 def _copiers(
-    setup: Setup, reader: PeerReader, own: BlockShape, device: int, *, quick: bool
+    setup: Setup, reader: PageReader, own: BlockShape, device: int, *, quick: bool
 ) -> list[tuple[str, Copier, bool]]:
     theirs = reader.theirs
     assert theirs is not None
     if setup.kind != "cuda":
-        return [("memmove", HostPeerCopier(theirs, own), True)]
-    from services.worker.transfer.peer.device_copier import DevicePeerCopier
+        return [("memmove", HostLoanCopier(theirs, own), True)]
+    from services.worker.transfer.peer.device_copier import DeviceLoanCopier
 
-    default = DevicePeerCopier(theirs, own, device)
+    default = DeviceLoanCopier(theirs, own, device)
     made: list[tuple[str, Copier, bool]] = [(f"{default.path}, as is", default, True)]
     for path in ("rows", "batch"):
         made += [
-            (f"{path} / {streams}", DevicePeerCopier(theirs, own, device, path=path, streams=streams), False)
+            (f"{path} / {streams}", DeviceLoanCopier(theirs, own, device, path=path, streams=streams), False)
             for streams in ((1,) if quick else (1, 2))
         ]
     made += [
-        (f"kernel / {count}", DevicePeerCopier(theirs, own, device, path="kernel", multiprocessors=count), False)
+        (f"kernel / {count}", DeviceLoanCopier(theirs, own, device, path="kernel", multiprocessors=count), False)
         for count in ((64,) if quick else (32, 64, 132))
     ]
     return made
 
 
-def _borrowed(reader: PeerReader, loan: int, blocks: int) -> list[Copy]:
+def _borrowed(reader: PageReader, loan: int, blocks: int) -> list[Copy]:
     """Borrow blocks, from and to slots in a random order."""
     draw = np.random.default_rng(blocks)
     slots = draw.permutation(max(BLOCKS))[:blocks].tolist()
@@ -295,7 +295,7 @@ def _borrowed(reader: PeerReader, loan: int, blocks: int) -> list[Copy]:
     return [Copy(slot, to) for slot, to in zip(answers[0].slots, draw.permutation(max(BLOCKS)).tolist(), strict=False)]
 
 
-def _until(reader: PeerReader, done: Callable[[], bool], answers: list[Any] | None = None) -> None:
+def _until(reader: PageReader, done: Callable[[], bool], answers: list[Any] | None = None) -> None:
     import select
 
     until_s = time.perf_counter() + LIMIT_S

@@ -32,8 +32,8 @@ from services.worker.transfer.peer.block_borrower import BlockBorrower
 from services.worker.transfer.peer.block_lender import BlockLender
 from services.worker.transfer.peer.lender import LendableBlocks
 from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import HasPeerMemory
-from services.worker.transfer.peer.messages import PeerIdentity
+from services.worker.transfer.peer.memory import HasLendableMemory
+from services.worker.transfer.peer.messages import LoanIdentity
 from shared.errors import ConfigError, ModelError
 from shared.runtime import logs
 
@@ -176,14 +176,14 @@ def _loans(
     """Return what borrows blocks from other engines of the machine, and what makes the lender to them; None for what
     this engine does not do."""
     settings = config.worker
-    if not isinstance(runner, HasPeerMemory) or not (settings.lends or settings.borrows):
+    if not isinstance(runner, HasLendableMemory) or not (settings.lends or settings.borrows):
         return None, None
-    memory = runner.peer_memory
+    memory = runner.lendable_memory
     if settings.lends and memory().pages is None:
         return None, None
     facts, directory = runner.facts, Path(settings.kvbm.pool)
     layout = store_layout(config, facts).digest
-    identity = PeerIdentity(config.model_name, layout, facts.kv_layout.dtype, kind=memory().kind)
+    identity = LoanIdentity(config.model_name, layout, facts.kv_layout.dtype, kind=memory().kind)
     if settings.borrows:
         borrower = BlockBorrower(directory, memory, identity, time.monotonic)
         channel.watch(borrower.fileno())

@@ -89,6 +89,16 @@ class Lender(Protocol):
         ...
 
     @property
+    def failing(self) -> bool:
+        """Whether it could not begin to lend the last time; it tries again."""
+        ...
+
+    @property
+    def failures(self) -> int:
+        """How often it could not begin to lend."""
+        ...
+
+    @property
     def wait_until_s(self) -> float | None:
         """When `turn` has something to do without any event; None: never."""
         ...

@@ -218,7 +218,7 @@ class EngineLoad(Struct, frozen=True):
 
 
 class Exchanged(Struct, frozen=True):
-    """Counts of blocks exchanged with kvbm since the engine started."""
+    """Counts of blocks exchanged with kvbm and other engines since the engine started."""
 
     saved_blocks: int = 0
     """Blocks copied to the pool and committed."""
@@ -245,6 +245,10 @@ class Exchanged(Struct, frozen=True):
     """Loads whose slot in the pool did not have the checksum that kvbm has of it."""
     discarded_blocks: int = 0
     """Blocks that the kvbm was asked to discard, since they may be wrong."""
+    lending_failures: int = 0
+    """How often the engine could not begin to lend its blocks to other engines of the machine."""
+    lending_fails: bool = False
+    """Whether it could not the last time, so that it lends nothing now, and tries again."""
 
 
 class Begun(Struct, frozen=True, array_like=True):

@@ -83,6 +83,11 @@ LENDS_NOTHING = (
     " processes; the log says why"
 )
 """The note of a worker that would lend blocks by its settings."""
+LENDING_FAILS = (
+    "it lends no blocks, and decode workers get them from the kvbm only: it could not open its socket, and tries again;"
+    " the log says why"
+)
+"""The note of a worker that will lend blocks as soon as it can."""
 FLUSH_LIMIT_S = 2.0
 """Seconds for sending the last frames."""
 _MAKE_SUBMIT: Callable[..., Submit] = Submit
@@ -267,7 +272,7 @@ class Worker:
     def _health_fields(self) -> dict[str, list[str]]:
         missing = self._kvbm.missing if self._config.role != "aggregated" else ""
         fields = {
-            "notes": self._notes,
+            "notes": self._notes + [LENDING_FAILS] * self._kvbm_metrics.lending_fails,
             "probes": self._observations.last_probes,
             "no_hand_over": [missing] if missing else [],
         }

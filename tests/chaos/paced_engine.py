@@ -15,7 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.messages import EngineOperation, Loading, MemoryUse, Ready
 from services.worker.mover import Mover
 from services.worker.runner import Drawn, Runner, Work
-from services.worker.transfer.peer.memory import HasPeerMemory, PeerMemory
+from services.worker.transfer.peer.memory import HasLendableMemory, LendableMemory
 
 STEP_S = 0.012
 
@@ -39,9 +39,9 @@ class Paced:
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         return self._runner.operate(operation, name, path, level)
 
-    def peer_memory(self) -> PeerMemory:
-        assert isinstance(self._runner, HasPeerMemory)
-        return self._runner.peer_memory()
+    def lendable_memory(self) -> LendableMemory:
+        assert isinstance(self._runner, HasLendableMemory)
+        return self._runner.lendable_memory()
 
     def memory_use(self) -> MemoryUse | None:
         return self._runner.memory_use()

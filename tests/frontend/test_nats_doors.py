@@ -16,14 +16,17 @@ from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.config import NatsConfig
 from shared.messages import Generate
+from tests.chaos.proxy import Proxy
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.frontend.peers import MODEL, NAMESPACE, World, clients, world
-from tests.servers import NatsServer, nats_server
+from tests.servers import NatsServer, free_port, nats_server
 
 DEADLINE_S = 30.0
 CHAT = subjects.client(NAMESPACE, "chat")
 FLOOD = 64
 """Requests of 1 MiB; the server keeps 8 MiB for a connection."""
+FLAPS = 16
+"""Times that a connection comes and goes, in some 5 s."""
 
 
 @asynccontextmanager
@@ -122,6 +125,89 @@ async def test_the_first_request_of_a_second_outage_waits_as_that_of_the_first_d
         buses.reconnect("f1")
         answer = await asking
         assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "late"
+
+
+async def test_while_the_connection_comes_and_goes_all_requests_end_and_once_it_stays_they_are_served(
+    directory: Path,
+) -> None:
+    buses = Buses()
+    stays = asyncio.Event()
+
+    async def flap() -> None:
+        while not stays.is_set():
+            buses.reconnect("f1")  # for so short a time that no request sees it
+            buses.disconnect("f1")
+            await asyncio.sleep(0.005)
+        buses.reconnect("f1")
+
+    async with world(directory, connected=buses.connected) as w, asyncio.TaskGroup() as tasks:
+        client = buses.connected("client")
+        buses.disconnect("f1")
+        flapping = tasks.create_task(flap())
+        asked = [tasks.create_task(client.request(CHAT, HELLO, timeout_s=DEADLINE_S)) for _ in range(20)]
+        for asking in asked:
+            refused = await asking
+            assert (refused.headers["Headrace-Status"], refused.headers["Headrace-Last"]) == ("503", "true")
+            assert "lost its connection to the workers" in json.loads(refused.payload)["error"]["message"]
+        stays.set()
+        await flapping
+        w.say("stable")
+        answer = await client.request(CHAT, HELLO, timeout_s=DEADLINE_S)
+        assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "stable"
+
+
+async def test_a_request_that_comes_while_the_connection_flaps_is_served_when_it_stays(directory: Path) -> None:
+    buses = Buses()
+    async with world(directory, connected=buses.connected) as w:
+        w.say("late")
+        client = buses.connected("client")
+        buses.disconnect("f1")
+        asking = asyncio.create_task(client.request(CHAT, HELLO, timeout_s=DEADLINE_S))
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            buses.reconnect("f1")
+            buses.disconnect("f1")
+        assert not asking.done()
+        buses.reconnect("f1")
+        answer = await asking
+        assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "late"
+
+
+async def test_a_nats_server_that_comes_and_goes_leaves_no_request_without_an_end(
+    directory: Path, tmp_path: Path
+) -> None:
+    with nats_server(tmp_path) as server:
+        port = free_port()
+        proxy = Proxy(port, server.port)
+        await proxy.mend()
+        flapping = NatsBus(NatsConfig(url=f"nats://127.0.0.1:{port}"), "f1")
+        async with connections(server) as connected:
+            async with world(directory, connected=lambda name: flapping if name == "f1" else connected(name)) as w:
+                w.say("said")
+                await flapping.wait_connected()
+                client = connected("client")
+                await client.wait_connected()
+                async with asyncio.TaskGroup() as tasks, asyncio.timeout(2 * DEADLINE_S):
+                    await proxy.sever()
+                    asked = [tasks.create_task(client.request(CHAT, HELLO, timeout_s=DEADLINE_S)) for _ in range(20)]
+                    for _ in range(FLAPS):
+                        before = flapping.connections
+                        await proxy.mend()
+                        while flapping.connections == before:  # noqa: ASYNC110 - nothing is called for it
+                            await asyncio.sleep(0)
+                        await proxy.sever()
+                    await proxy.mend()
+                for answer in [task.result() for task in asked]:
+                    assert answer.headers["Headrace-Last"] == "true"
+                    if answer.headers.get("Headrace-Status", "200") == "200":
+                        assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "said"
+                    else:
+                        assert answer.headers["Headrace-Status"] == "503"
+                await flapping.wait_connected()
+                answer = await client.request(CHAT, HELLO, timeout_s=DEADLINE_S)
+                assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "said"
+            await flapping.drain()
+        await proxy.sever()
 
 
 async def begun(w: World, count: int) -> list[Generate]:

@@ -16,7 +16,7 @@ from services.worker.mover import Copied, Copy
 from services.worker.transfer.peer.block_borrower import BlockBorrower
 from services.worker.transfer.peer.block_lender import BlockLender
 from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.messages import PeerIdentity
+from services.worker.transfer.peer.messages import LoanIdentity
 from shared.pool.lock import hold_owner
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
@@ -51,7 +51,7 @@ def test_a_runner_computes_the_same_in_pages_that_are_lent_and_gives_them_back(t
     before = free_bytes()
     with closing(cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS, lends=True)) as runner:
         assert answers(runner) == expected
-        memory, use = runner.peer_memory(), runner.memory_use()
+        memory, use = runner.lendable_memory(), runner.memory_use()
         assert memory.pages is not None
         assert memory.pages.address == memory.shape.regions[0]
         kv_bytes = CAPACITY_BLOCKS * memory.shape.block_bytes
@@ -69,15 +69,15 @@ def test_blocks_go_from_one_engines_pages_to_anothers_and_it_continues_as_if_it_
     directory = tmp_path / "pool"
     (directory / "owners").mkdir(mode=0o700, parents=True)
     directory.chmod(0o700)
-    identity = PeerIdentity("a-model", "a-layout", "bfloat16")
+    identity = LoanIdentity("a-model", "a-layout", "bfloat16")
     locks = [hold_owner(directory, name) for name in ("prefill-00000000", "decode-00000000")]
     lends = cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS, lends=True)
     reads = cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS)
     with closing(lends), closing(reads):
         lends.step([work(PROMPT, BLOCKS)])
         [expected] = lends.step([work([*PROMPT, 9], BLOCKS, start=len(PROMPT))])
-        lender = BlockLender(directory, lends.peer_memory, identity, AllBlocks(), LendingLimits())
-        borrower = BlockBorrower(directory, reads.peer_memory, identity, time.monotonic)
+        lender = BlockLender(directory, lends.lendable_memory, identity, AllBlocks(), LendingLimits())
+        borrower = BlockBorrower(directory, reads.lendable_memory, identity, time.monotonic)
         lender.turn("prefill-00000000", time.monotonic())
         borrower.ask(1, "decode-00000000", "prefill", [slot.to_bytes(16, "little") for slot in BLOCKS])
         answers_: list[Borrowed] = []

@@ -25,7 +25,8 @@ class HandLender:
     def __init__(self, blocks: KVCacheManager, memory: Any) -> None:
         self.lending = Lending(LIMITS)
         self.memory = memory
-        self.gone = False
+        self.gone = self.failing = False
+        self.failures = 0
         self._blocks = blocks
         self._readers: dict[int, HandBorrower] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from contextlib import AsyncExitStack
@@ -13,7 +14,8 @@ import msgspec
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
-from services.worker.service import LENDS_NOTHING
+from services.worker.service import LENDING_FAILS, LENDS_NOTHING
+from services.worker.transfer.peer.packets import LENDERS
 from shared.messages import Part, Sampling
 from shared.pool.format import HEADER_BYTES, parse
 from tests.resource_limits import LIMIT_BYTES, small_files
@@ -79,6 +81,32 @@ async def test_a_prefill_worker_whose_memory_cannot_be_shared_serves_and_says_so
             await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
         await answer(shell, "first")
         assert shell.runtime.health.also().get("notes", []) == ([LENDS_NOTHING] if lends else [])
+
+
+@pytest.fixture
+def in_the_way(config: WorkerConfig) -> Path:
+    """A file where the directory of the sockets of lenders would be."""
+    pool = Path(config.kvbm.pool)
+    pool.mkdir(mode=0o700)
+    file = pool / LENDERS
+    file.touch()
+    return file
+
+
+async def test_a_prefill_worker_that_cannot_open_its_socket_says_so_until_it_can(
+    config: WorkerConfig, in_the_way: Path
+) -> None:
+    async with (
+        running_worker(msgspec.structs.replace(config, role="prefill")) as shell,
+        store(shell, config.kvbm.pool, "k1"),
+    ):
+        await attached(shell, "k1")
+        await shell.peer.until(lambda: shell.runtime.health.also().get("notes") == [LENDING_FAILS])
+        await answer(shell, "first")
+        await asyncio.to_thread(in_the_way.unlink)
+        await shell.peer.until(lambda: "notes" not in shell.runtime.health.also())
+        counted = partial(shell.runtime.registry.get_sample_value, "headrace_lending_failures_total")
+        await shell.peer.until(lambda: (counted() or 0) > 0)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -235,42 +235,46 @@ class Shell:
     async def _announce(self) -> None:
         """Show why services are not ready yet; print once that the frontends are ready, and hand-overs are possible."""
         reasons: dict[str, str] = {}
-        ready: set[str] = set()
-        observed = [launch for launch in self._launches.values() if launch.observe]
-        frontends = {name for name in self._launches if name.startswith("frontend")}
-        hand_over = {launch.program.name for launch in observed if launch.hands_over}
+        waiting = {name: launch for name, launch in self._launches.items() if launch.observe}
+        frontends = {name for name in waiting if name.startswith("frontend")}
         until_s: float | None = None
         """When `ready` is said without hand-overs; None: a frontend is missing."""
         served = not frontends
-        while len(ready) < len(observed):
-            for launch in observed:
-                name = launch.program.name
-                if name in ready:
-                    continue
-                if self._supervisor.state(name) == "ended":  # misconfigured, and not needed
-                    ready.add(name)
-                    continue
-                healthy, reason = await _health(launch, attached=launch.hands_over)
-                if healthy:
-                    ready.add(name)
-                    if reason:
-                        self._terminal.notice(f"  {name}: {reason}")
-                    if served and launch.hands_over:
-                        self._terminal.notice(f"{name} is ready now")
-                elif reason and reasons.get(name) != reason and not launch.program.late:
-                    reasons[name] = reason
-                    self._say_reason(name, reason)
-            if not served and frontends <= ready and not self._supervisor.stopping:
-                now_s, missing = time.monotonic(), sorted(hand_over - ready)
+        while waiting:
+            for launch in list(waiting.values()):
+                if await self._is_ready(launch, reasons, served=served):
+                    del waiting[launch.program.name]
+            if not served and frontends.isdisjoint(waiting) and not self._supervisor.stopping:
+                now_s = time.monotonic()
                 until_s = now_s + HAND_OVER_WAIT_S if until_s is None else until_s
+                missing = sorted(name for name, launch in waiting.items() if launch.hands_over)
                 served = not missing or now_s >= until_s
                 if served:
-                    for name in missing:
-                        why = reasons.get(name, "it does not answer")
-                        self._terminal.notice(f"{name} takes no part in hand-overs yet: {why}")
-                    self._say_ready()
-                    self._events.put_nowait(Serving())
+                    self._say_serving(missing, reasons)
             await asyncio.sleep(PROBE_EVERY_S)
+
+    async def _is_ready(self, launch: Launch, reasons: dict[str, str], *, served: bool) -> bool:
+        """Return whether a service is ready, or is not needed. Show what has changed: why it is not, by `reasons`, or
+        that it is ready now, after all was `served` without it."""
+        name = launch.program.name
+        if self._supervisor.state(name) == "ended":  # misconfigured, and not needed
+            return True
+        healthy, reason = await _health(launch, attached=launch.hands_over)
+        if healthy and reason:
+            self._terminal.notice(f"  {name}: {reason}")
+        if healthy and served and launch.hands_over:
+            self._terminal.notice(f"{name} is ready now")
+        if not healthy and reason and reasons.get(name) != reason and not launch.program.late:
+            reasons[name] = reason
+            self._say_reason(name, reason)
+        return healthy
+
+    def _say_serving(self, missing: list[str], reasons: dict[str, str]) -> None:
+        """Print that requests are served, though these services take no part in hand-overs."""
+        for name in missing:
+            self._terminal.notice(f"{name} takes no part in hand-overs yet: {reasons.get(name, 'it does not answer')}")
+        self._say_ready()
+        self._events.put_nowait(Serving())
 
     def _say_reason(self, name: str, reason: str) -> None:
         """Show why a service is not ready yet; a reason that ends in a percentage is drawn as progress."""

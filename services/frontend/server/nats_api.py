@@ -22,6 +22,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from math import inf
 
 import msgspec
 from msgspec import Struct
@@ -59,6 +60,9 @@ ACTIVE_REFUSALS_LIMIT = 256
 """Requests over WAITING_LIMIT that are being answered with 429 at one time; further ones get no answer."""
 RECONNECTION_S = 3.0
 """Seconds for which requests wait for the connection to the workers, from the first one of an outage that misses it."""
+FLAPPING_S = 6.0
+"""Seconds for which they wait in all, where one outage follows another: from the first request that missed the
+connection, until for RECONNECTION_S none has."""
 RECONNECTION_POLL_S = 0.02
 """Seconds between two looks at it."""
 DEFAULT_INBOX_PREFIX = "_INBOX"
@@ -110,6 +114,28 @@ def _streams(body: bytes) -> bool:
         return True
 
 
+class _Outages(Struct):
+    """The outages of the connection to the workers, as requests find them."""
+
+    connections: int = -1
+    """How many connections there were before the latest outage."""
+    found_s: float = 0.0
+    """When a request found the latest outage."""
+    first_s: float = 0.0
+    """When a request found the first one of those that followed each other."""
+    missed_s: float = -inf
+    """When a request missed the connection the last time."""
+
+    def allow_wait(self, connections: int, now_s: float) -> bool:
+        """A request misses the connection, and there were `connections` before. Return whether it may wait on."""
+        if now_s >= self.missed_s + RECONNECTION_S:
+            self.first_s = now_s
+        if connections != self.connections:
+            self.connections, self.found_s = connections, now_s
+        self.missed_s = now_s
+        return now_s < min(self.found_s + RECONNECTION_S, self.first_s + FLAPPING_S)
+
+
 class NatsApi:
     """Subscribes to the clients' subjects and answers their requests."""
 
@@ -134,9 +160,7 @@ class NatsApi:
         self._service_prefixes = (f"{subjects.ROOT}.", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
         self._limited_log = RateLimitedLog()
         self._refusals = 0
-        self._outage: tuple[int, float] | None = None
-        """The latest outage that a request found: how many connections to the workers there were before it, and when
-        the request came."""
+        self._outages = _Outages()
         self._inboxes = ClientInboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
 
@@ -183,9 +207,7 @@ class NatsApi:
         sooner: wait for the other, but not again and again where it stays away."""
         loop, bus = asyncio.get_running_loop(), self._runtime.bus
         while not bus.connected:
-            if self._outage is None or self._outage[0] != bus.connections:
-                self._outage = (bus.connections, loop.time())
-            if loop.time() >= self._outage[1] + RECONNECTION_S:
+            if not self._outages.allow_wait(bus.connections, loop.time()):
                 return False
             await asyncio.sleep(RECONNECTION_POLL_S)
         return True

@@ -13,7 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct, field
 
@@ -208,32 +208,27 @@ class PeerConnections:
         except asyncio.CancelledError:
             if arguments and isinstance(first := arguments[0], Cuttable):
                 first.cut()
-            while not job.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([job])
+            with suppress(asyncio.CancelledError):
+                await all_done([job])
             if not job.cancelled() and job.exception() is None and isinstance(made := job.result(), Cuttable):
                 await self.closed([made])
             raise
 
     async def closed(self, parts: Collection[Cuttable]) -> None:
-        """Close these, which no thread uses, in threads; return when all have ended, also if this is cancelled."""
-        cancelled = False
-        left: set[asyncio.Future[None]] = set()
+        """Close these, which no thread uses, in threads; return when all have ended, also if this is cancelled. Raise
+        ExceptionGroup: some could not be closed, and may still be at work."""
+        jobs: list[asyncio.Future[None]] = []
         for part in parts:
             try:
-                left.add(self._loop.run_in_executor(self._threads, part.close))
+                jobs.append(self._loop.run_in_executor(self._threads, part.close))
             except RuntimeError:  # there is no thread for it, and it must have ended all the same
-                part.close()
-        while left:
-            try:
-                done, left = await asyncio.wait(left)
-            except asyncio.CancelledError:
-                cancelled = True
-                continue
-            for job in done:
-                job.result()
-        if cancelled:
-            raise asyncio.CancelledError
+                jobs.append(asyncio.ensure_future(_close_here(part)))
+        try:
+            await all_done(jobs)
+        finally:
+            failed = [wrong for job in jobs if (wrong := job.exception()) is not None]
+            if failed:
+                raise BaseExceptionGroup("not all that a read used could be closed", failed)
 
 
 class ReadParts:
@@ -269,12 +264,12 @@ class ReadParts:
 
     async def ended(self, pulls: Sequence[asyncio.Future[None]]) -> None:
         """Return when no pull is left; they end at once if any is."""
-        while left := [pull for pull in pulls if not pull.done()]:
+        if left := [pull for pull in pulls if not pull.done()]:
             self.cut()
             for pull in left:
                 pull.cancel()
             with suppress(asyncio.CancelledError):
-                await asyncio.wait(left)
+                await all_done(left)
 
     def take(self) -> list[Cuttable]:
         """Remove those that are not kept, and return them: they must be closed."""
@@ -282,6 +277,22 @@ class ReadParts:
         for part in parts:
             self.remove(part)
         return parts
+
+
+async def all_done(jobs: Collection[asyncio.Future[Any]]) -> None:
+    """Return when all of these have ended. If this is cancelled, it waits on, and raises CancelledError then."""
+    cancelled = False
+    while left := [job for job in jobs if not job.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+async def _close_here(part: Cuttable) -> None:
+    part.close()
 
 
 # --- in threads

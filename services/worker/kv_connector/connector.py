@@ -176,8 +176,10 @@ class KVConnector:
     def poll_copies(self, now_s: float, most_loaded: float = inf) -> None:
         """Take up the copies that have ended, and what other engines lend and borrow. Of loads take up batches until
         they have `most_loaded` blocks; the others wait, in order."""
-        if self._lender is not None and not self._paused:
-            self._lender.turn(self._owner, now_s)
+        if self._lender is not None:
+            if not self._paused:
+                self._lender.turn(self._owner, now_s)
+            self._stats.note_lending(self._lender.failures, self._lender.failing)
         if not self.idle:
             for copied in self.mover.ended():
                 self._handle_copied(copied, now_s)

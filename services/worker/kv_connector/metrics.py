@@ -42,6 +42,11 @@ class KvbmMetrics:
         self._lent = gauge(
             registry, "headrace_lent_blocks", "Device blocks that decode workers of the machine copy, or may copy"
         )
+        self._lending_failures = counter(
+            registry,
+            "headrace_lending_failures",
+            "Tries to begin to lend blocks to decode workers of the machine that failed",
+        )
         self._prefetched = counter(
             registry,
             "headrace_prefetched_blocks",
@@ -114,6 +119,11 @@ class KvbmMetrics:
         if step.exchanged is not None:
             self._exchanged = step.exchanged
 
+    @property
+    def lending_fails(self) -> bool:
+        """Whether the engine lends nothing now, because it could not begin to the last time."""
+        return self._exchanged.lending_fails
+
     def engine_lost(self) -> None:
         """The engine was lost: the next one counts from 0."""
         self.publish()
@@ -156,3 +166,4 @@ class KvbmMetrics:
         self._differing.inc(now.differing_blocks - before.differing_blocks)
         self._damaged.inc(now.damaged_blocks - before.damaged_blocks)
         self._discarded.inc(now.discarded_blocks - before.discarded_blocks)
+        self._lending_failures.inc(now.lending_failures - before.lending_failures)

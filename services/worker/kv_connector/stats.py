@@ -54,6 +54,12 @@ class TransferStats:
         discarded_blocks = self._totals.discarded_blocks + blocks
         self._totals = msgspec.structs.replace(self._totals, discarded_blocks=discarded_blocks)
 
+    def note_lending(self, failures: int, failing: bool) -> None:
+        """The engine could not begin to lend `failures` times, the last time among them if it is `failing`."""
+        now = self._totals
+        if now.lending_failures != failures or now.lending_fails != failing:
+            self._totals = msgspec.structs.replace(now, lending_failures=failures, lending_fails=failing)
+
     @property
     def changed(self) -> bool:
         """Whether `new_totals` would return any."""

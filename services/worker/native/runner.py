@@ -29,8 +29,8 @@ from services.worker.runner import Drawn, Work
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
-from services.worker.transfer.peer.host_pages import HostMapper, HostPeerCopier
-from services.worker.transfer.peer.memory import PeerMemory
+from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper
+from services.worker.transfer.peer.memory import LendableMemory
 from shared.errors import ModelError
 from shared.messages import KvLayout
 
@@ -149,11 +149,11 @@ class NativeRunner:
         copier = HostCopier.over(self._cache.memory, self._cache.layout.block_bytes)
         return TransferMover(copier, clock, verify=self._verify)
 
-    def peer_memory(self) -> PeerMemory:
+    def lendable_memory(self) -> LendableMemory:
         cache = self._cache
         at = cache.pages.ctypes.data
         shape = BlockShape.contiguous(at, cache.layout.block_bytes, self._facts.capacity_blocks)
-        return PeerMemory("host", shape, cache.exported, HostMapper(), lambda theirs: HostPeerCopier(theirs, shape))
+        return LendableMemory("host", shape, cache.exported, HostMapper(), lambda theirs: HostLoanCopier(theirs, shape))
 
     def close(self) -> None:
         """Let go of the KV pages. The weights stay mapped until the process ends."""

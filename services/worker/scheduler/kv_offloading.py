@@ -40,9 +40,9 @@ class Offloading:
         self._queue: deque[Content] = deque(maxlen=limit_blocks)
         self._remote: list[ContentKey | None] = [None] * pool.capacity
         """Slot → the key under which its content was offered to the kvbm, or came from it."""
-        self._borrowed: dict[int, tuple[ContentKey, str]] = {}
-        """Slot → the block that was borrowed into it, and its lender's worker, which has not gone since; only with
-        `filled`."""
+        self._borrowed: dict[str, dict[int, ContentKey]] = {}
+        """Lender's worker, which has not gone since → slot → the block that was borrowed from it into the slot, which
+        may have been evicted since; parents first. Only with `filled`."""
         self._exhausted = (-1, -1)
         """The pool's (evictions, free blocks) when nothing was left to offer."""
         self._owed: Counter[ContentKey] = Counter()
@@ -107,19 +107,18 @@ class Offloading:
     def mark_borrowed(self, keys: Sequence[ContentKey], lender: str) -> None:
         """Blocks were copied from the engine of the worker `lender`, which offers them to the kvbm itself."""
         if self.queues:
+            borrowed = self._borrowed.setdefault(lender, {})
             for key in keys:
                 slot = self._pool.find(key)
                 assert slot is not None
-                self._borrowed[slot] = key, lender
+                borrowed.pop(slot, None)  # so that it comes after its parent
+                borrowed[slot] = key
 
     def enqueue_borrowed(self, lender: str) -> None:
-        """The worker `lender` has gone, or its engine: what it lent waits to be offered. O(blocks) if there is any."""
-        keys = {key for key, worker in self._borrowed.values() if worker == lender}
-        if not keys:
-            return
-        self._borrowed = {slot: one for slot, one in self._borrowed.items() if one[1] != lender}
-        for content in self._pool.newest(self._pool.capacity):
-            if content.key in keys:
+        """The worker `lender` has gone, or its engine: what it lent waits to be offered. O(blocks that it lent)."""
+        for slot, key in self._borrowed.pop(lender, {}).items():
+            content = self._pool.content(slot)
+            if self._pool.find(key) == slot and content is not None:
                 self.enqueue(content)
 
     def offers(self, most: int) -> list[Content]:
@@ -197,7 +196,7 @@ class Offloading:
         assert self.queues == (self._enabled and self._offload == "filled")
         assert self.queues or not self._queue
         assert self.queues or not self._borrowed
-        assert all(0 <= slot < self._pool.capacity for slot in self._borrowed)
+        assert all(0 <= slot < self._pool.capacity for borrowed in self._borrowed.values() for slot in borrowed)
         assert all(times > 0 for times in self._owed.values())
         assert self._pinned.keys() == self._pins.keys()
         for slot, copies in self._pins.items():

@@ -3,7 +3,7 @@ them. Pure.
 
                  consider              new_fetches                end_fetch
     waiting ─────────────────▶ queued ─────────────▶ fetching ──────────────▶ waiting, admitted like any other
-       ▲     worth a fetch        │                      │ waited long enough, ended, its room is needed, kvbm is gone:
+       ▲     worth a fetch        │                      │ waited enough, has all, ended, its room is needed, no kvbm:
        └──────────────────────────┤                      ▼ `abandoned_fetches` reports it; the sequence is free to go on
          nothing is missing, or as on the right      abandoned ──── end_fetch ──▶ forgotten
 
@@ -118,7 +118,7 @@ class Onboarding:
             return False
         if any(one.sequence.name == sequence.name for one in expected) or not self._fits_share(sequence.blocks_needed):
             return False
-        if self._pool.longest_prefix(keys) == len(keys):
+        if self._is_cached(keys):
             return False
         self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, until_s, prefetch=True, lender=lender)
         return True
@@ -182,7 +182,8 @@ class Onboarding:
         return max(1, sequence.blocks_needed - len(prefetch.held))
 
     def give_up(self, now_s: float) -> None:
-        """Abandon the fetches of sequences that have waited long enough."""
+        """Abandon the fetches of sequences that have waited long enough, or have all blocks by now, which a step was
+        computing when they came."""
         for fetch in self._prefetches():
             if fetch.until_s <= now_s:
                 self._abandon(fetch)
@@ -192,6 +193,8 @@ class Onboarding:
                 if fetch.after is None or not fetch.after.prefetch:
                     self._learn_cost(2 * (fetch.until_s - fetch.began_s))  # at least this; how much more is not known
                 self._abandon(fetch)
+            elif not fetch.held and fetch.keys[-1] in self._pool and self._is_cached(fetch.keys):
+                self._abandon(fetch)  # nothing of it has come: what it holds is taken up as it comes
 
     def abandon(self, sequence: Sequence) -> None:
         """The sequence has ended, so its fetch, if it has one, is of no use."""
@@ -298,11 +301,13 @@ class Onboarding:
         fetch.state = "abandoned"
         self._release(fetch)
         for waiting in [one for one in self._fetches.values() if one.after is fetch and one.state == "queued"]:
-            keys = waiting.sequence.reusable_keys
-            if self._pool.longest_prefix(keys) == len(keys):
+            if self._is_cached(waiting.keys):
                 self._abandon(waiting)  # it goes on in the next step
 
     # --- inside
+
+    def _is_cached(self, keys: Seq[ContentKey]) -> bool:
+        return self._pool.longest_prefix(keys) == len(keys)
 
     def _waiting(self) -> list[SequenceFetch]:
         return [fetch for fetch in self._fetches.values() if not fetch.prefetch and fetch.state != "abandoned"]

@@ -31,6 +31,19 @@ class SlowEnd:
         self.ended = self.may_end.wait(LIMIT_S)
 
 
+class FailingEnd(SlowEnd):
+    """A part of a read that cannot be closed."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self.may_end.set()
+        self._why = why
+
+    def close(self) -> None:
+        super().close()
+        raise OSError(self._why)
+
+
 def no_hello() -> PeerHello:
     raise AssertionError("nothing connects")
 
@@ -105,3 +118,32 @@ async def test_without_a_thread_all_is_closed_too(connections: PeerConnections) 
     connections.close()
     await connections.closed([part])
     assert part.ended
+
+
+@pytest.mark.parametrize("threads", [True, False])
+async def test_what_cannot_be_closed_keeps_nothing_else_open_and_every_reason_is_known(
+    connections: PeerConnections, threads: bool
+) -> None:
+    if not threads:
+        connections.close()
+    last = SlowEnd()
+    last.may_end.set()
+    parts = [FailingEnd("the first"), FailingEnd("the second"), last]
+    with pytest.raises(ExceptionGroup) as raised:
+        await connections.closed(parts)
+    assert all(part.ended for part in parts)
+    assert [str(wrong) for wrong in raised.value.exceptions] == ["the first", "the second"]
+
+
+async def test_what_cannot_be_closed_is_known_also_to_a_read_that_is_cancelled(connections: PeerConnections) -> None:
+    slow = SlowEnd()
+    read = asyncio.create_task(read_with(connections, [FailingEnd("it stays"), slow]))
+    async with asyncio.timeout(LIMIT_S):
+        await slow.closing.wait()
+    read.cancel()
+    await asyncio.sleep(0)
+    slow.may_end.set()
+    with pytest.raises(ExceptionGroup) as raised:
+        await read
+    assert [str(wrong) for wrong in raised.value.exceptions] == ["it stays"]
+    assert slow.ended

@@ -75,6 +75,28 @@ def test_blocks_that_were_borrowed_are_offered_once_their_lender_has_gone_parent
     assert kvbm.take_offers() == [], "once"
 
 
+def test_a_borrowed_block_that_was_evicted_is_not_offered_and_neither_is_what_came_to_its_slot() -> None:
+    first = Kvbm(Engine())
+    first.up()
+    first.engine.submit("a", PROMPT, max_tokens=1)
+    first.run()
+    kvbm = Kvbm(Engine(capacity_blocks=4))
+    kvbm.kept, kvbm.lender = dict(first.kept), "prefill"
+    kvbm.up()
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.run()
+    assert kvbm.loaded_blocks == 3
+    cache = kvbm.engine.scheduler.kv_cache
+    borrowed = {content.key for content in cache.snapshot()}
+    kvbm.engine.submit("b", [7] * 4, max_tokens=1)
+    kvbm.run()
+    left = [content.key for content in cache.snapshot() if content.key in borrowed]
+    assert 0 < len(left) < 3
+    assert len(cache.snapshot()) > len(left)
+    cache.offer_borrowed("prefill")
+    assert [content.key for content in kvbm.take_offers()] == left
+
+
 def test_blocks_that_were_borrowed_are_offered_before_they_are_evicted() -> None:
     first = Kvbm(Engine())
     first.up()

@@ -514,6 +514,41 @@ def test_a_sibling_that_finds_all_is_admitted_without_asking() -> None:
     assert kvbm.engine.last("b").cached_tokens == 12
 
 
+def test_who_came_during_the_step_that_computed_its_blocks_waits_no_longer_than_until_the_next_one() -> None:
+    engine = Engine(step_tokens=16, wait_s=10.0)
+    kvbm = Kvbm(engine)
+    kvbm.up()
+    engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.know_nothing()
+    works = engine.scheduler.schedule(engine.now_s)
+    engine.submit("b", PROMPT, max_tokens=1)
+    (request,) = kvbm.poll()  # it sees no block of the step; the kvbm takes its time
+    assert len(request.keys) == 6
+    engine.take(engine.scheduler.advance(engine.runner.step(works), 0.01))
+    assert engine.scheduler.busy
+    (work,) = engine.step()
+    assert (work.start, engine.output("b")) == (12, continuation(PROMPT, 1, 64))
+    assert kvbm.poll() == []
+    assert kvbm.fetches[request.number].abandoned
+    assert engine.scheduler.load().late_onboardings == 0
+    kvbm.settle(request.number)
+    kvbm.run()
+
+
+def test_whose_own_blocks_have_all_come_waits_for_the_end_of_its_fetch() -> None:
+    kvbm = kvbm_with(PROMPT)
+    engine = kvbm.engine
+    engine.submit("a", PROMPT, max_tokens=1)
+    (request,) = kvbm.poll()
+    kvbm.begin(request.number, 6)
+    for index in range(6):
+        kvbm.land(request.number, index)
+    assert engine.step() == []
+    assert not kvbm.fetches[request.number].abandoned
+    kvbm.settle(request.number)
+    kvbm.run()
+
+
 def test_only_the_first_of_the_queue_are_asked_for() -> None:
     kvbm = kvbm_with(PROMPT, capacity_blocks=100)
     for number in range(12):

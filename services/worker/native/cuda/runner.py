@@ -49,10 +49,10 @@ from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.mover import TransferMover
-from services.worker.transfer.peer.device_copier import DevicePeerCopier
+from services.worker.transfer.peer.device_copier import DeviceLoanCopier
 from services.worker.transfer.peer.device_pages import DeviceMapper, DevicePages
 from services.worker.transfer.peer.fallback import pages_to_lend
-from services.worker.transfer.peer.memory import PeerMemory
+from services.worker.transfer.peer.memory import LendableMemory
 from shared.errors import ConfigError, ModelError
 from shared.messages import KvLayout
 
@@ -347,11 +347,11 @@ class CudaRunner:
         facts = self._facts
         return BlockShape.contiguous(self.pages.data.ptr, facts.kv_layout.block_bytes, facts.capacity_blocks)
 
-    def peer_memory(self) -> PeerMemory:
+    def lendable_memory(self) -> LendableMemory:
         shape, device = self._block_shape(), self._memory.device
-        return PeerMemory(
+        return LendableMemory(
             *("cuda", shape, self._exported, DeviceMapper(device)),
-            lambda theirs: DevicePeerCopier(theirs, shape, device),
+            lambda theirs: DeviceLoanCopier(theirs, shape, device),
         )
 
     def close(self) -> None:

@@ -22,9 +22,9 @@ from services.worker.mover import Copied, Copy
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.mover import TransferMover
 from services.worker.transfer.peer import packets
-from services.worker.transfer.peer.memory import PeerMemory
-from services.worker.transfer.peer.messages import MOST_BLOCKS, PeerIdentity, SlotsLent
-from services.worker.transfer.peer.reader import PeerReader
+from services.worker.transfer.peer.memory import LendableMemory
+from services.worker.transfer.peer.messages import MOST_BLOCKS, LoanIdentity, SlotsLent
+from services.worker.transfer.peer.reader import PageReader
 from shared.errors import Unavailable
 from shared.hashing import ContentKey
 from shared.pool.format import Arena
@@ -50,7 +50,7 @@ class _LentSlots:
 
     bytes = memoryview(b"")
 
-    def __init__(self, reader: PeerReader, block_bytes: int, slots: int) -> None:
+    def __init__(self, reader: PageReader, block_bytes: int, slots: int) -> None:
         self.arena = Arena(0, block_bytes, slots, 0)
         self._reader = reader
 
@@ -62,7 +62,7 @@ class _LentSlots:
 class _Link(Struct, eq=False):
     """The connection to one lender."""
 
-    reader: PeerReader
+    reader: PageReader
     mover: TransferMover | None = None
     """None: the lender's memory is not mapped."""
     queued: list[tuple[int, Sequence[ContentKey]]] = field(default_factory=list)
@@ -82,8 +82,8 @@ class BlockBorrower:
     def __init__(
         self,
         directory: Path,
-        memory: Callable[[], PeerMemory],
-        identity: PeerIdentity,
+        memory: Callable[[], LendableMemory],
+        identity: LoanIdentity,
         clock: Callable[[], float],
     ) -> None:
         """`memory` returns the engine's present memory; what it returned before is not used after `leave`."""
@@ -201,7 +201,7 @@ class BlockBorrower:
             if self._refused.get(lender, now_s) > now_s:
                 continue
             try:
-                reader = PeerReader(self._directory, lender, owner, self._identity, memory.shape, memory.mapper)
+                reader = PageReader(self._directory, lender, owner, self._identity, memory.shape, memory.mapper)
             except Unavailable as wrong:
                 why = str(wrong)
                 continue

@@ -1,5 +1,5 @@
 """BlockLender: a prefill worker's end of all loans. It lends as soon as the engine holds its lock, and again after the
-engine's memory has changed."""
+engine's memory has changed. Where it cannot open its socket, it tries again."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import select
 from collections.abc import Callable
 from pathlib import Path
 
-from services.worker.transfer.peer.lender import LendableBlocks, PeerLender
+from services.worker.transfer.peer.lender import LendableBlocks, PageLender
 from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import PeerMemory
-from services.worker.transfer.peer.messages import PeerIdentity
+from services.worker.transfer.peer.memory import LendableMemory
+from services.worker.transfer.peer.messages import LoanIdentity
 from shared.hashing import ContentKey
 from shared.pool.format import PoolUnfit
 
 WATCH_INTERVAL_S = 0.25
 """Seconds between two looks at whether readers are dead, while any are there."""
+OPEN_RETRY_S = 1.0
+"""Seconds until the next try after the socket could not be opened. A try takes less than a millisecond."""
 _GENERATION_BYTES = 7
 
 _log = logging.getLogger(__name__)
@@ -29,8 +31,8 @@ class BlockLender:
     def __init__(
         self,
         directory: Path,
-        memory: Callable[[], PeerMemory],
-        identity: PeerIdentity,
+        memory: Callable[[], LendableMemory],
+        identity: LoanIdentity,
         blocks: LendableBlocks,
         limits: LendingLimits,
     ) -> None:
@@ -42,7 +44,13 @@ class BlockLender:
         self._limits = limits
         self._owner = ""
         """The owner under whose name this lends; empty: it does not."""
-        self._lender: PeerLender | None = None
+        self._lender: PageLender | None = None
+        self.failing = False
+        """Whether the socket could not be opened at the last try, so that nothing is lent now."""
+        self.failures = 0
+        """How often it could not be opened."""
+        self._retry_s = 0.0
+        """When to try again, while `failing`."""
         self._watch_s = 0.0
         """When to look at the readers' locks next."""
         self._poller = select.epoll()
@@ -52,8 +60,8 @@ class BlockLender:
         return self._poller.fileno()
 
     def turn(self, owner: str, now_s: float) -> None:
-        if owner != self._owner:
-            self._open(owner)
+        if owner != self._owner or (self.failing and now_s >= self._retry_s):
+            self._open(owner, now_s)
         if self._lender is not None:
             self._lender.turn(now_s)
             if now_s >= self._watch_s:
@@ -66,19 +74,21 @@ class BlockLender:
     @property
     def wait_until_s(self) -> float | None:
         if self._lender is None:
-            return None
+            return self._retry_s if self.failing else None
         watch_s = self._watch_s if self._lender.lending.readers else None
         return min((due_s for due_s in (watch_s, self._lender.wait_until_s) if due_s is not None), default=None)
 
     def close(self) -> None:
         self._owner = ""
+        self.failing = False
         if self._lender is not None:
             self._poller.unregister(self._lender.fileno())
             self._lender.close_lending()
             self._lender.close()
             self._lender = None
 
-    def _open(self, owner: str) -> None:
+    def _open(self, owner: str, now_s: float) -> None:
+        failed_before = self.failing
         self.close()
         self._owner = owner
         memory = self._memory()
@@ -86,11 +96,20 @@ class BlockLender:
             return
         generation = 1 + int.from_bytes(os.urandom(_GENERATION_BYTES), "little")
         try:
-            self._lender = PeerLender(
+            self._lender = PageLender(
                 *(self._directory, owner, memory.pages, memory.shape, self._identity, generation),
                 *(self._blocks, self._limits),
             )
         except (OSError, PoolUnfit) as wrong:
-            _log.warning("this engine lends no blocks, which decode workers get from the kvbm only: %s", wrong)
+            self.failing, self._retry_s = True, now_s + OPEN_RETRY_S
+            self.failures += 1
+            if not failed_before:
+                _log.warning(
+                    "this engine lends no blocks, which decode workers get from the kvbm only; it tries again every"
+                    " %g s: %s",
+                    *(OPEN_RETRY_S, wrong),
+                )
             return
         self._poller.register(self._lender.fileno(), select.EPOLLIN)
+        if failed_before:
+            _log.info("this engine lends blocks again")

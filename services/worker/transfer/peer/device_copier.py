@@ -1,4 +1,4 @@
-"""DevicePeerCopier: copies blocks from another process's device memory into this process's.
+"""DeviceLoanCopier: copies blocks from another process's device memory into this process's.
 
     rows      one copy a block, 2-D if it has fragments                      DMA; needs evenly spaced fragments
     batch     all fragments of a group in one call                           DMA; any spacing
@@ -32,7 +32,7 @@ SPIN_BYTES = 128 << 20
 """Up to this many bytes, a thread spins until copies end: 0.35 ms of NVLink. Waking up takes 35 to 80 µs."""
 
 
-class DevicePeerCopier:
+class DeviceLoanCopier:
     """A Copier for one GPU."""
 
     duplex = False

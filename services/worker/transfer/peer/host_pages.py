@@ -89,7 +89,7 @@ class HostMapping:
             self._memory = None
 
 
-class HostPeerCopier:
+class HostLoanCopier:
     """A Copier from another process's host memory to this one's. Its copies have ended when `begin` returns."""
 
     duplex = False

@@ -1,4 +1,4 @@
-"""PeerLender: lends this process's blocks to other processes of the machine, over a Unix socket.
+"""PageLender: lends this process's blocks to other processes of the machine, over a Unix socket.
 
 `turn` and `watch` are called by the engine's loop: between steps and when the descriptor is readable, and a few times a
 second. Neither waits. `lending` decides; this module carries it out.
@@ -29,9 +29,9 @@ from services.worker.transfer.peer.messages import (
     Closing,
     Import,
     Leave,
+    LoanIdentity,
     NotLent,
     Offer,
-    PeerIdentity,
     ReturnSlots,
     SlotsLent,
 )
@@ -71,7 +71,7 @@ class _Connection(Struct):
     """The reader that is admitted on it."""
 
 
-class PeerLender:
+class PageLender:
     """Lends the blocks of one exported memory. It belongs to one thread."""
 
     def __init__(
@@ -80,7 +80,7 @@ class PeerLender:
         owner: str,
         pages: ExportedPages,
         shape: BlockShape,
-        identity: PeerIdentity,
+        identity: LoanIdentity,
         generation: int,
         blocks: LendableBlocks,
         limits: LendingLimits | None = None,
@@ -100,8 +100,8 @@ class PeerLender:
         check_directory(directory)
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         self._sweep()
+        self._poller = select.epoll()  # before the socket, whose path would stay if this failed
         self._listening = packets.listening(self._path)
-        self._poller = select.epoll()
         self._poller.register(self._listening, select.EPOLLIN)
         self._connections: dict[int, _Connection] = {}
         self._watches: dict[str, LockWatch] = {}

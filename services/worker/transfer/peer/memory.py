@@ -57,7 +57,7 @@ class PageMapper(Protocol):
         ...
 
 
-class PeerMemory(Struct, frozen=True):
+class LendableMemory(Struct, frozen=True):
     """What an engine's memory is to other engines, and theirs to it."""
 
     kind: MemoryKind
@@ -71,10 +71,10 @@ class PeerMemory(Struct, frozen=True):
 
 
 @runtime_checkable
-class HasPeerMemory(Protocol):
+class HasLendableMemory(Protocol):
     """A runner whose KV memory can be exchanged with that of other engines on the machine."""
 
-    def peer_memory(self) -> PeerMemory:
+    def lendable_memory(self) -> LendableMemory:
         """Return the present KV memory; it ends with the next sleep."""
         ...
 

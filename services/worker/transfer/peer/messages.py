@@ -35,7 +35,7 @@ RefusalCode = Literal[
 _Number = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
-class PeerIdentity(Struct, frozen=True):
+class LoanIdentity(Struct, frozen=True):
     """What must be the same at both ends before any byte of the other is worth reading."""
 
     model: str
@@ -63,7 +63,7 @@ class Import(Struct, frozen=True, tag="import"):
     protocol: int
     owner: str
     """The name of the reader's kernel lock (`shared.pool.lock`), which proves its death."""
-    wanted: PeerIdentity
+    wanted: LoanIdentity
     generation: int = 0
     """The generation that the reader expects; 0: any."""
 
@@ -92,7 +92,7 @@ class Offer(Struct, frozen=True, tag="offer"):
     protocol: int
     owner: str
     """The name of the lender's kernel lock."""
-    identity: PeerIdentity
+    identity: LoanIdentity
     generation: Annotated[int, Meta(ge=1)]
     """Drawn for each memory: blocks of another generation lie in memory that is gone."""
     device: str

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.peer.lending import LendingRefused
-from services.worker.transfer.peer.messages import MOST_DESCRIPTORS, PROTOCOL, Import, Offer, PeerIdentity, SlotShape
+from services.worker.transfer.peer.messages import MOST_DESCRIPTORS, PROTOCOL, Import, LoanIdentity, Offer, SlotShape
 
 MOST_REGIONS = 4096
 """The most fragments of a block."""
 
 
-def check_import(asked: Import, identity: PeerIdentity, generation: int) -> None:
+def check_import(asked: Import, identity: LoanIdentity, generation: int) -> None:
     """Raise LendingRefused where this memory is not what the reader asks for."""
     if asked.protocol != PROTOCOL:
         raise LendingRefused("protocol", f"protocol {asked.protocol}, here {PROTOCOL}")
@@ -37,7 +37,7 @@ def check_offer(offer: Offer, asked: Import, own: BlockShape, descriptors: int, 
     _check_bounds(shape, offer.size_bytes)
 
 
-def _check_same(one: PeerIdentity, other: PeerIdentity) -> None:
+def _check_same(one: LoanIdentity, other: LoanIdentity) -> None:
     for code in ("kind", "model", "dtype", "layout", "rank"):
         theirs, ours = getattr(one, code), getattr(other, code)
         if theirs != ours:

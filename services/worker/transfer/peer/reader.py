@@ -1,4 +1,4 @@
-"""PeerReader: another process's memory as this process sees it, and the loans of its blocks.
+"""PageReader: another process's memory as this process sees it, and the loans of its blocks.
 
     asked ──Offer, checked and mapped──▶ mapped ──leave──▶ ended
       └──NotLent, a wrong offer, the connection closed──▶ ended   also from mapped: what is being read is discarded
@@ -31,9 +31,9 @@ from services.worker.transfer.peer.messages import (
     Closing,
     Import,
     Leave,
+    LoanIdentity,
     NotLent,
     Offer,
-    PeerIdentity,
     ReturnSlots,
     SlotsLent,
 )
@@ -46,7 +46,7 @@ _LEAVE = TO_LENDER.encode(Leave())
 _log = logging.getLogger(__name__)
 
 
-class PeerReader:
+class PageReader:
     """The connection to one lender, and the mapping of its memory."""
 
     def __init__(
@@ -54,7 +54,7 @@ class PeerReader:
         directory: Path,
         lender: str,
         owner: str,
-        wanted: PeerIdentity,
+        wanted: LoanIdentity,
         own: BlockShape,
         mapper: PageMapper,
         generation: int = 0,

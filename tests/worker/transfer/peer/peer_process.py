@@ -26,15 +26,15 @@ from msgspec import Struct
 from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
-from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
-from services.worker.transfer.peer.lender import PeerLender
+from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper, HostPages
+from services.worker.transfer.peer.lender import PageLender
 from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.memory import ExportedPages, PageMapper
-from services.worker.transfer.peer.messages import NotLent, PeerIdentity, SlotsLent
-from services.worker.transfer.peer.reader import PeerReader
+from services.worker.transfer.peer.messages import LoanIdentity, NotLent, SlotsLent
+from services.worker.transfer.peer.reader import PageReader
 from shared.pool.lock import hold_owner
 
-IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
+IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
 GENERATION = 77
 
 
@@ -59,8 +59,8 @@ class Settings(Struct):
     generation: int = GENERATION
 
     @property
-    def identity(self) -> PeerIdentity:
-        return PeerIdentity(self.model, self.layout, self.dtype, self.rank, self.ranks, self.kind)
+    def identity(self) -> LoanIdentity:
+        return LoanIdentity(self.model, self.layout, self.dtype, self.rank, self.ranks, self.kind)
 
     @property
     def block_bytes(self) -> int:
@@ -143,7 +143,7 @@ class LenderProcess:
         self._pins: Counter[int] = Counter()
         self._computed = settings.slots
         """Slots from this one on hold nothing yet."""
-        self.lender = PeerLender(
+        self.lender = PageLender(
             directory,
             settings.owner,
             self._memory.pages,
@@ -211,7 +211,7 @@ class ReaderProcess:
             from services.worker.transfer.peer.device_pages import DeviceMapper
 
             self._mapper = DeviceMapper(settings.device)
-        self.reader: PeerReader | None = None
+        self.reader: PageReader | None = None
         self._copier: Copier | None = None
         self._answers: dict[int, SlotsLent | NotLent] = {}
 
@@ -224,7 +224,7 @@ class ReaderProcess:
 
     def connect(self, lender: str) -> str:
         """Connect and map; return why not."""
-        self.reader = reader = PeerReader(
+        self.reader = reader = PageReader(
             Path(self.settings.directory),
             lender,
             self.settings.owner,
@@ -301,10 +301,10 @@ class ReaderProcess:
 
     def _new_copier(self, theirs: BlockShape) -> Copier:
         if self.settings.kind == "host":
-            return HostPeerCopier(theirs, self._memory.shape)
-        from services.worker.transfer.peer.device_copier import DevicePeerCopier
+            return HostLoanCopier(theirs, self._memory.shape)
+        from services.worker.transfer.peer.device_copier import DeviceLoanCopier
 
-        return DevicePeerCopier(theirs, self._memory.shape, self.settings.device, path=self.settings.path)
+        return DeviceLoanCopier(theirs, self._memory.shape, self.settings.device, path=self.settings.path)
 
     def _wait(self) -> None:
         select.select([self.fileno()], [], [], 1)

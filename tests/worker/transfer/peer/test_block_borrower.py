@@ -18,16 +18,16 @@ from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.peer import block_borrower, packets
 from services.worker.transfer.peer.block_borrower import MOST_LENDERS, SILENT_S, BlockBorrower
-from services.worker.transfer.peer.block_lender import WATCH_INTERVAL_S, BlockLender
-from services.worker.transfer.peer.host_pages import HostMapper, HostPages, HostPeerCopier
+from services.worker.transfer.peer.block_lender import OPEN_RETRY_S, WATCH_INTERVAL_S, BlockLender
+from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper, HostPages
 from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import PeerMemory
-from services.worker.transfer.peer.messages import PeerIdentity
+from services.worker.transfer.peer.memory import LendableMemory
+from services.worker.transfer.peer.messages import LoanIdentity
 from shared.pool.lock import HeldLock, hold_owner
 from tests.resource_limits import no_descriptor_left
 
 SLOTS, BLOCK_BYTES = 16, 4096
-IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
+IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
 LIMIT_S = 60.0
 OWNER = "decode-00000000"
 
@@ -46,15 +46,15 @@ class Memory:
         self.blocks = self.pages.array.reshape(SLOTS, BLOCK_BYTES)
         self.blocks[:] = np.arange(SLOTS, dtype=np.uint8)[:, None] + fill
 
-    def seen(self) -> PeerMemory:
+    def seen(self) -> LendableMemory:
         shape = BlockShape.contiguous(self.pages.address, BLOCK_BYTES, SLOTS)
-        return PeerMemory("host", shape, self.shared, HostMapper(), lambda theirs: HostPeerCopier(theirs, shape))
+        return LendableMemory("host", shape, self.shared, HostMapper(), lambda theirs: HostLoanCopier(theirs, shape))
 
 
 class LendingEngine:
     """An engine that lends the first `computed` of its blocks, under the name of a worker."""
 
-    def __init__(self, directory: Path, worker: str, identity: PeerIdentity = IDENTITY) -> None:
+    def __init__(self, directory: Path, worker: str, identity: LoanIdentity = IDENTITY) -> None:
         self.owner = f"{worker}-11111111"
         self.lock = hold_owner(directory, self.owner)
         self.memory = Memory(100)
@@ -97,12 +97,12 @@ class Rig:
         self.answers: list[Borrowed] = []
         self.copied: list[Copied] = []
 
-    def engine(self, worker: str = "prefill", identity: PeerIdentity = IDENTITY) -> LendingEngine:
+    def engine(self, worker: str = "prefill", identity: LoanIdentity = IDENTITY) -> LendingEngine:
         self.engines.append(LendingEngine(self.directory, worker, identity))
         self.engines[-1].turn()
         return self.engines[-1]
 
-    def copy_with(self, copier: Callable[[BlockShape], HostPeerCopier]) -> None:
+    def copy_with(self, copier: Callable[[BlockShape], HostLoanCopier]) -> None:
         """Begin again with a borrower that makes its copiers so."""
         memory = replace(self.memory.seen(), copier=copier)
         self.borrower.close()
@@ -156,6 +156,43 @@ def test_blocks_are_lent_as_they_are_computed_copied_and_returned(rig: Rig) -> N
     rig.until(lambda: not engine.lent)
 
 
+def test_an_engine_that_had_no_file_descriptor_left_lends_as_soon_as_it_has_one(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = rig.engine()
+    engine.lender.close()  # it sleeps, and wakes
+    with no_descriptor_left(), caplog.at_level("INFO"):
+        for tries in range(3):
+            now_s = 100.0 + tries * OPEN_RETRY_S
+            engine.lender.turn(engine.owner, now_s)
+            assert (engine.lender.failing, engine.lender.failures) == (True, tries + 1)
+            assert engine.lender.wait_until_s == now_s + OPEN_RETRY_S, "an idle engine sleeps until then"
+            engine.lender.turn(engine.owner, now_s)
+            assert engine.lender.failures == tries + 1, "not at each turn"
+    assert [record.message for record in caplog.records if "lends" in record.message] == [
+        "this engine lends no blocks, which decode workers get from the kvbm only; it tries again every 1 s:"
+        f" [Errno 24] Too many open files: '{rig.directory / 'lenders'}'"
+    ]
+    with caplog.at_level("INFO"):
+        engine.lender.turn(engine.owner, 200.0)
+    assert caplog.records[-1].message == "this engine lends blocks again"
+    assert (engine.lender.failing, engine.lender.failures) == (False, 3)
+    assert engine.lender.wait_until_s is None
+    rig.ask(1, [0])
+    rig.until(lambda: bool(rig.answers))
+    assert rig.answers == [Borrowed(1, [0], last=True)]
+
+
+def test_an_engine_that_sleeps_does_not_try_to_lend(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.lender.close()
+    with no_descriptor_left():
+        engine.lender.turn(engine.owner, 100.0)
+    engine.lender.close()
+    assert not engine.lender.failing
+    assert engine.lender.wait_until_s is None
+
+
 def test_an_engine_whose_memory_cannot_be_mapped_lends_nothing_until_it_can(rig: Rig) -> None:
     engine = rig.engine()
     engine.lender.close()
@@ -207,7 +244,7 @@ def test_an_engine_whose_directory_is_not_its_own_lends_nothing_and_goes_on(tmp_
 
 
 def test_a_lender_of_other_blocks_lends_nothing_and_is_not_asked_again_soon(rig: Rig) -> None:
-    engine = rig.engine(identity=PeerIdentity("a-model", "fedcba9876543210", "bfloat16", kind="host"))
+    engine = rig.engine(identity=LoanIdentity("a-model", "fedcba9876543210", "bfloat16", kind="host"))
     rig.ask(1, [0])
     rig.until(lambda: bool(rig.answers))
     assert rig.answers == [Borrowed(1, [], last=True)]
@@ -217,7 +254,7 @@ def test_a_lender_of_other_blocks_lends_nothing_and_is_not_asked_again_soon(rig:
 
 
 def test_a_device_without_room_for_a_copier_borrows_nothing_and_its_engine_goes_on(rig: Rig) -> None:
-    def no_copier(_theirs: BlockShape) -> HostPeerCopier:
+    def no_copier(_theirs: BlockShape) -> HostLoanCopier:
         raise DeviceFailed("cudaErrorMemoryAllocation: out of memory")
 
     engine = rig.engine()
@@ -235,9 +272,9 @@ def test_a_device_without_room_for_a_copier_borrows_nothing_and_its_engine_goes_
 def test_without_a_file_descriptor_for_its_copies_an_engine_borrows_nothing_and_goes_on(rig: Rig) -> None:
     with ExitStack() as opened:
 
-        def last_descriptor(theirs: BlockShape) -> HostPeerCopier:
+        def last_descriptor(theirs: BlockShape) -> HostLoanCopier:
             opened.enter_context(no_descriptor_left())
-            return HostPeerCopier(theirs, rig.memory.seen().shape)
+            return HostLoanCopier(theirs, rig.memory.seen().shape)
 
         engine = rig.engine()
         rig.copy_with(last_descriptor)

@@ -15,7 +15,7 @@ import pytest
 
 from services.worker.transfer.peer import packets
 from services.worker.transfer.peer.host_pages import HostMapper, HostPages
-from services.worker.transfer.peer.lender import ACCEPT_RETRY_S, MOST_STRANGERS, PeerLender
+from services.worker.transfer.peer.lender import ACCEPT_RETRY_S, MOST_STRANGERS, PageLender
 from services.worker.transfer.peer.lending import LendingLimits
 from services.worker.transfer.peer.lock_watch import LockWatch
 from services.worker.transfer.peer.memory import MapFailed, offsets
@@ -33,7 +33,7 @@ from services.worker.transfer.peer.messages import (
     ReturnSlots,
     SlotsLent,
 )
-from services.worker.transfer.peer.reader import PeerReader
+from services.worker.transfer.peer.reader import PageReader
 from shared.errors import Unavailable
 from shared.pool.lock import HeldLock, hold_owner
 from tests.resource_limits import no_descriptor_left
@@ -56,9 +56,9 @@ class Rig:
         self.pinned: list[int] = []
         self.lender = self.new_lender("lender")
 
-    def new_lender(self, owner: str) -> PeerLender:
+    def new_lender(self, owner: str) -> PageLender:
         limits = LendingLimits(blocks=MOST_BLOCKS + 1)
-        return PeerLender(self.directory, owner, self.pages, self.shape, IDENTITY, 1, self, limits)
+        return PageLender(self.directory, owner, self.pages, self.shape, IDENTITY, 1, self, limits)
 
     def lend(self, keys: Sequence[bytes]) -> list[int]:
         slots = [int.from_bytes(key, "little") for key in keys]
@@ -265,8 +265,8 @@ def test_the_socket_of_a_dead_lender_is_deleted_and_that_of_a_living_one_is_not(
     assert left == ["lender"]
 
 
-def new_reader(rig: Rig, lender: str = "lender") -> PeerReader:
-    return PeerReader(rig.directory, lender, "reader", IDENTITY, rig.shape, HostMapper())
+def new_reader(rig: Rig, lender: str = "lender") -> PageReader:
+    return PageReader(rig.directory, lender, "reader", IDENTITY, rig.shape, HostMapper())
 
 
 def test_without_a_lender_a_reader_says_so(rig: Rig) -> None:

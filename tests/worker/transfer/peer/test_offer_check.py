@@ -9,10 +9,10 @@ import pytest
 
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.peer.lending import LendingRefused
-from services.worker.transfer.peer.messages import PROTOCOL, Import, Offer, PeerIdentity, SlotShape
+from services.worker.transfer.peer.messages import PROTOCOL, Import, LoanIdentity, Offer, SlotShape
 from services.worker.transfer.peer.offer_check import check_offer
 
-IDENTITY = PeerIdentity("a-model", "0123456789abcdef", "bfloat16")
+IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16")
 OWN = BlockShape.layer_major(4096, 2, 64, 10)
 SHAPE = SlotShape((0, 1280), 64, 64, 20)
 OFFER = Offer(PROTOCOL, "lender", IDENTITY, 7, "00ff", 2560, SHAPE)
