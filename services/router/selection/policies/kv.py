@@ -138,7 +138,7 @@ def split_costs(
     `queue` is the time of the prompt tokens that wait at a worker, `prompt` that of the tokens which it would compute,
     both at its own measured speed; `rest` that of the tokens after the prompt's last full block. `fetch` is the time of
     copying blocks from the store. `storing` is that of copying what is handed over to the store, at the same rate. A
-    busy worker gets to that between its steps, which takes `STORING_S`, or the time of the prompt if that is less.
+    busy worker may have to end steps first, so `STORING_S` is added, or the time of the prompt if that is less.
 
     *Requests there.* A prompt's time is a wait for the request itself. It is also one for every request that decodes at
     the same worker: no step without that prompt comes before. Where only prompts are computed, it is one for the
