@@ -45,9 +45,9 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--frontends", "0"], "error: --frontends is 1 to 64"),
         (
             ["up", "--prefill", "1"],
-            "error: --prefill and --decode need each other: without a worker that decodes nothing is answered",
+            "error: --prefill needs --decode: without a worker that decodes nothing is answered",
         ),
-        (["up", "--decode", "1"], "error: --prefill and --decode need each other: --workers are enough"),
+        (["up", "--decode", "1"], "error: --decode needs --prefill; workers that also compute all prompts are --wo"),
         (["up", "--set", "worker.role=decode"], "error: --set worker.role: `up` sets that itself; use --prefill and"),
         (
             ["up", "--prefill", "1", "--decode", "1", "--workers", "2"],
@@ -68,6 +68,14 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["up", "--prefill", "1", "--decode", "1", "--kvbm-bytes", "0"],
             "error: --prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory",
+        ),
+        (
+            ["up", "--engine", "simulated", "--set", "kvbm.peers.listen=7400"],
+            "error: --set kvbm.peers.listen: this `up` has no kvbm; give it one with --kvbm-bytes",
+        ),
+        (
+            ["up", "--kvbm-bytes", "0", "--set", "kvbm.peers.listen=7400"],
+            "error: --set kvbm.peers.listen: this `up` has no kvbm; give it one with --kvbm-bytes",
         ),
         (["up", "--routers", "0"], "error: --routers is 1 to 64"),
         (["up", "--policy", "fastest"], "error: policy fastest: not one of kv, "),

@@ -97,8 +97,8 @@ def _template_arguments(options: UpOptions, model: bool) -> list[str]:
 
 
 def _service(launch: Launch) -> ServiceName | None:
-    """Return the service of a launch; None for NATS and etcd."""
-    return next((name for name in get_args(ServiceName) if launch.program.name.partition("-")[0] == name), None)
+    """Return the service of a launch; None for NATS and etcd. A worker with a role is not called worker."""
+    return next((name for name in get_args(ServiceName) if f"services.{name}" in launch.arguments), None)
 
 
 def _started(arguments: Sequence[str], aside: str) -> subprocess.Popen[str]:
@@ -134,4 +134,6 @@ def _translated(service: ServiceName, said: str, aside: str) -> str:
     line = re.sub(r"^\w+Config: (?=[^\s:]+: )", f"{service}.", line)
     if line.startswith("--"):
         line = re.sub(r"(?<!\S)--(?=\w)", f"{service}.", line)
+    if service == "kvbm" and ": no such setting; " in line:
+        line += "; those of workers for it begin with worker.kvbm"
     return line.replace("`--help`", f"`.venv/bin/python -m services.{service} --help`")

@@ -75,6 +75,9 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
     of_gpus = _gpus(flags)
     access, overrides = _access(flags), _overrides(flags.set)
+    if "kvbm" in overrides and not wanted.pool_bytes:
+        setting = overrides["kvbm"][0][0].removeprefix("--")
+        raise ConfigError(f"--set kvbm.{setting}: this `up` has no kvbm; give it one with --kvbm-bytes")
     vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ())) if flags.engine == "vllm" else ()
     workers = len(vllm_gpus) or workers
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
@@ -114,8 +117,9 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
     if prefill is None and decode is None:
         return 0, 0
     if prefill is None or decode is None:
-        alone = "without a worker that decodes nothing is answered" if decode is None else "--workers are enough"
-        raise ConfigError(f"--prefill and --decode need each other: {alone}")
+        if decode is None:
+            raise ConfigError("--prefill needs --decode: without a worker that decodes nothing is answered")
+        raise ConfigError("--decode needs --prefill; workers that also compute all prompts are --workers")
     if flags.workers is not None:
         raise ConfigError("--workers: --prefill and --decode say how many there are")
     if flags.engine not in ("native", "simulated"):

@@ -244,6 +244,8 @@ def _why_no_name(pool: Path) -> str:
         check_directory(pool)
     except PoolUnfit as wrong:
         return str(wrong)
+    except FileNotFoundError:
+        return f"there is no {pool}: start a kvbm with that pool.directory, or correct kvbm.pool"
     except OSError as wrong:
         return f"{pool}: {wrong.strerror}"
     return f"no kvbm has run in {pool} yet, or this user may not read the name of the one that does"

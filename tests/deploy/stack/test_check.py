@@ -85,6 +85,12 @@ def test_a_policy_that_routers_would_not_start_with_is_refused_in_their_words(
         ),
         ("router", "polcy", "router.polcy: no such setting; did you mean router.policy"),
         ("kvbm", "tiers.host_polcy", "kvbm.tiers.host_polcy: no such setting; did you mean kvbm.tiers.host_policy"),
+        (
+            "kvbm",
+            "lending",
+            "kvbm.lending: no such setting; `.venv/bin/python -m services.kvbm --help` lists them all; "
+            "those of workers for it begin with worker.kvbm",
+        ),
         ("worker", "max_running", "worker.max_running: Expected `int`, got `str`"),
         (
             "worker",
@@ -102,6 +108,23 @@ def test_a_setting_that_a_service_would_not_start_with_is_named_as_it_was_typed(
         DEFAULT, overrides={service: [(f"--{setting}", "many")]}, store=BlockStoreOptions(str(tmp_path), 1 << 20)
     )
     assert refused(tmp_path, options).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("max_runing", "1", "worker.max_runing: no such setting; did you mean worker.max_running"),
+        ("kvbm.offload", "off", "role is prefill, but kvbm.offload is off"),
+    ],
+)
+def test_workers_with_roles_are_asked_too(tmp_path: Path, setting: str, value: str, said: str) -> None:
+    options = msgspec.structs.replace(
+        DEFAULT,
+        prefill=1,
+        overrides={"worker": [(f"--{setting}", value)]},
+        store=BlockStoreOptions(str(tmp_path), 1 << 20),
+    )
+    assert said in refused(tmp_path, options)
 
 
 def test_settings_of_the_simulated_engine_are_checked_too(tmp_path: Path) -> None:

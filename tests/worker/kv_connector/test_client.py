@@ -254,7 +254,7 @@ def test_the_kvbm_is_named_to_every_engine_that_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trouble", "told"),
     [
-        ("missing", "No such file or directory"),
+        ("missing", "start a kvbm with that pool.directory, or correct kvbm.pool"),
         ("empty", "no kvbm has run"),
         ("open to others", "no other user may write to it"),
         ("a file", "is not a directory"),
