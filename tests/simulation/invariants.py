@@ -71,8 +71,8 @@ def _worker(process: Process) -> Iterator[str]:
     load = process.scheduler.load()
     if load.waiting or load.running or load.held_blocks:
         yield f"{process.instance}'s engine has {load}"
-    if process.scheduler._storing:
-        yield f"{process.instance}'s engine has not handed over {sorted(process.scheduler._storing)}"
+    if process.scheduler.hand_overs.names:
+        yield f"{process.instance}'s engine has not handed over {sorted(process.scheduler.hand_overs.names)}"
     attempts = process.worker._attempts
     attempts.validate()
     process.worker._sender.log.validate()

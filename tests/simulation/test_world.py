@@ -25,7 +25,8 @@ from services.router.selection.speculation import Speculation
 from services.router.sync.follower import DirectoryFollower
 from services.router.sync.source import SourceSync
 from services.worker.kv_connector.client import KvbmClient
-from services.worker.scheduler.scheduler import Scheduler
+from services.worker.scheduler.hand_over import HandOvers
+from services.worker.scheduler.sequence import Sequence
 from services.worker.service import Worker
 from shared.bus.contract import Message
 from shared.kvbm_messages import Settled
@@ -133,7 +134,11 @@ def test_a_decode_worker_whose_load_stays_reserved_is_found(monkeypatch: pytest.
 
 
 def test_a_hand_over_of_which_no_frontend_hears_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_hand_over", lambda scheduler, _: scheduler._storing.clear())
+    def forget(hand_overs: HandOvers, _now_s: float) -> list[Sequence]:
+        hand_overs._storing.clear()
+        return []
+
+    monkeypatch.setattr(HandOvers, "take_ended", forget)
     assert finds("lost [1-9][0-9]* attempts|has the attempts", apart())
 
 
