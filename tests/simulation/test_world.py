@@ -14,9 +14,11 @@ from typing import get_args
 import msgspec
 import pytest
 
+from services.frontend.requests.actions import Action, DispatchAttempt
+from services.frontend.requests.events import TimeExpired
 from services.frontend.requests.frames import Frames
 from services.frontend.requests.retry import RetryBudget
-from services.frontend.requests.session import Action, DispatchAttempt, Session, TimeExpired
+from services.frontend.requests.session import Session
 from services.kvbm.layout.event_log import EventLog
 from services.kvbm.layout.layout import LayoutStore
 from services.router.index.index import CandidateId
