@@ -144,8 +144,8 @@ class SimulatedFleet:
         self.router.set_sends_events(name, True)
         if self.store is not None:
             store = store_id(card.kvbm, card.kvbm_layout)
-            if store not in self.router.stores:
-                self.router.add_store(store)
+            if store not in self.router.caches.stores:
+                self.router.caches.add_store(store)
             self.clock.after(HOP_S, partial(self._order, worker, KvbmUp(card.kvbm)))
         self.clock.after(REPORT_S * (len(self.workers) % 8) / 8, partial(self._report, worker))
         return name
@@ -331,7 +331,7 @@ class SimulatedFleet:
     # --- what the router hears
 
     def _hear(self, worker: SimulatedWorker, payload: bytes) -> None:
-        chains = self.router.chains.get((worker.name, 0))
+        chains = self.router.caches.chains.get((worker.name, 0))
         if chains is not None:
             for event in decode(payload).events:
                 chains.apply(event)
@@ -340,7 +340,7 @@ class SimulatedFleet:
         self.clock.after(HOP_S, partial(self._hear_of_store, payload))
 
     def _hear_of_store(self, payload: bytes) -> None:
-        for chains in self.router.stores.values():
+        for chains in self.router.caches.stores.values():
             for event in decode(payload).events:
                 chains.apply(event)
 

@@ -37,7 +37,8 @@ from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol.chat_chunks import ChatEncoder
-from services.frontend.requests.session import PartReceived, Session
+from services.frontend.requests.events import PartReceived
+from services.frontend.requests.session import Session
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.hashing import pack_tokens

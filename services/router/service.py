@@ -343,7 +343,7 @@ class Router:
             self._malformed("kvbm report", wrong)
             return
         for model in self.models.values():
-            model.apply_kvbm_report(report)
+            model.caches.apply_kvbm_report(report)
         for layout in report.layouts:
             feed = self.feeds.get(store_id(report.instance, layout.layout))
             if feed is not None:

@@ -176,7 +176,7 @@ async def test_the_state_of_a_kvbm_that_leaves_is_removed() -> None:
         assert [source.instance for source in (await state(world)).sources] == ["a"]
         index = world.router.models[MODEL].index
         await until(lambda: index.statistics().pairs == {"device": 1, "host": 0, "disk": 0})
-        assert not world.router.models[MODEL].stores
+        assert not world.router.models[MODEL].caches.stores
 
 
 async def test_a_kvbm_that_restarts_has_a_new_id_and_workers_attach_again() -> None:
@@ -271,6 +271,6 @@ async def test_without_events_no_source_is_followed_and_the_prompts_sent_there_a
         assert (await world.chosen([*prompt, 1], "first")).overlap.blocks == 0
         assert (await world.chosen([*prompt, 2], "second")).overlap.device == 6
         assert world.router.feeds == {}
-        assert world.router.models[MODEL].stores == {}
+        assert world.router.models[MODEL].caches.stores == {}
         told = await state(world)
         assert (told.events, told.sources) == ("off", [])

@@ -71,8 +71,8 @@ def _worker(process: Process) -> Iterator[str]:
     load = process.scheduler.load()
     if load.waiting or load.running or load.held_blocks:
         yield f"{process.instance}'s engine has {load}"
-    if process.scheduler._storing:
-        yield f"{process.instance}'s engine has not handed over {sorted(process.scheduler._storing)}"
+    if process.scheduler.hand_overs.names:
+        yield f"{process.instance}'s engine has not handed over {sorted(process.scheduler.hand_overs.names)}"
     attempts = process.worker._attempts
     attempts.validate()
     process.worker._sender.log.validate()
@@ -110,12 +110,12 @@ def _router(process: Process, workers: dict[str, Process], kvbms: Sequence[Proce
     if model.cards.keys() != workers.keys():
         yield f"{process.instance} routes to {sorted(model.cards)}"
         return
-    if {instance for instance, _ in model.chains} != workers.keys():
-        yield f"{process.instance} keeps the chains of {sorted(model.chains)}"
+    if {instance for instance, _ in model.caches.chains} != workers.keys():
+        yield f"{process.instance} keeps the chains of {sorted(model.caches.chains)}"
     if model.speculation.bytes:
         yield f"{process.instance} still expects {model.speculation.bytes} bytes of blocks"
-    cached = sum(model.index.blocks_of(chains.slot) for chains in model.chains.values())
-    cached += sum(model.index.blocks_of(chains.slot) for chains in model.stores.values())
+    cached = sum(model.index.blocks_of(chains.slot) for chains in model.caches.chains.values())
+    cached += sum(model.index.blocks_of(chains.slot) for chains in model.caches.stores.values())
     indexed = sum(model.index.statistics().pairs.values())
     if indexed != cached:
         yield f"{process.instance}'s index has {indexed} blocks, {cached} of the living"
@@ -136,7 +136,7 @@ def _router(process: Process, workers: dict[str, Process], kvbms: Sequence[Proce
         source.validate()
         if source.state != "live":
             yield f"{process.instance} is {source.state} with {name}"
-        elif model.stores[name].digest(1) != layout.tiers.digest("host"):
+        elif model.caches.stores[name].digest(1) != layout.tiers.digest("host"):
             yield f"{process.instance} has other blocks of {name} than are there"
     for name, worker in workers.items():
         source = process.router.feeds[name].source
@@ -150,7 +150,7 @@ def _router(process: Process, workers: dict[str, Process], kvbms: Sequence[Proce
 def _picture(router: str, name: str, model: ModelRouter, scheduler: Scheduler) -> Iterator[str]:
     """Whether the router's chains are what the worker's pool holds, and its index as far as its limit lets it."""
     truth = held(scheduler)
-    chains = model.chains[name, 0]
+    chains = model.caches.chains[name, 0]
     told = {int(key): sequence for key, sequence in chains.blocks_in(0).items()}
     more = told.keys() - truth.keys()
     less = {key for key, sequence in truth.items() if sequence not in (None, told.get(key))}

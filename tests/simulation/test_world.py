@@ -14,9 +14,11 @@ from typing import get_args
 import msgspec
 import pytest
 
+from services.frontend.requests.actions import Action, DispatchAttempt
+from services.frontend.requests.events import TimeExpired
 from services.frontend.requests.frames import Frames
 from services.frontend.requests.retry import RetryBudget
-from services.frontend.requests.session import Action, DispatchAttempt, Session, TimeExpired
+from services.frontend.requests.session import Session
 from services.kvbm.layout.event_log import EventLog
 from services.kvbm.layout.layout import LayoutStore
 from services.router.index.index import CandidateId
@@ -25,7 +27,8 @@ from services.router.selection.speculation import Speculation
 from services.router.sync.follower import DirectoryFollower
 from services.router.sync.source import SourceSync
 from services.worker.kv_connector.client import KvbmClient
-from services.worker.scheduler.scheduler import Scheduler
+from services.worker.scheduler.hand_over import HandOvers
+from services.worker.scheduler.sequence import Sequence
 from services.worker.service import Worker
 from shared.bus.contract import Message
 from shared.kvbm_messages import Settled
@@ -133,7 +136,11 @@ def test_a_decode_worker_whose_load_stays_reserved_is_found(monkeypatch: pytest.
 
 
 def test_a_hand_over_of_which_no_frontend_hears_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_hand_over", lambda scheduler, _: scheduler._storing.clear())
+    def forget(hand_overs: HandOvers, _now_s: float) -> list[Sequence]:
+        hand_overs._storing.clear()
+        return []
+
+    monkeypatch.setattr(HandOvers, "take_ended", forget)
     assert finds("lost [1-9][0-9]* attempts|has the attempts", apart())
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from services.frontend.requests.session import (
+from services.frontend.requests.actions import (
     Action,
     CountLoss,
     DispatchAttempt,

@@ -16,16 +16,8 @@ from msgspec.structs import replace
 
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
-from services.frontend.requests.session import (
-    AnnounceAttempt,
-    AnswerMissed,
-    DispatchAttempt,
-    Event,
-    SelectWorker,
-    Unreachable,
-    Unrouted,
-    Unsendable,
-)
+from services.frontend.requests.actions import AnnounceAttempt, DispatchAttempt, SelectWorker
+from services.frontend.requests.events import AnswerMissed, Event, Unreachable, Unrouted, Unsendable
 from services.frontend.requests.stream import InferenceRequest, Stream
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
@@ -69,7 +61,7 @@ class BusCalls:
                 frontend=self._runtime.instance,
                 model=request.model,
                 # Log-probabilities of the prompt are computed, not cached: nothing is saved where the prompt lies.
-                hashes=b"" if stream.session.prompt_logprobs_due else request.hashes,
+                hashes=b"" if stream.session.prompt_logprobs.due else request.hashes,
                 prompt_tokens=request.prompt_tokens + action.produced,
                 max_tokens=request.sampling.max_tokens - action.produced,
                 excluded=action.excluded,
@@ -175,7 +167,7 @@ class BusCalls:
     def _generate(self, stream: Stream, action: DispatchAttempt | AnnounceAttempt, now: float) -> Generate:
         """Return the message that an attempt begins with."""
         request, sampling = stream.request, stream.request.sampling
-        if sampling.prompt_logprobs >= 0 and not stream.session.prompt_logprobs_due:  # an earlier attempt brought them
+        if sampling.prompt_logprobs >= 0 and not stream.session.prompt_logprobs.due:  # an earlier attempt brought them
             sampling = replace(sampling, prompt_logprobs=-1)
         return Generate(
             request=request.id,

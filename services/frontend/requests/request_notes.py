@@ -6,7 +6,7 @@ A request that got its answer from its first worker has no note here: the router
 from __future__ import annotations
 
 from services.frontend.protocol.errors import failure_of
-from services.frontend.requests.session import CountLoss, HandOver, RetryLater
+from services.frontend.requests.actions import CountLoss, HandOver, RetryLater
 from shared.errors import HeadraceError, InvalidRequest
 
 

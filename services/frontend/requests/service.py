@@ -20,13 +20,12 @@ from services.frontend.auth.accounts import Account
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics, ModelMetrics
 from services.frontend.protocol.chat_chunks import CachedTokensByTier
-from services.frontend.requests import request_notes
-from services.frontend.requests import session as sessions
+from services.frontend.requests import actions, events, request_notes
 from services.frontend.requests.admission import Admission, Permit
 from services.frontend.requests.attempt_spans import AttemptSpans
 from services.frontend.requests.calls import BusCalls
 from services.frontend.requests.retry import RetryBudget
-from services.frontend.requests.session import Event, Session
+from services.frontend.requests.session import Session
 from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 from services.frontend.requests.watchdog import Watchdog
 from services.frontend.requests.way import WayLog
@@ -136,7 +135,7 @@ class RequestService:
         """End every running request with an error, so that its client learns of it, and refuse new ones."""
         self._failing_all = True
         for stream in self._running.values():
-            stream.end(sessions.Fail(Unavailable("this frontend has ended before the answer was complete")))
+            stream.end(actions.Fail(Unavailable("this frontend has ended before the answer was complete")))
 
     @asynccontextmanager
     async def open(self, request: InferenceRequest, selector: StreamSelector | None = None) -> AsyncIterator[Stream]:
@@ -158,7 +157,7 @@ class RequestService:
         loop = asyncio.get_running_loop()
         metrics = self._metrics.of_model(request.model)
         stream = Stream(request, session, metrics, selector, started=loop.time())
-        stream.timer = loop.call_at(request.deadline, self._feed, stream, sessions.TimeExpired())
+        stream.timer = loop.call_at(request.deadline, self._feed, stream, events.TimeExpired())
         self._running[request.id] = stream
         if self.ways is not None and not request.is_follower:
             begun = (request.id, request.model, request.prompt_tokens, session)
@@ -171,12 +170,12 @@ class RequestService:
             yield stream
         finally:
             self._cancel_latency.client_gone(session, loop.time())
-            self._feed(stream, sessions.ClientLeft())
+            self._feed(stream, events.ClientLeft())
             self._close(stream)
 
     # --- events in
 
-    def _feed(self, stream: Stream, event: Event) -> None:
+    def _feed(self, stream: Stream, event: events.Event) -> None:
         stream.last_sign = asyncio.get_running_loop().time()
         if stream.spans is not None:
             self._trace_choice(stream, stream.spans, event)
@@ -184,14 +183,12 @@ class RequestService:
         if stream.way is not None:
             stream.way.note(stream.last_sign)
 
-    def _trace_choice(self, stream: Stream, spans: AttemptSpans, event: Event) -> None:
+    def _trace_choice(self, stream: Stream, spans: AttemptSpans, event: events.Event) -> None:
         """Pass the answer to a Select on to the spans of a traced request."""
         assert stream.request.trace is not None
-        if isinstance(event, Selected | SelectRefused | sessions.Unrouted) and stream.session.is_choosing(
-            event.attempt
-        ):
+        if isinstance(event, Selected | SelectRefused | events.Unrouted) and stream.session.is_choosing(event.attempt):
             now_ns = stream.request.trace.now_ns()
-            if isinstance(event, sessions.Unrouted):
+            if isinstance(event, events.Unrouted):
                 spans.unrouted(event.reason, now_ns)
             else:
                 instance = event.instance if isinstance(event, Selected) else ""
@@ -221,14 +218,14 @@ class RequestService:
             if stream is None:
                 self._on_stray(instance, part, now)
             elif (token := stream.session.next_token(instance, part)) < 0:
-                self._feed(stream, sessions.PartReceived(instance, part))
+                self._feed(stream, events.PartReceived(instance, part))
             else:
                 assert stream.last_tokens is not None, "a stream that continues has had tokens"
                 metrics = stream.metrics  # all streams of a frame have the worker's model
                 gaps_s.append(now - stream.last_tokens)
                 stream.last_sign = stream.last_tokens = now
                 if stream.add_tokens((token,), None):
-                    self._feed(stream, sessions.StopFound())
+                    self._feed(stream, events.StopFound())
         if metrics is not None:
             metrics.inter_token.observe_all(gaps_s)
             metrics.output_count.inc(len(gaps_s))
@@ -247,49 +244,49 @@ class RequestService:
 
     # --- actions out
 
-    def _do(self, stream: Stream, actions: Sequence[sessions.Action]) -> None:
+    def _do(self, stream: Stream, following: Sequence[actions.Action]) -> None:
         tasks, name, handed_over = self._runtime.tasks, stream.request.id, False
-        for action in actions:
+        for action in following:
             if stream.spans is not None and stream.request.trace is not None:
                 stream.spans.acted(action, stream.request.trace.now_ns())
             match action:
-                case sessions.EmitTokens():
+                case actions.EmitTokens():
                     self._emit_tokens(stream, action)
-                case sessions.EmitPromptLogprobs():
+                case actions.EmitPromptLogprobs():
                     stream.add_prompt_logprobs(action.given)
-                case sessions.SelectWorker():
+                case actions.SelectWorker():
                     tasks.create_task(self._calls.select_worker(stream, action), name=f"select {name}")
-                case sessions.RetryLater():
+                case actions.RetryLater():
                     self._note(stream, action.attempt, request_notes.no_worker(action))
                     tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
-                case sessions.DispatchAttempt():
+                case actions.DispatchAttempt():
                     if action.attempt > 1 and not handed_over:
                         stream.metrics.migrations.inc()
                     stream.worker = action.instance
                     tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
-                case sessions.AnnounceAttempt():
+                case actions.AnnounceAttempt():
                     tasks.create_task(self._calls.announce(stream, action), name=f"announce {name}")
-                case sessions.HandOver():
+                case actions.HandOver():
                     handed_over = True
                     stream.waiting_since = asyncio.get_running_loop().time()
                     stream.metrics.hand_overs.inc()
                     self._note(stream, action.attempt, request_notes.handed_over(action))
-                case sessions.WithdrawAttempt():
+                case actions.WithdrawAttempt():
                     self._cancel(action.instance, Cancel(name, action.attempt))
-                case sessions.CountLoss():
+                case actions.CountLoss():
                     self._count_loss(stream, action)
-                case sessions.PublishLoad():
+                case actions.PublishLoad():
                     self._publish_load(stream, action.event)
-                case sessions.Finish() | sessions.Fail():
+                case actions.Finish() | actions.Fail():
                     stream.end(action)
                     self._close(stream)
                 case _:
                     assert_never(action)
 
-    async def _retry_later(self, stream: Stream, later: sessions.RetryLater) -> None:
+    async def _retry_later(self, stream: Stream, later: actions.RetryLater) -> None:
         """Wait with jitter, because a worker that goes leaves many requests that wait."""
         await asyncio.sleep(later.pause_s * self._runtime.draw.uniform(0.5, 1.0))
-        self._feed(stream, sessions.RetryDue(later.attempt, asyncio.get_running_loop().time()))
+        self._feed(stream, events.RetryDue(later.attempt, asyncio.get_running_loop().time()))
 
     def _note(self, stream: Stream, attempt: int, text: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -299,7 +296,7 @@ class RequestService:
         """Note, for `headrace explain`, that a request's client got an error."""
         self._runtime.notes.requests.add(request, request_notes.failed(error), asyncio.get_running_loop().time())
 
-    def _count_loss(self, stream: Stream, action: sessions.CountLoss) -> None:
+    def _count_loss(self, stream: Stream, action: actions.CountLoss) -> None:
         text = request_notes.lost(action, stream.worker, len(stream.session.tokens))
         self._note(stream, action.attempt, text)
         self._metrics.lost.labels(action.loss).inc()
@@ -321,7 +318,7 @@ class RequestService:
                 event = msgspec.structs.replace(event, first_token_s=first_token_s)
         self._outbox.publish_load(stream.request.model, event)
 
-    def _emit_tokens(self, stream: Stream, action: sessions.EmitTokens) -> None:
+    def _emit_tokens(self, stream: Stream, action: actions.EmitTokens) -> None:
         now = asyncio.get_running_loop().time()
         if stream.last_tokens is None:
             trace = stream.request.trace
@@ -336,7 +333,7 @@ class RequestService:
         stream.metrics.output_count.inc(len(action.tokens))
         stream.last_tokens = now
         if stream.add_tokens(action.tokens, action.logprobs):
-            self._feed(stream, sessions.StopFound())
+            self._feed(stream, events.StopFound())
 
     def _close(self, stream: Stream) -> None:
         """Forget a request whose session has ended. Idempotent."""

@@ -26,12 +26,40 @@ Indices into the request's whole output:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from enum import Enum
-from typing import Literal, assert_never
+from typing import assert_never
 
-from msgspec import Struct
-
+from services.frontend.requests.actions import (
+    Action,
+    AnnounceAttempt,
+    CountLoss,
+    DispatchAttempt,
+    EmitPromptLogprobs,
+    EmitTokens,
+    Fail,
+    Finish,
+    HandOver,
+    PublishLoad,
+    RetryLater,
+    SelectWorker,
+    WithdrawAttempt,
+)
+from services.frontend.requests.events import (
+    Answer,
+    AnswerMissed,
+    AttemptLost,
+    ClientLeft,
+    Event,
+    InstanceGone,
+    PartReceived,
+    RetryDue,
+    StopFound,
+    TimeExpired,
+    Unreachable,
+    Unrouted,
+    Unsendable,
+)
+from services.frontend.requests.prompt_logprobs import DuePromptLogprobs
 from services.frontend.requests.retry import Loss, RetryBudget
 from shared.errors import HeadraceError, InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import unpack_tokens
@@ -42,14 +70,11 @@ from shared.messages import (
     UNFOLLOWABLE,
     Accepted,
     Finished,
-    LoadEvent,
     Part,
     Prefilled,
-    PromptLogprobs,
     Refused,
     Selected,
     SelectRefused,
-    TokenLogprob,
 )
 
 RETRY_MOST_S = 60.0
@@ -62,216 +87,6 @@ class State(Enum):
     OFFERED = "offered"
     STREAMING = "streaming"
     ENDED = "ended"
-
-
-# --- events; Selected, SelectRefused, Accepted and Refused are the messages themselves
-
-
-class Unrouted(Struct, frozen=True):
-    """No router answered."""
-
-    attempt: int
-    reason: str = "no router answered"
-    away: bool = False
-    """Whether NATS is disconnected, or seems to be because routers are registered: it may come back soon."""
-
-
-class AnswerMissed(Struct, frozen=True):
-    """A router did not answer in time, and another one is asked. The answer may have been lost."""
-
-    attempt: int
-
-
-class RetryDue(Struct, frozen=True):
-    """The pause of `RetryLater` is over."""
-
-    attempt: int
-    now_s: float
-
-
-class Unreachable(Struct, frozen=True):
-    """The worker did not listen for Generate, or did not answer in time."""
-
-    attempt: int
-    reason: str
-
-
-class Unsendable(Struct, frozen=True):
-    """Generate is too large for the bus."""
-
-    attempt: int
-    reason: str
-
-
-class PartReceived(Struct, frozen=True):
-    """A step frame has a part for this request."""
-
-    instance: str
-    part: Part
-
-
-class InstanceGone(Struct, frozen=True):
-    """An instance's lease has ended."""
-
-    instance: str
-
-
-class AttemptLost(Struct, frozen=True):
-    """The watchdog found that a streaming attempt brings nothing more: its end was lost, or it makes no progress."""
-
-    attempt: int
-    loss: Loss
-    reason: str
-
-
-class StopFound(Struct, frozen=True):
-    """The text reached a stop string."""
-
-
-class ClientLeft(Struct, frozen=True):
-    """The client has disconnected."""
-
-
-class TimeExpired(Struct, frozen=True):
-    """A limit of the request's time has passed."""
-
-    limit: Literal["deadline", "first_token"] = "deadline"
-
-
-Answer = SelectRefused | Unrouted | Accepted | Refused | Unreachable | Unsendable
-Event = (
-    Selected
-    | Answer
-    | AnswerMissed
-    | RetryDue
-    | PartReceived
-    | InstanceGone
-    | AttemptLost
-    | StopFound
-    | ClientLeft
-    | TimeExpired
-)
-
-# --- actions
-
-
-class SelectWorker(Struct, frozen=True):
-    """Ask a router for a worker. The answer is Selected, SelectRefused or Unrouted."""
-
-    attempt: int
-    produced: int
-    """The number of output tokens so far; they belong to the prompt of this attempt."""
-    excluded: tuple[str, ...]
-
-
-class RetryLater(Struct, frozen=True):
-    """Feed `RetryDue` after a pause."""
-
-    attempt: int
-    pause_s: float
-    why: str
-    """Why no worker could be chosen."""
-
-
-class DispatchAttempt(Struct, frozen=True):
-    """Send Generate. The answer is Accepted, Refused, Unreachable or Unsendable."""
-
-    attempt: int
-    instance: str
-    rank: int
-    wait_s: float = 0.0
-    """Seconds from the request's start within which the worker must begin; 0: the deadline alone counts."""
-    prefill_only: bool = False
-    """Whether another worker decodes: the attempt ends with its first token."""
-
-
-class AnnounceAttempt(Struct, frozen=True):
-    """Tell the worker that will decode of the attempt, so that it loads the prompt's blocks while they are computed.
-    It is advice: there is no answer."""
-
-    attempt: int
-    instance: str
-    rank: int
-    prefill: str
-    """The worker that computes the prompt."""
-
-
-class HandOver(Struct, frozen=True):
-    """The prompt is computed; its worker's attempt is over, and the next action dispatches the one that decodes."""
-
-    attempt: int
-    """The attempt that is over."""
-    instance: str
-    """The worker that decodes."""
-
-
-class EmitTokens(Struct, frozen=True):
-    """Pass new output on, each token once and in order, without the stop token."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprob] | None
-
-
-class EmitPromptLogprobs(Struct, frozen=True):
-    """Pass on log-probabilities of prompt tokens, each token once and in order."""
-
-    given: PromptLogprobs
-
-
-class WithdrawAttempt(Struct, frozen=True):
-    """Send Cancel for an attempt to its worker."""
-
-    instance: str
-    attempt: int
-
-
-class CountLoss(Struct, frozen=True):
-    """Count a lost attempt."""
-
-    loss: Loss
-    had_tokens: bool
-    """Whether the attempt had brought a token."""
-    attempt: int
-    why: str
-
-
-class PublishLoad(Struct, frozen=True):
-    """Publish a load event to the routers."""
-
-    event: LoadEvent
-
-
-class Finish(Struct, frozen=True):
-    """End the request with an answer."""
-
-    reason: str
-    """`stop` or `length`."""
-    embedding: bytes = b""
-    """The embedding as `Part.embedding` has it; empty for text."""
-    stop_token: int | None = None
-    """The token that ended the output, which was not passed on; None if another reason ended it."""
-
-
-class Fail(Struct, frozen=True):
-    """End the request with an error."""
-
-    error: HeadraceError
-
-
-Action = (
-    SelectWorker
-    | RetryLater
-    | DispatchAttempt
-    | AnnounceAttempt
-    | HandOver
-    | EmitTokens
-    | EmitPromptLogprobs
-    | WithdrawAttempt
-    | CountLoss
-    | PublishLoad
-    | Finish
-    | Fail
-)
 
 
 class Session:
@@ -309,9 +124,7 @@ class Session:
         """The output so far, of all attempts."""
         self.cached_tokens = self.cached_host_tokens = self.cached_disk_tokens = 0
         """The cached prompt tokens that the first attempt with a token reported: all, in host memory, on disk."""
-        self.prompt_logprobs_due = prompt_logprobs
-        """The count of prompt tokens whose log-probabilities have not come, from any attempt."""
-        self._prompt_logprobs = prompt_logprobs
+        self.prompt_logprobs = DuePromptLogprobs(prompt_logprobs)
         self.prefilled = False
         """Whether this attempt has brought a token."""
         self._decoder: tuple[str, int] | None = None
@@ -447,9 +260,9 @@ class Session:
         known = len(self.tokens) - part.first
         new = unpack_tokens(part.tokens)[known:]
         actions: list[Action] = []
-        if part.prompt_logprobs is not None and self._prompt_logprobs:
-            actions += self._receive_prompt(part.prompt_logprobs)
-        if self.prompt_logprobs_due and self._lacks_prompt(part):
+        if part.prompt_logprobs is not None and (given := self.prompt_logprobs.receive(part.prompt_logprobs)):
+            actions.append(EmitPromptLogprobs(given))
+        if self.prompt_logprobs.lacks(part):
             return actions + self._attempt_lost("gap", "log-probabilities of the prompt were lost")
         self.state = State.STREAMING
         if new:
@@ -501,35 +314,13 @@ class Session:
         most_tokens = 0 if self._embedding_bytes else self.max_tokens
         if rest or part.first < 0 or part.first + count > most_tokens or len(part.embedding) != embedding_bytes:
             return False
-        if (given := part.prompt_logprobs) is not None and not (
-            given.is_sound and given.first + given.count - 1 <= self._prompt_logprobs
-        ):
+        if part.prompt_logprobs is not None and not self.prompt_logprobs.is_sound(part.prompt_logprobs):
             return False
         if part.logprobs is None:
             return True
         return len(part.logprobs) == count and all(
             len(one.top_tokens) == 4 * len(one.top_logprobs) for one in part.logprobs
         )
-
-    @property
-    def _next_prompt_logprob(self) -> int:
-        """The index of the first prompt token whose log-probability has not come."""
-        return 1 + self._prompt_logprobs - self.prompt_logprobs_due
-
-    def _receive_prompt(self, given: PromptLogprobs) -> list[Action]:
-        """Take those log-probabilities that have not come yet, maybe from a worker that was lost."""
-        known = self._next_prompt_logprob - given.first
-        if not 0 <= known < given.count:
-            return []
-        self.prompt_logprobs_due -= given.count - known
-        return [EmitPromptLogprobs(given.after(known) if known else given)]
-
-    def _lacks_prompt(self, part: Part) -> bool:
-        """Return whether log-probabilities of the prompt that are still due should have come before this part or in
-        it."""
-        given = part.prompt_logprobs
-        late = given is not None and given.first > self._next_prompt_logprob
-        return bool(part.tokens) or part.finish in ("stop", "length") or late
 
     def _prefill(self, part: Part) -> list[Action]:
         """Handle the first part of the attempt that brings a token or an embedding."""
@@ -657,8 +448,8 @@ class Session:
         assert self.state is not State.WAITING or (self._retries.may_wait and self._no_choice is not None)
         assert not self.prefilled or (self.state is State.STREAMING and self.tokens)
         assert len(self.tokens) <= self.max_tokens
-        assert 0 <= self.prompt_logprobs_due <= self._prompt_logprobs
-        assert not (self.prompt_logprobs_due and self.tokens)
+        self.prompt_logprobs.validate()
+        assert not (self.prompt_logprobs.due and self.tokens)
         assert self._decoder is None or (
             self._prefill_only and self.instance and self._last_attempt == self.attempt + 1
         )

@@ -18,9 +18,10 @@ from typing import assert_never
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.calls import Feed
+from services.frontend.requests.events import AttemptLost, Event, InstanceGone, TimeExpired
 from services.frontend.requests.frames import EndsLost, Frames, RequestResend
 from services.frontend.requests.liveness import Liveness
-from services.frontend.requests.session import AttemptLost, Event, InstanceGone, State, TimeExpired
+from services.frontend.requests.session import State
 from services.frontend.requests.stream import Stream
 from shared import subjects
 from shared.bus.contract import Message

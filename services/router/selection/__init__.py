@@ -1,1 +1,1 @@
-"""Chooses the candidate for a request: load, eligibility, policies, and a log of the decisions."""
+"""Chooses the candidate for a request: caches, load, eligibility, policies, and a log of the decisions."""

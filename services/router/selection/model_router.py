@@ -2,7 +2,7 @@
 
 Select ──▶ validated ──▶ eligible ──▶ states: overlap, load ──▶ guard: the policy ──▶ reserved ──▶ Selected
                                                  ▲      ▲                                │
-                       index, speculation, history     load ◀────────────────────────────┘  in the same step, so that
+               caches: index, speculation, history     load ◀────────────────────────────┘  in the same step, so that
                                                                                             the next request sees it
 
 A frontend repeats a Select if the answer was late or lost. The repeated Select is answered with the reservation that
@@ -19,9 +19,10 @@ import msgspec
 from msgspec import Struct
 
 from services.router.config import RouterConfig
-from services.router.index.chains import Chains, SlotCleanup
-from services.router.index.index import CandidateId, Index
-from services.router.index.shared_stores import StoreId, kvbm_of, store_id_of
+from services.router.index.chains import SlotCleanup
+from services.router.index.index import Index
+from services.router.index.shared_stores import store_id_of
+from services.router.selection.caches import FleetCaches
 from services.router.selection.candidates import (
     DISK_BYTES_PER_S,
     HOST_BYTES_PER_S,
@@ -33,7 +34,6 @@ from services.router.selection.decision_log import DecisionLog, Prediction
 from services.router.selection.eligibility import Eligibility, NoCandidate, same_worker
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
-from services.router.selection.peer_links import PeerLinks, RemoteSearch
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import Policy
 from services.router.selection.policy_guard import PolicyFault, PolicyGuard, worst_fault
@@ -41,7 +41,6 @@ from services.router.selection.refusal import in_time, overloaded, refused
 from services.router.selection.speculation import ExpectedRun, Speculation
 from services.router.selection.validation import validated_hashes
 from shared.errors import ProtocolError
-from shared.kvbm_messages import KvbmReport
 from shared.messages import (
     Finished,
     KvLayout,
@@ -95,13 +94,7 @@ class ModelRouter:
         self.guard = PolicyGuard(policy, draw, config, clock)
         self.eligibility = Eligibility(model, draw, ramp_s=config.load.ramp_s)
         self.cards = self.eligibility.cards
-        self.chains: dict[CandidateId, Chains] = {}
-        self.stores: dict[StoreId, Chains] = {}
-        """Blocks of the followed stores. A store is not a candidate; its blocks count for the instances attached to
-        it."""
-        self.links = PeerLinks()
-        self.instances_of_store: dict[StoreId, set[str]] = {}
-        """Store → the instances whose cards name it, whether or not it is followed; never empty."""
+        self.caches = FleetCaches(self.index, config.index, self.cards)
         self.decisions = DecisionLog(limit=max(config.explained, 1))
         self._router = router
         self._config = config
@@ -112,7 +105,7 @@ class ModelRouter:
         self.history = Speculation(ttl_s=config.index.history_s, limit_bytes=limit_bytes)
         """Speculation for instances that send no events: kept longer, and renewed by use."""
 
-    # --- instances and stores
+    # --- instances
 
     def add_card(self, card: ModelCard, now_s: float = 0.0) -> None:
         """Add an instance that serves the model, or update its card. If more than its store and its LoRAs differ from
@@ -120,75 +113,23 @@ class ModelRouter:
         before = self.cards.get(card.instance)
         if before is None:
             self.eligibility.add_card(card, now_s)
-            for rank in range(max(card.ranks, 1)):
-                candidate = card.instance, rank
-                self.chains[candidate] = self._new_chains(candidate, card)
-            self._link_store(card.instance, None, store_id_of(card))
+            self.caches.add_instance(card)
         else:
             assert same_worker(before, card)
             self.eligibility.update_card(card)
-            self._link_store(card.instance, store_id_of(before), store_id_of(card))
-
-    def _new_chains(self, candidate: CandidateId, card: ModelCard) -> Chains:
-        return Chains(
-            self.index,
-            candidate,
-            block_size=card.block_size,
-            vocab_size=card.vocab_size,
-            limit_blocks=max(self._config.index.lower_tier_limit_blocks, card.capacity_blocks),
-            orphan_limit_blocks=self._config.index.orphan_limit_blocks,
-        )
-
-    def _link_store(self, instance: str, before: StoreId | None, after: StoreId | None) -> None:
-        """Link the instance to another store, or to none."""
-        if before == after:
-            return
-        if before is not None:
-            self.instances_of_store[before].discard(instance)
-            if not self.instances_of_store[before]:
-                del self.instances_of_store[before]
-        if after is not None:
-            self.instances_of_store.setdefault(after, set()).add(instance)
-        for rank in range(max(self.cards[instance].ranks, 1)):
-            self.index.set_lender((instance, rank), None if after is None else (after, 0))
-            self.chains[instance, rank].link_store(None if after is None else self.stores.get(after))
+            self.caches.link_store(card.instance, store_id_of(before), store_id_of(card))
 
     def remove_instance(self, instance: str) -> list[SlotCleanup]:
         """Remove the blocks and reservations of an instance that no longer serves the model, and return the cleanup
         left to do."""
-        if instance not in self.cards:
+        card = self.cards.get(instance)
+        if card is None:
             return []
         self.load.remove_instance(instance)
-        self._link_store(instance, store_id_of(self.cards[instance]), None)
+        cleanups = self.caches.remove_instance(card)
         self.eligibility.remove_card(instance)
         self._without_events.discard(instance)
-        gone = [candidate for candidate in self.chains if candidate[0] == instance]
-        return [self.chains.pop(candidate).close() for candidate in gone]
-
-    def add_store(self, name: StoreId) -> Chains:
-        """Start to follow a store that at least one instance is attached to; its events are to be applied to the
-        returned chains."""
-        assert name not in self.stores
-        card = self.cards[next(iter(self.instances_of_store[name]))]
-        chains = self.stores[name] = self._new_chains((name, 0), card)
-        for worker in self._chains_linked_to(name):
-            worker.link_store(chains)
-        return chains
-
-    def remove_store(self, name: StoreId) -> SlotCleanup:
-        """Stop following a store, and return the cleanup left to do."""
-        for worker in self._chains_linked_to(name):
-            worker.link_store(None)
-        cleanup = self.stores.pop(name).close()
-        if not any(kvbm_of(each) == kvbm_of(name) for each in self.stores):
-            self.links.forget(kvbm_of(name))
-        return cleanup
-
-    def _chains_linked_to(self, name: StoreId) -> list[Chains]:
-        instances = self.instances_of_store.get(name, ())
-        return [
-            self.chains[instance, rank] for instance in instances for rank in range(max(self.cards[instance].ranks, 1))
-        ]
+        return cleanups
 
     def set_sends_events(self, instance: str, sends: bool) -> None:
         """Set whether the instance sends events. Without events, the prompts routed there are all that is known of its
@@ -225,10 +166,7 @@ class ModelRouter:
         remembered = self.history.extend_overlaps(overlaps, findable, select.hashes, now_s)
         load, speed, priority = self.load.load_of, self.load.speeds.get, select.priority
         block_bytes = _block_bytes(card.kv_layout)
-        remote = None
-        if self.links:
-            numbers = {name: chains.slot.number for name, chains in self.stores.items()}
-            remote = RemoteSearch(self.links, self.index, numbers, findable, block_bytes)
+        remote = self.caches.remote_search(findable, block_bytes)
         states = [
             CandidateState(
                 candidate,
@@ -379,7 +317,7 @@ class ModelRouter:
         now_s: float,
     ) -> None:
         """Expect the prompt's blocks where the prompt was sent."""
-        slot = self.chains[chosen.id].slot
+        slot = self.caches.chains[chosen.id].slot
         known = chosen.overlap.here
         if chosen.id[0] in self._without_events:
             self.history.renew([run for run in remembered if run.slot is slot], now_s)
@@ -401,7 +339,7 @@ class ModelRouter:
                     raise ProtocolError("Reserved: a number is negative")
                 # No event would release a reservation at an unknown instance; if it joins later, it reports its
                 # attempts.
-                if event.router != self._router and (event.instance, event.rank) in self.chains:
+                if event.router != self._router and (event.instance, event.rank) in self.caches.chains:
                     self.load.add_reservation(event, now_s)
             case Prefilled():
                 self.load.mark_prefilled((event.request, event.attempt))
@@ -419,11 +357,6 @@ class ModelRouter:
         if card is not None:
             self.load.apply_report(report, now_s, ranks=max(card.ranks, 1))
 
-    def apply_kvbm_report(self, report: KvbmReport) -> None:
-        """Apply what a kvbm reports of its peers; ignore it if no followed store is its own."""
-        if any(kvbm_of(name) == report.instance for name in self.stores):
-            self.links.learn(report.instance, report.peers)
-
     def tick(self, now_s: float, *, listening: bool = True) -> None:
         """Update what depends on time; to be called some ten times a second. `listening` is False if messages may have
         been missed."""
@@ -437,20 +370,8 @@ class ModelRouter:
         self.load.validate()
         self.speculation.validate()
         self.history.validate()
-        for candidate, chains in self.chains.items():
-            assert candidate[0] in self.cards
-            chains.validate()
-        for chains in self.stores.values():
-            chains.validate()
-        named = {
-            (store_id_of(card), instance) for instance, card in self.cards.items() if store_id_of(card) is not None
-        }
-        assert named == {
-            (name, instance) for name, instances in self.instances_of_store.items() for instance in instances
-        }
-        assert all(self.instances_of_store.values())
+        self.caches.validate()
         self.eligibility.validate()
-        self.links.validate()
         self.decisions.validate()
 
 

@@ -227,7 +227,7 @@ class DirectoryFollower:
         return True
 
     def _chains(self, model: str, worker: str) -> dict[int, Chains]:
-        chains = self.models[model].chains
+        chains = self.models[model].caches.chains
         return {rank: chains[worker, rank] for instance, rank in chains if instance == worker}
 
     def _clear_later(self, cleanups: list[SlotCleanup]) -> None:
@@ -240,12 +240,12 @@ class DirectoryFollower:
         address = self._runtime.directory.instances.get(kvbm)
         wanted = self._wanted_stores(kvbm, address) if address is not None and address.service == "kvbm" else {}
         for name, model in self.models.items():
-            for store in [store for store in model.stores if kvbm_of(store) == kvbm]:
+            for store in [store for store in model.caches.stores if kvbm_of(store) == kvbm]:
                 feed = self.feeds[store]
                 if wanted.get(store) != (name, feed.stream):
                     feed.close()
                     del self.feeds[store], self._model_of_feed[store]
-                    self._clear_later([model.remove_store(store)])
+                    self._clear_later([model.caches.remove_store(store)])
         for store, (name, stream) in wanted.items():
             if store not in self.feeds:
                 self._follow_store(store, stream, name)
@@ -257,7 +257,7 @@ class DirectoryFollower:
         if self._config.events == "off":
             return named
         for name, model in self.models.items():
-            for store in model.instances_of_store:
+            for store in model.caches.instances_of_store:
                 stream = address.layouts.get(layout_of(store)) if kvbm_of(store) == kvbm else None
                 if stream is None:
                     continue
@@ -273,6 +273,6 @@ class DirectoryFollower:
     def _follow_store(self, store: StoreId, stream: EventSource, model: str) -> None:
         snapshots = subjects.kvbm(self._runtime.namespace, kvbm_of(store), "snapshot")
         origin = SourceOrigin(store, snapshots, layout_of(store), _STORE_TIERS)
-        chains = self.models[model].add_store(store)
+        chains = self.models[model].caches.add_store(store)
         if not self._follow(origin, stream, model, {0: chains}, lambda _usable: None):
-            self._clear_later([self.models[model].remove_store(store)])
+            self._clear_later([self.models[model].caches.remove_store(store)])

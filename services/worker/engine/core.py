@@ -277,7 +277,7 @@ class EngineCore:
         works = self._scheduler.schedule(now_s)
         self._begun_s = now_s
         self._step_tokens = sum([work.end - work.start for work in works])
-        self.expected_s = self._scheduler.expected_s(self._step_tokens, len(works))
+        self.expected_s = self._scheduler.budget.expected_s(self._step_tokens, len(works))
         decodes = self._step_tokens == len(works)
         return ([] if decodes else self._report_pending()), works
 

@@ -27,6 +27,23 @@ class Outcome:
     events: list[PoolEvent] = field(default_factory=list)
     """Blocks that were stored and evicted, in order."""
 
+    def add_boundary(self, frontend: str, part: Part) -> None:
+        """Add a part that is the first or the last of its attempt."""
+        self.parts[frontend].append(part)
+        self.boundary_parts.append(part)
+
+    def add_between(self, frontend: str, part: Part, number: int, tokens: int = 1) -> None:
+        """Add a part that is neither. It has `tokens` tokens of the attempt `number`."""
+        self.parts[frontend].append(part)
+        if tokens == 1:
+            self.one_token_attempts.append(number)
+        else:
+            self.one_token_attempts.extend([number] * tokens)
+
+    def add_note(self, number: int, text: str) -> None:
+        """Add what happened to the attempt `number`, in words."""
+        self.notes.append(AttemptNote(number, text))
+
     def split(self, most_bytes: int) -> list[Outcome]:
         """Return several outcomes that are together as this one. Each has at most `most_bytes` of embeddings, or one
         embedding; everything else is in the first."""

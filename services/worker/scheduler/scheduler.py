@@ -11,7 +11,7 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
 
     waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
     running ── advance: the first token of an attempt that only prefills ──▶ storing, or ended if its blocks are lent
-    storing ── schedule: the kvbm has its blocks, or it has waited long enough; cancel ──▶ ended
+    storing ── schedule: see `hand_over`; cancel ──▶ ended
     waiting, onboarding ── not admitted in the time that its frontend gave ──▶ ended
     running ── advance: numbers that are not finite ──▶ waiting, alone; the second time ──▶ ended
 
@@ -26,12 +26,8 @@ is asked for an embedding ends where others draw their first token; for a mean i
 3. What is left of the step's token budget, but at least 16 tokens or one block, goes to prefills: running ones first,
    then newcomers. So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
 
-Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its
-priority by a smaller prompt. Where prompts are handed over, the one is first that would end first if each had been
-computed alone from its arrival. So a prompt of a second does not wait for one of 20 s that came just before it; the
-long one is overtaken only by prompts that come within the 20 s, and computes on after them in the blocks that it
-has. All blocks of the known tokens are taken at admission, so that half-done prefills cannot
-block each other; one block for each running sequence is left free for it to grow into.
+All blocks of the known tokens are taken at admission, so that half-done prefills cannot block each other; one block
+for each running sequence is left free for it to grow into. `waiting_queue` explains the rank.
 
 Numbers that are not finite fail their own sequence, and no other. The cause may be a cached block that it used. So all
 its full blocks are forgotten, here and at the kvbm, and it is computed once more from its tokens alone. If that fails,
@@ -47,27 +43,26 @@ the last blocks that running sequences may grow into; blocks held for a waiting 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Sequence as Seq
 
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import AttemptNote, Begun, EngineLoad, Submit
+from services.worker.messages import EngineLoad, Submit
 from services.worker.runner import Drawn, Work
 from services.worker.scheduler.device_probe import DeviceProbe
+from services.worker.scheduler.hand_over import HandOvers
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.scheduler.kv_onboarding import MOST_EXPECTED
 from services.worker.scheduler.outcome import Outcome
-from services.worker.scheduler.queue_clock import Cause, QueueClock, describe_wait
-from services.worker.scheduler.sequence import Sequence
-from services.worker.scheduler.throughput import StepBudget, Throughput
+from services.worker.scheduler.queue_clock import Cause, describe_wait
+from services.worker.scheduler.sequence import Sequence, rank_of
+from services.worker.scheduler.throughput import StepBudget
+from services.worker.scheduler.waiting_queue import WaitingQueue
 from shared.messages import NOT_BEGUN, FinishReason, Part
 
 _NEVER = float("inf")
 PREFETCH_MOST_S = 120.0
 """Most seconds for which blocks of an expected prompt are loaded."""
-STORING_MOST_S = 1.0
-"""Most seconds for which a prompt that is computed waits until its blocks are stored, before it is handed over; it
-waits no longer than it was computed."""
 
 
 class Scheduler:
@@ -82,32 +77,28 @@ class Scheduler:
         self.kv_cache = KVCacheManager(limits)
         """The blocks of the device, which the KV connector uses, too."""
         self._onboarding = self.kv_cache.onboarding
-        self._budget = StepBudget(
+        self.budget = StepBudget(
             step_s=limits.step_s,
             short_step_s=limits.short_step_s,
             least_tokens=limits.least_step_tokens,
             most_tokens=limits.max_step_tokens,
             first_tokens_per_s=limits.first_tokens_per_s,
         )
-        self._throughput = Throughput()
+        """How many tokens a step may compute, and how long it will take."""
         self._expected: dict[tuple[str, int], Sequence] = {}
         """Attempts for which blocks were to be loaded beforehand, the newest at the end, at most MOST_EXPECTED."""
         self._living: dict[tuple[str, int], Sequence] = {}
-        self._storing: dict[tuple[str, int], tuple[Sequence, float]] = {}
-        """Attempts that only prefill, have their first token and hold nothing, while the kvbm stores their blocks → the
-        sequence, and when it is handed over all the same."""
-        self._waiting: list[Sequence] = []
-        """Sequences that wait, by rank."""
+        """Attempts that wait or run."""
+        self.hand_overs = HandOvers(self.kv_cache)
+        """Attempts that only prefill and have their first token, while the kvbm stores their blocks."""
+        self._queue = WaitingQueue(most_sequences=limits.max_waiting, most_tokens=limits.max_waiting_tokens)
         self._running: list[Sequence] = []
         """Sequences that hold blocks, by rank."""
         self._prefilling: list[Sequence] = []
         """Running sequences with more than one token uncomputed, by rank."""
-        self._waiting_tokens = 0
-        """Uncomputed tokens of `_waiting`."""
         self._arrivals = 0
         self._preemptions = 0
         self._recomputed = 0
-        self._queue_clock = QueueClock()
         self._probe = DeviceProbe()
         self._earliest_end_s = _NEVER
         """Not later than any `ends_by_s`."""
@@ -137,7 +128,7 @@ class Scheduler:
             if submit.prefill_only:
                 self._set_due(sequence, now_s)
             self._earliest_end_s = min(self._earliest_end_s, sequence.ends_by_s)
-            self._enqueue(sequence, now_s)
+            self._queue.add(sequence, now_s)
             self._consider_onboarding(now_s)
         self._onboarding.arrived(sequence)
         self._stalled_at = None
@@ -149,7 +140,7 @@ class Scheduler:
     def _knows(self, submit: Submit) -> bool:
         """Return whether the attempt lives here."""
         name = submit.request, submit.attempt
-        return name in self._living or name in self._storing
+        return name in self._living or name in self.hand_overs.names
 
     def prefetch(self, submit: Submit, lender: str, now_s: float) -> None:
         """Load the blocks of a prompt that the worker `lender` is computing, for an attempt that is expected. Advice:
@@ -172,18 +163,17 @@ class Scheduler:
         self._expected.pop((request, attempt), None)
         self._onboarding.end_prefetch(request, attempt)
         sequence = self._living.get((request, attempt))
-        stored = self._storing.pop((request, attempt), None)
         if sequence is not None:
             self._end(sequence, "cancelled")
-        elif stored is not None:
-            self._report_end(stored[0], "cancelled")
+        elif (stored := self.hand_overs.pop((request, attempt))) is not None:
+            self._report_end(stored, "cancelled")
         self._stalled_at = None
 
     def clear(self) -> None:
         """Forget all cached blocks. Running attempts wait again, and compute theirs once more."""
         assert self._step is None
         for sequence in list(self._running):
-            self._note(sequence, "begins again: an operator has all cached blocks forgotten")
+            self._outcome.add_note(sequence.number, "begins again: an operator has all cached blocks forgotten")
             self._requeue(sequence)
         self.kv_cache.clear()
         self._stalled_at = None
@@ -195,7 +185,8 @@ class Scheduler:
         kvbm."""
         assert self._step is None
         self._expire(now_s)
-        self._hand_over(now_s)
+        for sequence in self.hand_overs.take_ended(now_s):
+            self._report_end(sequence, "handed_over")
         self._onboarding.give_up(now_s)
         self._consider_onboarding(now_s)
         self._step, self._step_began_s = [], now_s
@@ -203,7 +194,7 @@ class Scheduler:
         self._schedule_decodes()
         if self._probe.due and not self.closed:
             self._schedule_probe()
-        self._queue_clock.set(self._schedule_prefills(), now_s)
+        self._queue.set_cause(self._schedule_prefills(), now_s)
         works = [sequence.work for sequence in self._step]
         if self._probe.work is not None:
             works.append(self._probe.work)
@@ -216,7 +207,8 @@ class Scheduler:
         step, self._step = self._step, None
         assert step is not None
         assert len(drawn) == len(step) + (self._probe.work is not None)
-        self._measure(sum([sequence.work.end - sequence.work.start for sequence in step]), len(step), elapsed_s)
+        tokens = sum([sequence.work.end - sequence.work.start for sequence in step])
+        self.budget.record_step(tokens, len(step), elapsed_s)
         size, probe, ended_s = self._limits.block_size, self._probe, self._step_began_s + elapsed_s
         for sequence, draw in zip(step, drawn, strict=False):  # a probe is beyond them
             work = sequence.work
@@ -252,22 +244,16 @@ class Scheduler:
     def wait_until_s(self) -> float | None:
         """When `schedule` has something to do though no step is due: an attempt's time is over, or a sequence has
         waited long enough for the kvbm. None: never."""
-        until_s = min(self._earliest_end_s if self._living else _NEVER, self._onboarding.until_s)
-        until_s = min((until_s, *(end_s for _, end_s in self._storing.values())))
+        earliest_end_s = self._earliest_end_s if self._living else _NEVER
+        until_s = min(earliest_end_s, self._onboarding.until_s, self.hand_overs.until_s)
         return None if until_s == _NEVER else until_s
 
     # --- questions
 
-    def expected_s(self, tokens: int, sequences: int) -> float:
-        """Return the seconds that a step of `tokens` tokens of `sequences` will take, by those before it; 0: not
-        known."""
-        prefill_s = tokens / self._budget.tokens_per_s if tokens > sequences else 0.0
-        return max(self._throughput.step_s, prefill_s)
-
     @property
     def living(self) -> int:
         """How many attempts live."""
-        return len(self._living) + len(self._storing)
+        return len(self._living) + len(self.hand_overs.names)
 
     def uses_lora(self, lora: str) -> bool:
         """Whether an attempt with this LoRA lives."""
@@ -278,10 +264,10 @@ class Scheduler:
         """Whether a step is due: something can be computed, or is still to be reported."""
         return bool(
             self._running
-            or ((self._waiting or (self._probe.due and not self.closed)) and not self._stalled)
+            or ((self._queue.sequences or (self._probe.due and not self.closed)) and not self._stalled)
             or self._outcome.parts
             or self.kv_cache.has_events
-            or any(not self.kv_cache.offloading.owes(sequence.keys) for sequence, _ in self._storing.values())
+            or self.hand_overs.any_stored
         )
 
     @property
@@ -293,13 +279,13 @@ class Scheduler:
         """Return the counts as of now."""
         blocks, offloading = self.kv_cache.statistics(), self.kv_cache.offloading
         return EngineLoad(
-            waiting=len(self._waiting),
+            waiting=len(self._queue.sequences),
             running=len(self._running),
-            waiting_tokens=self._waiting_tokens + sum(s.uncomputed for s in self._prefilling),
+            waiting_tokens=self._queue.tokens + sum(s.uncomputed for s in self._prefilling),
             held_blocks=blocks.held + blocks.loading,
             cached_blocks=blocks.cached,
-            prefill_tokens_per_s=self._throughput.tokens_per_s,
-            step_s=self._throughput.step_s,
+            prefill_tokens_per_s=self.budget.throughput.tokens_per_s,
+            step_s=self.budget.throughput.step_s,
             preemptions=self._preemptions,
             recomputed=self._recomputed,
             not_finite=self._probe.failed,
@@ -320,10 +306,10 @@ class Scheduler:
 
     @property
     def _tokens_per_s(self) -> float:
-        return self._throughput.tokens_per_s or self._limits.first_tokens_per_s
+        return self.budget.throughput.tokens_per_s or self._limits.first_tokens_per_s
 
     def _consider_onboarding(self, now_s: float) -> None:
-        self.kv_cache.consider(self._waiting, self._tokens_per_s, now_s)
+        self.kv_cache.consider(self._queue.sequences, self._tokens_per_s, now_s)
 
     def _schedule_decodes(self) -> None:
         assert self._step is not None
@@ -362,31 +348,31 @@ class Scheduler:
         assert self._step is not None
         probes = int(self._probe.work is not None)
         places = self._limits.max_running - probes
-        left = max(self._budget.tokens - len(self._step) - probes, self._limits.least_step_tokens)
+        left = max(self.budget.tokens - len(self._step) - probes, self._limits.least_step_tokens)
         self._admit_before_prefills(places)
         for sequence in self._prefilling:
             if left <= 0:
                 return "tokens"
             self.kv_cache.reuse_cached(sequence)
             left -= self._add_work(sequence, left)
-        passed = reserved = 0
-        while left > 0 and passed < len(self._waiting) and len(self._running) < places:
-            sequence = self._waiting[passed]
+        waiting, passed, reserved = self._queue.sequences, 0, 0
+        while left > 0 and passed < len(waiting) and len(self._running) < places:
+            sequence = waiting[passed]
             if blocks := self._onboarding.blocks_reserved(sequence):
                 passed, reserved = passed + 1, reserved + blocks
             elif self._admit(sequence, reserved):
                 left -= self._add_work(sequence, left)
             else:
                 return "blocks"
-        if passed == len(self._waiting):
+        if passed == len(waiting):
             return None
         return "tokens" if left <= 0 else "places"
 
     def _admit_before_prefills(self, places: int) -> None:
         """Admit the prompts to hand over that rank before a running prefill, so that they are computed first."""
-        passed = reserved = 0
-        while self._prefilling and passed < len(self._waiting) and len(self._running) < places:
-            sequence = self._waiting[passed]
+        waiting, passed, reserved = self._queue.sequences, 0, 0
+        while self._prefilling and passed < len(waiting) and len(self._running) < places:
+            sequence = waiting[passed]
             if not sequence.submit.prefill_only or sequence.rank > self._prefilling[-1].rank:
                 return
             if blocks := self._onboarding.blocks_reserved(sequence):
@@ -400,17 +386,19 @@ class Scheduler:
         while not self.kv_cache.has_room_for(sequence, reserved):
             if not self._onboarding.reclaim(prefetches_only=True):
                 return False
-        self._dequeue(sequence)
+        self._queue.remove(sequence)
         sequence.begin_by_s = _NEVER
         now_s = self._step_began_s
-        waited_s = self._queue_clock.since(sequence.queued_at, now_s)
+        waited_s = self._queue.waited_s(sequence, now_s)
         if sequence.admitted_s is None:
             sequence.admitted_s, sequence.waited_s = now_s, waited_s
         else:
-            self._note(sequence, f"goes on after {describe_wait(now_s - sequence.queued_s, waited_s)}")
+            self._outcome.add_note(
+                sequence.number, f"goes on after {describe_wait(now_s - sequence.queued_s, waited_s)}"
+            )
         self.kv_cache.admit(sequence)
-        insort(self._running, sequence, key=_rank)
-        insort(self._prefilling, sequence, key=_rank)
+        insort(self._running, sequence, key=rank_of)
+        insort(self._prefilling, sequence, key=rank_of)
         return True
 
     def _add_work(self, sequence: Sequence, most: int) -> int:
@@ -427,31 +415,20 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, grows: Sequence) -> None:
         self._preemptions += 1
         other = "it" if grows is sequence else f"request {grows.request}"
-        self._note(
-            sequence,
+        self._outcome.add_note(
+            sequence.number,
             f"preempted, since {other} needed a block and none was free: it gives its {len(sequence.blocks)} blocks"
             f" back, and its {len(sequence.tokens)} tokens are computed again where the cache has lost them",
         )
         self._requeue(sequence)
 
-    def _note(self, sequence: Sequence, text: str) -> None:
-        self._outcome.notes.append(AttemptNote(sequence.number, text))
-
     def _requeue(self, sequence: Sequence) -> None:
         """Let a running sequence give its blocks back and wait again."""
         self._stop(sequence)
         sequence.looked_up = False
-        self._enqueue(sequence, self._step_began_s)
+        self._queue.add(sequence, self._step_began_s)
 
     # --- after a step
-
-    def _measure(self, tokens: int, works: int, elapsed_s: float) -> None:
-        if tokens > works:
-            self._budget.record_prefill(tokens, elapsed_s)
-            self._throughput.record_prefill(tokens, elapsed_s)
-        elif works:
-            self._throughput.record_decode(elapsed_s)
-            self._budget.decode_s = self._throughput.step_s
 
     def _distrust(self, sequence: Sequence, error: str) -> None:
         """The sequence's numbers were not finite: no sequence uses its blocks any longer, and it begins once more, or
@@ -459,10 +436,9 @@ class Scheduler:
         self.kv_cache.forget(sequence)
         if not sequence.no_reuse:
             self._recomputed += 1
-            sequence.no_reuse = sequence.looked_up = True
-            self._note(sequence, f"begins again without cached blocks: {error}")
-            self._stop(sequence)
-            self._enqueue(sequence, self._step_began_s)
+            sequence.no_reuse = True
+            self._outcome.add_note(sequence.number, f"begins again without cached blocks: {error}")
+            self._requeue(sequence)
             return
         self._probe.count_failed()
         self._end(sequence, "error", error)
@@ -476,7 +452,7 @@ class Scheduler:
             finish = "stop"
         elif len(tokens) >= sequence.most_tokens:
             finish = "length"
-        elif sequence.submit.prefill_only and self.kv_cache.are_handed_over(sequence.keys):
+        elif not sequence.begun and sequence.submit.prefill_only and self.kv_cache.are_handed_over(sequence.keys):
             finish = "handed_over"
         part = Part(
             sequence.request,
@@ -490,50 +466,20 @@ class Scheduler:
             sequence.cached_host_tokens,
             sequence.cached_disk_tokens,
         )
-        self._outcome.parts[sequence.frontend].append(part)
         if sequence.begun and finish is None:
-            self._outcome.one_token_attempts.append(sequence.number)
+            self._outcome.add_between(sequence.frontend, part, sequence.number)
             return
-        self._outcome.boundary_parts.append(part)
+        self._outcome.add_boundary(sequence.frontend, part)
         if not sequence.begun:
             sequence.begun = True
-            self._report_begun(sequence, now_s)
+            self._outcome.begun.append(sequence.begun_report(now_s))
         if finish is not None:
             self._drop(sequence)
         elif sequence.submit.prefill_only:
-            assert sequence.admitted_s is not None, "it has drawn a token"
-            patience_s = min(now_s - sequence.admitted_s, STORING_MOST_S)
             self._drop(sequence)
-            self._storing[sequence.name] = sequence, min(now_s + patience_s, sequence.deadline_s)
-
-    def _report_begun(self, sequence: Sequence, now_s: float) -> None:
-        """Report how long an attempt took to its first token."""
-        admitted_s, asked_s = sequence.admitted_s, sequence.onboarding_s
-        assert admitted_s is not None, "it has drawn a token"
-        queued_s = admitted_s - sequence.arrived_s
-        held_up_s = sum(sequence.waited_s)  # it would have waited as long with its blocks
-        onboard_s = 0.0 if asked_s is None else max(0.0, min(admitted_s - asked_s, queued_s - held_up_s))
-        missing = sequence.cached_tokens // self._limits.block_size
-        first_missing = sequence.keys[missing] if missing < sequence.prompt_tokens // self._limits.block_size else b""
-        self._outcome.begun.append(
-            Begun(
-                sequence.number,
-                queued_s,
-                max(0.0, now_s - admitted_s),
-                onboard_s,
-                sequence.waited_s,
-                first_missing,
-            )
-        )
+            self.hand_overs.add(sequence, now_s)
 
     # --- ends
-
-    def _hand_over(self, now_s: float) -> None:
-        """End the attempts whose prompts the kvbm has stored, and those that have waited for it long enough."""
-        for name, (sequence, end_s) in list(self._storing.items()):
-            if end_s <= now_s or self.kv_cache.are_handed_over(sequence.keys):
-                del self._storing[name]
-                self._report_end(sequence, "handed_over")
 
     def _unfit(self, sequence: Sequence) -> str:
         """Return why a new sequence cannot be computed; empty: it can."""
@@ -548,11 +494,7 @@ class Scheduler:
             return f"{length} tokens leave no room in a context of {limits.context_length}"
         if sequence.blocks_needed > limits.capacity_blocks:
             return f"{length} tokens do not fit into {limits.capacity_blocks} blocks of {limits.block_size}"
-        if len(self._waiting) >= limits.max_waiting:
-            return f"overloaded: {len(self._waiting)} attempts wait"
-        if self._waiting and self._waiting_tokens + length > limits.max_waiting_tokens:
-            return f"overloaded: {self._waiting_tokens} tokens wait"
-        return ""
+        return self._queue.refusal(length)
 
     def _expire(self, now_s: float) -> None:
         if now_s < self._earliest_end_s:
@@ -574,7 +516,7 @@ class Scheduler:
         if sequence.blocks:
             self._stop(sequence)
         else:
-            self._dequeue(sequence)
+            self._queue.remove(sequence)
             self._onboarding.abandon(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
@@ -586,57 +528,25 @@ class Scheduler:
 
     def _report_end(self, sequence: Sequence, finish: FinishReason, error: str = "", embedding: bytes = b"") -> None:
         """Report the end of an attempt, without a token."""
-        part = Part(
-            request=sequence.request,
-            attempt=sequence.attempt,
-            first=sequence.produced,
-            tokens=b"",
-            finish=finish,
-            cached_tokens=sequence.cached_tokens,
-            error=error,
-            cached_host_tokens=sequence.cached_host_tokens,
-            cached_disk_tokens=sequence.cached_disk_tokens,
-            embedding=embedding,
-        )
-        self._outcome.parts[sequence.frontend].append(part)
-        self._outcome.boundary_parts.append(part)
-
-    # --- the queue and the blocks
-
-    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
-        sequence.queued_s, sequence.queued_at = now_s, self._queue_clock.read(now_s)
-        insort(self._waiting, sequence, key=_rank)
-        self._waiting_tokens += sequence.uncomputed
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        found = self._waiting.pop(bisect_left(self._waiting, sequence.rank, key=_rank))
-        assert found is sequence
-        self._waiting_tokens -= sequence.uncomputed
+        self._outcome.add_boundary(sequence.frontend, sequence.last_part(finish, error, embedding))
 
     def validate(self) -> None:
         """Raise AssertionError where the scheduler contradicts itself. O(everything); call it between steps."""
         self.kv_cache.validate(self._running, self._probe.slots)
-        assert sorted(self._waiting, key=_rank) == self._waiting
-        assert sorted(self._running, key=_rank) == self._running
-        assert sorted(self._prefilling, key=_rank) == self._prefilling
+        self._queue.validate()
+        self.hand_overs.validate()
+        assert sorted(self._running, key=rank_of) == self._running
+        assert sorted(self._prefilling, key=rank_of) == self._prefilling
         assert set(self._prefilling) <= set(self._running)
         assert len(self._running) <= self._limits.max_running
-        assert {s.name for s in (*self._waiting, *self._running)} == self._living.keys()
-        assert len(self._living) == len(self._waiting) + len(self._running)
-        assert self._waiting_tokens == sum(s.uncomputed for s in self._waiting)
-        for sequence in self._waiting:
-            assert not sequence.blocks
-            assert sequence.computed == 0
+        waiting = self._queue.sequences
+        assert {s.name for s in (*waiting, *self._running)} == self._living.keys()
+        assert len(self._living) == len(waiting) + len(self._running)
         for sequence in self._running:
             assert sequence.uncomputed >= 1
             assert (sequence.uncomputed > 1) == (sequence in self._prefilling)
             assert sequence.ends_by_s >= self._earliest_end_s
             assert sequence.begin_by_s == _NEVER
         assert not (self._stalled and self._running)
-        assert self._living.keys().isdisjoint(self._storing)
+        assert self._living.keys().isdisjoint(self.hand_overs.names)
         assert len(self._expected) <= MOST_EXPECTED
-        assert not any(sequence.blocks for sequence, _ in self._storing.values())
-
-
-def _rank(sequence: Sequence) -> tuple[int, float, int]:
-    return sequence.rank

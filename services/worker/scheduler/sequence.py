@@ -8,11 +8,12 @@ from math import inf
 from sys import intern
 
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Submit
+from services.worker.messages import Begun, Submit
 from services.worker.runner import Work
 from services.worker.scheduler.queue_clock import NO_WAIT, WaitTimes
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, token_array
+from shared.messages import FinishReason, Part
 
 
 @dataclass(slots=True, eq=False)
@@ -200,6 +201,37 @@ class Sequence:
             Content(key, parent, packed[start : start + size], lora, salt)
             for key, parent, start in zip(keys, parents, starts, strict=False)
         ]
+
+    def begun_report(self, now_s: float) -> Begun:
+        """Return how long the attempt took to its first token, which was drawn now."""
+        admitted_s, asked_s = self.admitted_s, self.onboarding_s
+        assert admitted_s is not None, "it has drawn a token"
+        queued_s = admitted_s - self.arrived_s
+        held_up_s = sum(self.waited_s)  # it would have waited as long with its blocks
+        onboard_s = 0.0 if asked_s is None else max(0.0, min(admitted_s - asked_s, queued_s - held_up_s))
+        missing = self.cached_tokens // self.block_size
+        first_missing = self.keys[missing] if missing < self.prompt_tokens // self.block_size else b""
+        return Begun(self.number, queued_s, max(0.0, now_s - admitted_s), onboard_s, self.waited_s, first_missing)
+
+    def last_part(self, finish: FinishReason, error: str = "", embedding: bytes = b"") -> Part:
+        """Return the part that ends the attempt without a token."""
+        return Part(
+            request=self.request,
+            attempt=self.attempt,
+            first=self.produced,
+            tokens=b"",
+            finish=finish,
+            cached_tokens=self.cached_tokens,
+            error=error,
+            cached_host_tokens=self.cached_host_tokens,
+            cached_disk_tokens=self.cached_disk_tokens,
+            embedding=embedding,
+        )
+
+
+def rank_of(sequence: Sequence) -> tuple[int, float, int]:
+    """Return the sequence's rank, as a key for sorting."""
+    return sequence.rank
 
 
 def _keys(root: ContentKey, packed: bytes, block_size: int, expected: Sequence | None) -> list[ContentKey]:

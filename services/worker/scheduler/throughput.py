@@ -36,10 +36,10 @@ class StepBudget:
         first_tokens_per_s: float,
         short_step_s: float = inf,
     ) -> None:
+        self.throughput = Throughput()
+        """The engine's speed in the long run, by the same steps."""
         self._step_s = step_s
         self._short_step_s = short_step_s
-        self.decode_s = 0.0
-        """Seconds that a step which only decodes takes lately; 0: not known."""
         self._least_tokens = least_tokens
         self._most_tokens = most_tokens
         self.tokens_per_s = first_tokens_per_s
@@ -47,14 +47,24 @@ class StepBudget:
     @property
     def tokens(self) -> int:
         """How many tokens the next step may compute."""
-        step_s = min(self._step_s, max(self._short_step_s, DECODE_STRETCH * self.decode_s))
+        step_s = min(self._step_s, max(self._short_step_s, DECODE_STRETCH * self.throughput.step_s))
         return max(self._least_tokens, min(self._most_tokens, int(self.tokens_per_s * step_s)))
 
-    def record_prefill(self, tokens: int, elapsed_s: float) -> None:
-        """Learn from a step that prefilled: it took `elapsed_s` for `tokens`, decodes included."""
-        speed = tokens / max(elapsed_s, _LEAST_S)
-        if speed > self.tokens_per_s or 2 * tokens >= self.tokens:
-            self.tokens_per_s = min(speed, 2 * self.tokens_per_s)
+    def expected_s(self, tokens: int, sequences: int) -> float:
+        """Return the seconds that a step of `tokens` tokens of `sequences` will take, by those before it; 0: not
+        known."""
+        prefill_s = tokens / self.tokens_per_s if tokens > sequences else 0.0
+        return max(self.throughput.step_s, prefill_s)
+
+    def record_step(self, tokens: int, sequences: int, elapsed_s: float) -> None:
+        """Learn from a step: it took `elapsed_s` for `tokens` tokens of `sequences`."""
+        if tokens > sequences:
+            speed = tokens / max(elapsed_s, _LEAST_S)
+            if speed > self.tokens_per_s or 2 * tokens >= self.tokens:
+                self.tokens_per_s = min(speed, 2 * self.tokens_per_s)
+            self.throughput.record_prefill(tokens, elapsed_s)
+        elif sequences:
+            self.throughput.record_decode(elapsed_s)
 
 
 class Throughput:

@@ -110,7 +110,7 @@ class AttemptTable:
         if attempt is not None:
             submit = attempt.submit
             part = Part(submit.request, submit.attempt, attempt.produced, b"", prompt_logprobs=prompt)
-            outcome.parts[submit.frontend].append(part)
+            outcome.add_between(submit.frontend, part, submit.number, 0)
         return outcome
 
     def end(self, key: str, finish: FinishReason, error: str = "") -> None:
@@ -188,11 +188,10 @@ class AttemptTable:
             embedding=embedding,
         )
         attempt.produced += len(tokens)
-        self._outcome.parts[submit.frontend].append(part)
         if boundary:
-            self._outcome.boundary_parts.append(part)
+            self._outcome.add_boundary(submit.frontend, part)
         else:
-            self._outcome.one_token_attempts.extend([submit.number] * len(tokens))
+            self._outcome.add_between(submit.frontend, part, submit.number, len(tokens))
 
     def validate(self) -> None:
         """Raise AssertionError if the parts contradict each other."""

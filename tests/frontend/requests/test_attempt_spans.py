@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from random import Random
 
+from services.frontend.requests.actions import CountLoss, DispatchAttempt, Fail, Finish, PublishLoad, SelectWorker
 from services.frontend.requests.attempt_spans import AttemptSpans
-from services.frontend.requests.session import CountLoss, DispatchAttempt, Fail, Finish, PublishLoad, SelectWorker
 from shared.errors import Unavailable
 from shared.messages import Overlap, Prefilled, Selected, SelectRefused
 from shared.tracing.spans import SpanIds, SpanRecord

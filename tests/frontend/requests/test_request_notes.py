@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.frontend.requests.actions import CountLoss, RetryLater
 from services.frontend.requests.request_notes import failed, lost, no_worker
-from services.frontend.requests.session import CountLoss, RetryLater
 from shared.errors import InvalidRequest, Overloaded
 
 

@@ -13,8 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from services.frontend.config import LimitsConfig
+from services.frontend.requests.events import ClientLeft
 from services.frontend.requests.service import CANCELS_LIMIT, CancelLatency
-from services.frontend.requests.session import ClientLeft, Session
+from services.frontend.requests.session import Session
 from shared import subjects
 from shared.hashing import unpack_tokens
 from shared.messages import Accepted, Cancel, Generate, Overlap, Select, Selected, SelectRefused, SelectReply

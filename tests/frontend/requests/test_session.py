@@ -10,36 +10,37 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.frontend.protocol.errors import failure_of
-from services.frontend.requests.retry import ATTEMPTS, RESCUE_S, RetryBudget
-from services.frontend.requests.session import (
+from services.frontend.requests.actions import (
     Action,
     AnnounceAttempt,
-    AnswerMissed,
-    AttemptLost,
-    ClientLeft,
     CountLoss,
     DispatchAttempt,
     EmitPromptLogprobs,
     EmitTokens,
-    Event,
     Fail,
     Finish,
     HandOver,
-    InstanceGone,
-    PartReceived,
     PublishLoad,
-    RetryDue,
     RetryLater,
     SelectWorker,
-    Session,
-    State,
+    WithdrawAttempt,
+)
+from services.frontend.requests.events import (
+    AnswerMissed,
+    AttemptLost,
+    ClientLeft,
+    Event,
+    InstanceGone,
+    PartReceived,
+    RetryDue,
     StopFound,
     TimeExpired,
     Unreachable,
     Unrouted,
     Unsendable,
-    WithdrawAttempt,
 )
+from services.frontend.requests.retry import ATTEMPTS, RESCUE_S, RetryBudget
+from services.frontend.requests.session import Session, State
 from shared.errors import InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages import (
@@ -112,11 +113,12 @@ def copied(session: Session) -> Session:
     twin = copy.copy(session)
     twin.tokens = session.tokens[:]
     twin._retries = copy.copy(session._retries)
+    twin.prompt_logprobs = copy.copy(session.prompt_logprobs)
     return twin
 
 
 def state(session: Session) -> Mapping[str, object]:
-    return vars(session) | {"_retries": vars(session._retries)}
+    return vars(session) | {"_retries": vars(session._retries), "prompt_logprobs": vars(session.prompt_logprobs)}
 
 
 def continues_alike(twin: Session, event: PartReceived, session: Session, actions: list[Action]) -> None:
@@ -881,7 +883,7 @@ def test_log_probabilities_of_the_prompt_come_before_the_first_token() -> None:
     session = with_prompt(5)
     assert emitted(session.on(PartReceived("w1", prompt_part(1, 2)))) == [(1, 2)]
     assert emitted(session.on(PartReceived("w1", prompt_part(3, 3)))) == [(3, 3)]
-    assert session.prompt_logprobs_due == 0
+    assert session.prompt_logprobs.due == 0
     assert any(isinstance(one, EmitTokens) for one in session.on(PartReceived("w1", part(0, [7]))))
     session.validate()
 

@@ -12,7 +12,8 @@ from services.frontend.metrics import Metrics
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
-from services.frontend.requests.session import Fail, Finish, Session
+from services.frontend.requests.actions import Fail, Finish
+from services.frontend.requests.session import Session
 from services.frontend.requests.stream import InferenceRequest, Stream
 from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan

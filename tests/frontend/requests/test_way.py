@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.frontend.requests.session import InstanceGone, PartReceived, Session
+from services.frontend.requests.events import InstanceGone, PartReceived
+from services.frontend.requests.session import Session
 from services.frontend.requests.way import INSTANCES_KEPT, Way, WayLog
 from shared.hashing import pack_tokens
 from shared.messages import Accepted, Overlap, Part, Selected

@@ -20,7 +20,9 @@ from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Output
-from services.frontend.requests.session import Fail, Finish, PartReceived, Session
+from services.frontend.requests.actions import Fail, Finish
+from services.frontend.requests.events import PartReceived
+from services.frontend.requests.session import Session
 from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.choices import Choices, open_choices

@@ -286,7 +286,7 @@ def test_sessions_stay_together_while_scores_are_nearly_equal_and_follow_the_cac
     assert len(homes) == 1
     other = next(name for name in "abcd" if name not in homes)
     known = list(range(1, 50))
-    router.index.add_blocks(router.chains[other, 0].slot, 0, known)
+    router.index.add_blocks(router.caches.chains[other, 0].slot, 0, known)
     assert chosen(router, select("r", known, session="s")).instance == other
 
 
@@ -304,7 +304,7 @@ def test_a_frozen_worker_is_passed_over_unless_it_is_the_only_one() -> None:
     router = model()
     router.add_card(card("a"))
     router.add_card(card("b"))
-    router.index.add_blocks(router.chains["a", 0].slot, 0, [1, 2, 3])
+    router.index.add_blocks(router.caches.chains["a", 0].slot, 0, [1, 2, 3])
     for quarter in range(40):
         now_s = quarter / 4
         router.apply_load_report(report("a", "first"), now_s)
@@ -361,7 +361,7 @@ def test_a_routed_prompts_blocks_are_expected_there_until_the_cache_is_cleared()
     router.select(select("r", [1, 2, 3]), 0.0)
     assert chosen(router, select("s", [1, 2, 4]), 1.0).overlap.device == 2
     assert router.index.bytes == 0, "the index holds only blocks of events"
-    router.chains["a", 0].clear()
+    router.caches.chains["a", 0].clear()
     assert chosen(router, select("t", [1, 2, 3]), 1.0).overlap.blocks == 0
 
 

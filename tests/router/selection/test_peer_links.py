@@ -122,8 +122,8 @@ def router_of(*cards: ModelCard) -> ModelRouter:
     router = ModelRouter("m", "r1", RouterConfig(load=LoadConfig(ramp_s=0)), KvPolicy(), Random(1))
     for each in cards:
         router.add_card(each)
-    for name in sorted(router.instances_of_store):
-        router.add_store(name)
+    for name in sorted(router.caches.instances_of_store):
+        router.caches.add_store(name)
     for number, each in enumerate(cards):
         report = LoadReport(each.instance, 1, number, 0, 0, 0, 1000, 0, 0, 10_000.0, 0.01)
         router.apply_load_report(report, 0.0)
@@ -132,11 +132,11 @@ def router_of(*cards: ModelCard) -> ModelRouter:
 
 def stored(router: ModelRouter, store: StoreId, blocks: int) -> None:
     """Have a store hold the first blocks of the prompt in memory."""
-    router.index.add_blocks(router.stores[store].slot, 1, HASHES[:blocks])
+    router.index.add_blocks(router.caches.stores[store].slot, 1, HASHES[:blocks])
 
 
 def reads(router: ModelRouter, kvbm: str, *others: str, rate: float = FAST, wait_s: float = 1.0) -> None:
-    router.apply_kvbm_report(KvbmReport(kvbm, [], PeerRates(wait_s, 1, dict.fromkeys(others, rate))))
+    router.caches.apply_kvbm_report(KvbmReport(kvbm, [], PeerRates(wait_s, 1, dict.fromkeys(others, rate))))
 
 
 def chosen(router: ModelRouter, request: str = "r", **more: Any) -> Selected:
@@ -163,7 +163,7 @@ def test_without_a_rate_there_is_no_credit() -> None:
     stored(router, "k2/l", 80)
     reads(router, "k1")
     reads(router, "unknown kvbm", "k2")
-    assert not router.links
+    assert not router.caches.links
     assert {row.overlap.remote for row in chosen(router).candidates} == {0}
 
 
@@ -185,10 +185,10 @@ def test_a_slow_link_costs_no_more_than_computing() -> None:
 def test_links_go_with_the_last_store_of_a_kvbm() -> None:
     router = router_of(card("here", "k1"), card("there", "k2"))
     reads(router, "k1", "k2")
-    assert router.links
+    assert router.caches.links
     router.remove_instance("here")
-    router.remove_store("k1/l")
-    assert not router.links
+    router.caches.remove_store("k1/l")
+    assert not router.caches.links
 
 
 def pair_of(router: ModelRouter, request: str = "r") -> tuple[str, str]:

@@ -256,4 +256,4 @@ async def test_losing_nats_loses_no_known_block_even_if_events_are_lost_meanwhil
         world.broker.reconnect(bus)  # type: ignore[arg-type]
         await world.finds("a", tokens_of("lost", 2), 2)
         await world.finds("a", Y, 3)
-        assert world.router.models[MODEL].chains["a", 0].exact
+        assert world.router.models[MODEL].caches.chains["a", 0].exact

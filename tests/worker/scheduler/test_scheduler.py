@@ -92,54 +92,6 @@ def test_a_draw_that_failed_ends_its_sequence_with_the_error_and_no_other() -> N
     assert engine.scheduler.load().running == 1
 
 
-def test_an_attempt_that_only_prefills_ends_with_its_first_token_and_leaves_its_blocks() -> None:
-    engine = Engine()
-    engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
-    engine.run()
-    assert engine.output("a") == continuation(PROMPT, 1, 64)
-    assert engine.last("a").finish == "handed_over"
-    engine.submit("a", PROMPT, attempt=2, produced=engine.output("a"), sampling=NO_EOS)
-    engine.run()
-    assert engine.parts["a", 2][0].cached_tokens == 6
-
-
-def test_a_prompt_is_handed_over_when_its_blocks_are_stored_or_it_has_waited_as_long_as_it_was_computed() -> None:
-    for end in ("declined", "waited", "no kvbm", "cancelled"):
-        engine = Engine()
-        offloading = engine.scheduler.kv_cache.offloading
-        offloading.set_enabled(True)
-        engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
-        engine.step(0.5)
-        assert [(part.finish, len(part.tokens)) for part in engine.parts["a", 1]] == [(None, 4)]
-        assert not engine.scheduler.busy
-        assert engine.scheduler.living == 1
-        assert engine.scheduler.wait_until_s == 1.0, "it was computed for half a second"
-        assert engine.scheduler.load().held_blocks == 0
-        if end == "declined":
-            offloading.declined([content.key for content in offloading.offers(64)])
-        elif end == "waited":
-            engine.now_s = 1.0
-        elif end == "no kvbm":
-            offloading.set_enabled(False)
-        else:
-            engine.scheduler.cancel("a", 1)
-        engine.step()
-        finish = "cancelled" if end == "cancelled" else "handed_over"
-        assert (engine.last("a").finish, engine.last("a").first, engine.last("a").tokens) == (finish, 1, b"")
-        assert engine.scheduler.living == 0
-        assert engine.scheduler.wait_until_s is None
-
-
-def test_a_prompt_whose_blocks_another_engine_borrows_is_handed_over_with_its_first_token() -> None:
-    engine = Engine()
-    engine.scheduler.kv_cache.offloading.set_enabled(True)
-    borrowed = content_keys(root_key("model"), pack_tokens(PROMPT), 2)[-1]
-    engine.scheduler.kv_cache.is_borrowed = lambda key: key == borrowed
-    engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
-    engine.step(0.5)
-    assert [(part.finish, len(part.tokens)) for part in engine.parts["a", 1]] == [("handed_over", 4)]
-
-
 def test_lent_blocks_stay_until_they_are_taken_back() -> None:
     engine = Engine(capacity_blocks=4)
     cache = engine.scheduler.kv_cache
@@ -154,13 +106,6 @@ def test_lent_blocks_stay_until_they_are_taken_back() -> None:
     cache.take_back(slots)
     engine.run()
     assert engine.last("b").finish == "length"
-
-
-def test_an_attempt_that_only_prefills_and_is_complete_with_its_first_token_is_not_handed_over() -> None:
-    engine = Engine()
-    engine.submit("a", PROMPT, max_tokens=1, prefill_only=True)
-    engine.run()
-    assert engine.last("a").finish == "length"
 
 
 def test_a_repeated_prompt_is_found_but_its_last_token_is_computed() -> None:
@@ -411,19 +356,6 @@ def test_a_prompt_that_ranks_first_but_has_no_room_lets_the_running_one_go_on() 
     assert work.prompt_tokens == len(LONG)
     engine.run()
     assert [name for name, _ in engine.parts] == ["long", "short"]
-
-
-def test_a_full_queue_refuses_by_count_and_by_tokens() -> None:
-    engine = Engine(max_running=1, max_waiting=2)
-    for name in ("a", "b", "c"):
-        engine.submit(name, PROMPT)
-    engine.step()
-    assert "2 attempts wait" in engine.last("c").error
-    engine = Engine(max_running=1, max_waiting_tokens=10)
-    engine.submit("a", PROMPT)
-    engine.submit("b", PROMPT)
-    engine.step()
-    assert "tokens wait" in engine.last("b").error
 
 
 def test_the_same_attempt_is_taken_once() -> None:

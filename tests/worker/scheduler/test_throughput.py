@@ -52,39 +52,51 @@ def test_the_budget_is_what_the_speed_allows_in_the_steps_time() -> None:
 
 def test_a_slower_speed_is_believed_at_once() -> None:
     slow = budget()
-    slow.record_prefill(250, 2.5)
+    slow.record_step(250, 1, 2.5)
     assert slow.tokens == 25
 
 
 def test_a_faster_speed_is_believed_twofold_a_step() -> None:
     fast = budget()
-    fast.record_prefill(250, 0.001)
+    fast.record_step(250, 1, 0.001)
     assert fast.tokens == 500
     for _ in range(10):
-        fast.record_prefill(fast.tokens, 0.0)
+        fast.record_step(fast.tokens, 1, 0.0)
     assert fast.tokens == 4096
 
 
 def test_a_small_slow_step_says_nothing() -> None:
     small = budget()
-    small.record_prefill(3, 0.1)
+    small.record_step(3, 1, 0.1)
     assert small.tokens == 250
 
 
 def test_the_budget_never_falls_below_its_least() -> None:
     stuck = budget()
-    stuck.record_prefill(250, 1e6)
+    stuck.record_step(250, 1, 1e6)
     assert stuck.tokens == 16
-    stuck.record_prefill(16, 0.01)
+    stuck.record_step(16, 1, 0.01)
     assert stuck.tokens_per_s > 0
 
 
 def test_a_short_step_is_never_longer_than_a_step_and_grows_with_what_decoding_takes() -> None:
     short = StepBudget(step_s=0.25, short_step_s=0.03, least_tokens=16, most_tokens=4096, first_tokens_per_s=1000.0)
     assert short.tokens == 30
-    short.decode_s = 0.01
+    short.throughput.step_s = 0.01
     assert short.tokens == 30
-    short.decode_s = 0.1
+    short.throughput.step_s = 0.1
     assert short.tokens == 1000 * 0.1 * DECODE_STRETCH
-    short.decode_s = 1.0
+    short.throughput.step_s = 1.0
     assert short.tokens == 250
+
+
+def test_a_step_is_expected_to_take_what_decoding_takes_and_longer_where_it_prefills() -> None:
+    steps = budget()
+    assert steps.expected_s(4, 4) == 0.0, "nothing is known"
+    steps.record_step(4, 4, 0.02)
+    assert (steps.throughput.step_s, steps.throughput.tokens_per_s) == (0.02, 0.0), "it only decoded"
+    assert steps.expected_s(4, 4) == 0.02
+    assert steps.expected_s(5, 4) == 0.02, "five tokens take less"
+    assert steps.expected_s(250, 4) == 0.25
+    steps.record_step(0, 0, 5.0)
+    assert steps.throughput.step_s == 0.02, "nothing was computed"

@@ -1,0 +1,131 @@
+"""Actions of a session: what it asks its shell to do for a request, in the order in which `session.Session` returns
+them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from services.frontend.requests.retry import Loss
+from shared.errors import HeadraceError
+from shared.messages import LoadEvent, PromptLogprobs, TokenLogprob
+
+
+class SelectWorker(Struct, frozen=True):
+    """Ask a router for a worker. The answer is Selected, SelectRefused or Unrouted."""
+
+    attempt: int
+    produced: int
+    """The number of output tokens so far; they belong to the prompt of this attempt."""
+    excluded: tuple[str, ...]
+
+
+class RetryLater(Struct, frozen=True):
+    """Feed `RetryDue` after a pause."""
+
+    attempt: int
+    pause_s: float
+    why: str
+    """Why no worker could be chosen."""
+
+
+class DispatchAttempt(Struct, frozen=True):
+    """Send Generate. The answer is Accepted, Refused, Unreachable or Unsendable."""
+
+    attempt: int
+    instance: str
+    rank: int
+    wait_s: float = 0.0
+    """Seconds from the request's start within which the worker must begin; 0: the deadline alone counts."""
+    prefill_only: bool = False
+    """Whether another worker decodes: the attempt ends with its first token."""
+
+
+class AnnounceAttempt(Struct, frozen=True):
+    """Tell the worker that will decode of the attempt, so that it loads the prompt's blocks while they are computed.
+    It is advice: there is no answer."""
+
+    attempt: int
+    instance: str
+    rank: int
+    prefill: str
+    """The worker that computes the prompt."""
+
+
+class HandOver(Struct, frozen=True):
+    """The prompt is computed; its worker's attempt is over, and the next action dispatches the one that decodes."""
+
+    attempt: int
+    """The attempt that is over."""
+    instance: str
+    """The worker that decodes."""
+
+
+class EmitTokens(Struct, frozen=True):
+    """Pass new output on, each token once and in order, without the stop token."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprob] | None
+
+
+class EmitPromptLogprobs(Struct, frozen=True):
+    """Pass on log-probabilities of prompt tokens, each token once and in order."""
+
+    given: PromptLogprobs
+
+
+class WithdrawAttempt(Struct, frozen=True):
+    """Send Cancel for an attempt to its worker."""
+
+    instance: str
+    attempt: int
+
+
+class CountLoss(Struct, frozen=True):
+    """Count a lost attempt."""
+
+    loss: Loss
+    had_tokens: bool
+    """Whether the attempt had brought a token."""
+    attempt: int
+    why: str
+
+
+class PublishLoad(Struct, frozen=True):
+    """Publish a load event to the routers."""
+
+    event: LoadEvent
+
+
+class Finish(Struct, frozen=True):
+    """End the request with an answer."""
+
+    reason: str
+    """`stop` or `length`."""
+    embedding: bytes = b""
+    """The embedding as `Part.embedding` has it; empty for text."""
+    stop_token: int | None = None
+    """The token that ended the output, which was not passed on; None if another reason ended it."""
+
+
+class Fail(Struct, frozen=True):
+    """End the request with an error."""
+
+    error: HeadraceError
+
+
+Action = (
+    SelectWorker
+    | RetryLater
+    | DispatchAttempt
+    | AnnounceAttempt
+    | HandOver
+    | EmitTokens
+    | EmitPromptLogprobs
+    | WithdrawAttempt
+    | CountLoss
+    | PublishLoad
+    | Finish
+    | Fail
+)

@@ -1,0 +1,65 @@
+"""WaitingQueue: the sequences that wait to be admitted, by rank, and what they wait for. Pure.
+
+Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its
+priority by a smaller prompt. Where prompts are handed over, the one is first that would end first if each had been
+computed alone from its arrival. So a prompt of a second does not wait for one of 20 s that came just before it; the
+long one is overtaken only by prompts that come within the 20 s, and computes on after them in the blocks that it
+has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from services.worker.scheduler.queue_clock import Cause, QueueClock, WaitTimes
+from services.worker.scheduler.sequence import Sequence, rank_of
+
+
+class WaitingQueue:
+    """Times are seconds on one clock."""
+
+    def __init__(self, *, most_sequences: int, most_tokens: int) -> None:
+        self._most_sequences = most_sequences
+        self._most_tokens = most_tokens
+        self.sequences: list[Sequence] = []
+        """By rank; to be changed by `add` and `remove` alone."""
+        self.tokens = 0
+        """Uncomputed tokens of all sequences."""
+        self._clock = QueueClock()
+
+    def refusal(self, tokens: int) -> str:
+        """Return why a new sequence of `tokens` tokens may not wait; empty: it may. An empty queue takes one of any
+        length, and a sequence that waits again is always taken."""
+        if len(self.sequences) >= self._most_sequences:
+            return f"overloaded: {len(self.sequences)} attempts wait"
+        if self.sequences and self.tokens + tokens > self._most_tokens:
+            return f"overloaded: {self.tokens} tokens wait"
+        return ""
+
+    def add(self, sequence: Sequence, now_s: float) -> None:
+        """Let the sequence wait from now on."""
+        sequence.queued_s, sequence.queued_at = now_s, self._clock.read(now_s)
+        insort(self.sequences, sequence, key=rank_of)
+        self.tokens += sequence.uncomputed
+
+    def remove(self, sequence: Sequence) -> None:
+        """End the sequence's wait. It has computed nothing since it was added."""
+        found = self.sequences.pop(bisect_left(self.sequences, sequence.rank, key=rank_of))
+        assert found is sequence
+        self.tokens -= sequence.uncomputed
+
+    def set_cause(self, cause: Cause | None, now_s: float) -> None:
+        """The head of the queue waits for this from now on; None: for nothing that has a clock."""
+        self._clock.set(cause, now_s)
+
+    def waited_s(self, sequence: Sequence, now_s: float) -> WaitTimes:
+        """Return for what the sequence has waited since it was added."""
+        return self._clock.since(sequence.queued_at, now_s)
+
+    def validate(self) -> None:
+        """Raise AssertionError where the queue contradicts itself. O(sequences)."""
+        assert sorted(self.sequences, key=rank_of) == self.sequences
+        assert self.tokens == sum(sequence.uncomputed for sequence in self.sequences)
+        for sequence in self.sequences:
+            assert not sequence.blocks
+            assert sequence.computed == 0
