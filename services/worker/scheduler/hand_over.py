@@ -58,9 +58,9 @@ class HandOvers:
         return ended
 
     @property
-    def any_stored(self) -> bool:
-        """Whether the kvbm is owed no block of one of them, so that it can be handed over."""
-        return any(not self._kv_cache.offloading.owes(sequence.keys) for sequence, _ in self._storing.values())
+    def any_ends(self) -> bool:
+        """Whether one of them can be handed over now, however long it has waited."""
+        return any(self._kv_cache.are_handed_over(sequence.keys) for sequence, _ in self._storing.values())
 
     @property
     def until_s(self) -> float:

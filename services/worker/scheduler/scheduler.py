@@ -267,7 +267,7 @@ class Scheduler:
             or ((self._queue.sequences or (self._probe.due and not self.closed)) and not self._stalled)
             or self._outcome.parts
             or self.kv_cache.has_events
-            or self.hand_overs.any_stored
+            or self.hand_overs.any_ends
         )
 
     @property

@@ -58,6 +58,20 @@ def test_a_prompt_whose_blocks_another_engine_borrows_is_handed_over_with_its_fi
     assert [(part.finish, len(part.tokens)) for part in engine.parts["a", 1]] == [("handed_over", 4)]
 
 
+def test_a_prompt_whose_blocks_another_engine_borrows_after_its_first_token_is_handed_over_at_once() -> None:
+    engine = Engine()
+    engine.scheduler.kv_cache.offloading.set_enabled(True)
+    borrowed: set[bytes] = set()
+    engine.scheduler.kv_cache.is_borrowed = borrowed.__contains__
+    engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
+    engine.step(0.5)
+    assert not engine.scheduler.busy
+    borrowed.add(content_keys(root_key("model"), pack_tokens(PROMPT), 2)[-1])
+    assert engine.scheduler.busy, "an engine without other work does not sleep over it"
+    engine.step()
+    assert engine.last("a").finish == "handed_over"
+
+
 def test_an_attempt_that_only_prefills_and_is_complete_with_its_first_token_is_not_handed_over() -> None:
     engine = Engine()
     engine.submit("a", PROMPT, max_tokens=1, prefill_only=True)
