@@ -139,6 +139,8 @@ class KVConnector:
         """Seconds from the next loss of the link to the next try."""
         self._attached_s = 0.0
         """When the link began."""
+        self._interrupted = False
+        """Whether a link to the kvbm that is up was lost, and the first try to attach again is not over."""
         self._paused = False
         """Whether the engine sleeps, or is about to: nothing is exchanged."""
         self._awaited: dict[int, KvbmOperation] = {}
@@ -217,10 +219,10 @@ class KVConnector:
 
     @property
     def unsettled(self) -> bool:
-        """Whether anything is asked, copied or about to be stored, so that `step` and `poll_copies` will have something
-        to do before long; each of these ends by itself. An engine that steps only while it has requests goes on
-        stepping until then."""
-        return bool(self._awaited) or not self.idle or self._stores.collecting
+        """Whether anything is asked, copied or about to be stored, or a link was lost and the first try to attach again
+        is not over, so that `step` and `poll_copies` will have something to do before long; each of these ends by
+        itself. An engine that steps only while it has requests goes on stepping until then."""
+        return bool(self._awaited) or not self.idle or self._stores.collecting or self._interrupted
 
     @property
     def attached(self) -> bool:
@@ -322,6 +324,7 @@ class KVConnector:
         except PoolUnfit as wrong:
             raise LinkLost(str(wrong)) from None
         self._mapped = True
+        self._interrupted = False
         self._enter("attached")
         self._attached_s = now_s
         self._most_discards = attached.blocks_per_request if attached.takes_discards else 0
@@ -332,6 +335,7 @@ class KVConnector:
 
     def _detach(self, reason: str, now_s: float) -> None:
         """Any state → detached. The engine attaches again once the back-off is over and copies have ended."""
+        self._interrupted = self._state == "attached" and bool(self._kvbm) and not self._paused
         if self._state == "attached":
             self._late = self._stores.awaited
             self._perform(self._stores.close())

@@ -598,10 +598,11 @@ def test_a_cancelled_request_copies_no_further_and_its_ticket_is_released(world:
 
 @pytest.mark.parametrize("operation", ["store", "commit"])
 @pytest.mark.parametrize("lost", ["question", "answer"])
-def test_a_store_or_commit_that_is_not_answered_is_settled_by_attaching_again(
+def test_blocks_whose_store_or_commit_is_not_answered_are_stored_by_the_next_link(
     world: World, operation: str, lost: str
 ) -> None:
     first, _ = world.engines
+    assert world.drawer is not None
     first.submit("r", PROMPT, 1)
     until(world, first, operation)
     first.carry(lost)
@@ -610,8 +611,10 @@ def test_a_store_or_commit_that_is_not_answered_is_settled_by_attaching_again(
     first.step()
     assert first.link.kvbm == ""
     assert operation in first.link.reason
+    assert first.connector.unsettled
     world.settle()
     assert first.link.kvbm
+    assert world.drawer.tickets.statistics().tiers.host.ready == len(PROMPT) // 2
 
 
 def test_a_fetch_that_is_not_answered_costs_the_link_nothing(world: World) -> None:
@@ -903,6 +906,21 @@ def test_a_kvbm_that_does_not_answer_is_asked_ever_more_seldom(tmp_path: Path) -
     assert not engine.step()
     assert engine.core.wait_until_s is None
     world.close()
+
+
+def test_after_a_link_is_lost_an_engine_steps_on_until_the_first_try_to_attach_is_over(world: World) -> None:
+    first, _ = world.engines
+    assert not first.connector.unsettled
+    first.submit("r", PROMPT, 1)
+    for operation in ("store", "attach"):
+        ask = until(world, first, operation)
+        assert first.connector.unsettled
+        first.carry("question")
+        while any(first.replies.values()):
+            first.deliver(0)
+        first.step()
+        assert first.link.reason.startswith(ask.operation)
+    assert not first.connector.unsettled
 
 
 def test_without_a_kvbm_nothing_is_asked_and_nothing_is_waited_for(tmp_path: Path) -> None:

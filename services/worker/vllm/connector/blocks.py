@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 from msgspec import Struct
@@ -140,6 +140,11 @@ class VllmBlocks:
         """Offered key → the block and its hash in vLLM's cache."""
         self._known: OrderedDict[ContentKey, None] = OrderedDict()
         """Keys that were offered to the kvbm or came from it."""
+        self._offered: OrderedDict[int, tuple[object, Content]] = OrderedDict()
+        """Device block → its hash in vLLM's cache and its content, of those that were offered to any kvbm; the newest
+        last."""
+        self._offers_again = False
+        """Whether a new link is to be offered what is still there of them."""
         self.dropped = 0
         """Blocks that were not offered since too many waited, since the start."""
         self.late = 0
@@ -243,15 +248,38 @@ class VllmBlocks:
         for index in missing:
             block = held[index] if index < len(held) else None
             if block is not None and not block.is_null and block.block_hash is not None:
-                key = entry.chain.key(index)
-                self._sources[key] = block, block.block_hash
-                if len(self._offers) == MOST_OFFERS:
-                    self._known.pop(self._offers[0].key, None)
-                    self.dropped += 1
-                self._offers.append(entry.chain.content(index))
-                self._know(key)
-        while len(self._sources) > 2 * MOST_OFFERS:
+                self._offer(block, entry.chain.content(index))
+
+    def _offer(self, block: PoolBlock, content: Content) -> None:
+        """The content waits to be offered. Its block is computed, and in vLLM's cache."""
+        self._sources[content.key] = block, block.block_hash
+        if len(self._sources) > 2 * MOST_OFFERS:
             self._sources.popitem(last=False)
+        if len(self._offers) == MOST_OFFERS:
+            self._known.pop(self._offers[0].key, None)
+            self.dropped += 1
+        self._offers.append(content)
+        self._know(content.key)
+        self._offered[block.block_id] = block.block_hash, content
+        self._offered.move_to_end(block.block_id)
+
+    def offer_again(self) -> None:
+        """After a link was lost, offer the next one the newest blocks that were offered before and are still there: the
+        kvbm may have got none of them. It says which ones it has."""
+        if not self._offers_again:
+            return
+        self._offers_again = False
+        before = reversed(self._offered.items())
+        still = (
+            (block, content) for at, (name, content) in before if (block := self._pool.blocks[at]).block_hash is name
+        )
+        for block, content in reversed(list(islice(still, MOST_OFFERS))):
+            if content.key not in self._known:
+                self._offer(block, content)
+
+    def forget_offered(self) -> None:
+        """The blocks that were offered so far have another name from now on, or none: no link is offered them again."""
+        self._offered.clear()
 
     def forget(self, request: str) -> None:
         """The request has ended. A load of it that is under way still ends with EndLoad."""
@@ -267,7 +295,7 @@ class VllmBlocks:
     @property
     def waiting(self) -> bool:
         """Whether blocks wait to be offered, a load waits for its end, or the connector has questions to give up."""
-        return bool(self._offers or self._ends or self._abandoned) or any(
+        return bool(self._offers or self._offers_again or self._ends or self._abandoned) or any(
             lookup.waits for lookup in self._lookups.values()
         )
 
@@ -275,6 +303,7 @@ class VllmBlocks:
 
     def set_connected(self, connected: bool) -> None:
         self._connected = connected
+        self._offers_again = connected and bool(self._offered)
         self._offers.clear()
         self._sources.clear()
         self._known.clear()
@@ -416,4 +445,5 @@ class VllmBlocks:
             assert lookup.begun <= len(lookup.slots)
             assert not lookup.end_sent or lookup.slots
         assert not any(lookup.number in self._lookups for lookup in self._new)
-        assert self._connected or not (self._new or self._offers)
+        assert self._connected or not (self._new or self._offers or self._offers_again)
+        assert len(self._offered) <= len(self._pool.blocks)

@@ -143,6 +143,7 @@ class SchedulerHalf:
             self._stepped_s = now_s = self._clock()
             if self._connector is not None:
                 self._step(self._connector, now_s)
+                self.blocks.offer_again()  # here and not when the link begins: an idle vLLM makes no steps for stores
 
     def _step(self, connector: KVConnector, now_s: float) -> None:
         for news in self._client.poll(now_s):
@@ -218,6 +219,7 @@ class SchedulerHalf:
     def _rename(self, identity: Identity) -> None:
         self.identity = identity
         if self._connector is not None and self._attachment is not None:
+            self.blocks.forget_offered()
             self._attachment.close()  # a name stays with its layout, so the next attach is under another one
             self._connector.use_layout(self._layout(), self._clock())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.kvbm.replies import Request as KvbmRequest
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector.pool_attachment import MappedPool
 from services.worker.vllm.connector.chain import TokenChain
@@ -153,3 +154,27 @@ async def test_an_engine_of_the_native_layout_has_the_pool_so_nothing_is_exchang
         assert "no_arena" in one.half.link.reason
         assert (await answer(one, "r1")).loaded_blocks == 0
         await no_ticket(store)
+
+
+@pytest.mark.parametrize("lost", ["store", "commit"])
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_blocks_whose_store_was_not_answered_are_stored_by_the_next_link(
+    tmp_path: Path, lost: str, ranks: int
+) -> None:
+    async with running(World(settings(tmp_path))) as store, engine(tmp_path, "a", ranks=ranks) as one:
+        await attached(one)
+        handle, losses = store.service.door._handle, 0
+
+        async def lose(request: KvbmRequest) -> None:
+            nonlocal losses
+            if request.operation == lost and not losses:
+                losses += 1
+                return
+            await handle(request)
+
+        store.service.door._handle = lose
+        await answer(one, "r1")
+        assert losses
+        await steps(one, lambda: not one.has_work)
+        [layout] = store.service.layouts.open.values()
+        assert layout.tiers.statistics().host.ready == 5
