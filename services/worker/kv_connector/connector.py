@@ -219,9 +219,9 @@ class KVConnector:
 
     @property
     def unsettled(self) -> bool:
-        """Whether anything is asked, copied or about to be stored, or a link was lost and the first try to attach again
-        is not over, so that `step` and `poll_copies` will have something to do before long; each of these ends by
-        itself. An engine that steps only while it has requests goes on stepping until then."""
+        """Whether anything is asked, copied or about to be stored, or the first try after a lost link is not over. Then
+        `step` and `poll_copies` will have something to do before long, and each of these ends by itself. An engine that
+        steps only while it has requests goes on stepping until then."""
         return bool(self._awaited) or not self.idle or self._stores.collecting or self._interrupted
 
     @property
