@@ -14,6 +14,7 @@ import pytest
 from services.worker.engine import core
 from services.worker.kv_connector import fetches
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
+from services.worker.kv_connector.stores import MOST_TRIES
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeEngineSnapshot
 from services.worker.mover import Copy
 from services.worker.transfer.errors import DeviceFailed
@@ -688,19 +689,56 @@ def test_a_grant_that_comes_after_the_link_was_lost_is_aborted(world: World) -> 
     assert world.drawer.tickets.statistics().stores == 1
 
 
-def test_a_save_that_lasts_too_long_is_aborted_and_never_committed(world: World) -> None:
-    first, _ = world.engines
-    first.submit("r", PROMPT, 1)
-    until(world, first, "store")
-    first.carry("")
-    first.deliver(0)
-    first.copy(1)
+def late_save(world: World, engine: Engine) -> None:
+    """The engine stores blocks, and the ticket's time is over before their copies are."""
+    until(world, engine, "store")
+    engine.carry("")
+    while any(engine.replies.values()):
+        engine.deliver(0)
+    engine.copy(1)
     world.now_s += BOUNDS.store_time_s
-    assert first.copied()
-    first.step()
-    assert [ask.operation for ask in first.asks] == ["abort"]
+    assert engine.copied()
+    engine.step()
+
+
+def test_a_save_that_lasts_too_long_is_aborted_and_its_blocks_are_asked_for_again(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    late_save(world, first)
+    assert [ask.operation for ask in first.asks] == ["abort", "store"]
     world.settle()
     assert first.exchanged.bad_blocks > 0
+    assert world.drawer.tickets.statistics().tiers.host.ready == len(PROMPT) // 2
+
+
+def test_blocks_that_are_always_late_are_given_up(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    for _ in range(MOST_TRIES):
+        late_save(world, first)
+    assert [ask.operation for ask in first.asks] == ["abort"]
+    world.settle()
+    assert world.drawer.tickets.statistics().tiers.host.ready == 0
+
+
+def test_blocks_whose_commit_came_too_late_are_asked_for_again(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    until(world, first, "commit")
+    world.now_s += BOUNDS.store_time_s
+    world.settle()
+    assert first.link.kvbm
+    assert world.drawer.tickets.statistics().tiers.host.ready == len(PROMPT) // 2
+
+
+def test_while_a_commit_is_not_answered_an_engine_need_not_step(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    until(world, first, "commit")
+    assert not first.connector.unsettled
 
 
 @pytest.mark.parametrize("operation", ["store", "fetch"])

@@ -143,8 +143,6 @@ class VllmBlocks:
         self._offered: OrderedDict[int, tuple[object, Content]] = OrderedDict()
         """Device block → its hash in vLLM's cache and its content, of those that were offered to any kvbm; the newest
         last."""
-        self._offers_again = False
-        """Whether a new link is to be offered what is still there of them."""
         self.dropped = 0
         """Blocks that were not offered since too many waited, since the start."""
         self.late = 0
@@ -263,19 +261,14 @@ class VllmBlocks:
         self._offered[block.block_id] = block.block_hash, content
         self._offered.move_to_end(block.block_id)
 
-    def offer_again(self) -> None:
-        """After a link was lost, offer the next one the newest blocks that were offered before and are still there: the
-        kvbm may have got none of them. It says which ones it has."""
-        if not self._offers_again:
-            return
-        self._offers_again = False
+    def _offer_again(self) -> None:
+        """Offer the newest blocks that were offered before and are still there."""
         before = reversed(self._offered.items())
         still = (
             (block, content) for at, (name, content) in before if (block := self._pool.blocks[at]).block_hash is name
         )
         for block, content in reversed(list(islice(still, MOST_OFFERS))):
-            if content.key not in self._known:
-                self._offer(block, content)
+            self._offer(block, content)
 
     def forget_offered(self) -> None:
         """The blocks that were offered so far have another name from now on, or none: no link is offered them again."""
@@ -295,7 +288,7 @@ class VllmBlocks:
     @property
     def waiting(self) -> bool:
         """Whether blocks wait to be offered, a load waits for its end, or the connector has questions to give up."""
-        return bool(self._offers or self._offers_again or self._ends or self._abandoned) or any(
+        return bool(self._offers or self._ends or self._abandoned) or any(
             lookup.waits for lookup in self._lookups.values()
         )
 
@@ -303,7 +296,6 @@ class VllmBlocks:
 
     def set_connected(self, connected: bool) -> None:
         self._connected = connected
-        self._offers_again = connected and bool(self._offered)
         self._offers.clear()
         self._sources.clear()
         self._known.clear()
@@ -315,6 +307,8 @@ class VllmBlocks:
                 self._end(self._new.popleft())
             for lookup in self._lookups.values():
                 lookup.abandoned = True
+        elif self._stores:
+            self._offer_again()
 
     def offers(self, most: int) -> list[Content]:
         return [self._offers.popleft() for _ in range(min(most, len(self._offers)))]
@@ -322,8 +316,9 @@ class VllmBlocks:
     def pin(self, keys: Sequence[ContentKey]) -> list[int | None]:
         slots: list[int | None] = []
         for key in keys:
-            block, name = self._sources.pop(key, (None, None))
+            block, name = self._sources.get(key, (None, None))
             if block is None or block.block_hash is not name or self._too_few_free(block):
+                self._sources.pop(key, None)
                 self._known.pop(key, None)  # it is offered again when it is computed again
                 slots.append(None)
                 continue
@@ -445,5 +440,5 @@ class VllmBlocks:
             assert lookup.begun <= len(lookup.slots)
             assert not lookup.end_sent or lookup.slots
         assert not any(lookup.number in self._lookups for lookup in self._new)
-        assert self._connected or not (self._new or self._offers or self._offers_again)
+        assert self._connected or not (self._new or self._offers)
         assert len(self._offered) <= len(self._pool.blocks)
