@@ -69,6 +69,8 @@ BACK_OFF_MOST_S = 5.0
 """Most seconds before a new try. A link that lasted as long begins the back-off again."""
 REASON_CHARS = 300
 """Most characters that are kept of why a link ended: the kvbm's own words may be among them, and they are logged."""
+_STEPPED = frozenset[KvbmOperation](("attach", "store", "fetch"))
+"""The operations after whose answers there is more to do at once. The others end something."""
 _NEXT: dict[str, str] = {"detached": "quieting", "quieting": "attaching", "attaching": "attached"}
 """State → the state that follows it when all goes well. From each, `detached` may follow instead."""
 
@@ -139,6 +141,11 @@ class KVConnector:
         """Seconds from the next loss of the link to the next try."""
         self._attached_s = 0.0
         """When the link began."""
+        self._interrupted = False
+        """Whether a link ended with an answer that was none, or made no sense, and the first try to attach again is not
+        over. Not after a link that stored nothing, which may always be so."""
+        self._stored = True
+        """Whether blocks were stored since a link was lost last; True before the first."""
         self._paused = False
         """Whether the engine sleeps, or is about to: nothing is exchanged."""
         self._awaited: dict[int, KvbmOperation] = {}
@@ -196,10 +203,10 @@ class KVConnector:
             for worker in self._borrower.gone_lenders():
                 self._blocks.offer_borrowed(worker)
 
-    def step(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
+    def step(self, now_s: float, *, exchanges: bool = True) -> list[KvbmAsk | KvbmLink]:
         """Do what is due; return the messages for the shell. Called each step: it takes some 2 µs while nothing is
-        due."""
-        if self._state == "attached":
+        due. Without `exchanges`, begin no exchange of blocks: the link is only kept."""
+        if self._state == "attached" and exchanges:
             self._discard()
             self._perform(self._fetches.step(now_s))
             self._perform(self._stores.step(now_s))
@@ -216,11 +223,17 @@ class KVConnector:
         return self._stores.idle and self._fetches.idle
 
     @property
+    def exchanging(self) -> bool:
+        """Whether copies, or answers that copies may follow, are under way."""
+        return not self.idle or not _STEPPED.isdisjoint(self._awaited.values())
+
+    @property
     def unsettled(self) -> bool:
-        """Whether anything is asked, copied or about to be stored, so that `step` and `poll_copies` will have something
-        to do before long; each of these ends by itself. An engine that steps only while it has requests goes on
-        stepping until then."""
-        return bool(self._awaited) or not self.idle or self._stores.collecting
+        """Whether blocks are exchanged or are about to be stored, or the first try after a lost link is not over. Each
+        of these ends by itself. An engine that steps only while it has requests goes on stepping until then. It need
+        not step for the answer to a Commit: ranks of vLLM, which spin from step to step, could keep the kvbm from
+        giving it."""
+        return self.exchanging or self._stores.collecting or self._interrupted
 
     @property
     def attached(self) -> bool:
@@ -322,6 +335,7 @@ class KVConnector:
         except PoolUnfit as wrong:
             raise LinkLost(str(wrong)) from None
         self._mapped = True
+        self._interrupted = False
         self._enter("attached")
         self._attached_s = now_s
         self._most_discards = attached.blocks_per_request if attached.takes_discards else 0
@@ -332,7 +346,9 @@ class KVConnector:
 
     def _detach(self, reason: str, now_s: float) -> None:
         """Any state → detached. The engine attaches again once the back-off is over and copies have ended."""
+        self._interrupted = False
         if self._state == "attached":
+            self._stored = False
             self._late = self._stores.awaited
             self._perform(self._stores.close())
             self._perform(self._fetches.close())
@@ -410,7 +426,9 @@ class KVConnector:
                 self._late -= {reply.number}
                 self._abort_late(STORE_REPLY.decode(reply.payload))
         except (LinkLost, ProtocolError) as wrong:
+            interrupted = self._state == "attached" and self._stored
             self._detach(f"{operation}: {wrong}", now_s)
+            self._interrupted = interrupted
 
     def _handle_answer(self, operation: KvbmOperation, reply: KvbmReply, now_s: float) -> None:
         """Raise LinkLost, ProtocolError."""
@@ -422,7 +440,9 @@ class KVConnector:
             case "store":
                 self._perform(self._stores.granted(reply.number, _known(STORE_REPLY.decode(reply.payload))))
             case "commit" | "abort":
-                self._stats.count_committed(self._stores.settled(reply.number, _known(SETTLED.decode(reply.payload))))
+                committed = self._stores.settled(reply.number, _known(SETTLED.decode(reply.payload)))
+                self._stats.count_committed(committed)
+                self._stored = self._stored or committed > 0
             case "fetch":
                 fetched = None if reply.failed else _known(FETCH_REPLY.decode(reply.payload))
                 self._perform(self._fetches.fetched(reply.number, fetched, reply.last, now_s))

@@ -7,14 +7,18 @@
                          over               ending: Abort ───────┘
 
 A block's device slot is held by its copy alone, from Granted to Copied; a block that was evicted before is not stored.
-Where an answer does not come, or copies fail, nothing is asked again: the engine attaches again, which ends every
-ticket (`LinkLost`).
+Blocks whose copies or whose Commit came too late are asked for again, some times: a machine without a free core delays
+engine and kvbm by seconds. Where an answer does not come, or copies fail, nothing is asked again: the engine attaches
+again, which ends every ticket (`LinkLost`), and the new link is offered the blocks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import compress
 from math import inf
+from operator import not_
 
 from msgspec import Struct
 
@@ -31,6 +35,8 @@ COLLECT_S = 0.02
 """Seconds that the first of a Store's blocks waits for others, as a rule."""
 MOST_STORES = 8
 """Most Stores that are asked, saving or ending at once."""
+MOST_TRIES = 3
+"""Most Stores that one block is in, if each comes too late."""
 COPY_SHARE = 0.75
 """Share of a ticket's time after which no copy begins, so that the Commit arrives in time."""
 
@@ -38,10 +44,28 @@ COPY_SHARE = 0.75
 class _AskedStore(Struct):
     sent_s: float
     blocks: list[Content]
+    tries: int
+    """Which try it is, from 1 on."""
+
+
+class _Late(Struct):
+    """Blocks that came too late."""
+
+    blocks: list[Content]
+    tries: int
+    """The number of Stores that they were in."""
+
+
+class _Ending(Struct):
+    committed: list[Content]
+    """The blocks of a Commit; none: it is an Abort."""
+    tries: int
 
 
 class _Save(Struct):
     ticket: int
+    blocks: list[Content]
+    tries: int
     pool_slots: list[int]
     device_slots: list[int]
     ends_s: float
@@ -80,8 +104,10 @@ class Stores:
         """Number of a request → the Store that awaits its answer."""
         self._saves: dict[int, _Save] = {}
         """Batch of the mover → the save that it copies."""
-        self._ending: dict[int, int] = {}
-        """Number of a Commit or Abort → how many blocks it commits."""
+        self._ending: dict[int, _Ending] = {}
+        """Number of a Commit or Abort → what it commits."""
+        self._late: deque[_Late] = deque()
+        """What is asked for again. It was under way: no more than may be."""
         self._under_way = 0
         """Blocks asked for or held."""
 
@@ -102,6 +128,7 @@ class Stores:
         self._under_way -= sum(len(asked.blocks) for asked in self._asked.values())
         self._asked.clear()
         self._ending.clear()
+        self._late.clear()
         return [CancelBatch(batch) for batch in self._saves]
 
     @property
@@ -112,7 +139,7 @@ class Stores:
     @property
     def collecting(self) -> bool:
         """Whether blocks wait to be asked for."""
-        return bool(self._collected)
+        return bool(self._collected or self._late)
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -128,27 +155,33 @@ class Stores:
     def _full(self) -> bool:
         return len(self._asked) + len(self._saves) + len(self._ending) >= MOST_STORES
 
+    @property
+    def _has_room(self) -> bool:
+        return self._under_way + self._batch_blocks <= self._most_blocks
+
     def step(self, now_s: float) -> list[Action]:
-        """Collect offered blocks, and ask for slots where there are enough blocks. Called after each step: it takes
-        some 0.5 µs while nothing is offered."""
-        if self._full:
-            return []
+        """Collect offered blocks, and ask for slots where there are enough blocks; before them for those that came too
+        late. Called after each step: it takes some 0.5 µs while nothing is offered."""
+        actions: list[Action] = []
+        while self._late and not self._collected and self._has_room and not self._full:
+            late = self._late.popleft()
+            actions.append(self._send(now_s, late.blocks, late.tries + 1))
+        if self._full or (not self._collected and not self._has_room):
+            return actions
         most = self._batch_blocks
         if not self._collected:
-            if self._under_way + most > self._most_blocks:
-                return []
             self._send_s = now_s + self._collect_s
         if len(self._collected) < most:
             self._collected += self._blocks.offers(most - len(self._collected))
         if self._collected and (len(self._collected) >= most or now_s >= self._send_s):
-            return [self._send(now_s)]
-        return []
+            blocks, self._collected = self._collected, []
+            actions.append(self._send(now_s, blocks, 1))
+        return actions
 
-    def _send(self, now_s: float) -> AskKvbm:
-        blocks, self._collected = self._collected, []
+    def _send(self, now_s: float, blocks: list[Content], tries: int) -> AskKvbm:
         body = [StoreBlock(block.key, block.parent, block.tokens, block.lora, block.salt) for block in blocks]
         number = next(self._numbers)
-        self._asked[number] = _AskedStore(now_s, blocks)
+        self._asked[number] = _AskedStore(now_s, blocks, tries)
         self._under_way += len(blocks)
         return AskKvbm(number, "store", STORE.encode(Store(self._owner, body)))
 
@@ -164,20 +197,30 @@ class Stores:
         if not len(granted) == len(indices) == len(pool_slots) or not indices <= set(range(len(asked.blocks))):
             raise LinkLost(f"{len(pool_slots)} slots were granted for {granted} of {len(asked.blocks)} blocks")
         self._blocks.declined([block.key for index, block in enumerate(asked.blocks) if index not in indices])
-        pinned = self._blocks.pin([asked.blocks[index].key for index in granted])
-        pairs = [(pool, device) for pool, device in zip(pool_slots, pinned, strict=True) if device is not None]
-        if not pairs:
+        blocks = [asked.blocks[index] for index in granted]
+        pinned = self._blocks.pin([block.key for block in blocks])
+        pinned_blocks = [
+            (block, pool, device)
+            for block, pool, device in zip(blocks, pool_slots, pinned, strict=True)
+            if device is not None
+        ]
+        if not pinned_blocks:
             return [self._abort(reply.ticket)]
         save = _Save(
             ticket=reply.ticket,
-            pool_slots=[pool for pool, _ in pairs],
-            device_slots=[device for _, device in pairs],
+            blocks=[block for block, _, _ in pinned_blocks],
+            tries=asked.tries,
+            pool_slots=[pool for _, pool, _ in pinned_blocks],
+            device_slots=[device for _, _, device in pinned_blocks],
             ends_s=asked.sent_s + reply.time_left_s,
         )
         batch = next(self._batches)
         self._saves[batch] = save
-        self._under_way += len(pairs)
-        copies = [Copy(pool, device, checksum=0 if self._checksums else None) for pool, device in pairs]
+        self._under_way += len(save.blocks)
+        copies = [
+            Copy(pool, device, checksum=0 if self._checksums else None)
+            for pool, device in zip(save.pool_slots, save.device_slots, strict=True)
+        ]
         return [SaveBatch(batch, copies, asked.sent_s + COPY_SHARE * reply.time_left_s)]
 
     def owns(self, batch: int) -> bool:
@@ -193,24 +236,36 @@ class Stores:
             # The next attach ends its ticket. An Abort would free the slots at once for other blocks, though a GPU that
             # is lost may still write to them.
             return []
-        written = [slot for slot, good in zip(save.pool_slots, copied.good, strict=True) if good]
-        if not written or now_s >= save.ends_s:
+        in_time = copied.good if now_s < save.ends_s else [False] * len(copied.good)
+        self._ask_again(list(compress(save.blocks, map(not_, in_time))), save.tries)
+        written = list(compress(save.pool_slots, in_time))
+        if not written:
             return [self._abort(save.ticket)]
         commit = Commit(self._owner, save.ticket, pack_tokens(written), pack_hashes(copied.checksums))
         number = next(self._numbers)
-        self._ending[number] = len(written)
+        self._ending[number] = _Ending(list(compress(save.blocks, in_time)), save.tries)
         return [AskKvbm(number, "commit", COMMIT.encode(commit))]
+
+    def _ask_again(self, blocks: list[Content], tries: int) -> None:
+        """Ask for blocks again that came too late, unless they did so too often."""
+        if blocks and tries < MOST_TRIES:
+            self._late.append(_Late(blocks, tries))
 
     def _abort(self, ticket: int) -> AskKvbm:
         number = next(self._numbers)
-        self._ending[number] = 0
+        self._ending[number] = _Ending([], 0)
         return AskKvbm(number, "abort", ABORT.encode(Abort(self._owner, ticket)))
 
     def settled(self, number: int, reply: Settled | KvbmRefused) -> int:
         """A Commit or Abort was answered. Return how many more blocks the kvbm has now. A refusal has ended the ticket
         as well."""
-        committed = self._ending.pop(number, 0)  # 0: an Abort of a Store of an earlier link
-        return committed if isinstance(reply, Settled) else 0
+        ending = self._ending.pop(number, None)
+        if ending is None:
+            return 0  # an Abort of a Store of an earlier link
+        if isinstance(reply, Settled):
+            return len(ending.committed)
+        self._ask_again(ending.committed, ending.tries)
+        return 0
 
     def validate(self) -> None:
         """Raise AssertionError where the stores contradict themselves."""
@@ -219,8 +274,9 @@ class Stores:
         assert self._under_way == len(held) + asked
         assert self._under_way <= self._most_blocks
         assert len(self._collected) <= BATCH_BLOCKS
+        assert sum(len(late.blocks) for late in self._late) <= (MOST_STORES + 1) * BATCH_BLOCKS
         assert len(self._asked) + len(self._saves) + len(self._ending) <= MOST_STORES
         if not self._batch_blocks:
-            assert not [*self._collected, *self._asked, *self._ending], "closed, and a request is open"
+            assert not [*self._collected, *self._asked, *self._ending, *self._late], "closed, and a request is open"
         pool = [slot for save in self._saves.values() for slot in save.pool_slots]
         assert len(pool) == len(set(pool)), "two copies write to one slot"

@@ -14,6 +14,7 @@ import pytest
 from services.worker.engine import core
 from services.worker.kv_connector import fetches
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
+from services.worker.kv_connector.stores import MOST_TRIES
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeEngineSnapshot
 from services.worker.mover import Copy
 from services.worker.transfer.errors import DeviceFailed
@@ -598,10 +599,11 @@ def test_a_cancelled_request_copies_no_further_and_its_ticket_is_released(world:
 
 @pytest.mark.parametrize("operation", ["store", "commit"])
 @pytest.mark.parametrize("lost", ["question", "answer"])
-def test_a_store_or_commit_that_is_not_answered_is_settled_by_attaching_again(
+def test_blocks_whose_store_or_commit_is_not_answered_are_stored_by_the_next_link(
     world: World, operation: str, lost: str
 ) -> None:
     first, _ = world.engines
+    assert world.drawer is not None
     first.submit("r", PROMPT, 1)
     until(world, first, operation)
     first.carry(lost)
@@ -610,8 +612,10 @@ def test_a_store_or_commit_that_is_not_answered_is_settled_by_attaching_again(
     first.step()
     assert first.link.kvbm == ""
     assert operation in first.link.reason
+    assert first.connector.unsettled
     world.settle()
     assert first.link.kvbm
+    assert world.drawer.tickets.statistics().tiers.host.ready == len(PROMPT) // 2
 
 
 def test_a_fetch_that_is_not_answered_costs_the_link_nothing(world: World) -> None:
@@ -685,19 +689,56 @@ def test_a_grant_that_comes_after_the_link_was_lost_is_aborted(world: World) -> 
     assert world.drawer.tickets.statistics().stores == 1
 
 
-def test_a_save_that_lasts_too_long_is_aborted_and_never_committed(world: World) -> None:
-    first, _ = world.engines
-    first.submit("r", PROMPT, 1)
-    until(world, first, "store")
-    first.carry("")
-    first.deliver(0)
-    first.copy(1)
+def late_save(world: World, engine: Engine) -> None:
+    """The engine stores blocks, and the ticket's time is over before their copies are."""
+    until(world, engine, "store")
+    engine.carry("")
+    while any(engine.replies.values()):
+        engine.deliver(0)
+    engine.copy(1)
     world.now_s += BOUNDS.store_time_s
-    assert first.copied()
-    first.step()
-    assert [ask.operation for ask in first.asks] == ["abort"]
+    assert engine.copied()
+    engine.step()
+
+
+def test_a_save_that_lasts_too_long_is_aborted_and_its_blocks_are_asked_for_again(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    late_save(world, first)
+    assert [ask.operation for ask in first.asks] == ["abort", "store"]
     world.settle()
     assert first.exchanged.bad_blocks > 0
+    assert world.drawer.tickets.statistics().tiers.host.ready == len(PROMPT) // 2
+
+
+def test_blocks_that_are_always_late_are_given_up(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    for _ in range(MOST_TRIES):
+        late_save(world, first)
+    assert [ask.operation for ask in first.asks] == ["abort"]
+    world.settle()
+    assert world.drawer.tickets.statistics().tiers.host.ready == 0
+
+
+def test_blocks_whose_commit_came_too_late_are_asked_for_again(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    until(world, first, "commit")
+    world.now_s += BOUNDS.store_time_s
+    world.settle()
+    assert first.link.kvbm
+    assert world.drawer.tickets.statistics().tiers.host.ready == len(PROMPT) // 2
+
+
+def test_while_a_commit_is_not_answered_an_engine_need_not_step(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    until(world, first, "commit")
+    assert not first.connector.unsettled
 
 
 @pytest.mark.parametrize("operation", ["store", "fetch"])
@@ -903,6 +944,21 @@ def test_a_kvbm_that_does_not_answer_is_asked_ever_more_seldom(tmp_path: Path) -
     assert not engine.step()
     assert engine.core.wait_until_s is None
     world.close()
+
+
+def test_after_a_link_is_lost_an_engine_steps_on_until_the_first_try_to_attach_is_over(world: World) -> None:
+    first, _ = world.engines
+    assert not first.connector.unsettled
+    first.submit("r", PROMPT, 1)
+    for operation in ("store", "attach"):
+        ask = until(world, first, operation)
+        assert first.connector.unsettled
+        first.carry("question")
+        while any(first.replies.values()):
+            first.deliver(0)
+        first.step()
+        assert first.link.reason.startswith(ask.operation)
+    assert not first.connector.unsettled
 
 
 def test_without_a_kvbm_nothing_is_asked_and_nothing_is_waited_for(tmp_path: Path) -> None:

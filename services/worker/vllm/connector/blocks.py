@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 from msgspec import Struct
@@ -140,6 +140,9 @@ class VllmBlocks:
         """Offered key → the block and its hash in vLLM's cache."""
         self._known: OrderedDict[ContentKey, None] = OrderedDict()
         """Keys that were offered to the kvbm or came from it."""
+        self._offered: OrderedDict[int, tuple[object, Content]] = OrderedDict()
+        """Device block → its hash in vLLM's cache and its content, of those that were offered to any kvbm; the newest
+        last."""
         self.dropped = 0
         """Blocks that were not offered since too many waited, since the start."""
         self.late = 0
@@ -243,15 +246,33 @@ class VllmBlocks:
         for index in missing:
             block = held[index] if index < len(held) else None
             if block is not None and not block.is_null and block.block_hash is not None:
-                key = entry.chain.key(index)
-                self._sources[key] = block, block.block_hash
-                if len(self._offers) == MOST_OFFERS:
-                    self._known.pop(self._offers[0].key, None)
-                    self.dropped += 1
-                self._offers.append(entry.chain.content(index))
-                self._know(key)
-        while len(self._sources) > 2 * MOST_OFFERS:
+                self._offer(block, entry.chain.content(index))
+
+    def _offer(self, block: PoolBlock, content: Content) -> None:
+        """The content waits to be offered. Its block is computed, and in vLLM's cache."""
+        self._sources[content.key] = block, block.block_hash
+        if len(self._sources) > 2 * MOST_OFFERS:
             self._sources.popitem(last=False)
+        if len(self._offers) == MOST_OFFERS:
+            self._known.pop(self._offers[0].key, None)
+            self.dropped += 1
+        self._offers.append(content)
+        self._know(content.key)
+        self._offered[block.block_id] = block.block_hash, content
+        self._offered.move_to_end(block.block_id)
+
+    def _offer_again(self) -> None:
+        """Offer the newest blocks that were offered before and are still there."""
+        before = reversed(self._offered.items())
+        still = (
+            (block, content) for at, (name, content) in before if (block := self._pool.blocks[at]).block_hash is name
+        )
+        for block, content in reversed(list(islice(still, MOST_OFFERS))):
+            self._offer(block, content)
+
+    def forget_offered(self) -> None:
+        """The blocks that were offered so far have another name from now on, or none: no link is offered them again."""
+        self._offered.clear()
 
     def forget(self, request: str) -> None:
         """The request has ended. A load of it that is under way still ends with EndLoad."""
@@ -286,6 +307,8 @@ class VllmBlocks:
                 self._end(self._new.popleft())
             for lookup in self._lookups.values():
                 lookup.abandoned = True
+        elif self._stores:
+            self._offer_again()
 
     def offers(self, most: int) -> list[Content]:
         return [self._offers.popleft() for _ in range(min(most, len(self._offers)))]
@@ -293,8 +316,9 @@ class VllmBlocks:
     def pin(self, keys: Sequence[ContentKey]) -> list[int | None]:
         slots: list[int | None] = []
         for key in keys:
-            block, name = self._sources.pop(key, (None, None))
+            block, name = self._sources.get(key, (None, None))
             if block is None or block.block_hash is not name or self._too_few_free(block):
+                self._sources.pop(key, None)
                 self._known.pop(key, None)  # it is offered again when it is computed again
                 slots.append(None)
                 continue
@@ -417,3 +441,4 @@ class VllmBlocks:
             assert not lookup.end_sent or lookup.slots
         assert not any(lookup.number in self._lookups for lookup in self._new)
         assert self._connected or not (self._new or self._offers)
+        assert len(self._offered) <= len(self._pool.blocks)

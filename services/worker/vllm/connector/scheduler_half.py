@@ -144,11 +144,11 @@ class SchedulerHalf:
             if self._connector is not None:
                 self._step(self._connector, now_s)
 
-    def _step(self, connector: KVConnector, now_s: float) -> None:
+    def _step(self, connector: KVConnector, now_s: float, *, exchanges: bool = True) -> None:
         for news in self._client.poll(now_s):
             connector.handle(news, now_s)
         connector.poll_copies(now_s)
-        while messages := connector.step(now_s):
+        while messages := connector.step(now_s, exchanges=exchanges):
             for message in messages:
                 self._take_message(connector, message, now_s)
         if self._client.trouble and not self.link.kvbm:
@@ -218,6 +218,7 @@ class SchedulerHalf:
     def _rename(self, identity: Identity) -> None:
         self.identity = identity
         if self._connector is not None and self._attachment is not None:
+            self.blocks.forget_offered()
             self._attachment.close()  # a name stays with its layout, so the next attach is under another one
             self._connector.use_layout(self._layout(), self._clock())
 
@@ -245,14 +246,14 @@ class SchedulerHalf:
                 return
 
     def keep_link_now(self) -> None:
-        """Notice that the kvbm has gone or come, and attach, if vLLM has made no step for a while. What needs vLLM's
-        blocks is under way only while it steps, since `unsettled` says so."""
+        """Notice that the kvbm has gone, come or answered, and attach, if vLLM has made no step for a while. Blocks are
+        exchanged only while it steps, since `unsettled` says so, and no exchange begins here."""
         with self._turn:
             now_s = self._clock()
             if self._connector is None or self._closed.is_set() or now_s - self._stepped_s < KEEP_S:
                 return
-            if not self._connector.attached or not self._connector.unsettled:
-                self._step(self._connector, now_s)
+            if not self._connector.attached or not self._connector.exchanging:
+                self._step(self._connector, now_s, exchanges=False)
 
     def close(self) -> None:
         """Leave the kvbm: it ends what is open when the last process of this engine has gone."""

@@ -18,6 +18,7 @@ from services.worker.vllm.connector.blocks import (
 )
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.orders import EndLoad
+from shared.hashing import ContentKey
 from tests.worker.vllm.connector.vllm_shaped import Pool
 
 BLOCK = 2
@@ -103,6 +104,59 @@ def test_a_block_that_was_cached_again_is_not_the_one_that_was_offered() -> None
     pool.uncache(held[0])
     pool.cache(held[0], ("name", int("0")))
     assert blocks.pin([content.key]) == [None]
+
+
+def offered_again(blocks: VllmBlocks) -> list[ContentKey]:
+    """End the link, and begin one. Return what is offered to it."""
+    blocks.set_connected(False)
+    assert not blocks.waiting
+    blocks.set_connected(True)
+    blocks.validate()
+    return [content.key for content in blocks.offers(100)]
+
+
+def test_a_new_link_is_offered_what_was_offered_before_and_is_still_there() -> None:
+    pool = Pool(40)
+    blocks, _ = offering(pool)
+    keys = [content.key for content in blocks.offers(100)]
+    blocks.pin(keys[:3])  # these were being stored
+    blocks.forget("r0")
+    held = {block.block_hash: block for block in pool.blocks if block.block_hash is not None}
+    pool.uncache(held["name", 0, 1])  # evicted
+    pool.uncache(changed := held["name", 0, 4])
+    pool.cache(changed, ("name", 0, int("4")))  # and computed again, for another request
+    assert offered_again(blocks) == [keys[0], keys[2], keys[3], keys[5]]
+    assert offered_again(blocks) == [keys[0], keys[2], keys[3], keys[5]], "whatever became of them"
+    assert not blocks.waiting
+    slots = blocks.pin(keys)
+    assert [slot is not None for slot in slots] == [True, False, True, True, False, True]
+
+
+def test_a_new_link_is_offered_the_newest_blocks_up_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, [one, other] = offering(Pool(40), requests=2)
+    monkeypatch.setattr(bounds, "MOST_OFFERS", 8)
+    for name in ("r0", "r1"):
+        blocks.forget(name)
+    assert offered_again(blocks) == [*one.keys(6)[4:], *other.keys(6)]
+    assert blocks.dropped == 0
+
+
+def test_a_block_that_a_request_offers_to_the_new_link_is_not_offered_twice() -> None:
+    blocks, [chain] = offering(Pool(40))
+    held = [block for block in blocks._pool.blocks if block.ref_cnt]
+    blocks.set_connected(False)
+    blocks.set_connected(True)
+    blocks.offer_computed("r0", 4, lambda: held)
+    assert sorted(content.key for content in blocks.offers(100)) == sorted(chain.keys(6))
+
+
+def test_blocks_that_have_another_name_now_are_not_offered_again() -> None:
+    blocks, _ = offering(Pool(40))
+    blocks.forget_offered()
+    blocks.forget("r0")
+    blocks.set_connected(False)
+    blocks.set_connected(True)
+    assert not blocks.waiting
 
 
 # --- bounds

@@ -175,6 +175,27 @@ async def test_an_idle_engine_attaches_to_a_kvbm_that_was_started_again(
             assert (await answer(other, "r3", salt="s")).loaded_blocks == 4
 
 
+async def test_an_idle_engine_follows_kvbms_that_come_and_go_and_stores_its_blocks_again_with_its_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(scheduler_half, "KEEP_S", 0.0)
+    async with engine(tmp_path, "a") as one:
+        async with serving(tmp_path):
+            await attached(one)
+            await answer(one, "r1")
+        for instance in ("b2", "b3"):
+            async with serving(tmp_path, instance=instance) as store:
+                async with asyncio.timeout(LIMIT_S):
+                    while one.half.link.kvbm != instance:
+                        one.half.keep_link_now()  # no step is made
+                        await asyncio.sleep(0.001)
+                if instance == "b3":
+                    await steps(one, lambda: not one.has_work)
+                    [layout] = store.service.layouts.open.values()
+                    assert layout.tiers.statistics().host.ready == 5
+
+
 async def test_each_end_of_a_link_is_in_the_log_however_soon_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.kvbm.replies import Request as KvbmRequest
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector.pool_attachment import MappedPool
+from services.worker.vllm.connector import scheduler_half
 from services.worker.vllm.connector.chain import TokenChain
 from shared.pool.format import PoolUnfit
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import Hello, encode_frame
-from tests.kvbm.store_rig import Store, World, running, serving, settings, until
+from tests.kvbm.store_rig import LIMIT_S, Store, World, running, serving, settings, until
 from tests.worker.vllm.connector.engines import PROMPT, answer, attached, engine, no_ticket, steps
 from tests.worker.vllm.connector.vllm_shaped import BLOCK, MODEL, Request
 
@@ -153,3 +155,34 @@ async def test_an_engine_of_the_native_layout_has_the_pool_so_nothing_is_exchang
         assert "no_arena" in one.half.link.reason
         assert (await answer(one, "r1")).loaded_blocks == 0
         await no_ticket(store)
+
+
+@pytest.mark.parametrize("lost", ["store", "commit"])
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_blocks_whose_store_was_not_answered_are_stored_by_the_next_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, ranks: int
+) -> None:
+    monkeypatch.setattr(scheduler_half, "KEEP_S", 0.0)
+    async with running(World(settings(tmp_path))) as store, engine(tmp_path, "a", ranks=ranks) as one:
+        await attached(one)
+        handle, losses = store.service.door._handle, 0
+
+        async def lose(request: KvbmRequest) -> None:
+            nonlocal losses
+            if request.operation == lost and not losses:
+                losses += 1
+                return
+            await handle(request)
+
+        store.service.door._handle = lose
+        await answer(one, "r1")
+        assert losses
+        if lost == "commit":  # for which vLLM does not step
+            async with asyncio.timeout(LIMIT_S):
+                while not one.half.link.reason:
+                    one.half.keep_link_now()
+                    await asyncio.sleep(0.001)
+            await attached(one)
+            await steps(one, lambda: not one.has_work)
+        [layout] = store.service.layouts.open.values()
+        assert layout.tiers.statistics().host.ready == 5
