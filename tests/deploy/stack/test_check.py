@@ -121,6 +121,7 @@ def test_workers_with_roles_are_asked_too(tmp_path: Path, setting: str, value: s
     options = msgspec.structs.replace(
         DEFAULT,
         prefill=1,
+        decode=1,
         overrides={"worker": [(f"--{setting}", value)]},
         store=BlockStoreOptions(str(tmp_path), 1 << 20),
     )
