@@ -93,8 +93,9 @@ class CardAnnouncement:
     """Keeps a worker's entries in discovery: its address book from the first card on, and the card while it takes
     requests. They are written as soon as discovery can be reached."""
 
-    def __init__(self, runtime: Runtime, source: EventSource) -> None:
+    def __init__(self, runtime: Runtime, source: EventSource, role: Role) -> None:
         self._runtime = runtime
+        self._role: Role = role
         self._source = source
         self.entries = Announcement(
             runtime.discovery, self._make_entries, due=lambda: self.card is not None, shown=self._shown
@@ -114,7 +115,7 @@ class CardAnnouncement:
     def _make_entries(self, epoch: int) -> dict[str, bytes]:
         runtime = self._runtime
         operations = {name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS}
-        entries = runtime.address(epoch, operations, events=self._source, state=self._state)
+        entries = runtime.address(epoch, operations, events=self._source, state=self._state, role=self._role)
         if self.card is not None:
             card_key = subjects.model_key(runtime.namespace, self.card.model, runtime.instance)
             entries[card_key] = MODEL_CARD.encode(self.card, JSON_HEADER)

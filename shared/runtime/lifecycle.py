@@ -44,7 +44,7 @@ from shared.discovery.backends import open_discovery
 from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
-from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance, ServiceName
+from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance, Role, ServiceName
 from shared.metrics import process_registry, scraped_counter
 from shared.notes import ProcessNotes
 from shared.runtime import logs, observe
@@ -112,6 +112,7 @@ class Runtime:
         layouts: dict[str, EventSource] | None = None,
         state: str = "",
         peers: str = "",
+        role: Role = "aggregated",
     ) -> dict[str, bytes]:
         """Return the key and value of this process's address book entry under the lease of `epoch`."""
         entry = Instance(
@@ -131,6 +132,7 @@ class Runtime:
             pid_namespace=pid_namespace(),
             state=state,
             peers=peers,
+            role=role,
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}

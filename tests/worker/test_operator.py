@@ -292,6 +292,18 @@ async def test_a_path_that_the_operating_system_refuses_does_not_end_the_worker(
         assert await asking(shell, "drain") == WorkerOperated(WORKER, state="drained")
 
 
+async def test_a_drained_worker_keeps_its_role_in_the_address_book(
+    config: WorkerConfig, engines: OperableEngines, tmp_path: Path
+) -> None:
+    kvbm = msgspec.structs.replace(config.kvbm, pool=str(tmp_path / "pool"))
+    decodes = msgspec.structs.replace(config, engine="simulated", role="decode", kvbm=kvbm)
+    async with running_worker(decodes, start_engine=engines.start) as shell:
+        await serving(shell)
+        assert (await asking(shell, "drain")).state == "drained"
+        await shell.peer.until(lambda: shell.directory.instances[WORKER].state == "drained")
+        assert shell.directory.instances[WORKER].role == "decode"
+
+
 async def test_a_second_operation_is_refused_while_one_runs(config: WorkerConfig, engines: OperableEngines) -> None:
     async with running_worker(config, start_engine=engines.start) as shell:
         await serving(shell)
