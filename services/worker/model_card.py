@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 
@@ -102,13 +103,27 @@ class CardAnnouncement:
         )
         self.card: ModelCard | None = None
         self._state = ""
+        self._published = asyncio.Event()
+        """Set while discovery has all that was shown last."""
 
     def show(self, card: ModelCard | None, state: str = "") -> None:
         """Publish this card, or none while no request would be accepted; `state` is `Instance.state`."""
         self.card, self._state = card, state
+        self._published.clear()
         self.entries.request_update()
 
+    async def published_within(self, limit_s: float) -> bool:
+        """Wait until discovery has what was shown last; return whether that was so in time."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._published.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def _shown(self) -> None:
+        if not self.entries.pending:
+            self._published.set()
         if self.card is not None:
             self._runtime.health.ready()  # routers can choose it; a rolling restart waits for that
 
