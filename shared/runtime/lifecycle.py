@@ -188,7 +188,7 @@ def run(
             serving = partial(_serve, service, instance, config, registry, serve, separate_clients=client_bus)
             status = runner.run(_live(serving, drain_limit_s(config)))
     except (ConfigError, ModelError) as wrong:
-        print(f"headrace-{service}: {wrong}", file=sys.stderr)
+        print("\n".join(f"headrace-{service}: {line}" for line in str(wrong).splitlines()), file=sys.stderr)
         status = EXIT_SETTINGS
     except Exception:  # noqa: BLE001 - the last resort: it is logged, and the process ends
         _log.exception("%s crashed", service)
