@@ -146,7 +146,8 @@ def load(
     try:
         return msgspec.convert(settings, schema, strict=False)
     except msgspec.ValidationError as wrong:
-        raise ConfigError(f"{schema.__name__}: {_named(str(wrong))}{_choices(schema, settings)}") from None
+        faults = _faults(schema, settings, _named(str(wrong)))
+        raise ConfigError("\n".join(f"{schema.__name__}: {fault}" for fault in faults)) from None
 
 
 def _named(message: str) -> str:
@@ -212,17 +213,27 @@ def _instead(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(names)}" if len(names) <= NAMES_SHOWN else "`--help` lists them all"
 
 
-def _choices(schema: type[Struct], settings: Mapping[str, Any]) -> str:
-    """Return the allowed words of settings that have other words; msgspec's error names only the setting."""
-    said = ""
+def _faults(schema: type[Struct], settings: Mapping[str, Any], said: str) -> list[str]:
+    """Return what msgspec `said` of the first fault, then a line of each other setting that has a word which is not
+    allowed. msgspec's error names only the setting, so the allowed words are added."""
+    others = list[str]()
     for path, field in _leaves(schema):
         choices, value = literal_values(field.type), settings
         for name in path:
             value = value.get(name, {})
         given = value.values() if isinstance(value, Mapping) else (value,)
-        if choices and any(isinstance(word, str) and word not in choices for word in given):
-            said += f"; {'.'.join(path)} is one of {', '.join(choices)}"
-    return said
+        wrong = [word for word in given if isinstance(word, str) and word not in choices]
+        if choices and wrong:
+            setting, allowed = ".".join(path), ", ".join(choices)
+            if re.match(rf"{re.escape(setting)}(\[\S*)?: ", said):
+                said += f"; {setting} is one of {allowed}"
+            else:
+                others.append(f"{setting}: {wrong[0][:MOST_SHOWN]!r} is not one of {allowed}")
+    return [said, *others]
+
+
+MOST_SHOWN = 64
+"""The maximum number of characters of a wrong word in an error."""
 
 
 def literal_values(kind: Any) -> tuple[str, ...]:

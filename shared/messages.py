@@ -101,6 +101,8 @@ class Instance(Struct, frozen=True):
     that."""
     peers: str = ""
     """HOST:PORT at which kvbms of other machines can read this kvbm's blocks; empty: they cannot."""
+    role: Role = "aggregated"
+    """The role of a worker, which its card has too, for as long as it has one."""
 
 
 class KvLayout(Struct, frozen=True, omit_defaults=True):

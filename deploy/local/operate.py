@@ -16,6 +16,12 @@ from shared.messages import OPERATE_WORKER, WORKER_OPERATED, Instance, ModelCard
 
 MOST_SECONDS = 86400.0
 """Upper limit of the seconds that a command waits for a worker."""
+RAMP_S = 10
+"""The default of the routers' `load.ramp_s`."""
+RAMP_UP = (
+    f"Where other workers serve too, routers send it a growing share of the requests, its full one after {RAMP_S} s"
+    " (router.load.ramp_s)."
+)
 _LISTED = 8
 """Most names in one error."""
 
@@ -38,6 +44,8 @@ async def _operate(
     workers = choose_workers(config.namespace, values, asked, prefixes, model)
     async with connect_bus(config, f"headrace {asked.operation}") as bus:
         done = await asyncio.gather(*(_ask(bus, config.namespace, worker, asked, timeout_s) for worker in workers))
+    if any(done) and asked.operation in ("resume", "wake"):
+        print(RAMP_UP, file=sys.stderr)
     return 0 if all(done) else 1
 
 

@@ -54,7 +54,8 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     workers: int | None = None
     """The number of workers (2; with --engine attached 1)."""
     prefill: int | None = None
-    """The number of workers that only compute prompts, and hand them over; with --decode, instead of --workers."""
+    """The number of workers that only compute prompts, and hand them over; with --decode, instead of --workers.
+    One of the two is enough where --nats and --etcd name a fleet that has the other."""
     decode: int | None = None
     """The number of workers that decode what others hand over."""
     frontends: int | None = None

@@ -145,6 +145,17 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("backend nixl has no TLS: remove tls_cert, tls_key and tls_ca, or take backend sockets")
         if self.listen:
             self.address  # noqa: B018 - raises
+        elif useless := self._useless():
+            named = ", ".join(useless)
+            raise ValueError(
+                f"without listen no blocks go between machines, and {named} would have no effect: set peers.listen to"
+                f" HOST:PORT of this machine, or remove {named}"
+            )
+
+    def _useless(self) -> list[str]:
+        """Return the settings that somebody has set for other machines' sake, and that need `listen`."""
+        named = ("advertise", "nixl_device", "tls_cert", "tls_key", "tls_ca")
+        return ["backend"] * (self.backend != "sockets") + [name for name in named if getattr(self, name)]
 
     @property
     def address(self) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 
@@ -93,28 +94,43 @@ class CardAnnouncement:
     """Keeps a worker's entries in discovery: its address book from the first card on, and the card while it takes
     requests. They are written as soon as discovery can be reached."""
 
-    def __init__(self, runtime: Runtime, source: EventSource) -> None:
+    def __init__(self, runtime: Runtime, source: EventSource, role: Role) -> None:
         self._runtime = runtime
+        self._role: Role = role
         self._source = source
         self.entries = Announcement(
             runtime.discovery, self._make_entries, due=lambda: self.card is not None, shown=self._shown
         )
         self.card: ModelCard | None = None
         self._state = ""
+        self._published = asyncio.Event()
+        """Set while discovery has all that was shown last."""
 
     def show(self, card: ModelCard | None, state: str = "") -> None:
         """Publish this card, or none while no request would be accepted; `state` is `Instance.state`."""
         self.card, self._state = card, state
+        self._published.clear()
         self.entries.request_update()
 
+    async def published_within(self, limit_s: float) -> bool:
+        """Wait until discovery has what was shown last; return whether that was so in time."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._published.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def _shown(self) -> None:
+        if not self.entries.pending:
+            self._published.set()
         if self.card is not None:
             self._runtime.health.ready()  # routers can choose it; a rolling restart waits for that
 
     def _make_entries(self, epoch: int) -> dict[str, bytes]:
         runtime = self._runtime
         operations = {name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS}
-        entries = runtime.address(epoch, operations, events=self._source, state=self._state)
+        entries = runtime.address(epoch, operations, events=self._source, state=self._state, role=self._role)
         if self.card is not None:
             card_key = subjects.model_key(runtime.namespace, self.card.model, runtime.instance)
             entries[card_key] = MODEL_CARD.encode(self.card, JSON_HEADER)

@@ -41,6 +41,12 @@ ENGINE_LIMIT_S = 300.0
 """Seconds that an engine has for one operation; it is killed after that, as it may be in any state."""
 HAND_BACK_LIMIT_S = 30.0
 """Seconds that an engine has to end attempts that were handed back."""
+PUBLISH_LIMIT_S = 10.0
+"""Seconds for which an answer waits until discovery has the card, so that routers can know what it says."""
+NOT_PUBLISHED = (
+    f"it is done, but discovery has not taken the worker's card within {PUBLISH_LIMIT_S:g} s: routers learn of it when"
+    " discovery answers"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -153,8 +159,11 @@ class Operator:
             case AskEngine():
                 self._put(await self._ask_engine(action))
             case AnswerOperation(failed):
+                assert self._asked is not None
+                if not failed and self._announcement.card is not None:
+                    shown = await self._announcement.published_within(PUBLISH_LIMIT_S)
+                    failed = "" if shown else NOT_PUBLISHED
                 asked, self._asked = self._asked, None
-                assert asked is not None
                 await self._tell(asked, failed)
             case NoteFault(text):
                 _log.error("%s", text)

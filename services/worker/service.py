@@ -147,7 +147,7 @@ class Worker:
             place_of=self._traced.place_of,
         )
         self._publisher = runtime.events.open_publisher()
-        self._announcement = CardAnnouncement(runtime, self.event_source)
+        self._announcement = CardAnnouncement(runtime, self.event_source, config.role)
         self._progress_before = 0
         """Steps of all engines that were lost."""
         self._ranks = RankReports()

@@ -39,6 +39,11 @@ class Announcement:
         """The epoch of the lease; 0 before the first one."""
         return 0 if self._registration is None else self._registration.epoch
 
+    @property
+    def pending(self) -> bool:
+        """Whether something has changed since the last publication began."""
+        return self._changed.is_set()
+
     def request_update(self) -> None:
         """Ask `run` to publish what has changed."""
         self._changed.set()

@@ -44,7 +44,7 @@ from shared.discovery.backends import open_discovery
 from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
-from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance, ServiceName
+from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance, Role, ServiceName
 from shared.metrics import process_registry, scraped_counter
 from shared.notes import ProcessNotes
 from shared.runtime import logs, observe
@@ -112,6 +112,7 @@ class Runtime:
         layouts: dict[str, EventSource] | None = None,
         state: str = "",
         peers: str = "",
+        role: Role = "aggregated",
     ) -> dict[str, bytes]:
         """Return the key and value of this process's address book entry under the lease of `epoch`."""
         entry = Instance(
@@ -131,6 +132,7 @@ class Runtime:
             pid_namespace=pid_namespace(),
             state=state,
             peers=peers,
+            role=role,
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}
@@ -186,7 +188,7 @@ def run(
             serving = partial(_serve, service, instance, config, registry, serve, separate_clients=client_bus)
             status = runner.run(_live(serving, drain_limit_s(config)))
     except (ConfigError, ModelError) as wrong:
-        print(f"headrace-{service}: {wrong}", file=sys.stderr)
+        print("\n".join(f"headrace-{service}: {line}" for line in str(wrong).splitlines()), file=sys.stderr)
         status = EXIT_SETTINGS
     except Exception:  # noqa: BLE001 - the last resort: it is logged, and the process ends
         _log.exception("%s crashed", service)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.local.operate import choose_workers, operate, summary
+from deploy.local.operate import RAMP_S, choose_workers, operate, summary
 from deploy.local.show.fleet import FleetConfig
+from services.router.config import LoadConfig
 from shared import subjects
 from shared.errors import ConfigError
 from shared.messages import (
@@ -50,6 +51,10 @@ def entries(*workers: tuple[str, str, tuple[str, ...]]) -> dict[str, bytes]:
 
 def chosen(values: dict[str, bytes], asked: OperateWorker, *prefixes: str, model: str = "") -> list[str]:
     return [each.instance for each in choose_workers(NAMESPACE, values, asked, prefixes, model)]
+
+
+def test_the_ramp_that_resume_and_wake_name_is_the_routers() -> None:
+    assert LoadConfig().ramp_s == RAMP_S
 
 
 def test_a_worker_is_named_by_how_its_id_begins() -> None:

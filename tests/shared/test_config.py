@@ -146,6 +146,20 @@ def test_a_word_that_is_no_choice_is_refused_with_those_there_are(flag: str, tol
         load(Table, environ={}, flags=["--below-name", "any", flag, "good"])
 
 
+class Counts(Struct, frozen=True, forbid_unknown_fields=True):
+    count: int = 1
+    how: Literal["fast", "well"] = "fast"
+
+
+def test_each_fault_has_a_line_of_its_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(Counts, environ={}, flags=["--count=many", "--how=good"])
+    assert str(refused.value).splitlines() == [
+        "Counts: count: Expected `int`, got `str`",
+        "Counts: how: 'good' is not one of fast, well",
+    ]
+
+
 def test_a_word_that_is_no_choice_in_a_table_of_them_is_refused_likewise(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('[each]\na = "fast"\nb = "good"', encoding="utf-8")

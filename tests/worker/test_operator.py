@@ -292,6 +292,50 @@ async def test_a_path_that_the_operating_system_refuses_does_not_end_the_worker(
         assert await asking(shell, "drain") == WorkerOperated(WORKER, state="drained")
 
 
+async def test_resume_is_answered_once_discovery_has_the_card_so_that_routers_can_know(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        assert (await asking(shell, "drain")).state == "drained"
+        await serving(shell, shown=False)
+        shell.store.outage()
+        resuming = asking(shell, "resume")
+        await shell.peer.until(lambda: shell.runtime.health.reasons == ["registering"])
+        for _ in range(100):  # an answer that did not wait would be here
+            await asyncio.sleep(0)
+        assert not resuming.done()
+        shell.store.recover()
+        assert await resuming == WorkerOperated(WORKER)
+        await serving(shell)
+
+
+async def test_resume_says_so_when_discovery_does_not_take_the_card_in_time(
+    config: WorkerConfig, engines: OperableEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "PUBLISH_LIMIT_S", 0.01)
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        assert (await asking(shell, "drain")).state == "drained"
+        await serving(shell, shown=False)
+        shell.store.outage()
+        assert (await asking(shell, "resume")) == WorkerOperated(WORKER, failed=operator.NOT_PUBLISHED)
+        shell.store.recover()
+        await serving(shell)
+
+
+async def test_a_drained_worker_keeps_its_role_in_the_address_book(
+    config: WorkerConfig, engines: OperableEngines, tmp_path: Path
+) -> None:
+    kvbm = msgspec.structs.replace(config.kvbm, pool=str(tmp_path / "pool"))
+    decodes = msgspec.structs.replace(config, engine="simulated", role="decode", kvbm=kvbm)
+    async with running_worker(decodes, start_engine=engines.start) as shell:
+        await serving(shell)
+        assert (await asking(shell, "drain")).state == "drained"
+        await shell.peer.until(lambda: shell.directory.instances[WORKER].state == "drained")
+        assert shell.directory.instances[WORKER].role == "decode"
+
+
 async def test_a_second_operation_is_refused_while_one_runs(config: WorkerConfig, engines: OperableEngines) -> None:
     async with running_worker(config, start_engine=engines.start) as shell:
         await serving(shell)

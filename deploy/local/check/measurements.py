@@ -187,3 +187,5 @@ class Measurements(Struct, frozen=True):
     """The size of the block store that is planned."""
     pool_named: bool = False
     """Whether a flag gave that size, so that `up` would not go without."""
+    disk_named: bool = False
+    """Whether a flag asked for a disk tier."""

@@ -99,7 +99,8 @@ def _measure(options: CheckOptions) -> Measurements:
     address = options.peer
     other: PeerMeasured | Unmeasured = Unmeasured(NO_PEER) if address is None else _tried(lambda: peer.measure(address))
     say("")
-    return Measurements(nats, etcd, memory, disk, gpus, other, options.pool_bytes, options.pool_named)
+    planned = options.pool_bytes, options.pool_named, options.disk_named
+    return Measurements(nats, etcd, memory, disk, gpus, other, *planned)
 
 
 NO_NATS = "No NATS server was named and no `up` runs here: --nats nats://HOST:4222"

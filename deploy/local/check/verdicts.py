@@ -10,6 +10,7 @@ docs/check.md explains each line; a test holds the page to the names here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -42,6 +43,16 @@ TOKEN_BYTES = 4
 CLOCKS_APART_S = 0.1
 PROMPT_BYTES = 1 << 30
 """The KV of a prompt of 8,192 tokens of an 8B Llama in 16 bit."""
+PROMPT_TOKENS = 8192
+PEER_WAIT_S = 0.25
+"""The default of kvbm's `peers.wait_s`."""
+PEER_ANSWER_S, LONGEST_ANSWER_S = 2.0, 4.0
+"""The default of workers' `kvbm.timeout_s`, and the most that it may be."""
+PEER_SHARE = 0.75
+"""The part of `kvbm.timeout_s` for which a Fetch waits at most for other machines."""
+LONGEST_PEER_WAIT_S = PEER_SHARE * LONGEST_ANSWER_S
+SPARE = 1.1
+"""How much longer than the measured time a wait should be."""
 COMPUTED_S = 0.28
 """The time in which one H200 computes them."""
 SLOW_DISK_BYTES_S, SLOW_ROAD_BYTES_S, SLOW_BUS_BYTES_S = 0.5e9, 1e9, 20e9
@@ -93,7 +104,7 @@ def verdicts(found: Measurements) -> list[Verdict]:
             case MemoryMeasured():
                 all_of_it += _memory(measured, found.pool_bytes, named=found.pool_named)
             case DiskMeasured():
-                all_of_it += _disk(measured)
+                all_of_it += _disk(measured, named=found.disk_named)
             case GpusMeasured():
                 all_of_it += _gpus(measured)
             case PeerMeasured():
@@ -216,7 +227,7 @@ def _overcommit(memory: MemoryMeasured, pool_bytes: int) -> Verdict:
     return _verdict("overcommit", state, f"{shown}, {_size(left)} left", meaning, "sysctl vm.overcommit_memory=0")
 
 
-def _disk(disk: DiskMeasured) -> Iterator[Verdict]:
+def _disk(disk: DiskMeasured, *, named: bool) -> Iterator[Verdict]:
     memory = disk.filesystem in MEMORY_KINDS
     meaning = "There is no O_DIRECT here: the disk tier works through the page cache, which takes memory from others."
     if disk.direct:
@@ -228,14 +239,15 @@ def _disk(disk: DiskMeasured) -> Iterator[Verdict]:
     yield _verdict("disk", "ok" if disk.direct and not memory else "warn", shown, meaning, advice)
     if not disk.direct:
         return
-    advice = "a local NVMe disk, or no --kvbm-disk"
+    unused = "nothing, since no --kvbm-disk was given; for one, a local NVMe disk"
+    advice = "a local NVMe disk, or no --kvbm-disk" if named else unused
     for name, rate in (("disk write", disk.write_bytes_s), ("disk read", disk.read_bytes_s)):
         slow = rate < SLOW_DISK_BYTES_S
         meaning = f"8,192 tokens of an 8B model in 16 bit are 1 GiB of KV: {_time(PROMPT_BYTES / rate)}."
         meaning += " A GPU computes them sooner: it pays for slow engines only." if slow else ""
         yield _verdict(name, "warn" if slow else "ok", _rate(rate), meaning, advice, rate, "bytes/s")
     meaning = "One request of 2 MiB, alone. A fetch from disk waits at least so long."
-    advice = "a local NVMe disk, or one that others use less"
+    advice = "a local NVMe disk, or one that others use less" if named else unused
     slow = disk.read_s > SLOW_READ_S
     yield _verdict("disk wait", "warn" if slow else "ok", _time(disk.read_s), meaning, advice, disk.read_s, "s")
 
@@ -274,18 +286,19 @@ def _peer(peer: PeerMeasured) -> Iterator[Verdict]:
     yield _trip("peer round trip", peer.round_trip_s, shown, meaning, advice)
     if peer.clock is not None:
         yield _clock("clock of the peer", peer.clock)
-    advice = "a network of 10 Gbit/s or more; MTU 9000; net.ipv4.tcp_rmem and tcp_wmem up to 16 MiB"
     for outward, name in ((True, "rate to the peer"), (False, "rate from the peer")):
         rates = {each.streams: each.bytes_s for each in peer.rates if each.outward is outward}
         if not rates:
             continue
         best = max(rates.values())
-        meaning = f"1 GiB of KV, 8,192 tokens of an 8B model, takes {_time(PROMPT_BYTES / best)}."
+        meaning, advice = _within_wait(best, peer.round_trip_s)
         meaning += f" An H200 computes it in {_time(COMPUTED_S)}, slower engines later."
         meaning += " One stream does not fill this road." if best > FULLER * rates[1] else ""
         shown = ", ".join(f"{_rate(rate)} with {count} stream{'s' * (count > 1)}" for count, rate in rates.items())
-        state: State = "warn" if best < SLOW_ROAD_BYTES_S else "ok"
-        yield _verdict(name, state, shown, meaning, advice, best, "bytes/s")
+        if best < SLOW_ROAD_BYTES_S:
+            network = "a network of 10 Gbit/s or more; MTU 9000; net.ipv4.tcp_rmem and tcp_wmem up to 16 MiB"
+            advice = f"{network}; {advice}"
+        yield _verdict(name, "warn" if advice else "ok", shown, meaning, advice, best, "bytes/s")
     if peer.fault:
         meaning = f"The transfer did not end: {peer.fault}."
         yield _verdict("peer transfer", "bad", "stopped in the middle", meaning, "look for a firewall or a lossy link")
@@ -293,6 +306,27 @@ def _peer(peer: PeerMeasured) -> Iterator[Verdict]:
         meaning = "TCP between the machines; its rates are those above." if road.there else f"{road.reason}."
         shown = "there" if road.there else "not there"
         yield _verdict(f"road {road.name}", "ok" if road.there else "skipped", shown, meaning)
+
+
+def _within_wait(bytes_s: float, round_trip_s: float) -> tuple[str, str]:
+    """Return how much of a prompt is read from another machine while a Fetch waits, and which settings make that 1 GiB;
+    without the latter where it is as much."""
+    whole_s = PROMPT_BYTES / bytes_s
+    meaning = f"1 GiB of KV, 8,192 tokens of an 8B model, takes {_time(whole_s)}."
+    arriving_bytes = max(0.0, PEER_WAIT_S - round_trip_s) * bytes_s
+    if arriving_bytes >= PROMPT_BYTES:
+        return meaning, ""
+    tokens = int(arriving_bytes / PROMPT_BYTES * PROMPT_TOKENS)
+    meaning += f" A Fetch waits {PEER_WAIT_S:g} s (peers.wait_s), in which {_size(arriving_bytes)} or {tokens:,} such"
+    meaning += " tokens arrive; the rest of a longer prompt is computed."
+    needed_s = math.ceil(20 * SPARE * (whole_s + round_trip_s)) / 20
+    wait_s = min(needed_s, LONGEST_PEER_WAIT_S)
+    advice = f"peers.wait_s={wait_s:g} of kvbm"
+    if wait_s > PEER_ANSWER_S * PEER_SHARE:
+        advice += f" and kvbm.timeout_s={math.ceil(10 * wait_s / PEER_SHARE) / 10:g} of workers"
+    if wait_s < needed_s:
+        advice += f", the most: {_size(bytes_s * (wait_s / SPARE))} arrive then"
+    return meaning, advice
 
 
 def _trip(name: str, took_s: float, shown: str, meaning: str, advice: str) -> Verdict:

@@ -140,7 +140,7 @@ def overview(
             version=each.version,
             http=each.http,
             device=devices.get(each.instance, ""),
-            role=roles.get(each.instance, ""),
+            role=roles.get(each.instance, each.role if each.service == "worker" else ""),
             state=each.state,
             load=reports.get(each.instance),
         )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
@@ -128,8 +129,13 @@ def _said(service: ServiceName, program: subprocess.Popen[str], until_s: float, 
 
 
 def _translated(service: ServiceName, said: str, aside: str) -> str:
-    """Return the last line of a service's output, with its flags as `--set` names them."""
-    line = said.strip().rpartition("\n")[2].removeprefix(f"headrace-{service}: ")
+    """Return the last lines of a service's output, one a fault, with its flags as `--set` names them."""
+    lines, prefix = said.strip().splitlines(), f"headrace-{service}: "
+    faults = list(takewhile(lambda line: line.startswith(prefix), reversed(lines))) or lines[-1:]
+    return "\n".join(_translated_line(service, line.removeprefix(prefix), aside) for line in reversed(faults))
+
+
+def _translated_line(service: ServiceName, line: str, aside: str) -> str:
     line = re.sub(re.escape(aside) + r"/\S+\.toml: ", f"{service}: ", line)
     line = re.sub(r"^\w+Config: (?=[^\s:]+: )", f"{service}.", line)
     if line.startswith("--"):

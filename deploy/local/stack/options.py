@@ -33,6 +33,7 @@ from shared.vllm_args import read_file
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
 """Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
+JOIN = "to join a fleet that has the other role, give its --nats and --etcd"
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
@@ -49,6 +50,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     attached = flags.engine == "attached"
     prefill, decode = _roles(flags)
+    roles = prefill + decode > 0
     workers = prefill + decode or ((1 if attached else 2) if flags.workers is None else flags.workers)
     for flag, number in (("workers", workers), ("frontends", frontends), ("routers", routers)):
         if not 1 <= number <= 64:
@@ -69,9 +71,9 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         flags.kvbm_disk_bytes,
         engine=flags.engine,
         device=flags.device,
-        needed=prefill > 0,
+        needed=roles,
     )
-    if prefill and not wanted.pool_bytes:
+    if roles and not wanted.pool_bytes:
         raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
     of_gpus = _gpus(flags)
     access, overrides = _access(flags), _overrides(flags.set)
@@ -91,6 +93,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         routers=routers,
         workers=workers,
         prefill=prefill,
+        decode=decode,
         chat_template=_chat_template(flags),
         sampling=SAMPLING if flags.model == DEFAULT_MODEL else {},
         policy=flags.policy,
@@ -113,19 +116,23 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
 
 def _roles(flags: UpFlags) -> tuple[int, int]:
     """Return how many workers compute prompts and how many decode; (0, 0): each does all. Raise ConfigError."""
-    prefill, decode = flags.prefill, flags.decode
-    if prefill is None and decode is None:
+    if flags.prefill is None and flags.decode is None:
         return 0, 0
-    if prefill is None or decode is None:
-        if decode is None:
-            raise ConfigError("--prefill needs --decode: without a worker that decodes nothing is answered")
-        raise ConfigError("--decode needs --prefill; workers that also compute all prompts are --workers")
+    joins = bool(flags.nats and flags.etcd)
+    if not joins and (flags.prefill is None or flags.decode is None):
+        if flags.decode is None:
+            raise ConfigError(f"--prefill needs --decode: without a worker that decodes nothing is answered; {JOIN}")
+        raise ConfigError(f"--decode needs --prefill; workers that also compute all prompts are --workers; {JOIN}")
+    prefill, decode = flags.prefill or 0, flags.decode or 0
     if flags.workers is not None:
         raise ConfigError("--workers: --prefill and --decode say how many there are")
     if flags.engine not in ("native", "simulated"):
         raise ConfigError(f"--prefill and --decode: workers with engine {flags.engine} have no roles")
-    if not (prefill >= 1 and decode >= 1 and prefill + decode <= 64):
-        raise ConfigError("--prefill and --decode are at least 1, and 64 together at most")
+    least = 0 if joins else 1
+    if min(prefill, decode) < least or not 1 <= prefill + decode <= 64:
+        raise ConfigError(
+            f"--prefill and --decode are at least {'1' if least else '0, 1 together'}, and 64 together at most"
+        )
     return prefill, decode
 
 

@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -79,7 +80,9 @@ class UpOptions(Struct, frozen=True):
     routers: int = 1
     workers: int = 2
     prefill: int = 0
-    """Number of workers among them that only compute prompts; then all others only decode. 0: each does all."""
+    """Number of workers among them that only compute prompts."""
+    decode: int = 0
+    """Number of workers among them that only decode. They and those of `prefill` are all workers, or none."""
     policy: str = "kv"
     discovery: Literal["etcd", "file"] = "etcd"
     engine: str = "native"
@@ -130,6 +133,13 @@ class Stack(Struct, frozen=True):
     etcd: str
     """Address of etcd; empty if discovery uses files."""
     access: AccessFiles = AccessFiles()
+    other_role: str = ""
+    """The role that other machines of the fleet bring; empty if this one needs no other."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether a flag lets kvbms of other machines read the blocks of this one."""
+        return any(re.match("--peers[.-]listen=.", flag) for launch in self.launches for flag in launch.arguments)
 
     @property
     def page(self) -> str:
@@ -242,7 +252,8 @@ def plan(
             settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
         service(name, "worker", 1, settings, hands_over=bool(role))
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
-    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access)
+    other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, other_role)
 
 
 def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
@@ -265,9 +276,9 @@ def _names(service: str, count: int) -> list[str]:
 
 def _workers(options: UpOptions) -> list[tuple[str, str]]:
     """Return the name and the role of each worker; the role is empty where each does all."""
-    if not options.prefill:
+    if not options.prefill and not options.decode:
         return [(f"worker-{index}", "") for index in range(options.workers)]
-    roles = {"prefill": options.prefill, "decode": options.workers - options.prefill}
+    roles = {"prefill": options.prefill, "decode": options.decode}
     return [(f"{role}-{index}", role) for role, number in roles.items() for index in range(number)]
 
 

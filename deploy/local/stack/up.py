@@ -9,19 +9,18 @@ import fcntl
 import json
 import os
 import secrets
-import shlex
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
-from deploy.local import probe
-from deploy.local.colour import paint
 from deploy.local.stack import servers
-from deploy.local.stack.stack import Launch, Stack, UpOptions, plan, ports_needed
+from deploy.local.stack.announce import PROBE_EVERY_S, Announcer, health
+from deploy.local.stack.stack import Stack, UpOptions, plan, ports_needed
 from deploy.local.stack.supervise import (
     CONFIG_STATUS,
     AllEnded,
@@ -38,16 +37,13 @@ from deploy.local.stack.supervise import (
     Terminate,
     Tick,
 )
-from deploy.local.state import DEFAULT_HOME, StateDirectory
+from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
 
-PROBE_EVERY_S = 0.1
 LOG_LIMIT_BYTES = 64 << 20
 """Size at which a log's content moves to a second file."""
 LOG_CHECK_S = 60.0
-HAND_OVER_WAIT_S = 30.0
-"""Most seconds for which a stack that would serve is not called ready, since workers with a role cannot hand over."""
 DRAIN_REPORT_S = 3.0
 LINES_SHOWN = 10
 """Lines shown of the log of a program that cannot work."""
@@ -137,7 +133,9 @@ class Shell:
             loop.add_signal_handler(number, self.stop)
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = (self._announce(), self._bound_logs(), self._report_drains(), self._report_returns())
+                serving = partial(self._events.put_nowait, Serving())
+                announcer = Announcer(self._stack, self._state_dir, self._terminal, self._supervisor, serving)
+                loops = (announcer.run(), self._bound_logs(), self._report_drains(), self._report_returns())
                 background = [tasks.create_task(loop) for loop in loops]
                 status = await self._supervise(tasks)
                 for task in background:
@@ -232,88 +230,12 @@ class Shell:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    async def _announce(self) -> None:
-        """Show why services are not ready yet; print once that the frontends are ready, and hand-overs are possible."""
-        reasons: dict[str, str] = {}
-        waiting = {name: launch for name, launch in self._launches.items() if launch.observe}
-        frontends = {name for name in waiting if name.startswith("frontend")}
-        until_s: float | None = None
-        """When `ready` is said without hand-overs; None: a frontend is missing."""
-        served = not frontends
-        while waiting:
-            for launch in list(waiting.values()):
-                if await self._is_ready(launch, reasons, served=served):
-                    del waiting[launch.program.name]
-            if not served and frontends.isdisjoint(waiting) and not self._supervisor.stopping:
-                now_s = time.monotonic()
-                until_s = now_s + HAND_OVER_WAIT_S if until_s is None else until_s
-                missing = sorted(name for name, launch in waiting.items() if launch.hands_over)
-                served = not missing or now_s >= until_s
-                if served:
-                    self._say_serving(missing, reasons)
-            await asyncio.sleep(PROBE_EVERY_S)
-
-    async def _is_ready(self, launch: Launch, reasons: dict[str, str], *, served: bool) -> bool:
-        """Return whether a service is ready, or is not needed. Show what has changed: why it is not, by `reasons`, or
-        that it is ready now, after all was `served` without it."""
-        name = launch.program.name
-        if self._supervisor.state(name) == "ended":  # misconfigured, and not needed
-            return True
-        healthy, reason = await _health(launch, attached=launch.hands_over)
-        if healthy and reason:
-            self._terminal.notice(f"  {name}: {reason}")
-        if healthy and served and launch.hands_over:
-            self._terminal.notice(f"{name} is ready now")
-        if not healthy and reason and reasons.get(name) != reason and not launch.program.late:
-            reasons[name] = reason
-            self._say_reason(name, reason)
-        return healthy
-
-    def _say_serving(self, missing: list[str], reasons: dict[str, str]) -> None:
-        """Print that requests are served, though these services take no part in hand-overs."""
-        for name in missing:
-            self._terminal.notice(f"{name} takes no part in hand-overs yet: {reasons.get(name, 'it does not answer')}")
-        self._say_ready()
-        self._events.put_nowait(Serving())
-
-    def _say_reason(self, name: str, reason: str) -> None:
-        """Show why a service is not ready yet; a reason that ends in a percentage is drawn as progress."""
-        what, _, share = reason.removesuffix(" %").rpartition(": ")
-        if what and share.isdecimal():
-            self._terminal.progress(f"  {name}: {what}", int(share) / 100)
-        else:
-            self._terminal.notice(f"  {name}: {reason}")
-
-    def _say_ready(self) -> None:
-        self._terminal.clear()
-        url = self._stack.url
-        message = {"role": "user", "content": "What is the capital of France?"}
-        question = json.dumps({"model": self._stack.model, "messages": [message], "temperature": 0})
-        state = "" if self._state_dir.home == DEFAULT_HOME else f" --state {shlex.quote(str(self._state_dir.home))}"
-        access = self._stack.access
-        by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
-        certificate = shlex.quote(access.tls_cert)
-        trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
-        page = f"\npage:    {self._stack.page}" if self._stack.page else ""
-        print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
-        print(
-            f"""
-ask:     {trust}./headrace chat{state}{by_file} --temperature 0 "What is the capital of France?"
-   or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
-status:  ./headrace status{state}{page}
-logs:    {self._state_dir.logs}
-stop:    Ctrl-C
-""",
-            file=sys.stderr,
-            flush=True,
-        )
-
     async def _report_returns(self) -> None:
         """Show that services which ended by themselves are ready."""
         while True:
             await self._restarts.wait()
             for name in sorted(self._returning):
-                healthy, _ = await _health(self._launches[name])
+                healthy, _ = await health(self._launches[name])
                 if healthy:
                     self._terminal.notice(f"{name} has started again and is ready")
                 if healthy or self._supervisor.state(name) == "ended":
@@ -329,7 +251,7 @@ stop:    Ctrl-C
             await asyncio.sleep(DRAIN_REPORT_S)
             for name, launch in self._launches.items():
                 if launch.observe and self._supervisor.state(name) == "stopping":
-                    _, reason = await _health(launch)
+                    _, reason = await health(launch)
                     if reason not in ("", "draining", shown.get(name)):
                         shown[name] = reason
                         self._terminal.notice(f"  {name}: {reason}")
@@ -363,24 +285,6 @@ stop:    Ctrl-C
         fresh = self._state_dir.record.with_suffix(".new")
         fresh.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         fresh.rename(self._state_dir.record)
-
-
-async def _health(launch: Launch, *, attached: bool = False) -> tuple[bool, str]:
-    """Return (ready, the reason if it is not, or else the service's notes on its settings). With `attached` a worker is
-    ready only once it exchanges blocks with the kvbm."""
-    try:
-        status, body = await probe.get(f"{launch.observe}/health", timeout_s=2.0)
-    except OSError:
-        return False, ""  # not listening yet; if it exits, the supervisor reports that
-    ready = status == 200
-    try:
-        fields = json.loads(body)
-        if attached and ready and (missing := fields.get("no_hand_over")):
-            return False, "not attached to the kvbm: " + "; ".join(map(str, missing))
-        reasons = fields.get("notes" if ready else "reasons", [])
-    except (ValueError, AttributeError):
-        reasons = []
-    return ready, "; ".join(str(reason) for reason in reasons)
 
 
 def _kill_group(group: int) -> None:

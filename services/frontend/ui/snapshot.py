@@ -174,7 +174,8 @@ def _worker(entry: Instance, facts: Facts, card: ModelCard | None) -> WorkerView
     silent = load is None or load.age_s >= SILENT_S
     device, model, kvbm = ("", "", "") if card is None else (card.device, card.model, card.kvbm)
     state = "silent" if silent else _cut(entry.state) or ("ready" if card is not None else "starting")
-    role = "" if card is None or card.role == "aggregated" else card.role
+    role: str = entry.role if card is None else card.role
+    role = "" if role == "aggregated" else role
     process = _process(entry, facts)
     if load is None:
         return WorkerView(process, state, role, _cut(device), _cut(model), kvbm, None)

@@ -41,6 +41,6 @@ GPUS = GpusMeasured(
     True,
 )
 ROADS = (Road("sockets", True), Road("CUDA IPC", False, "two machines"), Road("NIXL", False, "not installed"))
-RATES = (Rate(True, 1, 2.2e9), Rate(True, 4, 5.5e9), Rate(False, 1, 2.2e9), Rate(False, 4, 2.4e9))
+RATES = (Rate(True, 1, 2.2e9), Rate(True, 4, 5.5e9), Rate(False, 1, 4.4e9), Rate(False, 4, 4.8e9))
 PEER = PeerMeasured("peer:8770", "0.1.0", 0.0002, CLOCK, RATES, ROADS)
 WELL = Measurements(BUS, DISCOVERY, MEMORY, DISK, GPUS, PEER, 1 << 30)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from deploy.local.check.measurements import ClockBounds, GpuMeasured, GpusMeasured, Measurements, Rate, Unmeasured
-from deploy.local.check.verdicts import Verdict, verdicts
+from deploy.local.check.verdicts import (
+    LONGEST_ANSWER_S,
+    LONGEST_PEER_WAIT_S,
+    PEER_ANSWER_S,
+    PEER_SHARE,
+    PEER_WAIT_S,
+    Verdict,
+    verdicts,
+)
+from services.kvbm.config import PeersConfig
+from services.kvbm.peers.cache import REPLY_SHARE
+from services.worker.config import KVConnectorConfig
 from tests.deploy.check.measured import GPUS, WELL
 
 
@@ -97,7 +109,7 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
         "peer",
         {"rates": (Rate(False, 1, 0.9e9), Rate(False, 4, 1e9))},
         "rate from the peer",
-        "ok",
+        "warn",
         "1 GB/s with 4 streams",
     ),
     ("peer", {"fault": "timed out"}, "peer transfer", "bad", "stopped in the middle"),
@@ -152,6 +164,42 @@ def test_a_part_that_was_not_measured_is_bad_only_if_it_was_wanted(part: str) ->
     for wanted, state in ((False, "skipped"), (True, "bad")):
         verdict = judged(replace(WELL, **{part: Unmeasured("No reason", wanted, "do this")}))[name]
         assert (verdict.state, verdict.meaning, verdict.advice) == (state, "No reason.", "do this")
+
+
+def rate_verdict(bytes_s: float, round_trip_s: float = 0.0) -> Verdict:
+    return judged(changed("peer", {"rates": (Rate(False, 1, bytes_s),), "round_trip_s": round_trip_s}))[
+        "rate from the peer"
+    ]
+
+
+def test_a_rate_says_which_prompt_arrives_while_a_fetch_waits_and_the_wait_for_one_of_a_gib() -> None:
+    gib = float(1 << 30)
+    verdict = rate_verdict(gib, 0.05)
+    assert "0.25 s (peers.wait_s), in which 204.8 MiB or 1,638 such tokens arrive" in verdict.meaning
+    assert verdict.advice == "peers.wait_s=1.2 of kvbm"
+    assert rate_verdict(gib / 2).advice.endswith("; peers.wait_s=2.2 of kvbm and kvbm.timeout_s=3 of workers")
+    most = "peers.wait_s=3 of kvbm and kvbm.timeout_s=4 of workers, the most: 279.3 MiB arrive then"
+    assert rate_verdict(gib / 10).advice.endswith(most)
+    enough = rate_verdict(4 * gib)
+    assert (enough.state, enough.advice) == ("ok", "")
+    assert "arrive" not in enough.meaning
+
+
+def test_the_waits_are_those_of_the_services() -> None:
+    assert PeersConfig().wait_s == PEER_WAIT_S
+    assert KVConnectorConfig().timeout_s == PEER_ANSWER_S
+    assert REPLY_SHARE == PEER_SHARE
+    msgspec.convert({"wait_s": LONGEST_PEER_WAIT_S}, PeersConfig)
+    msgspec.convert({"timeout_s": LONGEST_ANSWER_S}, KVConnectorConfig)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"timeout_s": LONGEST_ANSWER_S + 0.1}, KVConnectorConfig)
+
+
+def test_a_slow_disk_that_no_flag_named_needs_nothing() -> None:
+    slow = changed("disk", {"write_bytes_s": 1e8, "read_bytes_s": 1e8, "read_s": 0.05})
+    for name in ("disk write", "disk read", "disk wait"):
+        assert judged(slow)[name].advice.startswith("nothing, since no --kvbm-disk was given")
+        assert judged(replace(slow, disk_named=True))[name].advice.startswith("a local NVMe disk, or ")
 
 
 def test_values_have_a_unit_for_programs() -> None:

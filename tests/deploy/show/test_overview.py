@@ -28,7 +28,13 @@ READERS_OWN = 4026531111
 
 
 def instance(
-    service: ServiceName, name: str, started: float = NOW - 65, *, pid_namespace: int = 0
+    service: ServiceName,
+    name: str,
+    started: float = NOW - 65,
+    *,
+    pid_namespace: int = 0,
+    state: str = "",
+    role: Role = "aggregated",
 ) -> tuple[str, bytes]:
     value = Instance(
         "default",
@@ -41,6 +47,8 @@ def instance(
         "0.1.0",
         http="http://127.0.0.1:9100",
         pid_namespace=pid_namespace,
+        state=state,
+        role=role,
     )
     return subjects.instance_key("default", service, name), INSTANCE.encode(value, JSON_HEADER)
 
@@ -232,6 +240,12 @@ def test_a_model_for_which_no_worker_decodes_is_in_the_notes() -> None:
     view = look(*prefill, notes=("no NATS",))
     assert view.notes == ("no NATS", "worker w2 has the role prefill for m.x, but no worker decodes for it")
     assert render(view).splitlines()[-1] == f"note: {view.notes[-1]}"
+
+
+def test_a_drained_worker_has_no_card_and_its_role_all_the_same() -> None:
+    view = look(instance("worker", "w1", state="drained", role="prefill"), instance("kvbm", "k1"))
+    assert [(row.instance, row.role) for row in view.instances] == [("k1", ""), ("w1", "prefill")]
+    assert any(line.startswith("worker (prefill)  w1") for line in render(view).splitlines())
 
 
 def test_a_worker_with_a_role_that_found_no_kvbm_is_in_the_notes() -> None:

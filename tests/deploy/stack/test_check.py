@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from deploy.local.stack.check import BUILT_IN, check
-from deploy.local.stack.stack import BlockStoreOptions, UpOptions
+from deploy.local.stack.stack import BlockStoreOptions, ServiceName, Setting, UpOptions
 from deploy.local.state import StateDirectory
 from services.router.selection import policy
 from shared.errors import ConfigError
@@ -110,6 +110,18 @@ def test_a_setting_that_a_service_would_not_start_with_is_named_as_it_was_typed(
     assert refused(tmp_path, options).startswith(said)
 
 
+def test_each_fault_has_a_line_of_its_own(tmp_path: Path) -> None:
+    overrides: dict[ServiceName, list[Setting]] = {
+        "kvbm": [("--tickets.store_time_s", "-1"), ("--peers.backend", "carrier-pigeons")]
+    }
+    store = BlockStoreOptions(str(tmp_path), 1 << 20)
+    said = refused(tmp_path, msgspec.structs.replace(DEFAULT, overrides=overrides, store=store)).splitlines()
+    assert said == [
+        "kvbm.tickets.store_time_s: Expected `float` > 0.0",
+        "kvbm.peers.backend: 'carrier-pigeons' is not one of sockets, nixl",
+    ]
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
@@ -121,6 +133,7 @@ def test_workers_with_roles_are_asked_too(tmp_path: Path, setting: str, value: s
     options = msgspec.structs.replace(
         DEFAULT,
         prefill=1,
+        decode=1,
         overrides={"worker": [(f"--{setting}", value)]},
         store=BlockStoreOptions(str(tmp_path), 1 << 20),
     )

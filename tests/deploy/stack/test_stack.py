@@ -74,7 +74,7 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
 
 def test_workers_that_compute_prompts_and_workers_that_decode_have_the_names_of_their_roles(tmp_path: Path) -> None:
     store = BlockStoreOptions("/pool", 1 << 20)
-    stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, store=store))
+    stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, decode=2, store=store))
     roles = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
     assert names(stack)[-3:] == list(roles)
     for name, role in roles.items():
@@ -83,7 +83,7 @@ def test_workers_that_compute_prompts_and_workers_that_decode_have_the_names_of_
 
 def test_ready_waits_for_workers_with_roles_and_no_others() -> None:
     store = BlockStoreOptions("/pool", 1 << 20)
-    stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, store=store))
+    stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, decode=2, store=store))
     awaited = {launch.program.name for launch in stack.launches if launch.hands_over}
     assert awaited == {"prefill-0", "decode-0", "decode-1"}
     aggregated = planned(msgspec.structs.replace(OPTIONS, store=store))

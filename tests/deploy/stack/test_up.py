@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from deploy.local.stack import servers
@@ -23,28 +20,9 @@ from deploy.local.stack.up import Shell, exclusive
 from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
+from tests.deploy.stack.programs import LIMIT_S, STAYS, launch, until
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 180.0
-STAYS = "while :; do sleep 0.02; done"
-
-
-def launch(name: str, script: str, *, stage: int = 0, limit_s: float = 10.0, observe: str = "") -> Launch:
-    return Launch(Program(name, stage, limit_s), ("/bin/sh", "-c", script), observe)
-
-
-@pytest.fixture
-def state_dir(tmp_path: Path) -> StateDirectory:
-    state_dir = StateDirectory(tmp_path)
-    state_dir.run.mkdir(parents=True)
-    state_dir.logs.mkdir()
-    return state_dir
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 files and processes offer nothing to wait on
-            await asyncio.sleep(0.01)
 
 
 def written(file: Path) -> list[str]:
@@ -219,101 +197,6 @@ async def test_ready_is_said_once_the_frontend_is_healthy(
     shell.stop()
     await running
     assert said == f"ready {url}/v1\n"
-
-
-class RolesUp:
-    """A frontend that is ready, and a worker with a role that is not attached to the kvbm yet."""
-
-    WHY = "attach: not_ready: making the pool's memory: 10 %"
-
-    def __init__(self, state_dir: StateDirectory, capsys: pytest.CaptureFixture[str], *others: Launch) -> None:
-        self._capsys = capsys
-        self.printed, self.shown = "", ""
-        self._folders = {name: state_dir.home / name for name in ("frontend", "prefill-0")}
-        launches = list(others)
-        for name, port in zip(self._folders, servers.free_ports(2), strict=True):
-            self._folders[name].mkdir()
-            serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 --directory {self._folders[name]} {port}"
-            plain = launch(name, serve, observe=f"http://127.0.0.1:{port}")
-            launches.append(msgspec.structs.replace(plain, hands_over=name == "prefill-0"))
-        self._say("frontend", "{}")
-        self._say("prefill-0", json.dumps({"ready": True, "no_hand_over": [self.WHY]}))
-        self.shell = Shell(Stack(tuple(launches), {}, "http://here", "tiny", "", ""), state_dir, Terminal())
-
-    def attach(self) -> None:
-        self._say("prefill-0", "{}")
-
-    def _say(self, name: str, health: str) -> None:
-        fresh = self._folders[name] / "fresh"
-        fresh.write_text(health)
-        fresh.rename(self._folders[name] / "health")
-
-    async def until(self, met: Callable[[], bool]) -> None:
-        def seen() -> bool:
-            out, err = self._capsys.readouterr()
-            self.printed += out
-            self.shown += err
-            return met()
-
-        await until(seen)
-
-
-async def test_ready_waits_until_workers_with_roles_are_attached_to_the_kvbm(
-    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deploy.local.stack.up.HAND_OVER_WAIT_S", 10 * LIMIT_S)
-    up = RolesUp(state_dir, capsys)
-    running = asyncio.create_task(up.shell.run())
-    await up.until(lambda: f"  prefill-0: not attached to the kvbm: {up.WHY}\n" in up.shown)
-    assert not up.printed
-    up.attach()
-    await up.until(lambda: up.printed == "ready http://here/v1\n")
-    up.shell.stop()
-    assert await running == 0
-    assert "hand-overs" not in up.shown
-
-
-UNREADY_FOR_EVER = """
-import signal, sys
-from http.server import HTTPServer, SimpleHTTPRequestHandler
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-HTTPServer(("127.0.0.1", int(sys.argv[1])), SimpleHTTPRequestHandler).serve_forever()
-"""
-"""It has no /health, and logs each question."""
-
-
-async def test_a_stack_that_stops_while_it_waits_for_hand_overs_is_not_called_ready(
-    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deploy.local.stack.up.HAND_OVER_WAIT_S", 10 * LIMIT_S)
-    (port,) = servers.free_ports(1)
-    arguments = (sys.executable, "-c", UNREADY_FOR_EVER, str(port))
-    router = Launch(Program("router", 2, 1000.0), arguments, f"http://127.0.0.1:{port}")
-    up = RolesUp(state_dir, capsys, router)
-    running = asyncio.create_task(up.shell.run())
-    await up.until(lambda: f"  prefill-0: not attached to the kvbm: {up.WHY}\n" in up.shown)
-    up.shell.stop()
-    await up.until(lambda: "  router: draining\n" in up.shown)
-    log = state_dir.logs / "router.log"
-    asked = log.read_text().count("GET /health")
-    await up.until(lambda: log.read_text().count("GET /health") >= asked + 3)
-    up.shell.stop()
-    assert await running == 0
-    assert not up.printed
-
-
-async def test_a_worker_that_is_not_attached_in_time_is_named_before_ready_and_when_it_is_ready(
-    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deploy.local.stack.up.HAND_OVER_WAIT_S", 0.0)
-    up = RolesUp(state_dir, capsys)
-    running = asyncio.create_task(up.shell.run())
-    await up.until(lambda: up.printed == "ready http://here/v1\n")
-    await up.until(lambda: "prefill-0 takes no part in hand-overs yet: " in up.shown)
-    up.attach()
-    await up.until(lambda: "prefill-0 is ready now\n" in up.shown)
-    up.shell.stop()
-    assert await running == 0
 
 
 async def test_what_a_ready_service_notes_of_its_settings_is_shown_once(

@@ -37,8 +37,10 @@ from shared.messages import (
 KV = KvLayout("float32", 2, 2, 16, 16)
 
 
-def instance(service: ServiceName, name: str, started: float = 0.0, state: str = "") -> Instance:
-    return Instance("n", service, name, 1, "here", 1, started, "1.0", state=state)
+def instance(
+    service: ServiceName, name: str, started: float = 0.0, state: str = "", role: Role = "aggregated"
+) -> Instance:
+    return Instance("n", service, name, 1, "here", 1, started, "1.0", state=state, role=role)
 
 
 def card(worker: str, model: str = "m", lora: tuple[str, ...] = (), role: Role = "aggregated") -> ModelCard:
@@ -94,8 +96,10 @@ def test_a_worker_shows_its_role_unless_it_does_all_of_a_request() -> None:
     roles: dict[str, Role] = {"w1": "aggregated", "w2": "prefill", "w3": "decode"}
     loads = {"w2": SeenLoad(report("w2"), 0.0, None)}
     cards = {("m", name): card(name, role=role) for name, role in roles.items()}
-    seen = snapshot(facts(*(instance("worker", name) for name in (*roles, "w4")), cards=cards, loads=loads))
-    assert [each.role for each in seen.workers] == ["", "prefill", "decode", ""]
+    drained = instance("worker", "w5", state="drained", role="decode")
+    workers = (*(instance("worker", name) for name in (*roles, "w4")), drained)
+    seen = snapshot(facts(*workers, cards=cards, loads=loads))
+    assert [each.role for each in seen.workers] == ["", "prefill", "decode", "", "decode"]
 
 
 def test_what_an_operator_asked_for_is_the_state_and_a_worker_without_a_card_starts() -> None:

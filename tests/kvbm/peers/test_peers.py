@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from services.kvbm.config import PeersConfig
+from services.kvbm.config import KvbmConfig, PeersConfig
 from services.kvbm.peers.messages import PeerAddress
 from services.kvbm.peers.peers import parse_address
 from shared import subjects
+from shared.config import load
 from shared.discovery.contract import Registration
+from shared.errors import ConfigError
 from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance
 from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.kvbm.peer_rig import PEERS
@@ -70,3 +72,22 @@ async def test_a_kvbm_without_a_port_has_no_peers(tmp_path: Path) -> None:
                 await asyncio.sleep(0.002)
         assert store.service.peers is None
         assert entry.peers == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (dict.fromkeys(("tls_cert", "tls_key", "tls_ca"), "file"), "tls_cert, tls_key, tls_ca"),
+        ({"backend": "nixl"}, "backend"),
+        ({"advertise": "here"}, "advertise"),
+        ({"nixl_device": "eth0"}, "nixl_device"),
+    ],
+)
+def test_what_only_other_machines_need_is_refused_without_an_address_for_them(
+    given: dict[str, str], named: str
+) -> None:
+    flags = ["--pool-directory", "/dev/shm/pool", "--pool-size-bytes", "1"]
+    flags += [f"--peers-{name}={value}" for name, value in given.items()]
+    with pytest.raises(ConfigError, match=f"and {named} would have no effect: set peers.listen to HOST:PORT of this"):
+        load(KvbmConfig, flags=flags, environ={})
+    load(KvbmConfig, flags=[*flags, "--peers-listen=127.0.0.1:0"], environ={})

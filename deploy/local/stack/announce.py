@@ -1,0 +1,184 @@
+"""Says what the services of an `up` wait for, and prints `ready` once requests are served.
+
+An `up` that joins a fleet with workers of one role may have to wait for the other role, which another machine brings.
+It prints `joined` then, and `ready` when a request would be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+
+from deploy.local import probe
+from deploy.local.colour import paint
+from deploy.local.stack.stack import Launch, Stack
+from deploy.local.stack.supervise import Supervisor
+from deploy.local.state import DEFAULT_HOME, StateDirectory
+from deploy.local.terminal import Terminal
+
+PROBE_EVERY_S = 0.1
+HAND_OVER_WAIT_S = 30.0
+"""Most seconds for which a stack that would serve is not called ready, since workers with a role cannot hand over."""
+JOIN_WAIT_S = 5.0
+"""Seconds for which frontends may find workers of the other role, once all other services are ready."""
+
+
+class Announcer:
+    """Watches the services of one `up` until all are ready."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        state_dir: StateDirectory,
+        terminal: Terminal,
+        supervisor: Supervisor,
+        serving: Callable[[], None],
+    ) -> None:
+        """Call `serving` once, when requests are served."""
+        self._stack = stack
+        self._state_dir = state_dir
+        self._terminal = terminal
+        self._supervisor = supervisor
+        self._serving = serving
+        self._waiting = {launch.program.name: launch for launch in stack.launches if launch.observe}
+        """Services that are not ready yet."""
+        self._frontends = {name for name in self._waiting if name.startswith("frontend")}
+        self._served = not self._frontends
+        self._joined = not stack.other_role
+        """True once it is said that this machine waits for another one; also if it never does."""
+        self._reasons: dict[str, str] = {}
+        """Why a service is not ready, as it was shown last."""
+
+    async def run(self) -> None:
+        """Show why services are not ready yet; print once that the frontends are ready, and hand-overs are possible."""
+        if self._stack.other_role and not self._stack.lends:
+            self._terminal.notice(
+                "prompts are handed over between machines only where each has a kvbm.peers.listen: give it with"
+                " --set kvbm.peers.listen=HOST:PORT (docs/peers.md)"
+            )
+        served_s: float | None = None
+        """When `ready` is said without hand-overs; None: a frontend is missing."""
+        joined_s: float | None = None
+        """When `joined` is said; None: a service of this machine is missing."""
+        while self._waiting:
+            for launch in list(self._waiting.values()):
+                if await self._is_ready(launch):
+                    del self._waiting[launch.program.name]
+            now_s = time.monotonic()
+            if self._supervisor.stopping:
+                pass
+            elif not self._served and self._frontends.isdisjoint(self._waiting):
+                served_s = now_s + HAND_OVER_WAIT_S if served_s is None else served_s
+                missing = sorted(name for name, launch in self._waiting.items() if launch.hands_over)
+                self._served = not missing or now_s >= served_s
+                if self._served:
+                    self._say_serving(missing)
+            elif not self._joined and self._frontends.issuperset(self._waiting):
+                joined_s = now_s + JOIN_WAIT_S if joined_s is None else joined_s
+                self._joined = now_s >= joined_s
+                if self._joined:
+                    self._say_joined()
+            await asyncio.sleep(PROBE_EVERY_S)
+
+    async def _is_ready(self, launch: Launch) -> bool:
+        """Return whether a service is ready, or is not needed. Show what has changed: why it is not, or that it is
+        ready now, after all was served without it."""
+        name = launch.program.name
+        if self._supervisor.state(name) == "ended":  # misconfigured, and not needed
+            return True
+        healthy, reason = await health(launch, attached=launch.hands_over)
+        if healthy and reason:
+            self._terminal.notice(f"  {name}: {reason}")
+        if healthy and self._served and launch.hands_over:
+            self._terminal.notice(f"{name} is ready now")
+        if not healthy and reason and self._reasons.get(name) != reason and not launch.program.late:
+            self._reasons[name] = reason
+            self._say_reason(name, reason)
+        return healthy
+
+    def _say_serving(self, missing: list[str]) -> None:
+        """Print that requests are served, though these services take no part in hand-overs."""
+        for name in missing:
+            self._terminal.notice(
+                f"{name} takes no part in hand-overs yet: {self._reasons.get(name, 'it does not answer')}"
+            )
+        self._say_ready()
+        self._serving()
+
+    def _say_joined(self) -> None:
+        """Print that this machine has done its part, and what the fleet lacks."""
+        self._terminal.clear()
+        print(f"{paint('joined', 'yellow', sys.stdout)} {self._stack.nats}", flush=True)
+        state = _state_flag(self._state_dir)
+        reasons = sorted({self._reasons[name] for name in self._waiting if name in self._reasons})
+        why = "; ".join(reasons) or "the frontends do not answer"
+        print(
+            f"""
+The workers of this machine are in the fleet, but no request is served yet: {why}.
+On another machine, start `up` with --{self._stack.other_role} and the same NATS and etcd. This one then says `ready`.
+status:  ./headrace status{state}
+logs:    {self._state_dir.logs}
+stop:    Ctrl-C
+""",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _say_reason(self, name: str, reason: str) -> None:
+        """Show why a service is not ready yet; a reason that ends in a percentage is drawn as progress."""
+        what, _, share = reason.removesuffix(" %").rpartition(": ")
+        if what and share.isdecimal():
+            self._terminal.progress(f"  {name}: {what}", int(share) / 100)
+        else:
+            self._terminal.notice(f"  {name}: {reason}")
+
+    def _say_ready(self) -> None:
+        self._terminal.clear()
+        url = self._stack.url
+        message = {"role": "user", "content": "What is the capital of France?"}
+        question = json.dumps({"model": self._stack.model, "messages": [message], "temperature": 0})
+        state = _state_flag(self._state_dir)
+        access = self._stack.access
+        by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
+        certificate = shlex.quote(access.tls_cert)
+        trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
+        page = f"\npage:    {self._stack.page}" if self._stack.page else ""
+        print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
+        print(
+            f"""
+ask:     {trust}./headrace chat{state}{by_file} --temperature 0 "What is the capital of France?"
+   or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
+status:  ./headrace status{state}{page}
+logs:    {self._state_dir.logs}
+stop:    Ctrl-C
+""",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+async def health(launch: Launch, *, attached: bool = False) -> tuple[bool, str]:
+    """Return (ready, the reason if it is not, or else the service's notes on its settings). With `attached` a worker is
+    ready only once it exchanges blocks with the kvbm."""
+    try:
+        status, body = await probe.get(f"{launch.observe}/health", timeout_s=2.0)
+    except OSError:
+        return False, ""  # not listening yet; if it exits, the supervisor reports that
+    ready = status == 200
+    try:
+        fields = json.loads(body)
+        if attached and ready and (missing := fields.get("no_hand_over")):
+            return False, "not attached to the kvbm: " + "; ".join(map(str, missing))
+        reasons = fields.get("notes" if ready else "reasons", [])
+    except (ValueError, AttributeError):
+        reasons = []
+    return ready, "; ".join(str(reason) for reason in reasons)
+
+
+def _state_flag(state_dir: StateDirectory) -> str:
+    """Return the flag that names the state directory; empty for the usual one."""
+    return "" if state_dir.home == DEFAULT_HOME else f" --state {shlex.quote(str(state_dir.home))}"
