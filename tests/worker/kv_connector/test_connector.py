@@ -21,7 +21,7 @@ from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from services.worker.transfer.peer.lending import LendingLimits
 from shared import kvbm_messages as wire
-from shared.hashing import pack_tokens
+from shared.hashing import content_keys, pack_tokens, root_key
 from shared.messages import BlockRemoved
 from shared.pool.lock import OWNERS
 from tests.worker.hand_loans import LIMITS
@@ -732,6 +732,25 @@ def test_blocks_whose_commit_came_too_late_are_asked_for_again(world: World) -> 
     world.settle()
     assert first.link.kvbm
     assert world.drawer.tickets.statistics().tiers.host.ready == len(PROMPT) // 2
+
+
+def test_a_prompt_whose_blocks_are_asked_for_again_is_not_handed_over_before_they_are_copied(world: World) -> None:
+    first, _ = world.engines
+    cache, keys = first.scheduler.kv_cache, content_keys(root_key("model"), pack_tokens(PROMPT), 2)
+    first.submit("r", PROMPT, 1)
+    for _ in range(MOST_TRIES - 1):
+        late_save(world, first)
+        assert not cache.are_handed_over(keys)
+    world.settle()
+    assert cache.are_handed_over(keys)
+
+
+def test_a_prompt_whose_blocks_are_given_up_is_handed_over(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    for _ in range(MOST_TRIES):
+        late_save(world, first)
+    assert first.scheduler.kv_cache.are_handed_over(content_keys(root_key("model"), pack_tokens(PROMPT), 2))
 
 
 def test_while_a_commit_is_not_answered_an_engine_need_not_step(world: World) -> None:

@@ -330,6 +330,9 @@ class VllmBlocks:
     def declined(self, keys: Sequence[ContentKey]) -> None:
         """Nothing waits for what the kvbm does not take."""
 
+    def asked_again(self, keys: Sequence[ContentKey]) -> None:
+        """Nothing waits until a block is stored."""
+
     def unpin(self, slots: Sequence[int]) -> None:
         self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])
 
