@@ -980,6 +980,55 @@ def test_after_a_link_is_lost_an_engine_steps_on_until_the_first_try_to_attach_i
     assert not first.connector.unsettled
 
 
+def lose_link(world: World, engine: Engine) -> None:
+    """A Store is not answered."""
+    until(world, engine, "store")
+    engine.carry("question")
+    while any(engine.replies.values()):
+        engine.deliver(0)
+    engine.step()
+    assert engine.link.kvbm == ""
+
+
+def test_after_two_links_that_stored_nothing_an_engine_need_not_step(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    lose_link(world, first)
+    assert first.connector.unsettled
+    lose_link(world, first)
+    assert not first.connector.unsettled
+
+
+def test_after_a_link_is_lost_and_its_kvbm_has_gone_an_engine_need_not_step(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    lose_link(world, first)
+    assert first.connector.unsettled
+    first.handle(KvbmDown("gone"))
+    assert not first.connector.unsettled
+    first.handle(KvbmUp(world.drawer.name))
+
+
+def test_who_only_keeps_the_link_asks_for_no_blocks(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    assert until(world, first, "store")
+    first.carry("question")
+    while any(first.replies.values()):
+        first.deliver(0)
+    for _ in range(8):  # its blocks wait to be offered to the next link
+        world.now_s += BACK_OFF_MOST_S
+        for message in first.connector.step(world.now_s, exchanges=False):
+            assert not isinstance(message, KvbmAsk) or message.operation == "attach"
+            first.tell([message])
+        while first.asks:
+            first.carry("")
+        while any(first.replies.values()):
+            first.deliver(0)
+    assert first.connector.attached
+
+
 def test_without_a_kvbm_nothing_is_asked_and_nothing_is_waited_for(tmp_path: Path) -> None:
     world = World(tmp_path / "pool", Random(0))
     engine = world.start_engine()
