@@ -106,6 +106,17 @@ def test_a_block_that_was_cached_again_is_not_the_one_that_was_offered() -> None
     assert blocks.pin([content.key]) == [None]
 
 
+def test_a_block_that_came_too_late_can_be_pinned_once_more() -> None:
+    blocks, _ = offering(Pool(40))
+    blocks.forget("r0")
+    keys = [content.key for content in blocks.offers(100)]
+    slots = blocks.pin(keys)
+    assert None not in slots
+    blocks.unpin([slot for slot in slots if slot is not None])
+    blocks.asked_again(keys)
+    assert blocks.pin(keys) == slots
+
+
 def offered_again(blocks: VllmBlocks) -> list[ContentKey]:
     """End the link, and begin one. Return what is offered to it."""
     blocks.set_connected(False)
