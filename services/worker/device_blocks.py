@@ -1,6 +1,6 @@
 """DeviceBlocks: the engine's blocks as the connector sees them: which are copied, where to, and when. Pure.
 
-    to the kvbm      offers ──▶ pin ──▶ the copy ──▶ unpin
+    to the kvbm      offers ──▶ pin ──▶ the copy ──▶ unpin           asked_again ──▶ pin …
     from the kvbm    fetch_changes ──▶ begin_load ──▶ the copies ──▶ end_loads ──▶ end_fetch
 
 `services.worker.scheduler.kv_cache_manager` is the native engine's; `services.worker.vllm.connector.blocks` is vLLM's.
@@ -50,6 +50,10 @@ class DeviceBlocks(Protocol):
 
     def declined(self, keys: Sequence[ContentKey]) -> None:
         """The kvbm has these offered blocks already, or does not take them."""
+        ...
+
+    def asked_again(self, keys: Sequence[ContentKey]) -> None:
+        """The kvbm is asked once more for these blocks, which came too late. `pin` or `declined` follows for each."""
         ...
 
     def pin(self, keys: Sequence[ContentKey]) -> list[int | None]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from openai import AsyncStream
 from openai.types.chat import ChatCompletionChunk
 
+from services.frontend.server.nats_api import FLAPPING_S, RECONNECTION_S, _Outages
 from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.config import NatsConfig
@@ -208,6 +209,15 @@ async def test_a_nats_server_that_comes_and_goes_leaves_no_request_without_an_en
                 assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "said"
             await flapping.drain()
         await proxy.sever()
+
+
+def test_requests_wait_for_an_outage_again_once_none_was_missed_for_a_while() -> None:
+    outages, now_s = _Outages(), 0.0
+    while outages.allow_wait(connections := int(now_s), now_s):
+        now_s += 0.5
+    assert now_s == FLAPPING_S, "each outage lasts for a second"
+    assert not outages.allow_wait(connections + 1, now_s + 1.0), "it has waited enough for these"
+    assert outages.allow_wait(connections + 2, now_s + 1.0 + RECONNECTION_S)
 
 
 async def begun(w: World, count: int) -> list[Generate]:

@@ -533,6 +533,7 @@ class World:
         for engine in self.engines:
             load = engine.scheduler.load()
             assert (load.held_blocks, load.waiting, load.running) == (0, 0, 0)
+            assert not engine.scheduler.kv_cache.offloading._owed, "blocks that are on their way to nowhere"
             assert engine.lender.lending.blocks == engine.told_lent[-1] == 0
         statistics = self.drawer.tickets.statistics()
         assert (statistics.stores, statistics.expired, statistics.awaited) == (0, 0, 0)

@@ -250,6 +250,7 @@ class Stores:
         """Ask for blocks again that came too late, unless they did so too often."""
         if blocks and tries < MOST_TRIES:
             self._late.append(_Late(blocks, tries))
+            self._blocks.asked_again([block.key for block in blocks])
 
     def _abort(self, ticket: int) -> AskKvbm:
         number = next(self._numbers)

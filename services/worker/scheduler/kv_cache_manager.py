@@ -260,6 +260,10 @@ class KVCacheManager:
         self.offloading.declined(keys)
         self.changes += 1
 
+    def asked_again(self, keys: Seq[ContentKey]) -> None:
+        """The kvbm is asked once more for these blocks, which came too late. `pin` or `declined` follows for each."""
+        self.offloading.asked_again(keys)
+
     def unpin(self, slots: Seq[int]) -> None:
         """The copies that read these slots have ended. Called exactly once for each pin, parents before children."""
         self.offloading.unpin(slots)

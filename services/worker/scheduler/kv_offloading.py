@@ -90,6 +90,11 @@ class Offloading:
         for key in keys:
             self._settle(key)
 
+    def asked_again(self, keys: Sequence[ContentKey]) -> None:
+        """The kvbm is asked once more for these blocks, whose copies have ended."""
+        if self.queues:
+            self._owed.update(keys)
+
     def _settle(self, key: ContentKey) -> None:
         """The block is once less on its way."""
         if key in self._owed:

@@ -21,7 +21,7 @@ from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from services.worker.transfer.peer.lending import LendingLimits
 from shared import kvbm_messages as wire
-from shared.hashing import pack_tokens
+from shared.hashing import content_keys, pack_tokens, root_key
 from shared.messages import BlockRemoved
 from shared.pool.lock import OWNERS
 from tests.worker.hand_loans import LIMITS
@@ -734,6 +734,25 @@ def test_blocks_whose_commit_came_too_late_are_asked_for_again(world: World) -> 
     assert world.drawer.tickets.statistics().tiers.host.ready == len(PROMPT) // 2
 
 
+def test_a_prompt_whose_blocks_are_asked_for_again_is_not_handed_over_before_they_are_copied(world: World) -> None:
+    first, _ = world.engines
+    cache, keys = first.scheduler.kv_cache, content_keys(root_key("model"), pack_tokens(PROMPT), 2)
+    first.submit("r", PROMPT, 1)
+    for _ in range(MOST_TRIES - 1):
+        late_save(world, first)
+        assert not cache.are_handed_over(keys)
+    world.settle()
+    assert cache.are_handed_over(keys)
+
+
+def test_a_prompt_whose_blocks_are_given_up_is_handed_over(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    for _ in range(MOST_TRIES):
+        late_save(world, first)
+    assert first.scheduler.kv_cache.are_handed_over(content_keys(root_key("model"), pack_tokens(PROMPT), 2))
+
+
 def test_while_a_commit_is_not_answered_an_engine_need_not_step(world: World) -> None:
     first, _ = world.engines
     first.submit("r", PROMPT, 1)
@@ -959,6 +978,55 @@ def test_after_a_link_is_lost_an_engine_steps_on_until_the_first_try_to_attach_i
         first.step()
         assert first.link.reason.startswith(ask.operation)
     assert not first.connector.unsettled
+
+
+def lose_link(world: World, engine: Engine) -> None:
+    """A Store is not answered."""
+    until(world, engine, "store")
+    engine.carry("question")
+    while any(engine.replies.values()):
+        engine.deliver(0)
+    engine.step()
+    assert engine.link.kvbm == ""
+
+
+def test_after_two_links_that_stored_nothing_an_engine_need_not_step(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    lose_link(world, first)
+    assert first.connector.unsettled
+    lose_link(world, first)
+    assert not first.connector.unsettled
+
+
+def test_after_a_link_is_lost_and_its_kvbm_has_gone_an_engine_need_not_step(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    lose_link(world, first)
+    assert first.connector.unsettled
+    first.handle(KvbmDown("gone"))
+    assert not first.connector.unsettled
+    first.handle(KvbmUp(world.drawer.name))
+
+
+def test_who_only_keeps_the_link_asks_for_no_blocks(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    assert until(world, first, "store")
+    first.carry("question")
+    while any(first.replies.values()):
+        first.deliver(0)
+    for _ in range(8):  # its blocks wait to be offered to the next link
+        world.now_s += BACK_OFF_MOST_S
+        for message in first.connector.step(world.now_s, exchanges=False):
+            assert not isinstance(message, KvbmAsk) or message.operation == "attach"
+            first.tell([message])
+        while first.asks:
+            first.carry("")
+        while any(first.replies.values()):
+            first.deliver(0)
+    assert first.connector.attached
 
 
 def test_without_a_kvbm_nothing_is_asked_and_nothing_is_waited_for(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class VllmBlocks:
         self._discards: list[ContentKey] = []
         self._offers: deque[Content] = deque(maxlen=MOST_OFFERS)
         self._sources: OrderedDict[ContentKey, tuple[PoolBlock, object]] = OrderedDict()
-        """Offered key → the block and its hash in vLLM's cache."""
+        """Offered key → the block and its hash in vLLM's cache; the newest offer last."""
         self._known: OrderedDict[ContentKey, None] = OrderedDict()
         """Keys that were offered to the kvbm or came from it."""
         self._offered: OrderedDict[int, tuple[object, Content]] = OrderedDict()
@@ -251,6 +251,7 @@ class VllmBlocks:
     def _offer(self, block: PoolBlock, content: Content) -> None:
         """The content waits to be offered. Its block is computed, and in vLLM's cache."""
         self._sources[content.key] = block, block.block_hash
+        self._sources.move_to_end(content.key)
         if len(self._sources) > 2 * MOST_OFFERS:
             self._sources.popitem(last=False)
         if len(self._offers) == MOST_OFFERS:
@@ -328,6 +329,9 @@ class VllmBlocks:
 
     def declined(self, keys: Sequence[ContentKey]) -> None:
         """Nothing waits for what the kvbm does not take."""
+
+    def asked_again(self, keys: Sequence[ContentKey]) -> None:
+        """Nothing waits until a block is stored."""
 
     def unpin(self, slots: Sequence[int]) -> None:
         self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])

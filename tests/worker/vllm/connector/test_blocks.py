@@ -106,6 +106,17 @@ def test_a_block_that_was_cached_again_is_not_the_one_that_was_offered() -> None
     assert blocks.pin([content.key]) == [None]
 
 
+def test_a_block_that_came_too_late_can_be_pinned_once_more() -> None:
+    blocks, _ = offering(Pool(40))
+    blocks.forget("r0")
+    keys = [content.key for content in blocks.offers(100)]
+    slots = blocks.pin(keys)
+    assert None not in slots
+    blocks.unpin([slot for slot in slots if slot is not None])
+    blocks.asked_again(keys)
+    assert blocks.pin(keys) == slots
+
+
 def offered_again(blocks: VllmBlocks) -> list[ContentKey]:
     """End the link, and begin one. Return what is offered to it."""
     blocks.set_connected(False)
@@ -229,6 +240,32 @@ def test_offers_that_were_taken_and_not_pinned_are_bounded_too(monkeypatch: pyte
         blocks.validate()
     pinned = blocks.pin(chain.keys(12))
     assert pinned == [None] * 6 + [block.block_id for block in held[6:]]
+
+
+def test_a_block_that_was_stored_and_is_offered_again_is_there_when_it_is_to_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "MOST_OFFERS", 2)
+    pool = Pool(40)
+    blocks = VllmBlocks(cast(VllmPool, pool), BLOCK, lambda: 0.0, wait_s=1.0)
+    blocks.set_connected(True)
+    chain = TokenChain(TOKENS, BLOCK, "m")
+    held = pool.allocate(6)
+    for index, block in enumerate(held):
+        pool.cache(block, ("name", index))
+    blocks.track("r", chain)
+    for tokens in (0, 2, 4, 6, 8):
+        blocks.offer_computed("r", tokens, lambda: held)
+        slots = blocks.pin([content.key for content in blocks.offers(100)])
+        blocks.unpin([slot for slot in slots if slot is not None])
+    blocks.discard(chain.keys(1))  # the kvbm has lost it
+    blocks.track("again", chain)
+    blocks.offer_computed("again", 0, lambda: held)
+    blocks.offer_computed("again", 2, lambda: held)
+    blocks.offer_computed("r", 10, lambda: held)
+    keys = [content.key for content in blocks.offers(100)]
+    assert keys == [*chain.keys(1), *chain.keys(5)[4:]]
+    assert blocks.pin(keys) == [held[0].block_id, held[4].block_id]
 
 
 def test_over_the_bound_of_known_keys_the_oldest_is_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,19 @@ async def test_a_reset_gives_the_blocks_another_name(tmp_path: Path) -> None:
         assert (await answer(other, "r2")).loaded_blocks == 0
 
 
+async def test_blocks_that_were_offered_under_another_name_are_not_offered_to_the_next_link(tmp_path: Path) -> None:
+    pool = msgspec.structs.replace(settings(tmp_path).pool, arenas=2)
+    async with serving(tmp_path, pool=pool) as store, engine(tmp_path, "a") as one:
+        await attached(one)
+        await answer(one, "r1")
+        one.half.rename(msgspec.structs.replace(one.half.identity, weights="w, changed"))
+        await steps(one, lambda: not one.half.link.kvbm)
+        await attached(one)
+        await steps(one, lambda: not one.has_work)
+        before, after = store.service.layouts.open.values()
+        assert (before.tiers.statistics().host.ready, after.tiers.statistics().host.ready) == (5, 0)
+
+
 @pytest.mark.parametrize("seed", range(24))
 async def test_whatever_happens_bytes_are_right_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
