@@ -48,7 +48,7 @@ class _AskedStore(Struct):
     """Which try it is, from 1 on."""
 
 
-class _Late(Struct):
+class _Retry(Struct):
     """Blocks that came too late."""
 
     blocks: list[Content]
@@ -106,7 +106,7 @@ class Stores:
         """Batch of the mover → the save that it copies."""
         self._ending: dict[int, _Ending] = {}
         """Number of a Commit or Abort → what it commits."""
-        self._late: deque[_Late] = deque()
+        self._retries: deque[_Retry] = deque()
         """What is asked for again. It was under way: no more than may be."""
         self._under_way = 0
         """Blocks asked for or held."""
@@ -128,7 +128,7 @@ class Stores:
         self._under_way -= sum(len(asked.blocks) for asked in self._asked.values())
         self._asked.clear()
         self._ending.clear()
-        self._late.clear()
+        self._retries.clear()
         return [CancelBatch(batch) for batch in self._saves]
 
     @property
@@ -139,7 +139,7 @@ class Stores:
     @property
     def collecting(self) -> bool:
         """Whether blocks wait to be asked for."""
-        return bool(self._collected or self._late)
+        return bool(self._collected or self._retries)
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -163,9 +163,9 @@ class Stores:
         """Collect offered blocks, and ask for slots where there are enough blocks; before them for those that came too
         late. Called after each step: it takes some 0.5 µs while nothing is offered."""
         actions: list[Action] = []
-        while self._late and not self._collected and self._has_room and not self._full:
-            late = self._late.popleft()
-            actions.append(self._send(now_s, late.blocks, late.tries + 1))
+        while self._retries and not self._collected and self._has_room and not self._full:
+            retry = self._retries.popleft()
+            actions.append(self._send(now_s, retry.blocks, retry.tries + 1))
         if self._full or (not self._collected and not self._has_room):
             return actions
         most = self._batch_blocks
@@ -249,7 +249,7 @@ class Stores:
     def _ask_again(self, blocks: list[Content], tries: int) -> None:
         """Ask for blocks again that came too late, unless they did so too often."""
         if blocks and tries < MOST_TRIES:
-            self._late.append(_Late(blocks, tries))
+            self._retries.append(_Retry(blocks, tries))
             self._blocks.asked_again([block.key for block in blocks])
 
     def _abort(self, ticket: int) -> AskKvbm:
@@ -275,9 +275,9 @@ class Stores:
         assert self._under_way == len(held) + asked
         assert self._under_way <= self._most_blocks
         assert len(self._collected) <= BATCH_BLOCKS
-        assert sum(len(late.blocks) for late in self._late) <= (MOST_STORES + 1) * BATCH_BLOCKS
+        assert sum(len(retry.blocks) for retry in self._retries) <= (MOST_STORES + 1) * BATCH_BLOCKS
         assert len(self._asked) + len(self._saves) + len(self._ending) <= MOST_STORES
         if not self._batch_blocks:
-            assert not [*self._collected, *self._asked, *self._ending, *self._late], "closed, and a request is open"
+            assert not [*self._collected, *self._asked, *self._ending, *self._retries], "closed, and a request is open"
         pool = [slot for save in self._saves.values() for slot in save.pool_slots]
         assert len(pool) == len(set(pool)), "two copies write to one slot"
