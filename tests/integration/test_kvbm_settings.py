@@ -92,7 +92,7 @@ async def test_a_worker_whose_pool_is_none_serves_and_says_why_it_exchanges_noth
     folder: Path, nats_url: str
 ) -> None:
     pools = {
-        "missing": "missing: No such file or directory",
+        "missing": "missing: start a kvbm with that pool.directory, or correct kvbm.pool",
         "file": "file is not a directory",
         "foreign": "must belong to this user, and no other user may write to it",
         "everybodys": "must belong to this user, and no other user may write to it",
