@@ -153,7 +153,7 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def _useless(self) -> list[str]:
-        """Return the settings that somebody has set for other machines' sake, and that need `listen`."""
+        """Return the settings that were set for other machines' sake and need `listen`."""
         named = ("advertise", "nixl_device", "tls_cert", "tls_key", "tls_ca")
         return ["backend"] * (self.backend != "sockets") + [name for name in named if getattr(self, name)]
 

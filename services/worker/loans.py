@@ -90,7 +90,7 @@ class Lender(Protocol):
 
     @property
     def failing(self) -> bool:
-        """Whether it could not begin to lend the last time; it tries again."""
+        """The last try to begin to lend failed; it tries again."""
         ...
 
     @property

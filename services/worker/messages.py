@@ -248,7 +248,7 @@ class Exchanged(Struct, frozen=True):
     lending_failures: int = 0
     """How often the engine could not begin to lend its blocks to other engines of the machine."""
     lending_fails: bool = False
-    """Whether it could not the last time, so that it lends nothing now, and tries again."""
+    """The last try failed, so it lends nothing now, and tries again."""
 
 
 class Begun(Struct, frozen=True, array_like=True):
