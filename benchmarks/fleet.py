@@ -1,9 +1,9 @@
 """A fleet in virtual time: our router's and engine's own parts, with a model of how long a step takes. One thread.
 
     arrival ─▶ ModelRouter.select ─▶ EngineCore.handle ─▶ begin ── step_s(works) later ──▶ finish ─┬▶ first token, end
-                   ▲      ▲      ▲                                                              │    sent to the router
-                   │      │      └── KV events, encoded and decoded as on the wire ◀────────────┤
-                   │      └───────── load reports, every 250 ms ◀───────────────────────────────┘
+                   ▲      ▲      ▲                                                                │  sent to the router
+                   │      │      └── KV events, encoded and decoded as on the wire ◀──────────────┤
+                   │      └───────── load reports, every 250 ms ◀─────────────────────────────────┘
                    └── its tick, every 100 ms
 
 With a block store (`fleet_store.py`) the engines exchange blocks with it, and the router learns which blocks it holds.

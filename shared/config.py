@@ -200,6 +200,8 @@ def _check_keys(schema: type[Struct], settings: Mapping[str, Any], where: str, a
 
 NAMES_SHOWN = 8
 """The maximum number of names in an error; with more, it refers to `--help`."""
+MOST_SHOWN = 64
+"""The maximum number of characters of a wrong word in an error."""
 
 
 def _instead(name: str, known: Iterable[str]) -> str:
@@ -230,10 +232,6 @@ def _faults(schema: type[Struct], settings: Mapping[str, Any], said: str) -> lis
             else:
                 others.append(f"{setting}: {wrong[0][:MOST_SHOWN]!r} is not one of {allowed}")
     return [said, *others]
-
-
-MOST_SHOWN = 64
-"""The maximum number of characters of a wrong word in an error."""
 
 
 def literal_values(kind: Any) -> tuple[str, ...]:

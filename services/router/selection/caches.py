@@ -20,6 +20,7 @@ from services.router.config import IndexConfig
 from services.router.index.chains import Chains, SlotCleanup
 from services.router.index.index import CandidateId, Index
 from services.router.index.shared_stores import StoreId, kvbm_of, store_id_of
+from services.router.selection.eligibility import ranks_of
 from services.router.selection.peer_links import PeerLinks, RemoteSearch
 from shared.kvbm_messages import KvbmReport
 from shared.messages import ModelCard
@@ -42,7 +43,7 @@ class FleetCaches:
 
     def add_instance(self, card: ModelCard) -> None:
         """Add the caches of a new instance."""
-        for rank in _ranks(card):
+        for rank in ranks_of(card):
             self.chains[card.instance, rank] = self._new_chains((card.instance, rank), card)
         self.link_store(card.instance, None, store_id_of(card))
 
@@ -56,14 +57,14 @@ class FleetCaches:
                 del self.instances_of_store[before]
         if after is not None:
             self.instances_of_store.setdefault(after, set()).add(instance)
-        for rank in _ranks(self._cards[instance]):
+        for rank in ranks_of(self._cards[instance]):
             self._index.set_lender((instance, rank), None if after is None else (after, 0))
             self.chains[instance, rank].link_store(None if after is None else self.stores.get(after))
 
     def remove_instance(self, card: ModelCard) -> list[SlotCleanup]:
         """Remove the caches of an instance, and return the cleanup left to do."""
         self.link_store(card.instance, store_id_of(card), None)
-        return [self.chains.pop((card.instance, rank)).close() for rank in _ranks(card)]
+        return [self.chains.pop((card.instance, rank)).close() for rank in ranks_of(card)]
 
     def add_store(self, name: StoreId) -> Chains:
         """Start to follow a store that at least one instance is attached to; its events are to be applied to the
@@ -108,19 +109,15 @@ class FleetCaches:
 
     def _chains_linked_to(self, name: StoreId) -> Iterator[Chains]:
         for instance in self.instances_of_store.get(name, ()):
-            for rank in _ranks(self._cards[instance]):
+            for rank in ranks_of(self._cards[instance]):
                 yield self.chains[instance, rank]
 
     def validate(self) -> None:
         """Assert every invariant."""
-        assert self.chains.keys() == {(card.instance, rank) for card in self._cards.values() for rank in _ranks(card)}
+        assert self.chains.keys() == {(card.instance, rank) for card in self._cards.values() for rank in ranks_of(card)}
         for chains in (*self.chains.values(), *self.stores.values()):
             chains.validate()
         named = {(store, card.instance) for card in self._cards.values() if (store := store_id_of(card)) is not None}
         assert named == {(store, instance) for store, those in self.instances_of_store.items() for instance in those}
         assert all(self.instances_of_store.values())
         self.links.validate()
-
-
-def _ranks(card: ModelCard) -> range:
-    return range(max(card.ranks, 1))

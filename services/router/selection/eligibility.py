@@ -141,7 +141,7 @@ class Eligibility:
             )
             for card in self.cards.values()
             if (card.role == "prefill" if role else card.decodes) and (not lora or lora in card.lora)
-            for rank in range(max(card.ranks, 1))
+            for rank in ranks_of(card)
         ]
 
     def _not_ramped_up(self, now_s: float) -> set[str]:
@@ -167,6 +167,11 @@ def _prompt_limit_tokens(card: ModelCard) -> int:
     """Return the length of the longest prompt that the worker accepts: a longer one exceeds its blocks or its
     context."""
     return min(card.capacity_blocks * card.block_size, card.context_length - 1)
+
+
+def ranks_of(card: ModelCard) -> range:
+    """Return the ranks of the worker: each is a candidate."""
+    return range(max(card.ranks, 1))
 
 
 def same_worker(before: ModelCard, after: ModelCard) -> bool:

@@ -31,7 +31,7 @@ from services.router.selection.candidates import (
     RoutingRequest,
 )
 from services.router.selection.decision_log import DecisionLog, Prediction
-from services.router.selection.eligibility import Eligibility, NoCandidate, same_worker
+from services.router.selection.eligibility import Eligibility, NoCandidate, ranks_of, same_worker
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
 from services.router.selection.policies.kv import split_costs
@@ -355,7 +355,7 @@ class ModelRouter:
         """Apply a worker's load report; ignore it if the worker does not serve this model."""
         card = self.cards.get(report.instance)
         if card is not None:
-            self.load.apply_report(report, now_s, ranks=max(card.ranks, 1))
+            self.load.apply_report(report, now_s, ranks=len(ranks_of(card)))
 
     def tick(self, now_s: float, *, listening: bool = True) -> None:
         """Update what depends on time; to be called some ten times a second. `listening` is False if messages may have

@@ -217,10 +217,7 @@ class Stores:
         batch = next(self._batches)
         self._saves[batch] = save
         self._under_way += len(save.blocks)
-        copies = [
-            Copy(pool, device, checksum=0 if self._checksums else None)
-            for pool, device in zip(save.pool_slots, save.device_slots, strict=True)
-        ]
+        copies = [Copy(pool, device, checksum=0 if self._checksums else None) for _, pool, device in pinned_blocks]
         return [SaveBatch(batch, copies, asked.sent_s + COPY_SHARE * reply.time_left_s)]
 
     def owns(self, batch: int) -> bool:
