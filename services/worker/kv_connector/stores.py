@@ -8,7 +8,8 @@
 
 A block's device slot is held by its copy alone, from Granted to Copied; a block that was evicted before is not stored.
 Blocks whose copies or whose Commit came too late are asked for again, some times: a machine without a free core delays
-engine and kvbm by seconds. Where an answer does not come, or copies fail, nothing is asked again: the engine attaches
+engine and kvbm by seconds. If blocks came too late every time, copies are too slow for the kvbm, and none is asked for
+again until some were stored in time. Where an answer does not come, or copies fail, nothing is asked again: the engine attaches
 again, which ends every ticket (`LinkLost`), and the new link is offered the blocks.
 """
 
@@ -108,6 +109,8 @@ class Stores:
         """Number of a Commit or Abort → what it commits."""
         self._retries: deque[_Retry] = deque()
         """What is asked for again. It was under way: no more than may be."""
+        self._too_slow = False
+        """Whether blocks came too late in MOST_TRIES Stores, and none were stored since."""
         self._under_way = 0
         """Blocks asked for or held."""
 
@@ -119,6 +122,7 @@ class Stores:
         self._owner = owner
         self._pool_slots = pool_slots
         self._batch_blocks = min(BATCH_BLOCKS, blocks_per_request, self._most_blocks)
+        self._too_slow = False
 
     def close(self) -> list[Action]:
         """There is no kvbm to ask any longer: no request is open after this."""
@@ -244,8 +248,11 @@ class Stores:
         return [AskKvbm(number, "commit", COMMIT.encode(commit))]
 
     def _ask_again(self, blocks: list[Content], tries: int) -> None:
-        """Ask for blocks again that came too late, unless they did so too often."""
-        if blocks and tries < MOST_TRIES:
+        """Ask for blocks again that came too late, unless they or others did so too often."""
+        if not blocks:
+            return
+        self._too_slow = self._too_slow or tries >= MOST_TRIES
+        if not self._too_slow:
             self._retries.append(_Retry(blocks, tries))
             self._blocks.asked_again([block.key for block in blocks])
 
@@ -261,6 +268,7 @@ class Stores:
         if ending is None:
             return 0  # an Abort of a Store of an earlier link
         if isinstance(reply, Settled):
+            self._too_slow = self._too_slow and not ending.committed
             return len(ending.committed)
         self._ask_again(ending.committed, ending.tries)
         return 0

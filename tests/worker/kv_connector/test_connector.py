@@ -723,6 +723,26 @@ def test_blocks_that_are_always_late_are_given_up(world: World) -> None:
     assert world.drawer.tickets.statistics().tiers.host.ready == 0
 
 
+def test_while_copies_are_too_slow_nothing_is_asked_for_again(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    for _ in range(MOST_TRIES):
+        late_save(world, first)
+    first.submit("of others", [2, 2, *PROMPT], 1)
+    late_save(world, first)
+    assert [ask.operation for ask in first.asks] == ["abort"]
+    first.submit("of others yet", [3, 3, *PROMPT], 1)
+    world.settle()
+    stored = world.drawer.tickets.statistics().tiers.host.ready
+    assert stored > 0
+    first.submit("of others again", [4, 4, *PROMPT], 1)
+    late_save(world, first)
+    assert [ask.operation for ask in first.asks] == ["abort", "store"]
+    world.settle()
+    assert world.drawer.tickets.statistics().tiers.host.ready > stored
+
+
 def test_blocks_whose_commit_came_too_late_are_asked_for_again(world: World) -> None:
     first, _ = world.engines
     assert world.drawer is not None
