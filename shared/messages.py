@@ -417,6 +417,9 @@ class Explanation(Struct, frozen=True):
     """The id of the LoRA that was asked for; empty: none."""
     trace: str = ""
     """The id of the request's trace; empty: it is not traced, or an older router wrote this."""
+    passed_over: dict[str, str] = {}
+    """Worker → why it could not be chosen: at most as many as candidates. Empty also where an older router wrote
+    this."""
 
 
 class Explanations(Struct, frozen=True):

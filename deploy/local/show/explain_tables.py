@@ -36,12 +36,19 @@ def _decision(one: Explanation) -> str:
             *([f"trace {one.trace}"] if one.trace else []),
             "",
             table(head, rows),
+            *_passed_over(one),
             "",
             f"cached tokens      {_cached(one)} of {one.prompt_tokens}",
             f"first token after  {_first_token(one)}",
             f"ended              {'not yet' if one.ended_s is None else f'{_seconds(one.ended_s)} after the choice'}",
         )
     )
+
+
+def _passed_over(one: Explanation) -> list[str]:
+    """Return the lines of the workers that could not be chosen."""
+    lines = [f"{instance} was passed over: {why}" for instance, why in one.passed_over.items()]
+    return ["", *lines] if lines else []
 
 
 def _candidate(row: Candidate, *, chosen: bool, remote: bool) -> tuple[object, ...]:

@@ -9,7 +9,8 @@ never read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import msgspec
 from msgspec import Struct
@@ -37,6 +38,8 @@ class Decision(Struct):
     scored: Sequence[ScoredCandidate]
     at_s: float
     predicted_cached_tokens: int
+    passed_over: Mapping[str, str]
+    """Instances that could not be chosen, at most KEPT_CANDIDATES, each with why."""
     actual_cached_tokens: int | None = None
     """Cached prompt tokens as the worker counted them; None until it reported them."""
     first_token_s: float | None = None
@@ -70,15 +73,25 @@ class DecisionLog:
         self._entries: dict[AttemptId, Decision] = {}
         """Decisions by attempt; oldest first."""
 
-    def add(self, selected: Selected, request: RoutingRequest, choice: PolicyChoice, at_s: float) -> None:
-        """Add a choice; `selected` has no rows yet."""
+    def add(
+        self,
+        selected: Selected,
+        request: RoutingRequest,
+        choice: PolicyChoice,
+        at_s: float,
+        passed_over: Mapping[str, str],
+    ) -> None:
+        """Add a choice; `selected` has no rows yet. `passed_over` has the instances that could not be chosen, and
+        why."""
         rows = tuple(choice.scored[:KEPT_CANDIDATES])
         if choice.chosen not in rows:  # a policy may pick a candidate that it does not score best
             rows = (*rows[: KEPT_CANDIDATES - 1], choice.chosen)
         cached = selected.overlap.blocks * request.block_size
         attempt = selected.request, selected.attempt
         self._entries.pop(attempt, None)
-        self._entries[attempt] = Decision(selected, request, choice.policy, rows, at_s, cached)
+        if len(passed_over) > KEPT_CANDIDATES:
+            passed_over = dict(islice(passed_over.items(), KEPT_CANDIDATES))
+        self._entries[attempt] = Decision(selected, request, choice.policy, rows, at_s, cached, passed_over)
         if len(self._entries) > self._limit:
             del self._entries[next(iter(self._entries))]
 

@@ -10,6 +10,7 @@ linearly from none to all over `ramp_s`. Instances that start together, or that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,11 @@ from services.router.index.shared_stores import StoreId, store_id_of
 from shared.messages import ModelCard, Select
 
 Refusal = Literal["no_instances", "all_excluded", "unknown_model"]
+
+EXCLUDED = "excluded by the frontend, after an attempt that failed there"
+TOO_LONG = "the prompt is too long for it"
+FROZEN = "frozen: it has work and makes no step, or its reports do not arrive"
+RAMPS_UP = "it has just joined, and ramps up"
 
 
 class EligibleCandidate(NamedTuple):
@@ -33,6 +39,14 @@ class EligibleCandidate(NamedTuple):
     """Length of the longest prompt that it accepts."""
     store: StoreId | None = None
     """The store that it exchanges blocks with, as far as it needs one: prompts are handed over through it."""
+
+
+class Eligible(NamedTuple):
+    """The candidates to choose among, and the instances that were left out."""
+
+    candidates: list[EligibleCandidate]
+    passed_over: dict[str, str]
+    """Instance → why it may not serve the request."""
 
 
 class NoCandidate(Exception):
@@ -92,31 +106,43 @@ class Eligibility:
         self._prefilling.clear()
         self._shortest_limit_tokens = min(map(_prompt_limit_tokens, self.cards.values()), default=0)
 
-    def eligible(self, select: Select, now_s: float) -> list[EligibleCandidate]:
+    def eligible(self, select: Select, now_s: float) -> Eligible:
         """Return the candidates to choose among for a whole request, at least one. Raise NoCandidate."""
-        candidates = self._by_lora.get(select.lora) or self._serving(select.lora)
-        if select.excluded:
-            excluded = set(select.excluded)
-            able, candidates = candidates, [each for each in candidates if each.instance not in excluded]
-            if not candidates:
+        able = candidates = self._by_lora.get(select.lora) or self._serving(select.lora)
+        passed_over: dict[str, str] = {}
+        for instances, why in self._filters(able, select, now_s):
+            left = [each for each in candidates if each.instance not in instances]
+            if not left and why == EXCLUDED:
                 raise NoCandidate("all_excluded", f"all {len(able)} candidates are excluded")
-        if select.prompt_tokens > self._shortest_limit_tokens:
-            candidates = [each for each in candidates if select.prompt_tokens <= each.prompt_limit_tokens] or candidates
-        for passed_over in (self.frozen, self._not_ramped_up(now_s)):
-            if passed_over:
-                candidates = [each for each in candidates if each.instance not in passed_over] or candidates
-        return candidates
+            if left:
+                passed_over.update((each.instance, why) for each in candidates if each.instance in instances)
+                candidates = left
+        return Eligible(candidates, passed_over)
 
-    def prefilling(self, select: Select, now_s: float) -> list[EligibleCandidate]:
+    def prefilling(self, select: Select, now_s: float) -> Eligible:
         """Return the candidates that may compute the prompt alone, perhaps none: here no filter is skipped."""
         if select.lora not in self._prefilling:
             self._prefilling[select.lora] = self._candidates("prefill", select.lora)
         candidates = self._prefilling[select.lora]
-        if not candidates:
-            return candidates
-        passed_over = self.frozen.union(select.excluded, self._not_ramped_up(now_s))
-        limit = select.prompt_tokens
-        return [each for each in candidates if each.instance not in passed_over and limit <= each.prompt_limit_tokens]
+        passed_over: dict[str, str] = {}
+        for instances, why in self._filters(candidates, select, now_s) if candidates else ():
+            passed_over.update((each.instance, why) for each in candidates if each.instance in instances)
+            candidates = [each for each in candidates if each.instance not in instances]
+        return Eligible(candidates, passed_over)
+
+    def _filters(
+        self, candidates: list[EligibleCandidate], select: Select, now_s: float
+    ) -> Iterator[tuple[Set[str], str]]:
+        """Yield instances to leave out, and why, filter by filter; no filter without any."""
+        if select.excluded:
+            yield frozenset(select.excluded), EXCLUDED
+        if select.prompt_tokens > self._shortest_limit_tokens:
+            yield {each.instance for each in candidates if each.prompt_limit_tokens < select.prompt_tokens}, TOO_LONG
+        if self.frozen:
+            yield self.frozen, FROZEN
+        ramping = self._not_ramped_up(now_s)
+        if ramping:
+            yield ramping, RAMPS_UP
 
     def _serving(self, lora: str) -> list[EligibleCandidate]:
         if not any(card.decodes for card in self.cards.values()):

@@ -11,7 +11,7 @@ this or another router has for it, as long as that candidate is eligible: it run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import assert_never
 
@@ -31,7 +31,7 @@ from services.router.selection.candidates import (
     RoutingRequest,
 )
 from services.router.selection.decision_log import DecisionLog, Prediction
-from services.router.selection.eligibility import Eligibility, NoCandidate, ranks_of, same_worker
+from services.router.selection.eligibility import Eligibility, EligibleCandidate, NoCandidate, ranks_of, same_worker
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
 from services.router.selection.policies.kv import split_costs
@@ -143,13 +143,16 @@ class ModelRouter:
         try:
             card = next(iter(self.cards.values()), None)
             hashes = validated_hashes(select, self._config.most_hashes, 0 if card is None else card.block_size)
-            eligible = self.eligibility.eligible(select, now_s)
+            eligible, passed_over = self.eligibility.eligible(select, now_s)
         except ProtocolError as wrong:
             return Selection(refused(select, "bad_request", str(wrong)))
         except NoCandidate as wrong:
             return Selection(refused(select, wrong.code, str(wrong)))
         attempt = select.request, select.attempt
-        prefilling = [] if select.whole or select.max_tokens < 2 else self.eligibility.prefilling(select, now_s)
+        prefilling: list[EligibleCandidate] = []
+        if not select.whole and select.max_tokens > 1:
+            prefilling, without = self.eligibility.prefilling(select, now_s)
+            passed_over |= without
         before, after = self.load.candidate_of(attempt), self.load.candidate_of((select.request, select.attempt + 1))
         if any(each.id == before for each in prefilling):
             prefilling = [each for each in prefilling if each.id == before]
@@ -204,12 +207,12 @@ class ModelRouter:
         fault = choice.fault if pair is None else worst_fault(choice.fault, pair.prefill.fault, pair.decode.fault)
         kept = pair is not None and pair.candidates == (before, after)
         if pair is not None and (pair.pays or kept):
-            return self._select_pair(select, pair, hashes, now_s, fault, repeated=kept)
+            return self._select_pair(select, pair, hashes, now_s, fault, passed_over, repeated=kept)
         if select.wait_limit_s > 0 and before is None and not in_time([choice.chosen.candidate], select):
             soon = in_time(candidates, select)
             if not soon and pair is not None:
                 limit = f"no single worker would begin within {select.wait_limit_s:g} s; "
-                return self._select_pair(select, pair, hashes, now_s, fault, because=limit)
+                return self._select_pair(select, pair, hashes, now_s, fault, passed_over, because=limit)
             if not soon:
                 return Selection(overloaded(select, candidates), fault=fault)
             choice = self.guard.choose(request, soon)
@@ -232,7 +235,7 @@ class ModelRouter:
             reason=choice.reason,
         )
         if not (repeated and self.decisions.contains(attempt, chosen.id)):
-            self.decisions.add(selected, request, choice, now_s)
+            self.decisions.add(selected, request, choice, now_s, passed_over)
         if select.explain:
             selected = self.decisions.get(attempt).selected
         return Selection(selected, reserved, fault=fault)
@@ -244,6 +247,7 @@ class ModelRouter:
         hashes: Sequence[int],
         now_s: float,
         fault: PolicyFault | None,
+        passed_over: Mapping[str, str],
         *,
         repeated: bool = False,
         because: str = "",
@@ -282,7 +286,7 @@ class ModelRouter:
                 reason=f"{choice.reason}; {why}",
             )
             if not (repeated and self.decisions.contains((select.request, asked.attempt), chosen.id)):
-                self.decisions.add(answer, request, choice, now_s)
+                self.decisions.add(answer, request, choice, now_s, passed_over)
             answers.append(answer)
         reply = self.decisions.get((select.request, select.attempt)).selected if select.explain else answers[0]
         reply = msgspec.structs.replace(reply, decode=decode.id[0], decode_rank=decode.id[1])

@@ -9,8 +9,8 @@
 A block's device slot is held by its copy alone, from Granted to Copied; a block that was evicted before is not stored.
 Blocks whose copies or whose Commit came too late are asked for again, some times: a machine without a free core delays
 engine and kvbm by seconds. If blocks came too late every time, copies are too slow for the kvbm, and none is asked for
-again until some were stored in time. Where an answer does not come, or copies fail, nothing is asked again: the engine attaches
-again, which ends every ticket (`LinkLost`), and the new link is offered the blocks.
+again until some were stored in time. Where an answer does not come, or copies fail, nothing is asked again: the engine
+attaches again, which ends every ticket (`LinkLost`), and the new link is offered the blocks.
 """
 
 from __future__ import annotations

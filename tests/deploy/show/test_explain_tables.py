@@ -53,6 +53,17 @@ def test_a_traced_request_names_its_trace() -> None:
     assert render_candidates([asked]).splitlines()[2] == "trace 4bf92f3577b34da6a3ce929d0e0e4736"
 
 
+def test_workers_that_could_not_be_chosen_stand_below_the_candidates() -> None:
+    asked = msgspec.structs.replace(CHOICE, passed_over={"w3": "frozen", "w4": "it has just joined, and ramps up"})
+    assert render_candidates([asked]).splitlines()[5:10] == [
+        "   w1        0     0       0     0     7     0       ?          31     idle",
+        "",
+        "w3 was passed over: frozen",
+        "w4 was passed over: it has just joined, and ramps up",
+        "",
+    ]
+
+
 def test_what_is_not_known_yet_is_said_in_words() -> None:
     assert render_candidates([CHOICE]).splitlines()[-3:] == [
         "cached tokens      400 predicted, not reported yet of 410",

@@ -32,7 +32,7 @@ def kept(*requests: str, limit: int = 10, candidates: int = 3, chosen: int = 0) 
     decisions = DecisionLog(limit=limit)
     each = scored(candidates)
     for number, request in enumerate(requests):
-        decisions.add(selected(request), QUESTION, PolicyChoice(KvPolicy(), each, each[chosen]), float(number))
+        decisions.add(selected(request), QUESTION, PolicyChoice(KvPolicy(), each, each[chosen]), float(number), {})
         decisions.validate()
     return decisions
 
@@ -112,5 +112,5 @@ def test_an_end_is_recorded_once() -> None:
 def test_a_policy_without_reasons_can_be_explained() -> None:
     decisions = DecisionLog(limit=1)
     each = scored(2)
-    decisions.add(selected("a"), QUESTION, PolicyChoice(FailingReasonPolicy(), each, each[0]), 0.0)
+    decisions.add(selected("a"), QUESTION, PolicyChoice(FailingReasonPolicy(), each, each[0]), 0.0, {})
     assert decisions.find("a", latest=1)[0].selected.candidates[0].reason.startswith("no reason: LookupError")

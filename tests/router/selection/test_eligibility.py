@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.selection.eligibility import Eligibility, NoCandidate
+from services.router.selection.eligibility import EXCLUDED, FROZEN, RAMPS_UP, TOO_LONG, Eligibility, NoCandidate
 from shared.messages import KvLayout, ModelCard, Select
 
 RAMP_S = 10.0
@@ -30,7 +30,7 @@ def eligibility(*cards: ModelCard, now_s: float = 0.0) -> Eligibility:
 
 def asked(made: Eligibility, now_s: float = 0.0, **fields: Any) -> list[str]:
     """The instances that are eligible for a request, one for each rank."""
-    return [seat.instance for seat in made.eligible(Select("r", 1, "f", "m", b"", 1, 1, **fields), now_s)]
+    return [seat.instance for seat in made.eligible(Select("r", 1, "f", "m", b"", 1, 1, **fields), now_s).candidates]
 
 
 def refusal(made: Eligibility, **fields: Any) -> str:
@@ -81,7 +81,7 @@ def test_a_candidate_without_room_for_the_prompt_is_skipped_while_others_have_ro
         (5000, ["small", "short", "a"]),
     ):
         ask = Select("r", 1, "f", "m", b"", tokens, 1)
-        assert [seat.instance for seat in made.eligible(ask, 0.0)] == able, tokens
+        assert [seat.instance for seat in made.eligible(ask, 0.0).candidates] == able, tokens
     made.remove_card("a")
     assert asked(made) == ["small", "short"]
 
@@ -91,6 +91,21 @@ def test_a_frozen_instance_is_passed_over_while_others_are_available() -> None:
     made.frozen = frozenset({"a", "b"})
     assert asked(made) == ["c"]
     assert asked(made, excluded=("c",)) == ["a", "b"]
+
+
+def test_each_instance_that_is_passed_over_has_one_reason() -> None:
+    small = msgspec.structs.replace(card("small"), capacity_blocks=3)
+    made = eligibility(small, card("tried"), card("frozen"), card("a"), card("p", role="prefill"))
+    made.frozen = frozenset({"frozen", "tried", "p"})
+    made.add_card(card("new", ranks=2), 50.0)
+    ask = Select("r", 1, "f", "m", b"", 13, 1, excluded=("tried", "gone"))
+    reasons = {"tried": EXCLUDED, "small": TOO_LONG, "frozen": FROZEN, "new": RAMPS_UP}
+    assert made.eligible(ask, 50.0).passed_over == reasons
+    assert made.prefilling(ask, 50.0) == ([], {"p": FROZEN})
+    made.frozen = frozenset(made.cards)
+    del reasons["frozen"]
+    assert made.eligible(ask, 50.0).passed_over == reasons, "frozen are all: nobody is passed over for it"
+    assert made.eligible(msgspec.structs.replace(ask, prompt_tokens=1, excluded=()), 100.0).passed_over == {}
 
 
 @pytest.mark.parametrize("age_s", [0.0, 2.5, 5.0, 7.5, 10.0, 100.0])
@@ -127,7 +142,9 @@ def test_an_instance_that_comes_again_ramps_up_again() -> None:
 
 def prefilling(made: Eligibility, now_s: float = 0.0, *, tokens: int = 1, **fields: Any) -> list[str]:
     """The instances that may compute the prompt alone."""
-    return [seat.instance for seat in made.prefilling(Select("r", 1, "f", "m", b"", tokens, 1, **fields), now_s)]
+    return [
+        seat.instance for seat in made.prefilling(Select("r", 1, "f", "m", b"", tokens, 1, **fields), now_s).candidates
+    ]
 
 
 def roles(*cards: ModelCard) -> Eligibility:
@@ -198,7 +215,7 @@ def test_a_lora_is_computed_alone_where_it_is_loaded_and_a_card_that_changes_cou
 def test_the_store_of_a_worker_is_that_of_its_latest_card(role: str) -> None:
     def stores() -> set[str | None]:
         ask = Select("r", 1, "f", "m", b"", 1, 1)
-        return {each.store for each in (made.prefilling if role == "prefill" else made.eligible)(ask, 0.0)}
+        return {each.store for each in (made.prefilling if role == "prefill" else made.eligible)(ask, 0.0).candidates}
 
     made = eligibility(card("d", role="decode"), card("x", role=role))
     assert stores() == {None}
@@ -214,7 +231,7 @@ def test_the_store_of_a_worker_is_that_of_its_latest_card(role: str) -> None:
 
 def test_a_worker_that_does_all_takes_part_in_no_pair() -> None:
     made = eligibility(card("a", kvbm="k", kvbm_layout="l"))
-    assert [each.store for each in made.eligible(Select("r", 1, "f", "m", b"", 1, 1), 0.0)] == [None]
+    assert [each.store for each in made.eligible(Select("r", 1, "f", "m", b"", 1, 1), 0.0).candidates] == [None]
 
 
 class EligibilityMachine(RuleBasedStateMachine):

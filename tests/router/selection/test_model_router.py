@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.router.config import IndexConfig, LoadConfig, RouterConfig
 from services.router.index.chains import SlotCleanup
 from services.router.selection.decision_log import KEPT_CANDIDATES
+from services.router.selection.eligibility import FROZEN
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN
 from shared.hashing import pack_hashes
@@ -312,6 +313,7 @@ def test_a_frozen_worker_is_passed_over_unless_it_is_the_only_one() -> None:
         router.tick(now_s)
     assert router.eligibility.frozen == {"a"}
     assert chosen(router, select("second", [1, 2, 3]), 10.0).instance == "b"
+    assert router.decisions.get(("second", 1)).passed_over == {"a": FROZEN}
     assert chosen(router, select("third", [1, 2, 3], excluded=("b",)), 10.0).instance == "a"
     router.apply_load_report(report("a", "first", progress=2), 10.0)
     router.tick(10.0)

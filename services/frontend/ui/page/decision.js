@@ -48,7 +48,7 @@ function decision(one) {
   table.append(make("thead", "", make("tr", "", ...names.map((name) => header(name)))));
   const worst = Math.max(1, ...one.candidates.map((row) => Math.abs(row.score)));
   table.append(make("tbody", "", ...one.candidates.map((row) => candidate(row, one, worst))));
-  return make("article", "decision", head, make("div", "scroll", table), outcome(one));
+  return make("article", "decision", head, make("div", "scroll", table), ...passedOver(one), outcome(one));
 }
 
 function header(name) {
@@ -72,6 +72,12 @@ function candidate(row, one, worst) {
   const line = make("tr", isChosen ? "chosen" : "", name, ...cells);
   line.append(make("td", "number", duration(row.predicted_s)), score, make("td", "reason", row.reason));
   return line;
+}
+
+function passedOver(one) {
+  return Object.entries(one.passed_over).map(([instance, why]) =>
+    make("p", "fine", make("code", "", brief(instance)), ` was passed over: ${why}`),
+  );
 }
 
 function outcome(one) {
