@@ -69,7 +69,7 @@ def connector_stats(payload: Mapping[str, Any] | None) -> tuple[Exchanged, KvbmL
 
 
 def sum_exchanged(all_ranks: list[Exchanged]) -> Exchanged:
-    """Return the sums of all ranks."""
+    """Return the sums of all ranks; a bool is whether it holds for any of them."""
     total: dict[str, Any] = {}
     for exchanged in all_ranks:
         for name, value in msgspec.structs.asdict(exchanged).items():
@@ -77,6 +77,8 @@ def sum_exchanged(all_ranks: list[Exchanged]) -> Exchanged:
                 counts = total.setdefault(name, {})
                 for path, count in value.items():
                     counts[path] = counts.get(path, 0) + count
+            elif isinstance(value, bool):
+                total[name] = total.get(name, False) or value
             else:
                 total[name] = total.get(name, 0) + value
     return Exchanged(**total)
