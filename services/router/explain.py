@@ -49,7 +49,7 @@ def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
         ended_s=_rounded(decision.ended_s),
         lora=decision.request.lora,
         trace=decision.trace,
-        passed_over=dict(decision.passed_over),
+        passed_over=decision.passed_over,
     )
 
 

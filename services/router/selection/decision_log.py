@@ -9,7 +9,7 @@ never read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
@@ -38,7 +38,7 @@ class Decision(Struct):
     scored: Sequence[ScoredCandidate]
     at_s: float
     predicted_cached_tokens: int
-    passed_over: Mapping[str, str]
+    passed_over: dict[str, str]
     """Instances that could not be chosen, at most KEPT_CANDIDATES, each with why."""
     actual_cached_tokens: int | None = None
     """Cached prompt tokens as the worker counted them; None until it reported them."""
@@ -79,7 +79,7 @@ class DecisionLog:
         request: RoutingRequest,
         choice: PolicyChoice,
         at_s: float,
-        passed_over: Mapping[str, str],
+        passed_over: dict[str, str],
     ) -> None:
         """Add a choice; `selected` has no rows yet. `passed_over` has the instances that could not be chosen, and
         why."""
@@ -89,9 +89,8 @@ class DecisionLog:
         cached = selected.overlap.blocks * request.block_size
         attempt = selected.request, selected.attempt
         self._entries.pop(attempt, None)
-        if len(passed_over) > KEPT_CANDIDATES:
-            passed_over = dict(islice(passed_over.items(), KEPT_CANDIDATES))
-        self._entries[attempt] = Decision(selected, request, choice.policy, rows, at_s, cached, passed_over)
+        some = dict(islice(passed_over.items(), KEPT_CANDIDATES))
+        self._entries[attempt] = Decision(selected, request, choice.policy, rows, at_s, cached, some)
         if len(self._entries) > self._limit:
             del self._entries[next(iter(self._entries))]
 
@@ -148,6 +147,7 @@ class DecisionLog:
         """Assert every invariant."""
         assert len(self._entries) <= self._limit
         assert all(1 <= len(entry.scored) <= KEPT_CANDIDATES for entry in self._entries.values())
+        assert all(len(entry.passed_over) <= KEPT_CANDIDATES for entry in self._entries.values())
 
 
 def _with_candidates(decision: Decision) -> Decision:

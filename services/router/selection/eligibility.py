@@ -108,26 +108,26 @@ class Eligibility:
 
     def eligible(self, select: Select, now_s: float) -> Eligible:
         """Return the candidates to choose among for a whole request, at least one. Raise NoCandidate."""
-        able = candidates = self._by_lora.get(select.lora) or self._serving(select.lora)
-        passed_over: dict[str, str] = {}
-        for instances, why in self._filters(able, select, now_s):
-            left = [each for each in candidates if each.instance not in instances]
-            if not left and why == EXCLUDED:
-                raise NoCandidate("all_excluded", f"all {len(able)} candidates are excluded")
-            if left:
-                passed_over.update((each.instance, why) for each in candidates if each.instance in instances)
-                candidates = left
-        return Eligible(candidates, passed_over)
+        able = self._by_lora.get(select.lora) or self._serving(select.lora)
+        if select.excluded and all(each.instance in select.excluded for each in able):
+            raise NoCandidate("all_excluded", f"all {len(able)} candidates are excluded")
+        return self._filtered(able, select, now_s, skips=True)
 
     def prefilling(self, select: Select, now_s: float) -> Eligible:
         """Return the candidates that may compute the prompt alone, perhaps none: here no filter is skipped."""
         if select.lora not in self._prefilling:
             self._prefilling[select.lora] = self._candidates("prefill", select.lora)
-        candidates = self._prefilling[select.lora]
+        able = self._prefilling[select.lora]
+        return self._filtered(able, select, now_s, skips=False) if able else Eligible([], {})
+
+    def _filtered(self, candidates: list[EligibleCandidate], select: Select, now_s: float, *, skips: bool) -> Eligible:
+        """Return what the filters leave. With `skips` a filter that would leave no candidate is skipped."""
         passed_over: dict[str, str] = {}
-        for instances, why in self._filters(candidates, select, now_s) if candidates else ():
-            passed_over.update((each.instance, why) for each in candidates if each.instance in instances)
-            candidates = [each for each in candidates if each.instance not in instances]
+        for instances, why in self._filters(candidates, select, now_s):
+            left = [each for each in candidates if each.instance not in instances]
+            if left or not skips:
+                passed_over.update((each.instance, why) for each in candidates if each.instance in instances)
+                candidates = left
         return Eligible(candidates, passed_over)
 
     def _filters(

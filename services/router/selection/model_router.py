@@ -11,7 +11,7 @@ this or another router has for it, as long as that candidate is eligible: it run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import assert_never
 
@@ -247,7 +247,7 @@ class ModelRouter:
         hashes: Sequence[int],
         now_s: float,
         fault: PolicyFault | None,
-        passed_over: Mapping[str, str],
+        passed_over: dict[str, str],
         *,
         repeated: bool = False,
         because: str = "",

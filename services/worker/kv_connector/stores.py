@@ -251,7 +251,8 @@ class Stores:
         """Ask for blocks again that came too late, unless they or others did so too often."""
         if not blocks:
             return
-        self._too_slow = self._too_slow or tries >= MOST_TRIES
+        if tries >= MOST_TRIES:
+            self._too_slow = True
         if not self._too_slow:
             self._retries.append(_Retry(blocks, tries))
             self._blocks.asked_again([block.key for block in blocks])
@@ -268,7 +269,8 @@ class Stores:
         if ending is None:
             return 0  # an Abort of a Store of an earlier link
         if isinstance(reply, Settled):
-            self._too_slow = self._too_slow and not ending.committed
+            if ending.committed:
+                self._too_slow = False
             return len(ending.committed)
         self._ask_again(ending.committed, ending.tries)
         return 0

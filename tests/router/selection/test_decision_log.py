@@ -109,6 +109,14 @@ def test_an_end_is_recorded_once() -> None:
     assert [each.ended_s for each in decisions.find("", latest=9)] == [2.5]
 
 
+def test_a_bounded_number_of_those_passed_over_is_kept() -> None:
+    decisions = DecisionLog(limit=1)
+    each, many = scored(1), {f"w{number}": "frozen" for number in range(KEPT_CANDIDATES + 1)}
+    decisions.add(selected("a"), QUESTION, PolicyChoice(KvPolicy(), each, each[0]), 0.0, many)
+    decisions.validate()
+    assert list(decisions.get(("a", 1)).passed_over) == list(many)[:KEPT_CANDIDATES]
+
+
 def test_a_policy_without_reasons_can_be_explained() -> None:
     decisions = DecisionLog(limit=1)
     each = scored(2)
