@@ -105,7 +105,8 @@ class PeerCache:
             return "nothing"
         peer = candidates[len(counts) - best]
         block_bytes = layout.layout.kv.block_bytes
-        wanted = self.choice.worth(peer.instance, blocks, block_bytes, deadline_s - self._now())
+        now_s = self._now()
+        wanted = self.choice.worth(peer.instance, blocks, block_bytes, deadline_s - now_s, now_s)
         if not wanted:
             return "not worth it"
         if self._imports.full:

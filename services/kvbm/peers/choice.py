@@ -5,7 +5,8 @@
                          │ └──read_done: its rate is measured ◀─────────────────────────────┘
                          └──forget──▶ unknown
 
-A read is worth it if it brings enough blocks within the time that a Fetch may wait, at the rate that was measured.
+A read is worth it if it brings enough blocks within the time that a Fetch may wait, at the rate that was measured. A
+peer that was too slow is read all the same once in REST_MOST_S: only a read shows whether it still is.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class KnownPeer(Struct):
     rests_until_s: float = 0.0
     rest_s: float = 0.0
     """The length of its last rest; 0: it has answered since."""
+    read_at_s: float = 0.0
+    """When it was last worth a read."""
 
 
 class PeerChoice:
@@ -76,13 +79,18 @@ class PeerChoice:
         usable.sort(key=lambda peer: -peer.rate)
         return {peer.address.instance: peer.rate for peer in usable[: self._asked]}
 
-    def worth(self, instance: str, blocks: int, block_bytes: int, left_s: float) -> int:
+    def worth(self, instance: str, blocks: int, block_bytes: int, left_s: float, now_s: float) -> int:
         """Return how many of these leading blocks to read from the peer in the time that is left; 0: none."""
         peer = self.known.get(instance)
-        if peer is None:
+        if peer is None or blocks < self._least_blocks:
             return 0
         affordable = min(blocks, int(peer.rate * max(0.0, left_s) / block_bytes))
-        return affordable if affordable >= self._least_blocks else 0
+        if affordable < self._least_blocks:
+            if now_s < peer.read_at_s + REST_MOST_S:
+                return 0
+            affordable = self._least_blocks
+        peer.read_at_s = now_s
+        return affordable
 
     def failed(self, instance: str, now_s: float) -> None:
         """Let a peer rest after a fault."""

@@ -47,12 +47,26 @@ def test_a_peer_that_failed_rests_longer_each_time_until_it_is_read() -> None:
 def test_as_many_blocks_are_read_as_the_time_allows_but_not_too_few() -> None:
     made = choice()
     block_bytes = int(FIRST_RATE / 100)
-    assert made.worth("one", 50, block_bytes, 1.0) == 50
-    assert made.worth("one", 50, block_bytes, 0.2) == 20
-    assert made.worth("one", 50, block_bytes, 0.03) == 0
-    assert made.worth("one", 3, block_bytes, 1.0) == 0
-    assert made.worth("one", 50, block_bytes, -1.0) == 0
-    assert made.worth("unknown", 50, block_bytes, 1.0) == 0
+    assert made.worth("one", 50, block_bytes, 1.0, 100.0) == 50
+    assert made.worth("one", 50, block_bytes, 0.2, 100.0) == 20
+    assert made.worth("one", 50, block_bytes, 0.03, 100.0) == 0
+    assert made.worth("one", 3, block_bytes, 1.0, 100.0) == 0
+    assert made.worth("one", 50, block_bytes, -1.0, 100.0) == 0
+    assert made.worth("unknown", 50, block_bytes, 1.0, 100.0) == 0
+
+
+def test_a_peer_that_was_too_slow_is_read_now_and_then_and_so_is_found_to_be_fast_again() -> None:
+    made = choice()
+    block_bytes = 1 << 20
+    assert made.worth("one", 50, block_bytes, 1.0, 100.0) == 50
+    made.read_done("one", block_bytes, 1.0)  # it stood still for most of the read
+    until_s = 100.0 + REST_MOST_S
+    assert made.worth("one", 50, block_bytes, 1.0, until_s - 0.1) == 0
+    assert made.worth("one", 3, block_bytes, 1.0, until_s) == 0
+    assert made.worth("one", 50, block_bytes, 1.0, until_s) == 4
+    assert made.worth("one", 50, block_bytes, 1.0, until_s) == 0
+    made.read_done("one", 4 * block_bytes, 0.01)
+    assert made.worth("one", 50, block_bytes, 1.0, until_s) == 50
 
 
 def test_a_peer_at_another_address_is_measured_again_and_one_that_left_is_not_asked() -> None:
@@ -115,7 +129,7 @@ class ChoiceMachine(RuleBasedStateMachine):
 
     @rule(name=names, blocks=st.integers(0, 100), left_s=st.floats(-1, 10))
     def ask(self, name: str, blocks: int, left_s: float) -> None:
-        worth = self.choice.worth(name, blocks, 1 << 20, left_s)
+        worth = self.choice.worth(name, blocks, 1 << 20, left_s, self.now_s)
         assert worth == 0 or 4 <= worth <= blocks
 
     @invariant()
