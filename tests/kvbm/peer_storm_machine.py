@@ -35,8 +35,6 @@ from tests.worker.kvbm_world import STORE
 
 LIFE_NAMES = 100_000
 """More than the engines of one life, whose names no other life has."""
-CALM_S = 0.03
-"""For each act after all faults: on a machine that is far too slow for the storm, every read would be late."""
 T = TypeVar("T")
 _READ = "headrace_kvbm_peer_read_blocks_total"
 _FAULTS = "headrace_kvbm_peer_faults_total"
@@ -89,7 +87,6 @@ async def main(directory: Path, name: str, port: int, seed: int, life: int) -> N
                     await _unless_failed(going_on, storm.acted(asked["more"]))
                     _say({})
                 case "read":
-                    storm.calm_s = CALM_S
                     await _unless_failed(going_on, _read_more(store))
                     _say({})
                 case "rest":

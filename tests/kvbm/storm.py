@@ -127,8 +127,6 @@ class Storm:
         self.chains = [chain(*tokens) for tokens in (*roots, [*roots[0][:2], 7, 8, 9])]
         self.seen: Counter[str] = Counter()
         self.over = False
-        self.calm_s = 0.0
-        """The seconds that an engine rests after each act."""
         self.life = 0
         """The number of the kvbm that answers now."""
         self._sleeper = ""
@@ -225,7 +223,6 @@ class Storm:
                 for _ in range(random.randint(1, 80)):
                     if not self.over:
                         await self._act(engine)
-                        await asyncio.sleep(self.calm_s)
                 if lease is not None:
                     await lease.close()
                     await self._act(engine)
