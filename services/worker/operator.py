@@ -34,7 +34,15 @@ from services.worker.requests.attempts import Attempts, Name
 from shared.bus.contract import Message
 from shared.errors import ModelError, ProtocolError, Unavailable
 from shared.lora import make_lora_id, name_of_lora
-from shared.messages import OPERATE_WORKER, SHUTTING_DOWN, WORKER_OPERATED, ModelCard, WorkerOperated
+from shared.messages import (
+    OPERATE_WORKER,
+    SHUTTING_DOWN,
+    WORKER_OPERATED,
+    ModelCard,
+    OperateWorker,
+    WorkerOperated,
+    WorkerOperation,
+)
 from shared.runtime.lifecycle import Runtime
 
 ENGINE_LIMIT_S = 300.0
@@ -83,8 +91,8 @@ class Operator:
         self._answer = answer
         self._card: ModelCard | None = None
         """The card of the engine that lives, without what changes; None without one."""
-        self._asked: Message | None = None
-        """The message whose operation runs."""
+        self._asked: tuple[Message, WorkerOperation] | None = None
+        """The message whose operation is not answered yet."""
         self._actions: asyncio.Queue[OperationAction] = asyncio.Queue()
         """What waits for `run`: bounded by the operations, which wait for each of the long ones."""
 
@@ -124,13 +132,19 @@ class Operator:
         except ProtocolError as wrong:
             await self._tell(message, str(wrong))
             return
-        refused = SHUTTING_DOWN if self._attempts.draining else self._operations.refusal(asked)
+        refused = SHUTTING_DOWN if self._attempts.draining else self._refusal(asked)
         if refused:
             await self._tell(message, refused)
             return
         _log.info("%s", f"{asked.operation} {asked.name}" if asked.operation.endswith("_lora") else asked.operation)
-        self._asked = message
+        self._asked = message, asked.operation
         self._put(self._operations.begin(asked))
+
+    def _refusal(self, asked: OperateWorker) -> str:
+        """Return why an operation cannot begin; empty: it can."""
+        if self._asked is not None:  # it may be done, and wait until discovery has the card
+            return f"{asked.operation}: {self._asked[1]} is running; try again when it has ended"
+        return self._operations.refusal(asked)
 
     async def run(self) -> None:
         """Carry out actions until cancelled."""
@@ -139,7 +153,7 @@ class Operator:
                 await self._carry_out(await self._actions.get())
         finally:
             if self._asked is not None:
-                await self._tell(self._asked, SHUTTING_DOWN)
+                await self._tell(self._asked[0], SHUTTING_DOWN)
 
     def _put(self, actions: list[OperationAction]) -> None:
         for action in actions:
@@ -160,11 +174,12 @@ class Operator:
                 self._put(await self._ask_engine(action))
             case AnswerOperation(failed):
                 assert self._asked is not None
-                if not failed and self._announcement.card is not None:
+                message, operation = self._asked
+                if not failed and operation != "clear" and self._announcement.card is not None:
                     shown = await self._announcement.published_within(PUBLISH_LIMIT_S)
                     failed = "" if shown else NOT_PUBLISHED
-                asked, self._asked = self._asked, None
-                await self._tell(asked, failed)
+                self._asked = None
+                await self._tell(message, failed)
             case NoteFault(text):
                 _log.error("%s", text)
             case _:

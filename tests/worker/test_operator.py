@@ -310,6 +310,32 @@ async def test_resume_is_answered_once_discovery_has_the_card_so_that_routers_ca
         await serving(shell)
 
 
+async def test_a_second_operation_is_refused_while_the_first_waits_until_discovery_has_the_card(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        assert (await asking(shell, "drain")).state == "drained"
+        await serving(shell, shown=False)
+        shell.store.outage()
+        resuming = asking(shell, "resume")
+        await shell.peer.until(lambda: shell.runtime.health.reasons == ["registering"])
+        assert (await asking(shell, "drain")).failed == "drain: resume is running; try again when it has ended"
+        shell.store.recover()
+        assert await resuming == WorkerOperated(WORKER)
+        assert await asking(shell, "drain") == WorkerOperated(WORKER, state="drained")
+
+
+async def test_clear_does_not_wait_for_discovery(config: WorkerConfig, engines: OperableEngines) -> None:
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        shell.store.outage()
+        clearing = asking(shell, "clear")
+        await engines.do("clear")
+        assert await clearing == WorkerOperated(WORKER)
+        shell.store.recover()
+
+
 async def test_resume_says_so_when_discovery_does_not_take_the_card_in_time(
     config: WorkerConfig, engines: OperableEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
