@@ -434,6 +434,7 @@ def hurried() -> Iterator[None]:
             faster.setattr(connector, "BACK_OFF_MOST_S", 8 * TICK_S)
             faster.setattr(choice, "REST_S", 4 * TICK_S)
             faster.setattr(choice, "REST_MOST_S", 16 * TICK_S)
+            faster.setattr(choice, "RATE_S", 16 * TICK_S)
             for name in ("read", "write"):
                 faster.setattr(Segments, name, _bad(getattr(Segments, name)))
             yield

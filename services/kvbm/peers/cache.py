@@ -3,7 +3,7 @@
     Fetch ──▶ is it worth it? ──no──▶ answered at once, as without peers
                 │ yes
                 ▼
-              Count: a few peers at once ──▶ the one with most blocks ──▶ a read of as many as the time allows
+              Count: a few peers at once ──▶ a read from the one of which most blocks come in time
                 └── no answer, no blocks, a fault, or `wait_s` is over ──▶ the Fetch is answered with what is here
 
 A Fetch waits for `wait_s` at most, and for less if its engine would give kvbm up before that. A read that takes longer
@@ -14,7 +14,7 @@ one is answered at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec import Struct
 
@@ -69,12 +69,12 @@ class PeerCache:
             return False
         return True
 
-    def rates(self) -> dict[str, float]:
-        """Return the bytes a second that came from each of the peers that are asked first."""
-        return self.choice.rates(self._now()) if self._config.wait_s > 0 else {}
+    def rates(self, layouts: Collection[str]) -> dict[str, float]:
+        """Return the bytes a second of the fastest peers with these layouts."""
+        return self.choice.rates(layouts, self._now()) if self._config.wait_s > 0 else {}
 
     def bring(self, layout: LayoutStore, keys: Sequence[ContentKey], reply_s: float) -> Bringing:
-        """Begin to bring leading blocks of these keys, which are not here, from the peer that has most. It counts as
+        """Begin to bring leading blocks of these keys, which are not here, from another machine. It counts as
         under way from now on: several Fetches may come in one turn of the loop. The engine waits `reply_s` for each
         reply; 0: it does not say."""
         wait_s = min(self._config.wait_s, REPLY_SHARE * reply_s) if reply_s else self._config.wait_s
@@ -97,26 +97,51 @@ class PeerCache:
             await asyncio.wait(self._tasks)
 
     async def _bring(self, layout: LayoutStore, keys: Sequence[ContentKey], wait_s: float) -> str:
-        deadline_s = self._now() + wait_s
-        candidates = self.choice.candidates(layout.digest, self._now())
+        began_s = self._now()
+        candidates = self.choice.candidates(layout.digest, began_s)
+        self.choice.note_asked(candidates, began_s)
         counts = await asyncio.gather(*(self._ask(peer, layout, keys, ASK_SHARE * wait_s) for peer in candidates))
-        blocks, best = max(zip(counts, range(len(counts), 0, -1), strict=True), default=(0, 0))
-        if not blocks:
+        if not any(counts):
             return "nothing"
-        peer = candidates[len(counts) - best]
-        block_bytes = layout.layout.kv.block_bytes
-        now_s = self._now()
-        wanted = self.choice.worth(peer.instance, blocks, block_bytes, deadline_s - now_s, now_s)
+        now_s, block_bytes = self._now(), layout.layout.kv.block_bytes
+        left_s = began_s + wait_s - now_s
+        worth = [
+            self.choice.worth(peer.instance, blocks, block_bytes, left_s, now_s)
+            for peer, blocks in zip(candidates, counts, strict=True)
+        ]
+        wanted = max(worth)
         if not wanted:
+            self._warn_of_slow(layout, candidates, counts, left_s)
             return "not worth it"
         if self._imports.full:
             return "full"
+        peer = candidates[worth.index(wanted)]
+        self.choice.read_begins(peer.instance, now_s)
         done = await self._imports.read(peer, layout, keys[:wanted], self._config.read_s)
-        if done is None or done.fault is not None:
+        if done is None:
             self.choice.failed(peer.instance, self._now())
             return "fault"
-        self.choice.read_done(peer.instance, len(done.written) * block_bytes, done.took_s)
+        size_bytes = len(done.written) * block_bytes
+        if done.fault is not None:
+            if done.fault.code == "late":
+                self.choice.measure(peer.instance, size_bytes, done.took_s)
+            self.choice.failed(peer.instance, self._now())
+            return "fault"
+        self.choice.read_done(peer.instance, size_bytes, done.took_s)
         return "read" if done.written else "nothing"
+
+    def _warn_of_slow(
+        self, layout: LayoutStore, candidates: Sequence[PeerAddress], counts: Sequence[int], left_s: float
+    ) -> None:
+        least = self._config.least_blocks
+        slow = [
+            f"{peer.instance}: {self.choice.known[peer.instance].rate / 1e6:.3g} MB/s"
+            for peer, count in zip(candidates, counts, strict=True)
+            if count >= least and peer.instance in self.choice.known
+        ]
+        if slow:
+            problem = f"{least} blocks do not come in {left_s:.3g} s, so they are not read ({', '.join(slow)})"
+            self._imports.faults.warn(f"blocks of peers, layout {layout.digest}", problem)
 
     async def _ask(self, peer: PeerAddress, layout: LayoutStore, keys: Sequence[ContentKey], limit_s: float) -> int:
         """Return how many leading blocks a peer has; 0 if it does not answer in time."""

@@ -5,8 +5,9 @@
                          │ └──read_done: its rate is measured ◀─────────────────────────────┘
                          └──forget──▶ unknown
 
-A read is worth it if it brings enough blocks within the time that a Fetch may wait, at the rate that was measured. A
-peer that was too slow is read all the same once in REST_MOST_S: only a read shows whether it still is.
+A read is worth it if it brings enough blocks within the time that a Fetch may wait, at the rate that was measured. Only
+a read shows whether a peer that was slow still is, so a rate is believed for RATE_S after the last read. Then what is
+reported to routers is no less than FIRST_RATE, and the fewest blocks that are worth a read are read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ WEIGHT = 0.3
 """The share of the latest read in a peer's rate."""
 REST_S = 1.0
 REST_MOST_S = 60.0
+RATE_S = 60.0
+"""For how long a rate is believed after the last read."""
 
 
 class KnownPeer(Struct):
@@ -42,8 +45,13 @@ class KnownPeer(Struct):
     rests_until_s: float = 0.0
     rest_s: float = 0.0
     """The length of its last rest; 0: it has answered since."""
-    read_at_s: float = 0.0
-    """When it was last worth a read."""
+    read_at_s: float = -RATE_S
+    """When the last read of it began."""
+    asked_at_s: float = 0.0
+
+    def shown_rate(self, now_s: float) -> float:
+        """Return the rate for routers, and for who is asked."""
+        return self.rate if now_s < self.read_at_s + RATE_S else max(self.rate, FIRST_RATE)
 
 
 class PeerChoice:
@@ -68,16 +76,27 @@ class PeerChoice:
         return self.known.pop(instance, None) is not None
 
     def candidates(self, layout: str, now_s: float) -> list[PeerAddress]:
-        """Return the peers to ask, the fastest first."""
-        fit = [peer for peer in self.known.values() if layout in peer.layouts and peer.rests_until_s <= now_s]
-        fit.sort(key=lambda peer: -peer.rate)
-        return [peer.address for peer in fit[: self._asked]]
+        """Return the peers to ask, the fastest first. Of more than are asked at once, those that are not among the
+        fastest have one place in turn: they may have become faster, and nobody else may have a block of theirs."""
+        fit = self._fit(layout, now_s)
+        if len(fit) > self._asked:
+            fit[self._asked - 1 :] = [min(fit[self._asked - 1 :], key=lambda peer: peer.asked_at_s)]
+        return [peer.address for peer in fit]
 
-    def rates(self, now_s: float) -> dict[str, float]:
-        """Return the rates, in bytes a second, of the fastest peers that do not rest: those that are asked first."""
-        usable = [peer for peer in self.known.values() if peer.rests_until_s <= now_s]
-        usable.sort(key=lambda peer: -peer.rate)
-        return {peer.address.instance: peer.rate for peer in usable[: self._asked]}
+    def note_asked(self, peers: Collection[PeerAddress], now_s: float) -> None:
+        """Record that these are asked now."""
+        for address in peers:
+            if (peer := self.known.get(address.instance)) is not None:
+                peer.asked_at_s = now_s
+
+    def rates(self, layouts: Collection[str], now_s: float) -> dict[str, float]:
+        """Return the rates, in bytes a second, of the fastest peers of each layout that do not rest."""
+        fastest = [peer for layout in layouts for peer in self._fit(layout, now_s)[: self._asked]]
+        return {peer.address.instance: peer.shown_rate(now_s) for peer in fastest}
+
+    def _fit(self, layout: str, now_s: float) -> list[KnownPeer]:
+        fit = [peer for peer in self.known.values() if layout in peer.layouts and peer.rests_until_s <= now_s]
+        return sorted(fit, key=lambda peer: -peer.shown_rate(now_s))
 
     def worth(self, instance: str, blocks: int, block_bytes: int, left_s: float, now_s: float) -> int:
         """Return how many of these leading blocks to read from the peer in the time that is left; 0: none."""
@@ -85,12 +104,30 @@ class PeerChoice:
         if peer is None or blocks < self._least_blocks:
             return 0
         affordable = min(blocks, int(peer.rate * max(0.0, left_s) / block_bytes))
-        if affordable < self._least_blocks:
-            if now_s < peer.read_at_s + REST_MOST_S:
-                return 0
-            affordable = self._least_blocks
-        peer.read_at_s = now_s
-        return affordable
+        if affordable >= self._least_blocks:
+            return affordable
+        return 0 if now_s < peer.read_at_s + RATE_S else self._least_blocks
+
+    def read_begins(self, instance: str, now_s: float) -> None:
+        """Record that the peer is read: its rate is believed for a while."""
+        peer = self.known.get(instance)
+        if peer is not None:
+            peer.read_at_s = now_s
+
+    def read_done(self, instance: str, size_bytes: int, took_s: float) -> None:
+        """Record a read that brought all its blocks."""
+        peer = self.known.get(instance)
+        if peer is not None:
+            peer.rest_s = 0.0
+            self.measure(instance, size_bytes, took_s)
+
+    def measure(self, instance: str, size_bytes: int, took_s: float) -> None:
+        """Record how fast a read was, whether it brought all its blocks or not."""
+        peer = self.known.get(instance)
+        if peer is not None and size_bytes > 0 and took_s > 0:
+            measured = min(RATE_MOST, max(RATE_LEAST, size_bytes / took_s))
+            peer.rate += (WEIGHT if peer.measured else 1.0) * (measured - peer.rate)
+            peer.measured = True
 
     def failed(self, instance: str, now_s: float) -> None:
         """Let a peer rest after a fault."""
@@ -98,16 +135,6 @@ class PeerChoice:
         if peer is not None:
             peer.rest_s = min(REST_MOST_S, max(REST_S, 2 * peer.rest_s))
             peer.rests_until_s = now_s + peer.rest_s
-
-    def read_done(self, instance: str, size_bytes: int, took_s: float) -> None:
-        """Record a read that brought all its blocks."""
-        peer = self.known.get(instance)
-        if peer is not None:
-            peer.rest_s = 0.0
-            if size_bytes > 0 and took_s > 0:
-                measured = min(RATE_MOST, max(RATE_LEAST, size_bytes / took_s))
-                peer.rate += (WEIGHT if peer.measured else 1.0) * (measured - peer.rate)
-                peer.measured = True
 
     def validate(self) -> None:
         """Raise AssertionError where the peers contradict themselves."""

@@ -73,7 +73,7 @@ class PeerImports:
     ) -> ReadBlocks | None:
         assert not self.full, "too many reads"
         if layout.ended:  # its arena went to another layout while peers were asked
-            return None
+            return ReadBlocks({}, 0, 0.0, None)
         if not self._reads[layout.digest]:
             layout.attach(OWNER)
         self._reads[layout.digest] += 1

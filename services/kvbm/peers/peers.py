@@ -125,7 +125,7 @@ class KvbmPeers:
     def rates(self) -> PeerRates:
         """What routers need to know to count on the blocks of peers."""
         config = self._config
-        return PeerRates(config.wait_s, config.least_blocks, self.cache.rates())
+        return PeerRates(config.wait_s, config.least_blocks, self.cache.rates(self._layouts.keys()))
 
     def sync(self) -> None:
         """Register the layouts that are open now, and no others."""

@@ -124,7 +124,7 @@ class RemoteSearch:
 
     def rest(self, reader: StoreId | None, start: int) -> RemoteBlocks:
         """Return what a candidate of the store `reader`, which has `start` leading blocks itself, gets from the store
-        that has most of the following ones."""
+        of which most of the following ones come in time."""
         if reader is None or start >= len(self._hashes):
             return NO_REMOTE
         answer = self._answers.get((reader, start))
@@ -141,11 +141,10 @@ class RemoteSearch:
             if len(self._held) >= STARTS_MOST:
                 return NO_REMOTE
             held = self._held[start] = self._index.find_in_memory(self._hashes, start, self._numbers.values())
-        # Like the kvbm, which asks several and reads from the one that has most.
-        most, _, link = max(
-            ((held.get((store, 0), 0), link.bytes_per_s, link) for store, link in links), key=lambda each: each[:2]
-        )
-        return self.from_link(link, most)
+        # Like the kvbm, which asks several and reads from the one of which most comes in time.
+        found = ((link, link.blocks_in_time(held.get((store, 0), 0), self._block_bytes)) for store, link in links)
+        link, coming = max(found, key=lambda each: (each[1], each[0].bytes_per_s))
+        return self.from_link(link, coming)
 
     def from_link(self, link: PeerLink, blocks: int) -> RemoteBlocks:
         """Return what comes of `blocks` over a link."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from services.kvbm.peers.messages import Count, PeerAddress, PeerQuestion
@@ -62,6 +63,41 @@ async def test_the_machine_with_most_blocks_is_read(tmp_path: Path) -> None:
             learn(two, address(store))
         assert await b.load(CONTENTS) == (12, 0)
         assert three.metric("headrace_kvbm_peer_sent_blocks_total") == 0
+
+
+async def test_a_slow_machine_with_more_blocks_is_not_read_before_a_fast_one(tmp_path: Path) -> None:
+    (tmp_path / "three").mkdir()
+    async with (
+        machines(tmp_path, reader=SLOW) as (one, a, two, b),
+        serving(tmp_path / "three", instance="third", peers=PEERS) as three,
+    ):
+        c = await three.world.attached("c")
+        await c.store(CONTENTS[:12])
+        await a.store(CONTENTS)
+        for store in (three, one):
+            learn(two, address(store))
+        assert two.service.peers is not None
+        choice = two.service.peers.cache.choice
+        choice.read_begins("lender", asyncio.get_running_loop().time())
+        choice.read_done("lender", 1000, 1.0)
+        assert await b.load(CONTENTS) == (12, 0)
+        assert one.metric("headrace_kvbm_peer_sent_blocks_total") == 0
+
+
+async def test_that_peers_are_too_slow_is_logged_with_their_rates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with machines(tmp_path, reader=replace(SLOW, wait_s=20.0)) as (one, a, two, b):
+        await a.store(CONTENTS)
+        learn(two, address(one))
+        assert two.service.peers is not None
+        choice = two.service.peers.cache.choice
+        choice.read_begins("lender", asyncio.get_running_loop().time())
+        choice.read_done("lender", 1000, 1.0)
+        assert await b.load(CONTENTS) == (0, 0)
+        assert outcomes(two, "not worth it") == 1
+        assert "4 blocks do not come in" in caplog.text
+        assert "(lender: 0.001 MB/s)" in caplog.text
 
 
 class Frozen(Liar):

@@ -53,6 +53,7 @@ async def test_kvbms_of_the_address_book_are_peers_until_they_leave_it(tmp_path:
     async with serving(tmp_path, peers=PEERS) as store:
         assert store.service.peers is not None
         known = store.service.peers.cache.choice.known
+        await store.world.attached("a")
         one = await registered(store, "one", "10.0.0.1:70")
         two = await registered(store, "two", "")
         await until(lambda: "two" in store.runtime.directory.instances)

@@ -12,7 +12,14 @@ from services.router.config import LoadConfig, RouterConfig
 from services.router.index.index import Index
 from services.router.index.shared_stores import StoreId
 from services.router.selection.model_router import ModelRouter
-from services.router.selection.peer_links import LINKS_MOST, STARTS_MOST, PeerLink, PeerLinks, RemoteSearch
+from services.router.selection.peer_links import (
+    LINKS_MOST,
+    STARTS_MOST,
+    PeerLink,
+    PeerLinks,
+    RemoteBlocks,
+    RemoteSearch,
+)
 from services.router.selection.policies.kv import KvPolicy
 from shared.hashing import pack_hashes
 from shared.kvbm_messages import KvbmReport, PeerRates
@@ -83,6 +90,14 @@ def test_a_store_gets_what_follows_its_own_blocks_from_the_store_that_has_most()
     assert found.rest("b/l", 0).blocks == 0, "b reads nobody"
     assert found.rest(None, 0).blocks == 0
     assert found.rest("a/l", len(HASHES)).blocks == 0
+
+
+def test_a_store_is_read_of_which_most_comes_in_time_not_the_one_that_has_most() -> None:
+    known = links({"a": {"slow": 20.0 * BLOCK_BYTES, "fast": FAST}}, least=8)
+    held = {"a/l": range(0), "slow/l": range(1, 101), "fast/l": range(1, 91)}
+    assert search(known, held).rest("a/l", 0) == RemoteBlocks(90, BLOCK_BYTES / FAST)
+    held["fast/l"] = range(1, 11)
+    assert search(known, held).rest("a/l", 0) == RemoteBlocks(20, 1 / 20)
 
 
 def test_a_gap_ends_what_is_read() -> None:
