@@ -77,7 +77,7 @@ class PeerChoice:
 
     def candidates(self, layout: str, now_s: float) -> list[PeerAddress]:
         """Return the peers to ask, the fastest first. Of more than are asked at once, those that are not among the
-        fastest have one place in turn: they may have become faster, and nobody else may have a block of theirs."""
+        fastest have one place in turn: they may have become faster, and may have blocks that no other has."""
         fit = self._fit(layout, now_s)
         if len(fit) > self._asked:
             fit[self._asked - 1 :] = [min(fit[self._asked - 1 :], key=lambda peer: peer.asked_at_s)]
