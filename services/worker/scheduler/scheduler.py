@@ -23,8 +23,9 @@ is asked for an embedding ends where others draw their first token; for a mean i
    preempted: it gives its blocks back and waits again. Its tokens are kept, its KV is computed again, and its stored
    blocks stay in the prefix cache until their room is needed. Draws are numbered by position, so a seed draws the same
    tokens after a preemption.
-3. What is left of the step's token budget, but at least 16 tokens or one block, goes to prefills: running ones first,
-   then newcomers. So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
+3. What is left of the step's token budget, but at least 16 tokens or one block, goes to prefills by rank: running ones
+   and what ranks before one of them, then newcomers. So neither decodes nor prefills starve, and no step takes much
+   longer than `step_s`.
 
 All blocks of the known tokens are taken at admission, so that half-done prefills cannot block each other; one block
 for each running sequence is left free for it to grow into. `waiting_queue` explains the rank.
@@ -369,11 +370,11 @@ class Scheduler:
         return "tokens" if left <= 0 else "places"
 
     def _admit_before_prefills(self, places: int) -> None:
-        """Admit the prompts to hand over that rank before a running prefill, so that they are computed first."""
+        """Admit what ranks before a running prefill, so that it is computed first."""
         waiting, passed, reserved = self._queue.sequences, 0, 0
         while self._prefilling and passed < len(waiting) and len(self._running) < places:
             sequence = waiting[passed]
-            if not sequence.submit.prefill_only or sequence.rank > self._prefilling[-1].rank:
+            if sequence.rank > self._prefilling[-1].rank:
                 return
             if blocks := self._onboarding.blocks_reserved(sequence):
                 passed, reserved = passed + 1, reserved + blocks

@@ -53,8 +53,8 @@ class Sequence:
     begin_by_s: float
     """When its wait for admission ends; infinite where only its deadline ends the wait, or where it was admitted."""
     due_s: float
-    """When its first token is due: at its arrival, or, where only a prompt is computed, after the time that its prompt
-    would take alone."""
+    """When its next token is due: at its arrival, or, where only a prompt is computed, after the time that its prompt
+    would take alone; before all that begin, where it goes on with an answer."""
     block_size: int
     root: ContentKey
     keys: list[ContentKey]
@@ -113,7 +113,7 @@ class Sequence:
             arrived_s=now_s,
             deadline_s=now_s + submit.time_left_s,
             begin_by_s=inf if submit.wait_left_s is None else now_s + submit.wait_left_s,
-            due_s=now_s,
+            due_s=-inf if len(tokens) > submit.prompt_tokens else now_s,
             block_size=block_size,
             root=root,
             keys=_keys(root, submit.tokens, block_size, expected),

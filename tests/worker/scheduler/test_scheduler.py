@@ -347,6 +347,20 @@ def test_prompts_that_are_decoded_where_they_are_computed_keep_their_order() -> 
     assert [name for name, _ in engine.parts] == ["long", "short"]
 
 
+def test_an_answer_that_goes_on_is_computed_before_prompts_that_wait_and_one_that_runs() -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=4)
+    engine.submit("runs", LONG, max_tokens=1)
+    engine.step(1.0)
+    engine.submit("waits", OTHER, max_tokens=1)
+    drawn = continuation(PROMPT, 3, 64)
+    for name in ("begun", "begun later"):
+        engine.submit(name, PROMPT, attempt=2, produced=drawn[:1], sampling=NO_EOS)
+    engine.submit("urgent", [4, 4, 4, 4], max_tokens=1, priority=1)
+    engine.run()
+    assert [name for name, _ in engine.parts] == ["urgent", "begun", "begun later", "runs", "waits"]
+    assert engine.output("begun", 2) == continuation(PROMPT, 8, 64)[1:]
+
+
 def test_a_prompt_that_ranks_first_but_has_no_room_lets_the_running_one_go_on() -> None:
     engine = Engine(capacity_blocks=24, step_tokens=4, first_tokens_per_s=4.0)
     engine.submit("long", LONG, max_tokens=8, prefill_only=True)
@@ -443,7 +457,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.engine = Engine(capacity_blocks=10, context_length=24, max_running=3, max_waiting=6, step_tokens=6)
         self.engine.copies = True  # a block may outlive one that was forgotten
-        self.asked: dict[str, tuple[list[int], Sampling]] = {}
+        self.asked: dict[str, tuple[list[int], list[int], Sampling]] = {}
 
     @rule(
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=26),
@@ -453,6 +467,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         wait_left_s=st.sampled_from([None, None, 0.0, 0.02]),
         salt=st.sampled_from(["", "", "tenant"]),
         pooling=st.sampled_from(["", "", "mean", "last"]),
+        begun=st.sampled_from([0, 0, 0, 1, 3]),
     )
     def submit(
         self,
@@ -463,12 +478,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         wait_left_s: float | None,
         salt: str,
         pooling: Pooling,
+        begun: int,
     ) -> None:
         name, sampling = f"r{len(self.asked)}", Sampling(max_tokens=max_tokens, pooling=pooling)
-        self.asked[name] = (prompt, sampling)
+        drawn = [] if pooling else continuation(prompt, max_tokens, 24)[:-1][:begun]
+        self.asked[name] = (prompt, drawn, sampling)
         self.engine.submit(
             name,
             prompt,
+            produced=drawn,
             sampling=sampling,
             priority=priority,
             time_left_s=time_left_s,
@@ -516,8 +534,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.engine.run()
-        for name, (prompt, sampling) in self.asked.items():
-            expected = [] if sampling.pooling else continuation(prompt, sampling.max_tokens, 24)
+        for name, (prompt, drawn, sampling) in self.asked.items():
+            expected = [] if sampling.pooling else continuation(prompt, sampling.max_tokens, 24)[len(drawn) :]
             output, last = self.engine.output(name), self.engine.last(name)
             assert last.embedding == (embedding(prompt) if sampling.pooling and last.finish == "stop" else b"")
             assert sum(part.finish is not None for part in self.engine.parts[name, 1]) == 1
