@@ -158,6 +158,12 @@ def overview(
         for card in cards
         if card.role != "aggregated" and not card.kvbm
     ]
+    apart = [
+        f"worker {card.instance} has the role prefill, but no worker that decodes {card.model} can get its blocks: they"
+        " need one kvbm, or kvbms that read each other (peers.listen)"
+        for card in cards
+        if card.role == "prefill" and card.kvbm and card.model in decoded and not _reached(card, cards, catalogue)
+    ]
     return Overview(
         namespace=namespace,
         nats=nats,
@@ -166,9 +172,20 @@ def overview(
         models=tuple(_model_row(model, list(served), reports) for model, served in groupby(cards, attrgetter("model"))),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
-        notes=(*notes, *undecoded, *alone),
+        notes=(*notes, *undecoded, *alone, *apart),
         routers=tuple(states),
         stores=tuple(stores),
+    )
+
+
+def _reached(prefill: ModelCard, cards: Sequence[ModelCard], catalogue: Catalogue) -> bool:
+    """Return whether blocks of this worker can come to one that decodes."""
+    listening = {each.instance for each in catalogue.instances.values() if each.peers}
+    return any(
+        card.decodes
+        and (card.model, card.kvbm_layout) == (prefill.model, prefill.kvbm_layout)
+        and (card.kvbm == prefill.kvbm or {card.kvbm, prefill.kvbm} <= listening)
+        for card in cards
     )
 
 

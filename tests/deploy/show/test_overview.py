@@ -35,6 +35,7 @@ def instance(
     pid_namespace: int = 0,
     state: str = "",
     role: Role = "aggregated",
+    peers: str = "",
 ) -> tuple[str, bytes]:
     value = Instance(
         "default",
@@ -48,13 +49,21 @@ def instance(
         http="http://127.0.0.1:9100",
         pid_namespace=pid_namespace,
         state=state,
+        peers=peers,
         role=role,
     )
     return subjects.instance_key("default", service, name), INSTANCE.encode(value, JSON_HEADER)
 
 
 def card(
-    name: str, *, block_size: int = 16, digest: str = "d", device: str = "", role: Role = "aggregated", kvbm: str = ""
+    name: str,
+    *,
+    block_size: int = 16,
+    digest: str = "d",
+    device: str = "",
+    role: Role = "aggregated",
+    kvbm: str = "",
+    kvbm_layout: str = "l",
 ) -> tuple[str, bytes]:
     value = ModelCard(
         "m.x",
@@ -70,6 +79,7 @@ def card(
         device=device,
         role=role,
         kvbm=kvbm,
+        kvbm_layout=kvbm and kvbm_layout,
     )
     return subjects.model_key("default", "m.x", name), MODEL_CARD.encode(value, JSON_HEADER)
 
@@ -255,6 +265,21 @@ def test_a_worker_with_a_role_that_found_no_kvbm_is_in_the_notes() -> None:
         "worker w2 has the role prefill, but no kvbm, so it takes part in no hand-over; its log says why",
     )
     assert look(one, card("w1")).notes == (), "a worker that does all needs none"
+
+
+def test_a_prefill_worker_whose_blocks_reach_no_worker_that_decodes_is_in_the_notes() -> None:
+    workers = (instance("worker", "w1"), instance("worker", "w2"), card("w2", role="prefill", kvbm="k2"))
+    decode, other = card("w1", role="decode", kvbm="k1"), card("w1", role="decode", kvbm="k1", kvbm_layout="other")
+    silent = tuple(instance("kvbm", name) for name in ("k1", "k2"))
+    listening = tuple(instance("kvbm", name, peers=f"{name}:7") for name in ("k1", "k2"))
+    (note,) = look(*workers, decode, *silent).notes
+    assert note.startswith(
+        "worker w2 has the role prefill, but no worker that decodes m.x can get its blocks: they need"
+    )
+    assert look(*workers, decode, listening[0], silent[1]).notes == (note,)
+    assert look(*workers, other, *listening).notes == (note,)
+    assert look(*workers, decode, *listening).notes == ()
+    assert look(*workers, card("w1", role="decode", kvbm="k2"), *silent).notes == ()
 
 
 def test_nothing_alive_is_said_in_words() -> None:
