@@ -101,6 +101,7 @@ async def main(directory: Path, name: str, port: int, seed: int, life: int) -> N
                     _say({"seen": dict(storm.seen) | faults | {"read from a peer": read, "sent to a peer": sent}})
                 case "end":
                     return
+        raise EOFError("the test that began this has ended")
 
 
 async def _read_more(store: Store) -> None:
