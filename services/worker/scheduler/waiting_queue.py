@@ -1,10 +1,10 @@
 """WaitingQueue: the sequences that wait to be admitted, by rank, and what they wait for. Pure.
 
 Rank: higher `priority` first, then answers that another worker has begun, then first come first served; the head of
-the queue is never overtaken within its priority by a smaller prompt. Where prompts are handed over, the one is first that would end first if each had been
-computed alone from its arrival. So a prompt of a second does not wait for one of 20 s that came just before it; the
-long one is overtaken only by prompts that come within the 20 s, and computes on after them in the blocks that it
-has.
+the queue is never overtaken within its priority by a smaller prompt. Where prompts are handed over, the one is first
+that would end first if each had been computed alone from its arrival. So a prompt of a second does not wait for one of
+20 s that came just before it; the long one is overtaken only by prompts that come within the 20 s, and computes on
+after them in the blocks that it has.
 """
 
 from __future__ import annotations
