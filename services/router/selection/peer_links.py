@@ -21,7 +21,7 @@ from shared.kvbm_messages import PeerRates
 from shared.messages import Overlap
 
 LINKS_MOST = 16
-"""The most links of one kvbm that are believed; a kvbm reports four."""
+"""The most links of one kvbm that are believed; a kvbm reports four for each layout."""
 STARTS_MOST = 8
 """The most different ends of what candidates have themselves from which on other stores are searched, for one prompt.
 Each costs about as much as finding what the candidates have."""
@@ -142,9 +142,8 @@ class RemoteSearch:
                 return NO_REMOTE
             held = self._held[start] = self._index.find_in_memory(self._hashes, start, self._numbers.values())
         # Like the kvbm, which asks several and reads from the one of which most comes in time.
-        found = ((link, link.blocks_in_time(held.get((store, 0), 0), self._block_bytes)) for store, link in links)
-        link, coming = max(found, key=lambda each: (each[1], each[0].bytes_per_s))
-        return self.from_link(link, coming)
+        found = (self.from_link(link, held.get((store, 0), 0)) for store, link in links)
+        return max(found, key=lambda each: (each.blocks, -each.block_s))
 
     def from_link(self, link: PeerLink, blocks: int) -> RemoteBlocks:
         """Return what comes of `blocks` over a link."""
