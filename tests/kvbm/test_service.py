@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import KvbmConfig, PoolConfig, TiersConfig
+from services.kvbm.disk.segments import Segments
 from services.kvbm.service import REASON_CHARS
 from services.kvbm.tickets.packing import pack_slots
 from services.kvbm.tickets.results import TicketLimits
@@ -26,6 +28,7 @@ from shared.pool.lock import kvbm_of
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (
     LAYOUT,
+    LIMIT_S,
     OTHER_LAYOUT,
     SMALL_BYTES,
     World,
@@ -679,9 +682,17 @@ async def test_a_disk_that_goes_takes_its_blocks_and_requests_go_on_until_it_is_
         await until(lambda: router.holds("disk", [*contents, *chain(3)]))
 
 
-async def test_a_fetch_that_waits_for_the_disk_is_refused_when_its_ticket_ends(tmp_path: Path) -> None:
+async def test_a_fetch_that_waits_for_the_disk_is_refused_when_its_ticket_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(settings(tmp_path, disk=True))
     contents = chain(1, 2)
+    ended, read = threading.Event(), Segments.read
+
+    def after_the_ticket(*record: Any) -> Any:
+        assert ended.wait(LIMIT_S)
+        return read(*record)
+
     async with running(world, "b1") as store:
         a = await world.attached("a")
         await a.store(contents)
@@ -690,14 +701,17 @@ async def test_a_fetch_that_waits_for_the_disk_is_refused_when_its_ticket_ends(t
         await a.attach()
         router = await store.router()
         await until(lambda: router.holds("disk", contents))
+        monkeypatch.setattr(Segments, "read", after_the_ticket)
         asked = wire.FETCH.encode(wire.Fetch(a.owner, b"".join(keys(contents))))
         bus = store.world.bus
-        async with bus.stream(a.subject("fetch"), asked, idle_timeout_s=20) as replies:
-            # These run in one turn of kvbm's loop: the disk cannot have answered in between.
-            again = asyncio.ensure_future(a.try_attach())
-            told = [wire.FETCH_REPLY.decode(message.payload) async for message in replies]
-            await again
-        first, last = told
+        try:
+            async with bus.stream(a.subject("fetch"), asked, idle_timeout_s=LIMIT_S) as messages:
+                replies = aiter(messages)
+                first = wire.FETCH_REPLY.decode((await anext(replies)).payload)
+                await a.attach()
+                (last,) = [wire.FETCH_REPLY.decode(message.payload) async for message in replies]
+        finally:
+            ended.set()
         assert isinstance(first, wire.Fetched)
         assert (first.slots, first.found) == (b"", 2)
         assert refusal(last) == "unknown_ticket"
