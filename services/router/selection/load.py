@@ -49,6 +49,8 @@ class CandidateLoad(Struct, frozen=True, gc=False):
 
 
 IDLE = CandidateLoad()
+SPEED_S = 60.0
+"""For how long a worker's prefill speed is believed after it last changed."""
 _PRIORITIES_LIMIT = 16
 """Most priorities for which one candidate's load is remembered."""
 
@@ -59,6 +61,8 @@ class WorkerSpeed(Struct, frozen=True, gc=False):
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
     """Seconds of a step that only decodes, with the attempts that run there now."""
+    old: bool = False
+    """Whether the prefill speed has not changed for `SPEED_S`: the worker has computed no prompt since."""
 
 
 UNKNOWN_SPEED = WorkerSpeed()
@@ -146,6 +150,8 @@ class _WorkerReport:
     reported_s: float
     progress_s: float
     """When it last made a step or had no work."""
+    speed_s: float
+    """When its prefill speed last changed."""
 
 
 class LoadTracker:
@@ -250,11 +256,16 @@ class LoadTracker:
     def _update_worker(self, report: LoadReport, now_s: float) -> None:
         # The engine's own counts are those of its last step: one that stopped while idle knows of no attempt.
         busy = bool(report.waiting + report.running > 0 or report.attempts)
-        self.speeds[report.instance] = WorkerSpeed(_plausible(report.prefill_tokens_per_s), _plausible(report.step_s))
+        tokens_per_s, step_s = _plausible(report.prefill_tokens_per_s), _plausible(report.step_s)
+        before = self.speeds.get(report.instance)
         worker = self._workers.get(report.instance)
-        if worker is None:
-            self._workers[report.instance] = _WorkerReport(report.progress, busy, now_s, now_s)
+        if worker is None or before is None:
+            self.speeds[report.instance] = WorkerSpeed(tokens_per_s, step_s)
+            self._workers[report.instance] = _WorkerReport(report.progress, busy, now_s, now_s, now_s)
             return
+        if tokens_per_s != before.prefill_tokens_per_s:
+            worker.speed_s = now_s
+        self.speeds[report.instance] = WorkerSpeed(tokens_per_s, step_s, now_s - worker.speed_s >= SPEED_S)
         if report.progress != worker.progress or not (busy and worker.busy):
             worker.progress_s = now_s
         worker.progress, worker.busy, worker.reported_s = report.progress, busy, now_s

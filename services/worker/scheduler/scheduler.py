@@ -209,8 +209,8 @@ class Scheduler:
         assert step is not None
         assert len(drawn) == len(step) + (self._probe.work is not None)
         tokens = sum([sequence.work.end - sequence.work.start for sequence in step])
-        self.budget.record_step(tokens, len(step), elapsed_s)
         size, probe, ended_s = self._limits.block_size, self._probe, self._step_began_s + elapsed_s
+        self.budget.record_step(tokens, len(step), elapsed_s, ended_s)
         for sequence, draw in zip(step, drawn, strict=False):  # a probe is beyond them
             work = sequence.work
             assert (draw is not None) == (work.end == len(sequence.tokens))

@@ -12,6 +12,11 @@ _LEAST_S = 1e-6
 """Steps are assumed to take at least these seconds, which keeps a speed finite where the clock did not move."""
 _MEMORY_S = 60.0
 """Seconds of prefilling after which a step counts only 1/e in the throughput."""
+_PAUSE_S = 30.0
+"""Seconds without a prompt after which the engine or its machine may have changed. Shorter than
+`services.router.selection.load.SPEED_S`, so that the prompt by which a router looks again changes the speed."""
+_BEFORE_PAUSE_S = 1.0
+"""Seconds of prefilling for which all that was measured before a pause counts, at most."""
 _RECENT = 1 / 16
 """Weight of the latest step in the moving average of the time that decodes take."""
 
@@ -56,13 +61,13 @@ class StepBudget:
         prefill_s = tokens / self.tokens_per_s if tokens > sequences else 0.0
         return max(self.throughput.step_s, prefill_s)
 
-    def record_step(self, tokens: int, sequences: int, elapsed_s: float) -> None:
-        """Learn from a step: it took `elapsed_s` for `tokens` tokens of `sequences`."""
+    def record_step(self, tokens: int, sequences: int, elapsed_s: float, ended_s: float) -> None:
+        """Learn from a step that ended at `ended_s`: it took `elapsed_s` for `tokens` tokens of `sequences`."""
         if tokens > sequences:
             speed = tokens / max(elapsed_s, _LEAST_S)
             if speed > self.tokens_per_s or 2 * tokens >= self.tokens:
                 self.tokens_per_s = min(speed, 2 * self.tokens_per_s)
-            self.throughput.record_prefill(tokens, elapsed_s)
+            self.throughput.record_prefill(tokens, elapsed_s, ended_s)
         elif sequences:
             self.throughput.record_decode(elapsed_s)
 
@@ -72,11 +77,15 @@ class Throughput:
 
     One step's speed says little: long contexts, decodes in the same step, and short ends of prompts make it differ
     threefold on one engine. Routers that believed it would send prompts away from where they are cached for nothing.
+    After a pause, what was measured before counts for little: an engine that was slow while its machine was busy would
+    look slow for long, since it gets few prompts.
     """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
+        self._prefilled_s = -inf
+        """When the last step that prefilled ended."""
         self.step_s = 0.0
         """Seconds that a step which only decodes takes lately; 0 before the first."""
 
@@ -85,9 +94,13 @@ class Throughput:
         """Tokens a second of steps that prefill; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
-    def record_prefill(self, tokens: int, elapsed_s: float) -> None:
-        """Learn from a step that prefilled: it took `elapsed_s` for `tokens`, decodes included."""
+    def record_prefill(self, tokens: int, elapsed_s: float, ended_s: float) -> None:
+        """Learn from a step that prefilled and ended at `ended_s`: it took `elapsed_s` for `tokens`, decodes
+        included."""
         kept = exp(-elapsed_s / _MEMORY_S)
+        if ended_s - elapsed_s - self._prefilled_s >= _PAUSE_S:
+            kept = min(kept, _BEFORE_PAUSE_S / max(self._seconds, _LEAST_S))
+        self._prefilled_s = ended_s
         self._tokens = self._tokens * kept + tokens
         self._seconds = self._seconds * kept + max(elapsed_s, _LEAST_S)
 

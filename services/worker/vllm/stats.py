@@ -53,7 +53,7 @@ class EngineStats:
         self._elapsed_s += elapsed_s
         if prefilled_tokens:
             if elapsed_s:
-                self._throughput.record_prefill(prefilled_tokens + decoded_tokens, elapsed_s + self._prefill_s)
+                self._throughput.record_prefill(prefilled_tokens + decoded_tokens, elapsed_s + self._prefill_s, now_s)
             self._prefill_s = 0.0
         elif not decoded_tokens:
             self._prefill_s += elapsed_s

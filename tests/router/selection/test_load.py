@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.config import LoadConfig
-from services.router.selection.load import IDLE, UNKNOWN_SPEED, AttemptId, CandidateLoad, LoadTracker, WorkerSpeed
+from services.router.selection.load import (
+    IDLE,
+    SPEED_S,
+    UNKNOWN_SPEED,
+    AttemptId,
+    CandidateLoad,
+    LoadTracker,
+    WorkerSpeed,
+)
 from shared.messages import LoadReport, RankLoad, Reserved
 
 A, B = ("a", 0), ("b", 0)
@@ -254,6 +262,23 @@ def test_a_workers_speed_is_the_one_it_reported_last() -> None:
     load.remove_instance("a")
     assert load.speeds == {}
     load.validate()
+
+
+def test_a_prefill_speed_is_old_once_it_has_not_changed_for_a_while() -> None:
+    load = LoadTracker(LoadConfig())
+
+    def is_old(tokens_per_s: float, step_s: float, now_s: float) -> bool:
+        load.apply_report(report(speed=WorkerSpeed(tokens_per_s, step_s)), now_s)
+        return load.speeds["a"].old
+
+    assert not is_old(1000.0, 0.02, 5.0)
+    assert not is_old(1000.0, 0.02, 5.0 + SPEED_S - 0.1)
+    assert is_old(1000.0, 0.03, 5.0 + SPEED_S), "only prompts show the prefill speed"
+    assert not is_old(1001.0, 0.03, 6.0 + SPEED_S)
+    assert not is_old(1001.0, 0.03, 5.0 + 2 * SPEED_S)
+    assert is_old(1001.0, 0.03, 6.0 + 2 * SPEED_S)
+    load.remove_instance("a")
+    assert not is_old(1001.0, 0.03, 7.0 + 2 * SPEED_S), "another worker under the name"
 
 
 def frozen(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from services.router.config import LoadConfig, RouterConfig
 from services.router.selection.candidates import CandidateState, FleetAverage, RoutingRequest, WorkerSpeed
-from services.router.selection.load import CandidateLoad
+from services.router.selection.load import SPEED_S, CandidateLoad
 from services.router.selection.model_router import HAND_OVER_LIMIT_S, ModelRouter
 from services.router.selection.pairs import choose_pair
 from services.router.selection.policies.kv import KvPolicy, split_costs
@@ -87,6 +87,18 @@ def test_a_pair_pays_where_others_decode_and_costs_more_the_longer_the_prompts_w
     assert costs[-1] > alone, "a long queue is no place for a prompt"
 
 
+def test_a_prefill_worker_that_was_slow_long_ago_counts_as_the_fleet() -> None:
+    def costs(tokens_per_s: float, *, old: bool) -> tuple[float, float]:
+        prefill = replace(state("p"), speed=WorkerSpeed(tokens_per_s, 0.01, old))
+        decode = state("d", requests=8)
+        return split_costs(REQUEST, decode, prefill, replace(decode, overlap=Overlap(host=499)))
+
+    pair, alone = costs(1000.0, old=False)
+    assert pair > alone
+    assert costs(1000.0, old=True) == costs(10_000.0, old=False)
+    assert costs(20_000.0, old=True) == costs(20_000.0, old=False)
+
+
 # --- the router
 
 
@@ -139,6 +151,21 @@ def test_a_prompt_goes_to_a_pair_while_others_decode_and_both_loads_are_reserved
     assert (prefill.instance, prefill.attempt, prefill.uncached_tokens, prefill.delay_s) == ("p", 1, 801, 0.0)
     assert (decode.instance, decode.attempt, decode.uncached_tokens, decode.delay_s) == ("d", 2, 1, 20.0)
     router.validate()
+
+
+def test_one_prompt_goes_to_a_prefill_worker_that_was_slow_once_its_speed_is_old(router: ModelRouter) -> None:
+    def pair_at(now_s: float, request: str) -> bool:
+        for instance, running, tokens_per_s in (("p", 0, 100.0), ("d", 8, 10_000.0)):
+            speed = {"prefill_tokens_per_s": tokens_per_s}
+            router.load.apply_report(replace(report(instance, running), **speed), now_s)
+        selected = chosen(router, select(request, first=1000 * int(now_s + 1)), now_s)
+        router.load.mark_finished((request, 1))
+        router.load.mark_finished((request, 2))
+        return bool(selected.decode)
+
+    assert not pair_at(0.0, "first")
+    assert not pair_at(SPEED_S - 1, "second")
+    assert pair_at(SPEED_S, "third")
 
 
 def test_an_idle_worker_that_decodes_computes_the_prompt_itself_and_the_reason_has_both_costs() -> None:

@@ -12,21 +12,40 @@ def test_the_throughput_is_zero_before_the_first_step() -> None:
 
 def test_long_steps_count_for_more_than_short_ones() -> None:
     throughput = Throughput()
-    throughput.record_prefill(8000, 0.4)
-    throughput.record_prefill(10, 0.1)
+    throughput.record_prefill(8000, 0.4, 0.0)
+    throughput.record_prefill(10, 0.1, 0.0)
     assert throughput.tokens_per_s == pytest.approx(8010 / 0.5, rel=0.01)
 
 
 def test_a_slower_engine_is_known_after_some_minutes_of_work() -> None:
     throughput = Throughput()
     for tokens in [*[5000] * 1000, *[1000] * 1000]:
-        throughput.record_prefill(tokens, 0.25)
+        throughput.record_prefill(tokens, 0.25, 0.0)
     assert throughput.tokens_per_s == pytest.approx(4000, rel=0.1)
+
+
+def test_after_a_pause_the_next_prompts_show_the_speed_and_a_short_one_does_not() -> None:
+    def after(pause_s: float, *steps: tuple[int, float]) -> float:
+        throughput, now_s = Throughput(), 0.0
+        for _ in range(100):
+            now_s += 0.25
+            throughput.record_prefill(250, 0.25, now_s)
+        now_s += pause_s
+        for tokens, elapsed_s in steps:
+            now_s += elapsed_s
+            throughput.record_prefill(tokens, elapsed_s, now_s)
+        return throughput.tokens_per_s
+
+    assert after(1.0, (3000, 0.3)) < 1200
+    assert after(100.0, (3000, 0.3)) > 3000
+    assert after(100.0, *[(3000, 0.3)] * 10) > 7000
+    assert after(100.0, (10, 0.1)) > 900
+    assert after(100.0, (20_000, 200.0)) == pytest.approx(100, rel=0.1), "a long step is no pause"
 
 
 def test_a_step_that_took_no_time_is_survived() -> None:
     throughput = Throughput()
-    throughput.record_prefill(16, 0.0)
+    throughput.record_prefill(16, 0.0, 0.0)
     assert throughput.tokens_per_s > 0
 
 
@@ -52,30 +71,30 @@ def test_the_budget_is_what_the_speed_allows_in_the_steps_time() -> None:
 
 def test_a_slower_speed_is_believed_at_once() -> None:
     slow = budget()
-    slow.record_step(250, 1, 2.5)
+    slow.record_step(250, 1, 2.5, 0.0)
     assert slow.tokens == 25
 
 
 def test_a_faster_speed_is_believed_twofold_a_step() -> None:
     fast = budget()
-    fast.record_step(250, 1, 0.001)
+    fast.record_step(250, 1, 0.001, 0.0)
     assert fast.tokens == 500
     for _ in range(10):
-        fast.record_step(fast.tokens, 1, 0.0)
+        fast.record_step(fast.tokens, 1, 0.0, 0.0)
     assert fast.tokens == 4096
 
 
 def test_a_small_slow_step_says_nothing() -> None:
     small = budget()
-    small.record_step(3, 1, 0.1)
+    small.record_step(3, 1, 0.1, 0.0)
     assert small.tokens == 250
 
 
 def test_the_budget_never_falls_below_its_least() -> None:
     stuck = budget()
-    stuck.record_step(250, 1, 1e6)
+    stuck.record_step(250, 1, 1e6, 0.0)
     assert stuck.tokens == 16
-    stuck.record_step(16, 1, 0.01)
+    stuck.record_step(16, 1, 0.01, 0.0)
     assert stuck.tokens_per_s > 0
 
 
@@ -93,10 +112,10 @@ def test_a_short_step_is_never_longer_than_a_step_and_grows_with_what_decoding_t
 def test_a_step_is_expected_to_take_what_decoding_takes_and_longer_where_it_prefills() -> None:
     steps = budget()
     assert steps.expected_s(4, 4) == 0.0, "nothing is known"
-    steps.record_step(4, 4, 0.02)
+    steps.record_step(4, 4, 0.02, 0.0)
     assert (steps.throughput.step_s, steps.throughput.tokens_per_s) == (0.02, 0.0), "it only decoded"
     assert steps.expected_s(4, 4) == 0.02
     assert steps.expected_s(5, 4) == 0.02, "five tokens take less"
     assert steps.expected_s(250, 4) == 0.25
-    steps.record_step(0, 0, 5.0)
+    steps.record_step(0, 0, 5.0, 0.0)
     assert steps.throughput.step_s == 0.02, "nothing was computed"

@@ -35,7 +35,7 @@ CANDIDATES = st.lists(
         OVERLAPS,
         LOADS,
         st.integers(0, 10**5),
-        st.builds(WorkerSpeed, st.sampled_from([0.0, 1.0, 300.0, 1e5]), st.sampled_from([0.0, 0.02])),
+        st.builds(WorkerSpeed, st.sampled_from([0.0, 1.0, 300.0, 1e5]), st.sampled_from([0.0, 0.02]), st.booleans()),
     ),
     min_size=1,
     max_size=12,
@@ -146,6 +146,15 @@ def test_a_slow_worker_gets_only_what_it_has_cached() -> None:
     slow, fast = facts("slow", speed=1000.0), facts("fast", None, CandidateLoad(requests=1), speed=4000.0)
     assert choose([slow, fast]) == "fast"
     assert choose([facts("slow", Overlap(19), speed=1000.0), fast]) == "slow"
+
+
+def test_a_worker_that_was_slow_long_ago_counts_as_the_average_and_a_fast_one_as_fast() -> None:
+    def idle(tokens_per_s: float) -> CandidateState:
+        state = facts("idle", speed=tokens_per_s)
+        return msgspec.structs.replace(state, speed=WorkerSpeed(tokens_per_s, 0.02, old=True))
+
+    assert choose([idle(1000.0), facts("other", None, CandidateLoad(requests=1), speed=4000.0)]) == "idle"
+    assert choose([idle(4000.0), facts("other", Overlap(10), speed=1000.0)]) == "idle"
 
 
 def test_small_differences_in_speed_and_unknown_speeds_change_no_choice() -> None:
