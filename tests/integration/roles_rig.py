@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -139,6 +140,32 @@ def ask(
             finish = choice.finish_reason or finish
     assert finish == "length"
     return text
+
+
+@contextmanager
+def streams(client: openai.OpenAI, number: int) -> Iterator[None]:
+    """Keep `number` answers streaming. They are short, so that a new one soon goes to the worker that has fewer."""
+    ended = threading.Event()
+
+    def stream(which: int) -> None:
+        body = {"ignore_eos": True, "deadline_s": 600}
+        prompt = f"background {which}"
+        while not ended.is_set():
+            for _ in client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=1000, stream=True, temperature=0, extra_body=body
+            ):
+                if ended.is_set():
+                    return
+
+    threads = [threading.Thread(target=stream, args=(which,)) for which in range(number)]
+    for each in threads:
+        each.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for each in threads:
+            each.join(LIMIT_S)
 
 
 def prompt_of(words: int, seed: str) -> str:

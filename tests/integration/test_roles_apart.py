@@ -8,13 +8,12 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import openai
 import pytest
 
 from tests.integration.fleet import Service, explained
-from tests.integration.roles_rig import GREEDY, LIMIT_S, RolesRig, ask, client_of, prompt_of, roles
+from tests.integration.roles_rig import GREEDY, LIMIT_S, RolesRig, ask, client_of, prompt_of, roles, streams
 from tests.integration.stack import eventually
 
 NAMESPACE = "roles-apart"
@@ -46,22 +45,12 @@ def both(client: openai.OpenAI, words: int) -> None:
 @pytest.fixture
 def busy(rig: RolesRig, client: openai.OpenAI) -> Iterator[None]:
     """Streams at the decode worker, so that prompts are handed over rather than delay them."""
-    body: dict[str, Any] = {"ignore_eos": True, "deadline_s": 600}
-    streams = [
-        client.completions.create(
-            model="tiny", prompt=f"stream {number}", max_tokens=3500, stream=True, temperature=0, extra_body=body
-        )
-        for number in range(3)
-    ]
-    try:
-        decode = rig.services.services["decode"]
+    decode = rig.services.services["decode"]
+    with streams(client, 3):
         eventually(
-            lambda: decode.metric("headrace_inflight_requests") >= 1, limit_s=LIMIT_S, what="streams are decoded"
+            lambda: decode.metric("headrace_inflight_requests") >= 2, limit_s=LIMIT_S, what="streams are decoded"
         )
         yield
-    finally:
-        for stream in streams:
-            stream.close()
 
 
 @pytest.mark.usefixtures("busy")

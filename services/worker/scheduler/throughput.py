@@ -13,7 +13,7 @@ _LEAST_S = 1e-6
 _MEMORY_S = 60.0
 """Seconds of prefilling after which a step counts only 1/e in the throughput."""
 _PAUSE_S = 30.0
-"""Seconds without a prompt after which the engine or its machine may have changed. Shorter than
+"""Seconds without a whole prompt after which the engine or its machine may have changed. Shorter than
 `services.router.selection.load.SPEED_S`, so that the prompt by which a router looks again changes the speed."""
 _BEFORE_PAUSE_S = 1.0
 """Seconds of prefilling for which all that was measured before a pause counts, at most."""
@@ -29,7 +29,9 @@ class StepBudget:
 
     A step that used at least half of its budget shows the speed. A slower speed counts at once, a faster one at most
     twofold a step, so that one odd measurement does not make a step far too long. Steps below half their budget
-    (decodes, ends of prompts) are bound by reading weights, not by tokens: they can only raise the speed.
+    (decodes, ends of prompts) are bound by reading weights, not by tokens: they can only raise the speed. In the
+    throughput they count the less the fewer tokens of prompts they have: a worker that decodes what others hand over
+    computes little else than ends of prompts, and would look slow for whole ones.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class StepBudget:
     def record_step(self, tokens: int, sequences: int, elapsed_s: float, ended_s: float) -> None:
         """Learn from a step that ended at `ended_s`: it took `elapsed_s` for `tokens` tokens of `sequences`."""
         if tokens > sequences:
-            speed = tokens / max(elapsed_s, _LEAST_S)
-            if speed > self.tokens_per_s or 2 * tokens >= self.tokens:
+            speed, budget = tokens / max(elapsed_s, _LEAST_S), self.tokens
+            if speed > self.tokens_per_s or 2 * tokens >= budget:
                 self.tokens_per_s = min(speed, 2 * self.tokens_per_s)
-            self.throughput.record_prefill(tokens, elapsed_s, ended_s)
+            weight = min(1.0, 2 * (tokens - sequences) / budget)
+            self.throughput.record_prefill(tokens, elapsed_s, ended_s, weight=weight)
         elif sequences:
             self.throughput.record_decode(elapsed_s)
 
@@ -85,7 +88,7 @@ class Throughput:
         self._tokens = 0.0
         self._seconds = 0.0
         self._prefilled_s = -inf
-        """When the last step that prefilled ended."""
+        """When the last step that prefilled, with a weight of 1, ended."""
         self.step_s = 0.0
         """Seconds that a step which only decodes takes lately; 0 before the first."""
 
@@ -94,15 +97,16 @@ class Throughput:
         """Tokens a second of steps that prefill; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
-    def record_prefill(self, tokens: int, elapsed_s: float, ended_s: float) -> None:
-        """Learn from a step that prefilled and ended at `ended_s`: it took `elapsed_s` for `tokens`, decodes
-        included."""
-        kept = exp(-elapsed_s / _MEMORY_S)
+    def record_prefill(self, tokens: int, elapsed_s: float, ended_s: float, *, weight: float = 1.0) -> None:
+        """Learn from a step that prefilled and ended at `ended_s`: it took `elapsed_s` for `tokens`, decodes included.
+        `weight` (0 … 1) is how much it says."""
+        kept = exp(-weight * elapsed_s / _MEMORY_S)
         if ended_s - elapsed_s - self._prefilled_s >= _PAUSE_S:
             kept = min(kept, _BEFORE_PAUSE_S / max(self._seconds, _LEAST_S))
-        self._prefilled_s = ended_s
-        self._tokens = self._tokens * kept + tokens
-        self._seconds = self._seconds * kept + max(elapsed_s, _LEAST_S)
+        if weight == 1.0:
+            self._prefilled_s = ended_s
+        self._tokens = self._tokens * kept + weight * tokens
+        self._seconds = self._seconds * kept + weight * max(elapsed_s, _LEAST_S)
 
     def record_decode(self, elapsed_s: float) -> None:
         """Learn from a step that only decoded: it took `elapsed_s`."""

@@ -90,6 +90,18 @@ def test_a_small_slow_step_says_nothing() -> None:
     assert small.tokens == 250
 
 
+def test_ends_of_prompts_say_little_of_the_speed_for_whole_ones() -> None:
+    steps = budget(speed=10_000.0)
+    for _ in range(20):
+        steps.record_step(8 + 9, 9, 0.02, 0.0)
+    assert steps.throughput.tokens_per_s == pytest.approx(17 / 0.02), "nothing else is known"
+    for _ in range(4):
+        steps.record_step(2500, 1, 0.25, 0.0)
+    for _ in range(200):
+        steps.record_step(8 + 9, 9, 0.02, 0.0)
+    assert steps.throughput.tokens_per_s > 9000
+
+
 def test_the_budget_never_falls_below_its_least() -> None:
     stuck = budget()
     stuck.record_step(250, 1, 1e6, 0.0)
