@@ -151,11 +151,12 @@ def streams(client: openai.OpenAI, number: int) -> Iterator[None]:
         body = {"ignore_eos": True, "deadline_s": 600}
         prompt = f"background {which}"
         while not ended.is_set():
-            for _ in client.completions.create(
+            with client.completions.create(
                 model="tiny", prompt=prompt, max_tokens=1000, stream=True, temperature=0, extra_body=body
-            ):
-                if ended.is_set():
-                    return
+            ) as chunks:
+                for _ in chunks:
+                    if ended.is_set():
+                        return
 
     threads = [threading.Thread(target=stream, args=(which,)) for which in range(number)]
     for each in threads:
@@ -166,6 +167,7 @@ def streams(client: openai.OpenAI, number: int) -> Iterator[None]:
         ended.set()
         for each in threads:
             each.join(LIMIT_S)
+        assert not any(each.is_alive() for each in threads), "a stream does not end"
 
 
 def prompt_of(words: int, seed: str) -> str:

@@ -32,13 +32,15 @@ class FleetAverage(Struct, frozen=True):
     requests: float = 0.0
     """Requests in flight at the mean candidate."""
     prefill_tokens_per_s: float = 0.0
-    """Mean prefill speed of the candidates that report one; 0 if none does."""
+    """Mean prefill speed of the candidates that report one; 0 if none does. Old speeds count only if all are old."""
 
     @staticmethod
     def of(candidates: Sequence[CandidateState]) -> FleetAverage:
         """Compute the averages of at least one candidate."""
         requests = sum([each.load.requests for each in candidates]) / len(candidates)
-        speeds = [each.speed.prefill_tokens_per_s for each in candidates if each.speed.prefill_tokens_per_s]
+        known = [each.speed for each in candidates if each.speed.prefill_tokens_per_s]
+        speeds = [each.prefill_tokens_per_s for each in known if not each.old]
+        speeds = speeds or [each.prefill_tokens_per_s for each in known]
         return FleetAverage(requests, sum(speeds) / len(speeds) if speeds else 0.0)
 
 

@@ -50,7 +50,7 @@ class CandidateLoad(Struct, frozen=True, gc=False):
 
 IDLE = CandidateLoad()
 SPEED_S = 60.0
-"""For how long a worker's prefill speed is believed after it last changed."""
+"""For how long a worker's low prefill speed is believed after it last changed."""
 _PRIORITIES_LIMIT = 16
 """Most priorities for which one candidate's load is remembered."""
 
@@ -62,7 +62,7 @@ class WorkerSpeed(Struct, frozen=True, gc=False):
     step_s: float = 0.0
     """Seconds of a step that only decodes, with the attempts that run there now."""
     old: bool = False
-    """Whether the prefill speed has not changed for `SPEED_S`: the worker has computed no prompt since."""
+    """Whether the prefill speed has not changed for `SPEED_S`: no prompt since has shown another one."""
 
 
 UNKNOWN_SPEED = WorkerSpeed()
@@ -257,13 +257,12 @@ class LoadTracker:
         # The engine's own counts are those of its last step: one that stopped while idle knows of no attempt.
         busy = bool(report.waiting + report.running > 0 or report.attempts)
         tokens_per_s, step_s = _plausible(report.prefill_tokens_per_s), _plausible(report.step_s)
-        before = self.speeds.get(report.instance)
         worker = self._workers.get(report.instance)
-        if worker is None or before is None:
+        if worker is None:
             self.speeds[report.instance] = WorkerSpeed(tokens_per_s, step_s)
             self._workers[report.instance] = _WorkerReport(report.progress, busy, now_s, now_s, now_s)
             return
-        if tokens_per_s != before.prefill_tokens_per_s:
+        if tokens_per_s != self.speeds[report.instance].prefill_tokens_per_s:
             worker.speed_s = now_s
         self.speeds[report.instance] = WorkerSpeed(tokens_per_s, step_s, now_s - worker.speed_s >= SPEED_S)
         if report.progress != worker.progress or not (busy and worker.busy):

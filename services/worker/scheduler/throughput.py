@@ -13,10 +13,8 @@ _LEAST_S = 1e-6
 _MEMORY_S = 60.0
 """Seconds of prefilling after which a step counts only 1/e in the throughput."""
 _PAUSE_S = 30.0
-"""Seconds without a whole prompt after which the engine or its machine may have changed. Shorter than
-`services.router.selection.load.SPEED_S`, so that the prompt by which a router looks again changes the speed."""
-_BEFORE_PAUSE_S = 1.0
-"""Seconds of prefilling for which all that was measured before a pause counts, at most."""
+"""Seconds without a full step after which the next one counts for at least half. Shorter than
+`services.router.selection.load.SPEED_S`, after which a router tries a slow worker again."""
 _RECENT = 1 / 16
 """Weight of the latest step in the moving average of the time that decodes take."""
 
@@ -29,9 +27,8 @@ class StepBudget:
 
     A step that used at least half of its budget shows the speed. A slower speed counts at once, a faster one at most
     twofold a step, so that one odd measurement does not make a step far too long. Steps below half their budget
-    (decodes, ends of prompts) are bound by reading weights, not by tokens: they can only raise the speed. In the
-    throughput they count the less the fewer tokens of prompts they have: a worker that decodes what others hand over
-    computes little else than ends of prompts, and would look slow for whole ones.
+    (decodes, ends of prompts) are bound by reading weights, not by tokens: they can only raise the speed. For the
+    throughput the same holds of steps that used less than half of what decodes had left of their budget.
     """
 
     def __init__(
@@ -69,26 +66,27 @@ class StepBudget:
             speed, budget = tokens / max(elapsed_s, _LEAST_S), self.tokens
             if speed > self.tokens_per_s or 2 * tokens >= budget:
                 self.tokens_per_s = min(speed, 2 * self.tokens_per_s)
-            weight = min(1.0, 2 * (tokens - sequences) / budget)
-            self.throughput.record_prefill(tokens, elapsed_s, ended_s, weight=weight)
+            full = 2 * (tokens - sequences) >= budget - sequences
+            self.throughput.record_prefill(tokens, elapsed_s, ended_s, full=full)
         elif sequences:
             self.throughput.record_decode(elapsed_s)
 
 
 class Throughput:
-    """The engine's speed in the long run: tokens over seconds of all steps that prefilled, older ones counting less.
+    """The engine's speed in the long run: tokens over seconds of steps that prefilled, older ones counting less.
 
     One step's speed says little: long contexts, decodes in the same step, and short ends of prompts make it differ
-    threefold on one engine. Routers that believed it would send prompts away from where they are cached for nothing.
-    After a pause, what was measured before counts for little: an engine that was slow while its machine was busy would
-    look slow for long, since it gets few prompts.
+    threefold on one engine. Routers that believed it would send prompts away from where they are cached for nothing. A
+    step that is not full, with few tokens of prompts, can only raise the speed: a worker that decodes what others hand
+    over computes little else, and would look slow for whole prompts. After a pause, what was measured before counts for
+    no more than the next full step: a worker that looks slow gets few prompts, and each must tell.
     """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
-        self._prefilled_s = -inf
-        """When the last step that prefilled, with a weight of 1, ended."""
+        self._full_s = -inf
+        """When the last full step ended."""
         self.step_s = 0.0
         """Seconds that a step which only decodes takes lately; 0 before the first."""
 
@@ -97,16 +95,19 @@ class Throughput:
         """Tokens a second of steps that prefill; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
-    def record_prefill(self, tokens: int, elapsed_s: float, ended_s: float, *, weight: float = 1.0) -> None:
+    def record_prefill(self, tokens: int, elapsed_s: float, ended_s: float, *, full: bool) -> None:
         """Learn from a step that prefilled and ended at `ended_s`: it took `elapsed_s` for `tokens`, decodes included.
-        `weight` (0 … 1) is how much it says."""
-        kept = exp(-weight * elapsed_s / _MEMORY_S)
-        if ended_s - elapsed_s - self._prefilled_s >= _PAUSE_S:
-            kept = min(kept, _BEFORE_PAUSE_S / max(self._seconds, _LEAST_S))
-        if weight == 1.0:
-            self._prefilled_s = ended_s
-        self._tokens = self._tokens * kept + weight * tokens
-        self._seconds = self._seconds * kept + weight * max(elapsed_s, _LEAST_S)
+        `full`: it had enough tokens of prompts to show the speed."""
+        elapsed_s = max(elapsed_s, _LEAST_S)
+        if not full and tokens < self.tokens_per_s * elapsed_s:
+            return
+        kept = exp(-elapsed_s / _MEMORY_S)
+        if full:
+            if self._seconds and ended_s - elapsed_s - self._full_s >= _PAUSE_S:
+                kept = min(kept, elapsed_s / self._seconds)
+            self._full_s = ended_s
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + elapsed_s
 
     def record_decode(self, elapsed_s: float) -> None:
         """Learn from a step that only decoded: it took `elapsed_s`."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from services.worker.messages import EngineLoad
 from services.worker.scheduler.throughput import Throughput
 
+_FULL_TOKENS = 512
+"""Tokens of prompts from which a step counts as full; vLLM does not say what it could have had."""
+
 
 class EngineStats:
     """The counts and the speed of one engine, after each of its steps."""
@@ -53,7 +56,8 @@ class EngineStats:
         self._elapsed_s += elapsed_s
         if prefilled_tokens:
             if elapsed_s:
-                self._throughput.record_prefill(prefilled_tokens + decoded_tokens, elapsed_s + self._prefill_s, now_s)
+                tokens, prefill_s = prefilled_tokens + decoded_tokens, elapsed_s + self._prefill_s
+                self._throughput.record_prefill(tokens, prefill_s, now_s, full=prefilled_tokens >= _FULL_TOKENS)
             self._prefill_s = 0.0
         elif not decoded_tokens:
             self._prefill_s += elapsed_s

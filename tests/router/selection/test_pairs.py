@@ -87,16 +87,19 @@ def test_a_pair_pays_where_others_decode_and_costs_more_the_longer_the_prompts_w
     assert costs[-1] > alone, "a long queue is no place for a prompt"
 
 
-def test_a_prefill_worker_that_was_slow_long_ago_counts_as_the_fleet() -> None:
-    def costs(tokens_per_s: float, *, old: bool) -> tuple[float, float]:
-        prefill = replace(state("p"), speed=WorkerSpeed(tokens_per_s, 0.01, old))
-        decode = state("d", requests=8)
-        return split_costs(REQUEST, decode, prefill, replace(decode, overlap=Overlap(host=499)))
+def test_a_worker_that_was_slow_long_ago_counts_as_the_other_of_the_pair() -> None:
+    def costs(prefill: WorkerSpeed, decode: WorkerSpeed = SPEED) -> tuple[float, float]:
+        whole = replace(state("d", requests=8), speed=decode)
+        taker = replace(whole, overlap=Overlap(host=499))
+        return split_costs(REQUEST, whole, replace(state("p"), speed=prefill), taker)
 
-    pair, alone = costs(1000.0, old=False)
+    slow, long_ago = WorkerSpeed(1000.0, 0.01), WorkerSpeed(1000.0, 0.01, old=True)
+    pair, alone = costs(slow)
     assert pair > alone
-    assert costs(1000.0, old=True) == costs(10_000.0, old=False)
-    assert costs(20_000.0, old=True) == costs(20_000.0, old=False)
+    assert costs(long_ago) == costs(SPEED)
+    assert costs(SPEED, long_ago) == costs(SPEED), "the one worker that decodes has no other of its kind"
+    fast = WorkerSpeed(20_000.0, 0.01)
+    assert costs(replace(fast, old=True)) == costs(fast)
 
 
 # --- the router
@@ -153,19 +156,17 @@ def test_a_prompt_goes_to_a_pair_while_others_decode_and_both_loads_are_reserved
     router.validate()
 
 
-def test_one_prompt_goes_to_a_prefill_worker_that_was_slow_once_its_speed_is_old(router: ModelRouter) -> None:
+def test_one_prompt_at_a_time_goes_to_a_prefill_worker_that_was_slow_long_ago(router: ModelRouter) -> None:
     def pair_at(now_s: float, request: str) -> bool:
-        for instance, running, tokens_per_s in (("p", 0, 100.0), ("d", 8, 10_000.0)):
-            speed = {"prefill_tokens_per_s": tokens_per_s}
-            router.load.apply_report(replace(report(instance, running), **speed), now_s)
-        selected = chosen(router, select(request, first=1000 * int(now_s + 1)), now_s)
-        router.load.mark_finished((request, 1))
-        router.load.mark_finished((request, 2))
-        return bool(selected.decode)
+        for instance, running, tokens_per_s in (("p", 0, 100.0), ("d", 8, 10_000.0 + now_s)):
+            report_of = replace(report(instance, running), prefill_tokens_per_s=tokens_per_s)
+            router.load.apply_report(report_of, now_s)
+        return bool(chosen(router, select(request, first=1000 * int(now_s + 1)), now_s).decode)
 
     assert not pair_at(0.0, "first")
     assert not pair_at(SPEED_S - 1, "second")
     assert pair_at(SPEED_S, "third")
+    assert not pair_at(SPEED_S + 0.5, "fourth"), "the third waits there"
 
 
 def test_an_idle_worker_that_decodes_computes_the_prompt_itself_and_the_reason_has_both_costs() -> None:

@@ -12,40 +12,50 @@ def test_the_throughput_is_zero_before_the_first_step() -> None:
 
 def test_long_steps_count_for_more_than_short_ones() -> None:
     throughput = Throughput()
-    throughput.record_prefill(8000, 0.4, 0.0)
-    throughput.record_prefill(10, 0.1, 0.0)
+    throughput.record_prefill(8000, 0.4, 0.4, full=True)
+    throughput.record_prefill(10, 0.1, 0.5, full=True)
     assert throughput.tokens_per_s == pytest.approx(8010 / 0.5, rel=0.01)
 
 
 def test_a_slower_engine_is_known_after_some_minutes_of_work() -> None:
     throughput = Throughput()
-    for tokens in [*[5000] * 1000, *[1000] * 1000]:
-        throughput.record_prefill(tokens, 0.25, 0.0)
+    for number, tokens in enumerate([*[5000] * 1000, *[1000] * 1000]):
+        throughput.record_prefill(tokens, 0.25, 0.25 * number, full=True)
     assert throughput.tokens_per_s == pytest.approx(4000, rel=0.1)
 
 
-def test_after_a_pause_the_next_prompts_show_the_speed_and_a_short_one_does_not() -> None:
-    def after(pause_s: float, *steps: tuple[int, float]) -> float:
-        throughput, now_s = Throughput(), 0.0
-        for _ in range(100):
-            now_s += 0.25
-            throughput.record_prefill(250, 0.25, now_s)
-        now_s += pause_s
-        for tokens, elapsed_s in steps:
-            now_s += elapsed_s
-            throughput.record_prefill(tokens, elapsed_s, now_s)
-        return throughput.tokens_per_s
+def after(*, pause_s: float, steps: list[tuple[int, float]], full: bool = True, apart_s: float = 0.0) -> float:
+    """Return the speed after 25 s at 1,000 tokens a second, a pause, and steps of (tokens, seconds) with pauses between
+    them."""
+    throughput, now_s = Throughput(), 0.0
+    for _ in range(100):
+        now_s += 0.25
+        throughput.record_prefill(250, 0.25, now_s, full=True)
+    now_s += pause_s
+    for tokens, elapsed_s in steps:
+        now_s += elapsed_s
+        throughput.record_prefill(tokens, elapsed_s, now_s, full=full)
+        now_s += apart_s
+    return throughput.tokens_per_s
 
-    assert after(1.0, (3000, 0.3)) < 1200
-    assert after(100.0, (3000, 0.3)) > 3000
-    assert after(100.0, *[(3000, 0.3)] * 10) > 7000
-    assert after(100.0, (10, 0.1)) > 900
-    assert after(100.0, (20_000, 200.0)) == pytest.approx(100, rel=0.1), "a long step is no pause"
+
+def test_after_a_pause_a_full_step_counts_for_half() -> None:
+    step = (3000, 0.3)
+    assert after(pause_s=1.0, steps=[step]) < 1200
+    assert after(pause_s=100.0, steps=[step]) == pytest.approx(5500, rel=0.01)
+    assert after(pause_s=100.0, steps=[step] * 5) > 8000, "the next ones count in full"
+    assert after(pause_s=0.0, steps=[(100, 200.0)]) > 0.9, "a long step is no pause"
+
+
+@pytest.mark.parametrize("apart_s", [0.1, 100.0])
+def test_a_step_with_few_tokens_of_prompts_only_raises_the_speed(apart_s: float) -> None:
+    assert after(pause_s=100.0, steps=[(10, 0.1)] * 1000, full=False, apart_s=apart_s) == pytest.approx(1000)
+    assert after(pause_s=100.0, steps=[(300, 0.1)] * 1000, full=False, apart_s=apart_s) > 2000
 
 
 def test_a_step_that_took_no_time_is_survived() -> None:
     throughput = Throughput()
-    throughput.record_prefill(16, 0.0, 0.0)
+    throughput.record_prefill(16, 0.0, 0.0, full=True)
     assert throughput.tokens_per_s > 0
 
 
@@ -90,16 +100,21 @@ def test_a_small_slow_step_says_nothing() -> None:
     assert small.tokens == 250
 
 
-def test_ends_of_prompts_say_little_of_the_speed_for_whole_ones() -> None:
-    steps = budget(speed=10_000.0)
-    for _ in range(20):
-        steps.record_step(8 + 9, 9, 0.02, 0.0)
-    assert steps.throughput.tokens_per_s == pytest.approx(17 / 0.02), "nothing else is known"
-    for _ in range(4):
-        steps.record_step(2500, 1, 0.25, 0.0)
-    for _ in range(200):
-        steps.record_step(8 + 9, 9, 0.02, 0.0)
-    assert steps.throughput.tokens_per_s > 9000
+def test_ends_of_prompts_next_to_decodes_do_not_lower_the_throughput() -> None:
+    steps = StepBudget(step_s=0.25, short_step_s=0.03, least_tokens=16, most_tokens=4096, first_tokens_per_s=10_000.0)
+    now_s = 0.0
+
+    def run(number: int, tokens: int, sequences: int, elapsed_s: float) -> float:
+        nonlocal now_s
+        for _ in range(number):
+            now_s += elapsed_s
+            steps.record_step(tokens, sequences, elapsed_s, now_s)
+        return steps.throughput.tokens_per_s
+
+    assert run(20, 8 + 9, 9, 0.02) == pytest.approx(17 / 0.02), "nothing else is known"
+    assert run(20, 300, 100, 0.03) > 9000, "half of it was decodes, but the rest of the budget was used"
+    assert run(10_000, 8 + 9, 9, 0.02) > 9000
+    assert run(2000, 250, 100, 0.05) < 6000, "full steps lower it"
 
 
 def test_the_budget_never_falls_below_its_least() -> None:

@@ -26,6 +26,16 @@ def test_speeds_of_prefill_and_decode() -> None:
     assert stats.take_step_counts() == (0, 0.0)
 
 
+def test_a_short_prompt_does_not_lower_the_speed() -> None:
+    stats = EngineStats(100)
+    stats.begin(0.0)
+    record(stats, 1.0, prefilled_tokens=2000)
+    for turn in range(100):
+        stats.begin(40.0 * turn + 40)
+        record(stats, 40.0 * turn + 41, prefilled_tokens=20, running=0)
+    assert stats.load(unbegun_tokens=0, cached_blocks=0).prefill_tokens_per_s == pytest.approx(2000.0)
+
+
 def test_an_idle_time_is_no_step() -> None:
     stats = EngineStats(100)
     stats.begin(0.0)

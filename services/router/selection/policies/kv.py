@@ -36,8 +36,8 @@ that was measured with that machine.
 
 *Slowness* is the fleet's average prefill speed divided by the candidate's own. The measured speeds of equal engines
 differ with their latest requests. So a ratio between 2/3 and 3/2 counts as equal; otherwise prompts would leave their
-blocks without need. Only a prompt shows whether a worker that was slow still is. So where none was computed for a
-minute (`WorkerSpeed.old`), a speed below the average counts as the average.
+blocks without need. Only a prompt shows whether a worker that was slow still is. So a speed below the average that has
+not changed for a minute (`WorkerSpeed.old`) counts as the average, unless a prompt waits there already.
 
 The constants were chosen on a trace and on synthetic loads; `docs/decisions/0016-kv-policy.md` lists what was tried.
 """
@@ -50,9 +50,9 @@ from random import Random
 
 from services.router.selection.candidates import (
     CandidateState,
+    FleetAverage,
     RoutingRequest,
     ScoredCandidate,
-    WorkerSpeed,
     best,
     fetch_s,
 )
@@ -103,8 +103,9 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     terms that are mostly 0 are skipped rather than computed."""
     size, overlap, load = request.block_size, candidate.overlap, candidate.load
     device, host, disk, remote = overlap.device, overlap.host, overlap.disk, overlap.remote
-    own = candidate.speed.prefill_tokens_per_s
-    slow = _slowness(request.fleet.prefill_tokens_per_s, candidate.speed) if own else 1.0
+    speed = candidate.speed
+    own = _speed(request.fleet.prefill_tokens_per_s, candidate) if speed.old else speed.prefill_tokens_per_s
+    slow = _slowness(request.fleet.prefill_tokens_per_s, own) if own else 1.0
     uncached = slow * (request.prompt_tokens - (device + host + disk + remote) * size)
     fetched = 0.0
     if host or disk:
@@ -144,20 +145,20 @@ def split_costs(
                      + storing + queue + fetch + rest x (1 + DECODE_WEIGHT x requests there)   where it is decoded
 
     `queue` is the time of the prompt tokens that wait at a worker, `prompt` that of the tokens which it would compute,
-    both at its own measured speed (an old one below the average counts as the average); `rest` that of the tokens after
-    the prompt's last full block. `fetch` is the time of copying blocks from the store. `storing` is that of copying
-    what is handed over to the store, at the same rate. A busy worker may have to end steps first, so `STORING_S` is
-    added, or the time of the prompt if that is less.
+    both at its own measured speed; an old one that is below the average of the three counts as that (*Slowness* above).
+    `rest` is the time of the tokens after the prompt's last full block, `fetch` that of copying blocks from the store.
+    `storing` is that of copying what is handed over to the store, at the same rate. A busy worker may have to end steps
+    first, so `STORING_S` is added, or the time of the prompt if that is less.
 
     *Requests there.* A prompt's time is a wait for the request itself. It is also one for every request that decodes at
     the same worker: no step without that prompt comes before. Where only prompts are computed, it is one for the
     prompts that come next; by Little's law they are as many as wait now, or more where the queue does not end soon.
     """
-    usual = request.fleet.prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
-    computing = _believed(request, prefill) or usual
-    one_s, one_fetch_s, one_queue_s = _prompt_s(request, whole, _believed(request, whole) or computing)
+    usual = FleetAverage.of((whole, prefill, decode)).prefill_tokens_per_s or ASSUMED_TOKENS_PER_S
+    computing = _speed(usual, prefill) or usual
+    one_s, one_fetch_s, one_queue_s = _prompt_s(request, whole, _speed(usual, whole) or computing)
     prompt_s, prompt_fetch_s, prompt_queue_s = _prompt_s(request, prefill, computing)
-    rest_s, rest_fetch_s, queue_s = _prompt_s(request, decode, _believed(request, decode) or computing)
+    rest_s, rest_fetch_s, queue_s = _prompt_s(request, decode, _speed(usual, decode) or computing)
     storing_s = (decode.overlap.blocks - decode.overlap.device) * request.host_s
     if prefill.load.requests:
         storing_s += min(prompt_s, STORING_S)
@@ -173,18 +174,17 @@ def _prompt_s(request: RoutingRequest, candidate: CandidateState, tokens_per_s: 
     return uncached / tokens_per_s, fetch_s(candidate, request), candidate.load.queued_tokens / tokens_per_s
 
 
-def _believed(request: RoutingRequest, candidate: CandidateState) -> float:
-    """Return the candidate's prefill speed, in tokens a second; the fleet's average where its own is old and lower; 0
-    if unknown."""
+def _speed(usual: float, candidate: CandidateState) -> float:
+    """Return the candidate's prefill speed, in tokens a second; `usual` for a lower one that is old, if no prompt waits
+    there; 0 if unknown."""
     own = candidate.speed.prefill_tokens_per_s
-    if candidate.speed.old and own:
-        return max(own, request.fleet.prefill_tokens_per_s)
+    if candidate.speed.old and 0 < own < usual and not candidate.load.queued_tokens:
+        return usual
     return own
 
 
-def _slowness(usual: float, speed: WorkerSpeed) -> float:
-    """Return the slowness; 1 if the speeds are similar or unknown, or the own one is low and old."""
-    own = speed.prefill_tokens_per_s
+def _slowness(usual: float, own: float) -> float:
+    """Return the slowness; 1 if the speeds are similar or unknown."""
     if not usual or not own or usual < SIMILAR_SPEED_RATIO * own < SIMILAR_SPEED_RATIO * SIMILAR_SPEED_RATIO * usual:
         return 1.0
-    return 1.0 if speed.old and own < usual else usual / own
+    return usual / own

@@ -148,13 +148,22 @@ def test_a_slow_worker_gets_only_what_it_has_cached() -> None:
     assert choose([facts("slow", Overlap(19), speed=1000.0), fast]) == "slow"
 
 
-def test_a_worker_that_was_slow_long_ago_counts_as_the_average_and_a_fast_one_as_fast() -> None:
-    def idle(tokens_per_s: float) -> CandidateState:
-        state = facts("idle", speed=tokens_per_s)
-        return msgspec.structs.replace(state, speed=WorkerSpeed(tokens_per_s, 0.02, old=True))
+def test_a_worker_that_was_slow_long_ago_counts_as_the_others_unless_a_prompt_waits_there() -> None:
+    def long_ago(tokens_per_s: float, load: CandidateLoad = IDLE) -> CandidateState:
+        speed = WorkerSpeed(tokens_per_s, 0.02, old=True)
+        return msgspec.structs.replace(facts("long ago", None, load), speed=speed)
 
-    assert choose([idle(1000.0), facts("other", None, CandidateLoad(requests=1), speed=4000.0)]) == "idle"
-    assert choose([idle(4000.0), facts("other", Overlap(10), speed=1000.0)]) == "idle"
+    def score(state: CandidateState, others: list[CandidateState]) -> float:
+        request = RoutingRequest(320, BLOCK, fleet=FleetAverage.of([state, *others]))
+        return KvPolicy().score(request, state)
+
+    others = [facts("other", speed=4000.0)]
+    assert score(long_ago(1000.0), others) == score(facts("same", speed=4000.0), others)
+    assert score(long_ago(40_000.0), others) < score(facts("same", speed=4000.0), others), "a fast one stays fast"
+    waits = CandidateLoad(1, 320)
+    assert score(long_ago(1000.0, waits), others) > 2 * score(facts("same", None, waits, speed=4000.0), others)
+    assert choose([long_ago(1000.0), facts("other", Overlap(1), speed=4000.0)]) == "other"
+    assert choose([long_ago(1000.0), facts("other", None, CandidateLoad(requests=1), speed=4000.0)]) == "long ago"
 
 
 def test_small_differences_in_speed_and_unknown_speeds_change_no_choice() -> None:
