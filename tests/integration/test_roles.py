@@ -119,15 +119,16 @@ def test_decode_workers_copy_blocks_from_the_prefill_workers_memory(rig: RolesRi
 
 @pytest.mark.usefixtures("busy")
 def test_explain_shows_both_halves_of_a_choice(rig: RolesRig, client: openai.OpenAI) -> None:
-    others: list[list[str]] = []
+    number = 0
 
     def shown() -> list[str]:
-        prompt = prompt_of(300, f"explained{len(others)}x")
+        nonlocal number
+        number += 1
+        prompt = prompt_of(300, f"explained{number}x")
         answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, extra_body={"deadline_s": 600})
         reasons = [decision["reason"] for decision in rig.decisions(answer.id)]
         if len(reasons) == 2 and "hands over" in reasons[1]:
             return reasons
-        others.append(reasons)
         print(reasons)  # which a failure shows
         return []
 

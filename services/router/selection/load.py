@@ -259,10 +259,8 @@ class LoadTracker:
         tokens_per_s, step_s = _plausible(report.prefill_tokens_per_s), _plausible(report.step_s)
         worker = self._workers.get(report.instance)
         if worker is None:
-            self.speeds[report.instance] = WorkerSpeed(tokens_per_s, step_s)
-            self._workers[report.instance] = _WorkerReport(report.progress, busy, now_s, now_s, now_s)
-            return
-        if tokens_per_s != self.speeds[report.instance].prefill_tokens_per_s:
+            worker = self._workers[report.instance] = _WorkerReport(report.progress, busy, now_s, now_s, now_s)
+        elif tokens_per_s != self.speeds[report.instance].prefill_tokens_per_s:
             worker.speed_s = now_s
         self.speeds[report.instance] = WorkerSpeed(tokens_per_s, step_s, now_s - worker.speed_s >= SPEED_S)
         if report.progress != worker.progress or not (busy and worker.busy):
