@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import InvalidRequest, ModelError
@@ -39,6 +40,20 @@ class StepLimitReached(Exception):
     """A template took more steps than it may."""
 
 
+class Generation(Extension):
+    """The tag `{% generation %}` … `{% endgeneration %}`: templates mark an assistant's text with it, for training.
+
+    It renders what is inside, and names set inside end there, as in `transformers`.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  Jinja's own attribute
+
+    def parse(self, parser: Parser) -> nodes.Scope:
+        """Return the statements up to the end tag."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
 class ChatTemplate:
     """One model's compiled template."""
 
@@ -46,7 +61,7 @@ class ChatTemplate:
         """Compile a template. `tokens` has names such as `bos_token`, as tokenizer_config.json gives them. Raise
         ModelError."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do", loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do", loopcontrols, Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -91,6 +106,7 @@ class ChatTemplate:
 
         given = {
             **self._tokens,
+            "documents": None,  # as transformers has it
             **more,
             "messages": messages,
             "tools": tools or None,  # as transformers has it: many templates ask whether it is none

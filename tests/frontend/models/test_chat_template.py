@@ -146,3 +146,44 @@ def test_tools_are_none_where_there_are_none() -> None:
     template = ChatTemplate("{{ tools is none }} {{ tools | tojson }}", {})
     assert template.render(HELLO) == "True null"
     assert template.render(HELLO, tools=[{"type": "function"}]) == 'False [{"type": "function"}]'
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        ("A{% generation %}B{{ messages[0].role }}{% endgeneration %}C", "ABuserC"),
+        ("a \n{%- generation -%} b {%- endgeneration -%}\n c", "abc"),
+        ("  {% generation %}\nx\n  {% endgeneration %}\ny", "x\ny"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+        ("{% set n = namespace(x=1) %}{% generation %}{% set n.x = 2 %}{% endgeneration %}{{ n.x }}", "2"),
+        ("{% for m in messages %}{% generation %}{{ loop.index }}{{ m.role }}{% endgeneration %}{% endfor %}", "1user"),
+        ("{% macro m(x) %}{% generation %}[{{ x }}]{% endgeneration %}{% endmacro %}{{ m('a') | upper }}", "[A]"),
+        ("{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x * 2 }}", "aa"),
+        ("{% generation %}{% endgeneration %}{{ generation is defined }}", "False"),
+    ],
+)
+def test_the_tag_around_an_assistants_text_renders_what_is_inside_as_in_transformers(
+    source: str, rendered: str
+) -> None:
+    assert ChatTemplate(source, {}).render(HELLO) == rendered
+
+
+def test_a_generation_tag_without_its_end_names_its_line() -> None:
+    with pytest.raises(ModelError, match="line 2: Unexpected end of template"):
+        ChatTemplate("\n{% generation %}text", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        ("{{ documents is none }}", "True"),
+        ("{{ {'b': [1], 'a': '<ü>'} | tojson }}", '{"b": [1], "a": "<ü>"}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, separators=(',', ':')) }}", '{"a":2,"b":1}'),
+        ("{{ 'ü' | tojson(ensure_ascii=true) }}{{ [1] | tojson(indent=1) }}", '"\\u00fc"[\n 1\n]'),
+        ("{% for i in [0, 1] %}{% if i == 0 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "1"),
+        ("{% for i in [0, 1] %}{{ i }}{% break %}{% endfor %}", "0"),
+        ("{{ dict(a=1).a }}{{ dict([('b', 2)])['b'] }}{{ dict.fromkeys(['c'], 3).c }}", "123"),
+    ],
+)
+def test_what_transformers_gives_to_templates_is_there(source: str, rendered: str) -> None:
+    assert ChatTemplate(source, {}).render(HELLO) == rendered
