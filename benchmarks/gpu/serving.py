@@ -60,7 +60,7 @@ class GpuServingRow(Struct, frozen=True):
     gap_p99_ms: float
 
 
-class _StreamLoad(Struct, frozen=True):
+class StreamLoad(Struct, frozen=True):
     """The part of the load generator's report that is read."""
 
     n: int
@@ -179,16 +179,38 @@ def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[GpuSe
     return row, spent
 
 
-def _load(running: RunningStack, model: Path, requests: int, *, seed: int) -> _StreamLoad:
+def _load(running: RunningStack, model: Path, requests: int, *, seed: int) -> StreamLoad:
+    return ask_streams(
+        running,
+        model,
+        streams=STREAMS,
+        requests=requests,
+        input_tokens=INPUT_TOKENS,
+        output_tokens=OUTPUT_TOKENS,
+        seed=seed,
+    )
+
+
+def ask_streams(
+    running: RunningStack,
+    model: Path,
+    *,
+    streams: int,
+    requests: int,
+    input_tokens: int,
+    output_tokens: int,
+    seed: int,
+) -> StreamLoad:
+    """Ask the stack for `requests` answers in a closed loop of `streams`. Raises SystemExit if none ended well."""
     extra = {"ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True}}
     asked = {
         "--port": running.port,
         "--model": NAME,
         "--tokenizer": model / "tokenizer.json",
-        "-c": STREAMS,
+        "-c": streams,
         "-n": requests,
-        "--isl": INPUT_TOKENS,
-        "--osl": OUTPUT_TOKENS,
+        "--isl": input_tokens,
+        "--osl": output_tokens,
         "--seed": seed,
         "--extra": msgspec.json.encode(extra).decode(),
     }
@@ -196,7 +218,7 @@ def _load(running: RunningStack, model: Path, requests: int, *, seed: int) -> _S
     command = [sys.executable, "-m", "benchmarks.sse_load", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     try:
-        load = msgspec.json.decode(done.stdout, type=_StreamLoad)
+        load = msgspec.json.decode(done.stdout, type=StreamLoad)
     except msgspec.DecodeError:  # it failed, or not one stream ended well and its figures are null
         raise SystemExit(f"the load generator: {done.stdout}{done.stderr[-2000:]}") from None
     if load.errors:
