@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -36,11 +36,13 @@ class ReceivedSpan:
 
 
 class Collector:
-    """What has come so far. `mode` is what the next requests get: taken, status 500, or no answer until `close`."""
+    """What has come so far. `mode` is what the next requests get: taken, status 500, no answer until `close`, or what
+    `pieces` yields, as it is."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/traces"
-        self.mode: Literal["take", "fail", "hang"] = "take"
+        self.mode: Literal["take", "fail", "hang", "pieces"] = "take"
+        self.pieces: Callable[[], Iterable[bytes]] = tuple
         self.authorizations: set[str] = set()
         self.requests = 0
         self.closing = threading.Event()
@@ -84,6 +86,11 @@ def collector(port: int = 0) -> Iterator[Collector]:
             if one.mode == "hang":
                 one.closing.wait()
                 return
+            if one.mode == "pieces":
+                with suppress(ConnectionError):  # the client has left
+                    for piece in one.pieces():
+                        self.wfile.write(piece)
+                return
             if one.mode == "take":
                 assert self.headers["Content-Type"] == "application/x-protobuf"
                 one.take(body)
@@ -96,7 +103,7 @@ def collector(port: int = 0) -> Iterator[Collector]:
 
     server = ThreadingHTTPServer(("127.0.0.1", int(one.url.split(":")[2].split("/")[0])), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield one

@@ -160,13 +160,17 @@ class OtlpExporter:
         """Raise ConfigError if the packages of the extra are missing."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+            from shared.tracing.collector_session import CollectorSession
         except ImportError as missing:
             raise ConfigError(
                 f"trace.endpoint: tracing needs the packages of the extra `{EXTRA}` ({missing.name} is missing): "
                 "pip install --require-hashes -r requirements-otel.lock, or leave trace.endpoint empty"
             ) from None
         headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
-        self._exporter = OTLPSpanExporter(endpoint=config.endpoint, headers=headers, timeout=config.timeout_s)
+        self._exporter = OTLPSpanExporter(
+            endpoint=config.endpoint, headers=headers, timeout=config.timeout_s, session=CollectorSession()
+        )
         self._said = _Said()
         logger = logging.getLogger(_SOURCE)
         logger.propagate = False
