@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.frontend.tool_parsers import lark
-from services.frontend.tool_parsers.call_object import call_object
+from services.frontend.tool_parsers.call_object import call_object, read_fence, read_rest_of_calls
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.reader import Reading, TextReader
 
@@ -14,15 +14,22 @@ _OPEN, _CLOSE = MARKS
 
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """Read text and calls. A call counts even if the model ends its turn without the closing tag."""
+    """Read text and calls. A call counts even if the model ends its turn without the closing tag; a list of calls may
+    stand between the tags."""
     while (yield from reader.read_until(_OPEN, result.add_text)):
-        if (yield from result.attempt_call(_call)):
-            yield from reader.optional_spaced(_CLOSE)
+        further = yield from result.attempt_call(_first)
+        while further:
+            yield from reader.optional_spaced(",")
+            further = (yield from reader.peek()) == "{" and (yield from result.attempt_call(call_object))
+            if not further:
+                yield from read_rest_of_calls(reader)
+                yield from reader.optional_spaced(_CLOSE)
 
 
-def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
+def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
     yield from reader.expect(_OPEN)
-    yield from reader.read_white()
+    yield from read_fence(reader)
+    yield from reader.optional_spaced("[")
     yield from call_object(reader, result)
 
 

@@ -1,7 +1,12 @@
-"""Reads JSON (RFC 8259) and passes its text on as it comes, as far as it is valid. Pure."""
+"""Reads JSON (RFC 8259) and passes its text on as it comes, as far as it is valid. Pure.
+
+What models write instead is passed on as JSON: a comma after the last member, texts in single quotes, True, False and
+None, raw control characters in texts, and escapes that JSON does not have, which stand for themselves.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -16,9 +21,10 @@ SCALAR_LIMIT_CHARACTERS = 512
 KEY_LIMIT_CHARACTERS = 512
 """Characters at most, as written, of a text whose value is needed."""
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in "\"'"}
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
 Out = Callable[[str], None]
@@ -27,7 +33,7 @@ Out = Callable[[str], None]
 def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
     """Read any value, without the white space around it. Raise Malformed after the valid part has been passed on."""
     first = yield from reader.peek()
-    if first == '"':
+    if first in _PLAIN:
         yield from text(reader, out)
     elif first == "{":
         yield from _members(reader, out, depth, "}")
@@ -35,6 +41,7 @@ def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
         yield from _members(reader, out, depth, "]")
     else:
         scalar = yield from reader.read_word(_WORD, SCALAR_LIMIT_CHARACTERS)
+        scalar = _PYTHON.get(scalar, scalar)
         if _SCALAR.fullmatch(scalar) is None:
             raise Malformed("malformed")
         out(scalar)
@@ -45,35 +52,42 @@ def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[No
     if depth == DEPTH_LIMIT:
         raise Malformed("malformed")
     out(reader.read())
-    yield from reader.read_white(out)
-    if (yield from reader.peek()) == close:
-        out(reader.read())
-        return
+    comma = ""
     while True:
+        white: list[str] = []
+        yield from reader.read_white(white.append)
+        if (yield from reader.peek()) == close:
+            out("".join(white) + reader.read())
+            return
+        out("".join((comma, *white)))
         if close == "}":
             yield from text(reader, out)
             yield from reader.expect_spaced(":", out)
         yield from value(reader, out, depth + 1)
         yield from reader.read_white(out)
-        if (yield from reader.peek()) == close:
-            out(reader.read())
-            return
-        yield from reader.expect_spaced(",", out)
+        if (yield from reader.peek()) != close:
+            yield from reader.expect(",")
+        comma = ","
 
 
 def text(reader: TextReader, out: Out, limit_characters: int = sys.maxsize) -> Reading[None]:
     """Read a text with its quotes. Raise Malformed after the valid part has been passed on."""
-    yield from reader.expect('"')
+    quote = yield from reader.peek()
+    if quote not in _PLAIN:
+        raise Malformed("malformed")
+    reader.read()
     out('"')
     left = limit_characters
     while True:
         first = yield from reader.peek()
-        if first == '"':
-            out(reader.read())
+        if first == quote:
+            reader.read()
+            out('"')
             return
-        piece = (
-            (yield from _escape(reader)) if first == "\\" else reader.read_run(_PLAIN, min(left, RUN_LIMIT_CHARACTERS))
-        )
+        if first == "\\":
+            piece = yield from _escape(reader)
+        else:
+            piece = reader.read_run(_PLAIN[quote], min(left, RUN_LIMIT_CHARACTERS)) or _quoted(reader.read())
         left -= len(piece)
         if not piece or left < 0:
             raise Malformed("malformed")
@@ -81,24 +95,51 @@ def text(reader: TextReader, out: Out, limit_characters: int = sys.maxsize) -> R
 
 
 def _escape(reader: TextReader) -> Reading[str]:
-    escape = reader.read() + (yield from reader.peek())
     reader.read()
-    if escape[1:] == "u":
+    kind = yield from reader.peek()
+    reader.read()
+    if kind == "u":
+        digits = ""
         for _ in range(4):
-            escape += yield from reader.peek()
+            digits += yield from reader.peek()
             reader.read()
-        if _HEX.fullmatch(escape[2:]) is None:
+        if _HEX.fullmatch(digits) is None:
             raise Malformed("malformed")
-    elif escape[1:] == "" or escape[1:] not in '"\\/bfnrt':
+        return f"\\u{digits}"
+    if not kind:
         raise Malformed("malformed")
-    return escape
+    if kind in '"\\/bfnrt':
+        return f"\\{kind}"
+    return kind if kind == "'" else _quoted(f"\\{kind}")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def short_text(reader: TextReader) -> Reading[str]:
     """Read a short text and return its value. Raise Malformed if it is too long."""
     written: list[str] = []
     yield from text(reader, written.append, KEY_LIMIT_CHARACTERS)
+    return decoded("".join(written))
+
+
+def decoded(written: str) -> str:
+    """Return the value of a text in quotes. Raise Malformed."""
     try:
-        return msgspec.json.decode("".join(written), type=str)
+        return msgspec.json.decode(written, type=str)
     except msgspec.DecodeError:  # half a surrogate pair
         raise Malformed("malformed") from None
+
+
+def whole_value(written: str) -> str:
+    """Return a value as JSON from a text that holds nothing else, or is empty. Raise Malformed."""
+    reader, read = TextReader(), list[str]()
+    reader.feed(written)
+    reader.end()
+    if written:
+        for _ in value(reader, read.append):
+            raise AssertionError("a text that has ended is not waited for")
+    if not reader.at_end:
+        raise Malformed("malformed")
+    return "".join(read)

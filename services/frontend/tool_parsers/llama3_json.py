@@ -8,32 +8,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.frontend.tool_parsers import lark
-from services.frontend.tool_parsers.call_object import call_object
+from services.frontend.tool_parsers.call_object import FENCE, call_object, read_fence, read_rest_of_calls
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.reader import Reading, TextReader
 
 MARKS = ("<|python_tag|>",)
 _TAG = MARKS[0]
+_BEGINNINGS = ("{", "[", "`")
 
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
     """Read text and calls. JSON that is no call is text, held back until that is certain."""
     yield from reader.read_white(result.add_text)
-    if (yield from reader.peek()) == "{":
+    if (yield from reader.peek()) in _BEGINNINGS:
         yield from _calls(reader, result)
     while (yield from reader.read_until(_TAG, result.add_text)):
         yield from _calls(reader, result)
 
 
 def _calls(reader: TextReader, result: ParseResult) -> Reading[None]:
-    while (yield from result.attempt_call(_call)):
-        yield from reader.optional_spaced(";")
-        if (yield from reader.peek()) != "{":
-            return
+    further = yield from result.attempt_call(_first)
+    while further:
+        while (yield from reader.optional_spaced(";")) or (yield from reader.optional_spaced(",")):
+            pass
+        further = (yield from reader.peek()) == "{" and (yield from result.attempt_call(call_object))
+        if not further:
+            yield from read_rest_of_calls(reader)
 
 
-def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
+def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
     yield from reader.optional_spaced(_TAG)
+    yield from read_fence(reader)
+    yield from reader.optional_spaced("[")
     yield from call_object(reader, result)
 
 
@@ -44,6 +50,6 @@ def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.Ans
     return [
         f"start: {start}",
         "calls: call " + lark.further('"; " call', how),
-        *lark.upto(_TAG, tokens, not_first=lark.WHITE + "\\{"),
+        *lark.upto(_TAG, tokens, not_first=f"{lark.WHITE}{FENCE}(\\[{lark.WHITE})?\\{{"),
         *lark.json_calls(calls, "parameters"),
     ]

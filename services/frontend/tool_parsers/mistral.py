@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.frontend.tool_parsers import json_text, lark
-from services.frontend.tool_parsers.call_object import call_object
+from services.frontend.tool_parsers.call_object import (
+    call_object,
+    read_fence,
+    read_rest_of_calls,
+    whole_arguments,
+)
 from services.frontend.tool_parsers.parse_result import NAME, NAME_LIMIT_CHARACTERS, ParseResult
-from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
+from services.frontend.tool_parsers.reader import Reading, TextReader
 
 MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 _CALLS, _ARGS, _ID = MARKS
@@ -23,15 +28,16 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
         further = yield from result.attempt_call(_first)
         while further:  # in a list
             further = yield from reader.optional_spaced(",")
-            if further:
+            if further and (yield from reader.peek()) != "]":
                 further = yield from result.attempt_call(call_object)
             else:
-                yield from reader.optional("]")
-                yield from reader.read_white()
+                further = False
+                yield from read_rest_of_calls(reader)
 
 
 def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
     yield from reader.expect(_CALLS)
+    yield from read_fence(reader)
     if (yield from reader.optional_spaced("[")) or (yield from reader.peek()) == "{":
         yield from call_object(reader, result)
     else:
@@ -42,12 +48,19 @@ def _named(reader: TextReader, result: ParseResult) -> Reading[None]:
     name = yield from result.read_tool_name()
     if (yield from reader.optional(_ID)):
         yield from reader.read_word(NAME, NAME_LIMIT_CHARACTERS)
-    yield from reader.optional(_ARGS)
+    has_mark = yield from reader.optional(_ARGS)
     yield from reader.read_white()
-    if (yield from reader.peek()) != "{":
-        raise Malformed("malformed")
-    result.begin_call(name)
-    yield from json_text.value(reader, result.add_arguments)
+    first = yield from reader.peek()
+    if first == "{":
+        result.begin_call(name)
+        yield from json_text.value(reader, result.add_arguments)
+    elif has_mark and (first == "[" or (reader.at_end and not reader.is_short)):
+        result.begin_call(name)
+        result.add_arguments("{}")
+    else:
+        arguments = yield from whole_arguments(reader)
+        result.begin_call(name)
+        result.add_arguments(arguments)
     result.end_call()
 
 

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
-NAME = re.compile(r"[0-9A-Za-z_-]+")
-NAME_LIMIT_CHARACTERS = 64
+NAME = re.compile(r"[0-9A-Za-z_.-]+")
+NAME_LIMIT_CHARACTERS = 64 + len("functions.")
 WHITE_LIMIT_CHARACTERS = 64
 """Characters of white space held back at most; longer white space is content."""
 
@@ -120,14 +120,16 @@ class ParseResult:
 
     def read_tool_name(self) -> Reading[str]:
         """Read the name of a tool that there is. Raise Malformed."""
-        name = yield from self.reader.read_word(NAME, NAME_LIMIT_CHARACTERS)
-        self.check_tool_name(name)
-        return name
+        return self.tool_name((yield from self.reader.read_word(NAME, NAME_LIMIT_CHARACTERS)))
 
-    def check_tool_name(self, name: str) -> None:
-        """Check that there is such a tool. Raise Malformed."""
-        if name not in self._names:
-            raise Malformed("unknown_tool")
+    def tool_name(self, written: str) -> str:
+        """Return the name of the tool that a model calls so, perhaps with `functions.` before it. Raise Malformed if
+        there is none."""
+        name = written.strip()
+        for one in (name, name.removeprefix("functions.")):
+            if one in self._names:
+                return one
+        raise Malformed("unknown_tool")
 
     def begin_call(self, name: str) -> None:
         """Begin a call of a tool whose name has been checked; its arguments follow."""

@@ -43,7 +43,7 @@ class AnswerParser:
         assert not self.at_call_limit
         if short and self._is_partial(self._reader.unconsumed):
             self.result.discard_rest()
-        self._reader.end()
+        self._reader.end(short=short)
         self._go_on()
         self.result.finish()
 

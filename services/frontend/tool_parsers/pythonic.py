@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.frontend.tool_parsers import lark, python_text
+from services.frontend.tool_parsers.call_object import FENCE, read_fence, read_rest_of_calls
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
@@ -24,7 +25,7 @@ _KEYWORD_LIMIT_CHARACTERS = 256
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
     """Read calls, then text. An answer that does not begin with a list is text."""
     yield from reader.read_white(result.add_text)
-    if (yield from reader.peek()) in ("[", "<"):
+    if (yield from reader.peek()) in ("[", "<", "`"):
         further = yield from result.attempt_call(_first)
         while further:
             further = yield from reader.optional_spaced(",")
@@ -32,22 +33,28 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
                 further = yield from result.attempt_call(_call)
             else:
                 further = False
-                yield from reader.optional("]")
-                yield from reader.optional(_END)
-                yield from reader.read_white()
+                yield from read_rest_of_calls(reader)
+                yield from reader.optional_spaced(_END)
     yield from reader.read_rest(result.add_text)
 
 
 def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
     yield from reader.optional(_START)
+    yield from read_fence(reader)
     yield from reader.expect_spaced("[")
     yield from _call(reader, result)
 
 
 def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """Read one call; only keyword arguments are accepted, since positional ones have no name."""
+    """Read one call with keyword arguments, or with one dict of them; other positional ones have no name."""
     name = yield from result.read_tool_name()
     yield from reader.expect_spaced("(")
+    if (yield from reader.peek()) == "{":
+        result.begin_call(name)
+        yield from python_text.value(reader, result.add_arguments)
+        yield from reader.expect_spaced(")")
+        result.end_call()
+        return
     keyword = yield from _keyword(reader)
     result.begin_call(name)
     result.add_arguments("{")
@@ -93,7 +100,7 @@ def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.Ans
     return [
         "start: calls | TEXT" if how == "any" else "start: calls",
         f'calls: {before}"[" call {further} "]" {after}',
-        f"TEXT: {lark.text_pattern(not_first=lark.WHITE + first)}",
+        f"TEXT: {lark.text_pattern(not_first=lark.WHITE + FENCE + first)}",
         lark.either("call", len(calls)),
         *(rule for at, call in enumerate(calls) for rule in _call_rules(f"call_{at}", call)),
     ]

@@ -44,6 +44,8 @@ class TextReader:
         self._at = 0
         self._mark: int | None = None
         self._ended = False
+        self.is_short = False
+        """Whether the text was cut, so that more would have followed."""
 
     def feed(self, text: str) -> None:
         """Add text; text that was read before the mark is dropped."""
@@ -53,9 +55,9 @@ class TextReader:
         self._at -= start
         self._mark = None if self._mark is None else 0
 
-    def end(self) -> None:
-        """End the text."""
-        self._ended = True
+    def end(self, *, short: bool = False) -> None:
+        """End the text. `short`: it was cut."""
+        self._ended, self.is_short = True, short
 
     @property
     def unconsumed(self) -> str:

@@ -37,8 +37,9 @@ def test_calls_are_read_wherever_the_text_is_cut(written: str, answer: Answer) -
     ("written", "outcome"),
     [
         ("<tool_call>weather(3)</tool_call>", "malformed"),
-        ('<tool_call>{"name": "weather"}</tool_call>', "malformed"),
-        ('<tool_call>{"name": "weather", "arguments": "{}"}</tool_call>', "malformed"),
+        ('<tool_call>{"name": "weather", "arguments": 3}</tool_call>', "malformed"),
+        ('<tool_call>{"name": "weather", "arguments": "Rome"}</tool_call>', "malformed"),
+        ('<tool_call>{"name": "weather"</tool_call>', "malformed"),
         ('<tool_call>{"arguments": {}}</tool_call>', "malformed"),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "malformed"),
         ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "malformed"),
@@ -54,10 +55,10 @@ def test_what_is_no_call_is_text_to_the_letter(written: str, outcome: str) -> No
 
 
 def test_a_call_that_has_begun_and_goes_wrong_ends_there_and_the_rest_is_text() -> None:
-    broken = '<tool_call>{"name": "weather", "arguments": {"city": \'Rome\'}}</tool_call>'
+    broken = '<tool_call>{"name": "weather", "arguments": {"city": Rome}}</tool_call>'
     answer = every_cut(PLAN, broken + CALL)
     assert answer == Answer(
-        "'Rome'}}</tool_call>", "", [("weather", '{"city": '), ("weather", ARGUMENTS)], ["broken", "complete"]
+        "Rome}}</tool_call>", "", [("weather", '{"city": '), ("weather", ARGUMENTS)], ["broken", "complete"]
     )
 
 

@@ -48,7 +48,7 @@ def test_calls_are_read_wherever_the_text_is_cut(written: str, answer: Answer) -
         ("[TOOL_CALLS]get_time[ARGS]1", ["malformed"]),
         ("[TOOL_CALLS][]", ["malformed"]),
         ("[TOOL_CALLS]get_time", ["unfinished"]),
-        ("[TOOL_CALLS]" + "x" * 65 + "{}", ["malformed"]),
+        ("[TOOL_CALLS]" + "x" * 75 + "{}", ["malformed"]),
     ],
 )
 def test_what_is_no_call_is_text_to_the_letter(written: str, outcomes: list[str]) -> None:
