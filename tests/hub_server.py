@@ -64,6 +64,14 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
 
+WITHOUT_END = {
+    "slow headers": (b"HTTP/1.1 200 OK\r\nX-A: ", b"a"),
+    "interim answers": (b"", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"),
+    "slow chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a"),
+}
+"""How an answer begins, and what follows again and again."""
+
+
 class HubServer:
     """The hub. `token` is the one that may read gated and private repositories."""
 
@@ -74,7 +82,7 @@ class HubServer:
         self.faults: dict[str, list[str]] = defaultdict(list)
         """Name of a file, or `listing` → what happens to its next requests, one each: an HTTP status, `to ADDRESS`,
         `cut` and `stall` (in the middle), `drip` (ends after 4 KiB), `changed`, `larger` and `endless` (other content),
-        `whole` (no ranges). Of a listing only statuses and `cut`."""
+        `whole` (no ranges), a key of `WITHOUT_END`. Of a listing only statuses, `cut` and these keys."""
         self.without_digest = set[str]()
         """Names of files that the listing has without a digest."""
         self.over = Event()
@@ -181,7 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _listing(self, name: str, revision: str) -> None:
         fault = self._fault("listing")
-        if fault.isdecimal():
+        if fault in WITHOUT_END:
+            self._go_on(*WITHOUT_END[fault])
+        elif fault.isdecimal():
             self._say(int(fault), {"Retry-After": "7200"} if fault == "429" else {})
         elif repository := self._found(name, revision, content=False):
             siblings = [self._sibling(repository, file) for file in sorted(repository.files)]
@@ -236,6 +246,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.isdecimal():
             self._say(int(fault), {"Retry-After": "0"})
             return
+        if fault in WITHOUT_END:
+            self._go_on(*WITHOUT_END[fault])
+            return
         if fault == "changed":
             content = bytes(content[:-1]) + bytes([content[-1] ^ 1])
         if fault == "larger":
@@ -261,6 +274,12 @@ class _Handler(BaseHTTPRequestHandler):
                 hub.over.wait()
         else:
             self._send(status, body, about)
+
+    def _go_on(self, begins: bytes, repeats: bytes) -> None:
+        self.close_connection = True
+        self.wfile.write(begins)
+        while not self.server_hub.over.wait(0.02):
+            self.wfile.write(repeats)
 
     def _begin(self, status: int, body: bytes, headers: Mapping[str, str], sent: int) -> None:
         """Announce the whole body and send its beginning; the connection ends afterwards."""

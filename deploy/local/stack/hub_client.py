@@ -1,13 +1,15 @@
 """HTTP to a hub: reads its answers and fetches files, which continue where an earlier try has ended.
 
-Nothing waits without a bound: each read has a time limit, a body must keep a least rate, and tries are few: in a row
-without progress, and in all. Redirects are followed here, so that the access token stays with the hub and no other
+Nothing waits without a bound: each read has a time limit, as have all reads up to the end of an answer's headers and up
+to the next piece of its body together; a body must keep a least rate, and tries are few: in a row without progress, and
+in all. Redirects are followed here, so that the access token stays with the hub and no other
 scheme is used.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +41,8 @@ PAUSE_S = 1.0
 """Seconds before the second try; each further pause is twice as long."""
 WAIT_LIMIT_S = 60.0
 """The maximum number of seconds that the hub may ask to wait."""
+ANSWER_LIMIT_S = 30.0
+"""Seconds that the headers of an answer may take, with all redirects, and then each piece of its body."""
 LEAST_BYTES = 256 << 10
 """The number of bytes that must come in each `WINDOW_S`; fewer are too slow."""
 WINDOW_S = 30.0
@@ -53,6 +57,36 @@ class _Passing(Exception):
     def __init__(self, text: str, wait_s: float = 0.0) -> None:
         super().__init__(text)
         self.wait_s = wait_s
+
+
+class _Watch:
+    """A thread that closes the connections if an answer takes too long, so that the read under way ends."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.late = False
+        self._until_s = time.monotonic() + limit_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hub watch", daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def went_on(self) -> None:
+        """Note that the headers have come, or a piece of the body."""
+        self._until_s = time.monotonic() + self.limit_s
+
+    def _run(self) -> None:
+        while (left_s := self._until_s - time.monotonic()) > 0:
+            if self._over.wait(left_s):
+                return
+        self.late = True
+        close_session()
 
 
 class _Tries:
@@ -129,8 +163,8 @@ class HubClient:
         while True:
             content = bytearray()
             try:
-                with self._answered(model, url, {}) as answer:
-                    for piece in self._pieces(answer, tries):
+                with self._answered(model, url, {}) as (answer, watch):
+                    for piece in self._pieces(answer, watch, tries):
                         content += piece
                         if len(content) > limit_bytes:
                             raise ModelError(f"{model}: the list of its files has more than {limit_bytes} bytes")
@@ -174,7 +208,7 @@ class HubClient:
     def _continue(self, model: HubModel, url: str, file: HubFile, part: _Part, until_bytes: int, tries: _Tries) -> None:
         have = part.length
         asked = {"Range": f"bytes={have}-{until_bytes - 1}"} if have or until_bytes < file.size_bytes else {}
-        with self._answered(model, url, asked) as answer:
+        with self._answered(model, url, asked) as (answer, watch):
             if answer.status_code == 200:  # the server has ignored the range
                 part.empty()
                 whole = answer.headers.get("Content-Length", str(file.size_bytes))
@@ -184,7 +218,7 @@ class HubClient:
                 raise ModelError(
                     f"{model}: {file.name}: {file.size_bytes} bytes were announced, but {self.host} sends {whole[:40]}"
                 )
-            for piece in self._pieces(answer, tries):
+            for piece in self._pieces(answer, watch, tries):
                 if part.length + len(piece) > file.size_bytes:
                     raise ModelError(f"{model}: {file.name}: longer than the {file.size_bytes} bytes announced")
                 part.append(piece[: until_bytes - part.length])
@@ -194,38 +228,45 @@ class HubClient:
             raise _Passing(f"{self.host} ended it after {part.length} of {file.size_bytes} bytes")
 
     @contextmanager
-    def _answered(self, model: HubModel, url: str, headers: dict[str, str]) -> Iterator[httpx2.Response]:
-        """Yield the answer, whose body is not read yet. Raises ModelError or _Passing."""
+    def _answered(self, model: HubModel, url: str, headers: dict[str, str]) -> Iterator[tuple[httpx2.Response, _Watch]]:
+        """Yield the answer, whose body is not read yet, and its watch. Raises ModelError or _Passing."""
         client, host = get_session(), self.host
         timeout_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        try:
-            request = client.build_request("GET", url, headers=self._headers | headers, timeout=timeout_s)
-            for _ in range(REDIRECTS + 1):
-                answer = client.send(request, stream=True, follow_redirects=False)
-                try:
-                    following = answer.next_request  # without the token, if it goes to another origin
-                    if following is None:
-                        self._refuse(model, answer)
-                        yield answer
-                        return
-                finally:
-                    answer.close()
-                if following.url.scheme not in ("https", request.url.scheme):
-                    raise ModelError(
-                        f"{model}: {host} redirects to an address that begins with"
-                        f" {following.url.scheme}:, which is not followed"
-                    )
-                request, host = following, following.url.netloc.decode()
-            raise ModelError(f"{model}: {self.host} redirects more than {REDIRECTS} times")
-        except httpx2.TimeoutException:
-            raise _Passing(f"{host} did not answer within {timeout_s:g} s") from None
-        except (httpx2.HTTPError, httpx2.InvalidURL) as wrong:
-            raise _Passing(f"{host} cannot be reached: {wrong or type(wrong).__name__}") from None
+        with _Watch(max(ANSWER_LIMIT_S, timeout_s)) as watch:
+            try:
+                request = client.build_request("GET", url, headers=self._headers | headers, timeout=timeout_s)
+                for _ in range(REDIRECTS + 1):
+                    answer = client.send(request, stream=True, follow_redirects=False)
+                    try:
+                        following = answer.next_request  # without the token, if it goes to another origin
+                        if following is None:
+                            self._refuse(model, answer)
+                            watch.went_on()
+                            yield answer, watch
+                            return
+                    finally:
+                        answer.close()
+                    if following.url.scheme not in ("https", request.url.scheme):
+                        raise ModelError(
+                            f"{model}: {host} redirects to an address that begins with"
+                            f" {following.url.scheme}:, which is not followed"
+                        )
+                    request, host = following, following.url.netloc.decode()
+                raise ModelError(f"{model}: {self.host} redirects more than {REDIRECTS} times")
+            except (httpx2.HTTPError, httpx2.InvalidURL, RuntimeError) as wrong:
+                if watch.late:
+                    raise _Passing(f"{host} did not answer whole within {watch.limit_s:g} s") from None
+                if isinstance(wrong, RuntimeError):  # a closed client raises it
+                    raise
+                if isinstance(wrong, httpx2.TimeoutException):
+                    raise _Passing(f"{host} did not answer within {timeout_s:g} s") from None
+                raise _Passing(f"{host} cannot be reached: {wrong or type(wrong).__name__}") from None
 
-    def _pieces(self, answer: httpx2.Response, tries: _Tries) -> Iterator[bytes]:
+    def _pieces(self, answer: httpx2.Response, watch: _Watch, tries: _Tries) -> Iterator[bytes]:
         """Yield the body. Raises _Passing if it comes too slowly, or if the time is over."""
         began_s, came = time.monotonic(), 0
         for piece in answer.iter_raw():
+            watch.went_on()
             tries.check_time()
             yield piece
             came += len(piece)

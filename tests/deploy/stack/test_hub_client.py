@@ -14,7 +14,7 @@ from deploy.local.stack import hub_client
 from deploy.local.stack.hub_client import HubClient
 from deploy.local.stack.hub_files import HubFile, HubModel, parse_listing
 from shared.errors import ModelError
-from tests.hub_server import HubServer, Repository, use_hub
+from tests.hub_server import WITHOUT_END, HubServer, Repository, use_hub
 from tests.servers import free_port
 
 MODEL = HubModel("org/name")
@@ -159,6 +159,21 @@ def test_a_hub_that_falls_silent_is_left_after_the_time_limit(
     assert "did not answer within 0.5 s; the next start continues there" in said
     assert part.read_bytes() == CONTENT[: part.stat().st_size], "what came is kept"
     assert part.stat().st_size >= HALF
+
+
+@pytest.mark.parametrize("fault", WITHOUT_END)
+def test_an_answer_that_never_becomes_whole_is_left_after_the_limit(
+    hub: HubServer, fetch: Fetch, part: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(hub_client, "ANSWER_LIMIT_S", 0.2)
+    hub.faults["listing"] = [fault] * 100
+    with HubClient() as client, pytest.raises(ModelError, match=r"did not answer whole within 0.2 s; try again later"):
+        client.listing(MODEL, 1 << 20)
+    assert len(hub.asked) == hub_client.TRIES
+    hub.faults["config.json"] = [fault]
+    fetch("config.json")
+    assert part.read_bytes() == FILES["config.json"]
 
 
 def test_a_hub_that_is_too_slow_is_left(fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
