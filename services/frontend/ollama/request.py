@@ -178,7 +178,11 @@ def as_chat(
             system = [{"role": "system", "content": request.system}] if request.system else []
             fields["messages"] = [*system, {"role": "user", "content": request.prompt}]
         else:
-            fields |= {"messages": list(_messages(request.messages)), "tools": request.tools}
+            messages = list(_messages(request.messages))
+            fields |= {"messages": messages, "tools": request.tools}
+            last = messages[-1]
+            if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+                fields["continue_final_message"] = True  # as Ollama does
         fields |= _think(request.think, support)
         return chat.decode_chat(msgspec.json.encode(fields), ignored)
 

@@ -3,6 +3,10 @@
     tokenizer.json ──▶ TokenBytes: id → the bytes it stands for (special tokens: none)
     ids ──▶ bytes ──▶ incremental UTF-8 decoder ──▶ text;   an unfinished character waits for its rest
 
+An answer that continues a text is decoded after that text's end: `TokenBytes.end_of(prompt)`. So prompt and answer
+together read as the tokenizer decodes both: "Hello" and "▁world" are "Hello world", and a character that the prompt
+begins ends in the answer. The answer of a chat begins a text, as the messages of its history do.
+
 A table and Python's UTF-8 decoder take a third of the time of the `tokenizers` package's DecodeStream. The bytes of a
 single token are what OpenAI's `logprobs` want. Two families of tokenizers are supported:
 
@@ -24,7 +28,12 @@ from msgspec import Struct
 
 from services.frontend.output.tokenizer_json import BYTE_OF_CHARACTER, DecoderStep, TokenizerJson
 from shared.errors import ModelError
+from shared.hashing import token_array
 
+END_LIMIT_TOKENS = 32
+"""The number of tokens in which the end of a prompt's text is looked for."""
+_UNFINISHED_BYTES = 3
+"""The number of bytes that an unfinished character has at most."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -36,7 +45,7 @@ class TokenBytes(Struct, frozen=True):
     names: Sequence[bytes]
     """The bytes by id, special tokens in their written form; for log-probabilities."""
     strip_first_space: bool
-    """Whether one space at the beginning of an output is dropped (SentencePiece)."""
+    """Whether one space at the beginning of a text is dropped (SentencePiece)."""
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; empty for ids beyond the table (padding rows of the embedding)."""
@@ -50,20 +59,37 @@ class TokenBytes(Struct, frozen=True):
         ]
         return msgspec.structs.replace(self, table=table)
 
-    def name(self, token: int) -> bytes:
-        """Return the bytes by which a token is named in log-probabilities."""
-        return self.names[token] if token < len(self.names) else b""
+    def end_of(self, prompt: bytes) -> bytes:
+        """Return the last bytes of a packed prompt's text: as many as an unfinished character may have. Empty if it has
+        no text, or if that is followed by END_LIMIT_TOKENS special tokens."""
+        end = b""
+        for token in reversed(token_array(prompt[-4 * END_LIMIT_TOKENS :])):
+            end = self.bytes_of(token) + end
+            if len(end) >= _UNFINISHED_BYTES:
+                break
+        return end[-_UNFINISHED_BYTES:]
 
 
 class Detokenizer:
     """The text of one output as it grows."""
 
-    def __init__(self, tokens: TokenBytes) -> None:
+    def __init__(self, tokens: TokenBytes, before: bytes = b"") -> None:
+        """Create it. `before`: the end of the text that the output continues, as `end_of` returns it; empty if the
+        output begins a text."""
         self._tokens = tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokens.strip_first_space
-        self._plain = not self._strip
+        self._decoder.decode(before)
+        self._strip = tokens.strip_first_space and not before
+        unfinished, _ = self._decoder.getstate()
+        self._plain = not (unfinished or self._strip)
         """Whether ASCII bytes can be passed on as they are: no character is unfinished, no space has to be dropped."""
+
+    def name(self, token: int) -> bytes:
+        """Return the bytes by which log-probabilities name a token that comes next; empty for ids beyond the table. A
+        space that the text drops is not in its name."""
+        names = self._tokens.names
+        name = names[token] if token < len(names) else b""
+        return name.removeprefix(b" ") if self._strip else name
 
     def push(self, tokens: Sequence[int]) -> str:
         """Return the characters that `tokens` complete."""

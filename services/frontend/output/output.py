@@ -70,12 +70,13 @@ class Output:
         include_stop: bool = False,
         with_ids: bool = False,
         begins_at: int = 0,
+        before: bytes = b"",
     ) -> None:
         """Create it. A stop string counts if a token after the first `min_tokens` completes it. `include_stop`: the
         stop string, or the text of the stop token, stays in the output. `with_ids`: deltas have token ids.
-        `begins_at`: the count of characters before the output, as entries count them."""
-        self._tokens = tokens
-        self._detokenizer = Detokenizer(tokens)
+        `begins_at`: the count of characters before the output, as entries count them. `before`: the end of the text
+        that the output continues, as `TokenBytes.end_of` returns it; empty if the output begins a text."""
+        self._detokenizer = Detokenizer(tokens, before)
         self._scanner = StopScanner(stops, include=include_stop)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
@@ -130,11 +131,11 @@ class Output:
         return Delta(text, tuple(entries), self._scanner.stopped, token_ids=token_ids)
 
     def _entry(self, token: int, given: TokenLogprob) -> LogprobEntry:
-        top = zip(unpack_tokens(given.top_tokens), given.top_logprobs, strict=True)
+        name, top = self._detokenizer.name, zip(unpack_tokens(given.top_tokens), given.top_logprobs, strict=True)
         return LogprobEntry(
-            token=self._tokens.name(token),
+            token=name(token),
             logprob=max(given.logprob, LOWEST_LOGPROB),
-            top=tuple(TopLogprobEntry(self._tokens.name(other), max(value, LOWEST_LOGPROB)) for other, value in top),
+            top=tuple(TopLogprobEntry(name(other), max(value, LOWEST_LOGPROB)) for other, value in top),
             text_offset=self._decoded,
         )
 

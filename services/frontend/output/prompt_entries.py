@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from array import array
 
+from msgspec.structs import replace
+
 from services.frontend.output.detokenize import Detokenizer, TokenBytes
 from services.frontend.output.output import LOWEST_LOGPROB, LogprobEntry, TopLogprobEntry
 from shared.hashing import token_array
@@ -17,40 +19,43 @@ from shared.messages import PromptLogprobs
 class PromptEntries:
     """The entries of one prompt; tokens are taken in order."""
 
-    def __init__(self, tokens: TokenBytes, prompt: bytes, characters: int) -> None:
-        """Create it. `prompt`: its packed token ids; `characters`: the length of its text, before the answer."""
+    def __init__(self, tokens: TokenBytes, prompt: bytes, text: str) -> None:
+        """Create it. `prompt`: its packed token ids; `text`: its text, which is before the answer."""
         self._tokens = tokens
         self._prompt = token_array(prompt)
-        self._characters = characters
-        self._detokenizer = Detokenizer(tokens)
+        self._text = text
+        self._detokenizer = Detokenizer(replace(tokens, table=tokens.names))
         self._decoded = 0
         self._taken = 0
 
     def opening(self) -> LogprobEntry:
         """Return the entry of the first token, which has no log-probability."""
         assert self._taken == 0, "taken twice"
-        token, offset = self._take()
-        return LogprobEntry(self._tokens.name(token), 0.0, (), offset, opens_prompt=True)
+        name, offset = self._take()
+        return LogprobEntry(name, 0.0, (), offset, opens_prompt=True)
 
     def push(self, given: PromptLogprobs) -> tuple[LogprobEntry, ...]:
         """Return the entries of the next tokens."""
         assert given.first == self._taken, "a gap, or a repeat"
-        name, count = self._tokens.name, given.count
+        count = given.count
         top_tokens, top_logprobs = token_array(given.top_tokens), array("f", given.top_logprobs)
         each = len(top_tokens) // count
         entries: list[LogprobEntry] = []
         for at, logprob in enumerate(array("f", given.logprobs)):
-            token, offset = self._take()
             top = tuple(
-                TopLogprobEntry(name(top_tokens[index]), max(top_logprobs[index], LOWEST_LOGPROB))
+                TopLogprobEntry(self._detokenizer.name(top_tokens[index]), max(top_logprobs[index], LOWEST_LOGPROB))
                 for index in range(at * each, (at + 1) * each)
             )
-            entries.append(LogprobEntry(name(token), max(logprob, LOWEST_LOGPROB), top, offset))
+            name, offset = self._take()
+            entries.append(LogprobEntry(name, max(logprob, LOWEST_LOGPROB), top, offset))
         return tuple(entries)
 
-    def _take(self) -> tuple[int, int]:
-        """Return the next token, and the index of its first character."""
-        token, offset = self._prompt[self._taken], min(self._decoded, self._characters)
-        self._decoded += len(self._detokenizer.push((token,)))
+    def _take(self) -> tuple[bytes, int]:
+        """Return the name of the next token, and the index of its first character. A special token has characters only
+        if the text has it."""
+        token, offset = self._prompt[self._taken], min(self._decoded, len(self._text))
+        name = self._detokenizer.name(token)
+        if self._tokens.bytes_of(token) or self._text.startswith(name.decode("utf-8", "replace"), self._decoded):
+            self._decoded += len(self._detokenizer.push((token,)))
         self._taken += 1
-        return token, offset
+        return name, offset

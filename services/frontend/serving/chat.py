@@ -26,11 +26,12 @@ from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import Prompt
 from services.frontend.models.registry import ModelRegistry
+from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol import chat
-from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.chat import ChatRequest, text_of
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
 from services.frontend.protocol.completions import (
     DEFAULT_TOKENS,
@@ -187,7 +188,11 @@ class ServingChat(Struct, frozen=True):
         prompts = prompts_of(request)
         if not request.echo:
             return [""] * len(prompts)
-        texts = [one if isinstance(one, str) else await detokenize(model, one, param=param) for param, one in prompts]
+        ends = request.max_tokens == 0
+        texts = [
+            one if isinstance(one, str) else await detokenize(model, one, param=param, ends=ends)
+            for param, one in prompts
+        ]
         if (request.n or 1) * sum(map(len, texts)) > RENDERED_LIMIT_CHARACTERS:
             why = f"the prompts of all answers have more than {RENDERED_LIMIT_CHARACTERS} characters"
             raise field_error("echo", why)
@@ -295,7 +300,7 @@ class ServingChat(Struct, frozen=True):
             sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar_text, defaults)
             if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
                 sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
-            characters = len(texts[at])
+            text = texts[at]
             if not isinstance(request, ChatRequest) and with_prompt_logprobs(request):
                 sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
             first = InferenceRequest(
@@ -312,8 +317,8 @@ class ServingChat(Struct, frozen=True):
                 deadline=deadline,
                 received_s=context.received_s,
                 served=context.permit.served,
-                output=self._output(request, model, plan, characters, context.trace),
-                prompt_entries=_prompt_entries(sampling, model, prompt, characters),
+                output=self._output(request, model, plan, prompt, text, context.trace),
+                prompt_entries=_prompt_entries(sampling, model, prompt, text),
                 trace=context.trace,
                 prompt_only=request.max_tokens == 0,
                 grammar_param=grammar_param,
@@ -326,8 +331,8 @@ class ServingChat(Struct, frozen=True):
                     other,
                     id=f"{name}/{at * count + choice}",
                     sampling=replace(sampling, seed=seed),
-                    output=self._output(request, model, plan, characters, context.trace),
-                    prompt_entries=_prompt_entries(sampling, model, prompt, characters),
+                    output=self._output(request, model, plan, prompt, text, context.trace),
+                    prompt_entries=_prompt_entries(sampling, model, prompt, text),
                 )
                 for choice in range(1, count)
                 for seed in [(sampling.seed + choice) & ((1 << 64) - 1)]  # as in vLLM
@@ -340,11 +345,12 @@ class ServingChat(Struct, frozen=True):
         request: TextRequest,
         model: Model,
         plan: ParsePlan,
-        begins_at: int,
+        prompt: Prompt,
+        echoed: str,
         trace: RequestTrace | None,
     ) -> Output | ParsedOutput:
-        """Return what turns the tokens of one choice into text, which begins after `begins_at` characters. Plain
-        content needs no parser."""
+        """Return what turns the tokens of one choice into text, which follows `echoed`. Plain content needs no
+        parser."""
         parsed = _is_parsed(request, plan)
         table = model.marked_token_bytes if parsed else model.token_bytes
         if request.skip_special_tokens is False:
@@ -355,7 +361,8 @@ class ServingChat(Struct, frozen=True):
             min_tokens=request.min_tokens or 0,
             include_stop=bool(request.include_stop_str_in_output),
             with_ids=bool(request.return_token_ids),
-            begins_at=begins_at,
+            begins_at=len(echoed),
+            before=_text_before(request, table, prompt, echoed),
         )
         if not parsed:
             return output
@@ -436,10 +443,17 @@ def _with_usage(request: TextRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 
-def _prompt_entries(sampling: Sampling, model: Model, prompt: Prompt, characters: int) -> PromptEntries | None:
-    """Return what makes entries of the prompt's log-probabilities for one choice, whose prompt is echoed with N
-    characters; None: they are not asked for."""
-    return PromptEntries(model.token_bytes, prompt.tokens, characters) if sampling.prompt_logprobs >= 0 else None
+def _text_before(request: TextRequest, table: TokenBytes, prompt: Prompt, echoed: str) -> bytes:
+    """Return the end of the text that an answer continues; empty for the answer of a chat, which begins a text."""
+    if isinstance(request, ChatRequest) and not (request.continue_final_message and text_of(request.messages[-1])):
+        return b""
+    return replace(table, table=table.names).end_of(prompt.tokens) if echoed else table.end_of(prompt.tokens)
+
+
+def _prompt_entries(sampling: Sampling, model: Model, prompt: Prompt, echoed: str) -> PromptEntries | None:
+    """Return what makes entries of the prompt's log-probabilities for one choice, before which the prompt is echoed;
+    None: they are not asked for."""
+    return PromptEntries(model.token_bytes, prompt.tokens, echoed) if sampling.prompt_logprobs >= 0 else None
 
 
 def _check_prompt_logprobs(request: CompletionRequest, model: Model, limits: ModelLimits, tokens: int) -> None:

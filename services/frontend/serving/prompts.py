@@ -46,10 +46,9 @@ async def chat_prompt(
         answer_begins=not request.continue_final_message and request.add_generation_prompt is not False,
         continues=bool(request.continue_final_message),
     )
-    begun = reasoning.open_in(text)
-    if request.continue_final_message:
-        begun = begun or reasoning.is_open(text_of(request.messages[-1]))
-    plan = ParsePlan(model.tool_format if tools else None, model.thinks, begun)
+    continued = text_of(request.messages[-1]) if request.continue_final_message else ""
+    is_open = reasoning.open_in(text) or reasoning.is_open(continued)
+    plan = ParsePlan(model.tool_format if tools else None, model.thinks, is_open, reasoning.is_begun(continued))
     tokens = await preprocess.encode(model, text, pool, special=special, param="messages")
     preprocess.check_encoded(model, tokens, limits, param="messages")
     return tokens, plan

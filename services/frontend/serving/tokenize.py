@@ -89,9 +89,10 @@ class ServingTokenize(Struct, frozen=True):
         return msgspec.json.encode(tokenize.Detokenized(text))
 
 
-async def detokenize(model: Model, tokens: Sequence[int], *, param: str) -> str:
+async def detokenize(model: Model, tokens: Sequence[int], *, param: str, ends: bool = True) -> str:
     """Return the text of tokens of the vocabulary, special tokens in their written form, as in vLLM. `param` names the
-    field that they came from. Raise InvalidRequest."""
+    field that they came from. `ends` is false if other tokens follow, so that an unfinished character is left to them.
+    Raise InvalidRequest."""
     output = Detokenizer(msgspec.structs.replace(model.token_bytes, table=model.token_bytes.names))
     pieces: list[str] = []
     left = RENDERED_LIMIT_CHARACTERS
@@ -102,7 +103,7 @@ async def detokenize(model: Model, tokens: Sequence[int], *, param: str) -> str:
         left -= len(pieces[-1])
         if left < 0:
             raise field_error(param, f"the text is longer than {RENDERED_LIMIT_CHARACTERS} characters")
-    return "".join((*pieces, output.finish()))
+    return "".join((*pieces, output.finish() if ends else ""))
 
 
 async def _listed(tokens: Sequence[int], shown: Callable[[int], int | str | None]) -> msgspec.Raw:

@@ -18,6 +18,8 @@ class ParsePlan(Struct, frozen=True):
     reasoning: bool = False
     reasoning_open: bool = False
     """Whether the prompt ends within reasoning."""
+    reasoning_begun: bool = False
+    """Whether the prompt has some text of that reasoning already."""
 
 
 class AnswerParser:
@@ -69,7 +71,7 @@ class AnswerParser:
 
 def _answer(plan: ParsePlan, reader: TextReader, result: ParseResult) -> Reading[None]:
     if plan.reasoning:
-        yield from reasoning.read_reasoning(reader, result, inside=plan.reasoning_open)
+        yield from reasoning.read_reasoning(reader, result, inside=plan.reasoning_open, begun=plan.reasoning_begun)
     if plan.calls is not None:
         yield from FORMATS[plan.calls].parse(reader, result)
     else:

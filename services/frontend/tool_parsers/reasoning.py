@@ -19,15 +19,22 @@ def is_open(text: str) -> bool:
     return text.rfind(OPEN) > text.rfind(CLOSE)
 
 
-def read_reasoning(reader: TextReader, result: ParseResult, *, inside: bool) -> Reading[None]:
+def is_begun(text: str) -> bool:
+    """Return whether a text that a model continues ends within reasoning that has some text already."""
+    return is_open(text) and not text.rstrip().endswith(OPEN)
+
+
+def read_reasoning(reader: TextReader, result: ParseResult, *, inside: bool, begun: bool) -> Reading[None]:
     """Read up to where the answer begins. `inside`: the prompt ends within reasoning; a model may still open it again.
+    `begun`: the prompt has some text of the reasoning, which the answer continues.
 
     White space after either tag belongs to neither text. If reasoning never ends, there is no answer.
     """
-    yield from reader.read_white(drop if inside else result.add_text)
-    if not (yield from reader.optional(OPEN)) and not inside:
-        return
-    yield from reader.read_white()
+    if not begun:
+        yield from reader.read_white(drop if inside else result.add_text)
+        if not (yield from reader.optional(OPEN)) and not inside:
+            return
+        yield from reader.read_white()
     if (yield from reader.read_until(CLOSE, result.add_reasoning)):
         yield from reader.expect(CLOSE)
         yield from reader.read_white()

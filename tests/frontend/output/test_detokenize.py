@@ -93,7 +93,7 @@ def test_an_unfinished_character_waits_and_becomes_a_replacement_at_the_end() ->
 
 def test_special_tokens_are_silent_but_have_names() -> None:
     assert LEVEL_BYTES.bytes_of(0) == b""
-    assert LEVEL_BYTES.name(0) == b"<s>"
+    assert Detokenizer(LEVEL_BYTES).name(0) == b"<s>"
     added = BYTE_LEVEL.token_to_id("an added token")
     assert added is not None
     assert LEVEL_BYTES.bytes_of(added) == b"an added token"

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from services.frontend.output.detokenize import TokenBytes
+from services.frontend.output.detokenize import END_LIMIT_TOKENS, Detokenizer, TokenBytes, read_token_bytes
 from services.frontend.output.output import Delta, Output
+from services.frontend.output.tokenizer_json import parse_tokenizer_json
 from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob
+from tests.frontend.output.test_detokenize import BYTE_LEVEL
+from tests.frontend.sentencepiece import FIRST_BYTE, sentencepiece
 
 TOKENS = TokenBytes([b"", b"a", b"b", b"ab", b" ", b"\xc3", b"\xa9", b"END"], [b"<s>"] + [b"?"] * 7, False)
 
@@ -99,3 +104,89 @@ def test_every_token_is_named_once_also_where_its_text_waits() -> None:
     plain = Output(TOKENS, [], with_ids=True)
     assert plain.push([1, 7]) == Delta("aEND", token_ids=(1, 7))
     assert plain.push([1], [logprob(1)]).token_ids == (1,)
+
+
+# --- an answer that continues a text
+
+TOKENIZERS = {
+    "byte level": BYTE_LEVEL,
+    "prepend": sentencepiece("prepend"),
+    "first": sentencepiece("first"),
+    "always": sentencepiece("always"),
+    "none": sentencepiece("none"),
+}
+TABLES = {name: read_token_bytes(parse_tokenizer_json(each.to_str().encode())) for name, each in TOKENIZERS.items()}
+PIECES = st.lists(
+    st.one_of(
+        st.text(st.sampled_from("Hello world水é👪 \n"), max_size=8),
+        st.sampled_from(["\0<s>", "\0</s>", "\0▁world", "\0▁", "\0<call>", "\0an added token"]),
+    ),
+    max_size=6,
+)
+"""Texts, whose characters are tokens or their bytes, and after a \0 tokens by name."""
+
+
+def ids_of(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
+    ids: list[int] = []
+    for piece in pieces:
+        if not piece.startswith("\0"):
+            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        elif (token := tokenizer.token_to_id(piece[1:])) is not None:
+            ids.append(token)
+    return ids
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=60)
+@given(PIECES, st.data(), st.booleans())
+def test_prompt_and_answer_read_as_the_tokenizer_decodes_both(
+    name: str, pieces: list[str], data: st.DataObject, special: bool
+) -> None:
+    tokenizer, tokens = TOKENIZERS[name], TABLES[name]
+    if special:
+        tokens = TokenBytes(tokens.names, tokens.names, tokens.strip_first_space)
+    ids = ids_of(tokenizer, pieces)
+    cut = data.draw(st.integers(0, len(ids)))
+    prompt, answer = ids[:cut], ids[cut:]
+    before = Detokenizer(tokens).push(prompt)
+    whole = tokenizer.decode(ids, skip_special_tokens=not special)
+    stop = data.draw(st.sampled_from(["", "o w", "水é", " world"]))
+    output = Output(tokens, [stop] if stop else [], begins_at=len(before), before=tokens.end_of(pack_tokens(prompt)))
+    one_by_one, stopped = "", False
+    entries = []
+    for token in answer:
+        delta = output.push([token], [logprob(token)])
+        one_by_one += delta.text
+        entries += delta.entries
+        if stopped := delta.stopped:
+            break
+    if not stopped:
+        last = output.finish()
+        one_by_one += last.text
+        entries += last.entries
+    expected = whole[len(before) :]
+    assert whole.startswith(before)
+    assert one_by_one == (expected[: expected.find(stop)] if stop and stop in expected else expected)
+    assert stopped == bool(stop and stop in expected)
+    for at, entry in enumerate(entries):  # each is where the text before it ends
+        assert entry.text_offset == len(Detokenizer(tokens).push([*prompt, *answer[:at]]))
+    if not stopped:
+        plain = Output(tokens, (), before=tokens.end_of(pack_tokens(prompt)))
+        assert plain.push(answer).text + plain.finish().text == expected
+
+
+@pytest.mark.parametrize("name", ["prepend", "first", "always"])
+def test_names_of_tokens_add_up_to_the_text_of_an_answer_that_begins_one(name: str) -> None:
+    tokens, world = TABLES[name], TOKENIZERS[name].token_to_id("▁world")
+    output = Output(tokens, ())
+    delta = output.push([world, world], [logprob(world)] * 2)
+    assert delta.text == "world world"
+    assert [entry.token for entry in delta.entries] == [b"world", b" world"]
+    assert [top.token for entry in delta.entries for top in entry.top] == [b"world", b" world"]
+
+
+def test_the_end_of_a_prompt_is_looked_for_in_a_bounded_number_of_tokens() -> None:
+    tokens, space = TABLES["prepend"], FIRST_BYTE + 32
+    assert tokens.end_of(pack_tokens([FIRST_BYTE + 228, *[1] * (END_LIMIT_TOKENS - 1)])) == b"\xe4"
+    assert tokens.end_of(pack_tokens([FIRST_BYTE + 228, *[1] * END_LIMIT_TOKENS])) == b""
+    assert tokens.end_of(pack_tokens([space] * 4 + [1 << 20])) == b"   "

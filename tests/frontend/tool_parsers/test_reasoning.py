@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 
 from services.frontend.tool_parsers.parser import ParsePlan
-from services.frontend.tool_parsers.reasoning import is_open, open_in
+from services.frontend.tool_parsers.reasoning import is_begun, is_open, open_in
 from tests.frontend.tool_parsers.transcripts import Answer, every_cut
 
 OUTSIDE, INSIDE = ParsePlan(reasoning=True), ParsePlan(reasoning=True, reasoning_open=True)
+BEGUN = ParsePlan(reasoning=True, reasoning_open=True, reasoning_begun=True)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ OUTSIDE, INSIDE = ParsePlan(reasoning=True), ParsePlan(reasoning=True, reasoning
         (INSIDE, "Hm.</think>\n\nYes. </think>", Answer("Yes. </think>", "Hm.")),
         (INSIDE, "\n<think>\nHm.</think>Yes.", Answer("Yes.", "Hm.")),
         (INSIDE, "never done", Answer("", "never done")),
+        (BEGUN, " so on.\n</think>\n\nYes.", Answer("Yes.", " so on.\n")),
+        (BEGUN, "\n", Answer("", "\n")),
         (
             ParsePlan("hermes", reasoning=True),
             '<think>I could <tool_call>.</think>\n\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>',
@@ -52,3 +55,8 @@ def test_a_prompt_shows_whether_it_ends_within_reasoning() -> None:
 )
 def test_a_text_that_is_continued_may_end_within_reasoning(text: str, begun: bool) -> None:
     assert is_open(text) == begun
+
+
+def test_a_text_that_is_continued_may_have_some_of_its_reasoning_already() -> None:
+    texts = ["<think>\nHm", "<think>a</think><think> b ", "<think>\n", "<think>Hm</think>", ""]
+    assert [is_begun(text) for text in texts] == [True, True, False, False, False]
