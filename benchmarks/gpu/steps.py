@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.steps [--step-s 0.25 0.05 …] [--rounds N] [--model DIRECTORY] [--tokenizer DIRECTORY]
                                    [--quick] [--json]
 
-For each value, one worker with the whole GPU, a frontend and a router are started (no kvbm), and asked over HTTP by
-closed loops of 1 to 128 streams with prompts of 512 to 8,192 tokens and answers of 128. No two prompts share anything.
-In each second round the values come in the other order.
+For each value, one worker with the whole GPU, a frontend and a router are started (no kvbm). Closed loops of 1 to 128
+streams ask over HTTP, with prompts of 512 to 8,192 tokens and answers of 128. No two prompts share anything. In each
+second round the values come in the other order.
 
 What could mislead: in a closed loop a stream asks again when its answer ends, so that a slow setting also gets less
 work. Weights and text are random; answers end by their length alone.

@@ -244,10 +244,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     cuda: CudaConfig = CudaConfig()
     max_running: Annotated[int, Meta(ge=1, le=65_535)] = 64
     """Most sequences that a step computes. No GPU takes more than 65,535 blocks of threads in one direction."""
-    step_s: Annotated[float, Meta(gt=0, le=10)] = 0.25
-    """Seconds that a step with parts of prompts should take at most: so long do other answers stand still. Shorter
-    steps cost a little in prompts; a step has room for 16 tokens of one, or a block. Other roles than aggregated have
-    shorter steps."""
+    step_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    """Seconds that a step with parts of prompts should take at most; 0: 0.25, or on a GPU 0.1. Other answers of the
+    worker pause for that long. Shorter steps compute fewer tokens of prompts a second; a step has room for 16 tokens of
+    one, or a block. Other roles than aggregated have shorter steps."""
     max_waiting: Positive = 256
     """Most attempts in the queue; where there are more, Generate is refused as overloaded."""
     max_waiting_tokens: Positive = 1 << 20

@@ -22,7 +22,7 @@ from typing import TypeGuard, assert_never
 from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.kv_connector.stores import COLLECT_S
-from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, SchedulerLimits
+from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
 from services.worker.loans import Borrower, Lender
 from services.worker.messages import (
     BlockExplained,
@@ -127,6 +127,7 @@ class EngineCore:
         """Return a core with the bounds that the settings give. With mover and attachment it exchanges blocks with a
         kvbm; with `borrower`, or with what `lender` makes for its blocks, also with other engines."""
         settings = config.worker
+        step_s = settings.step_s or STEP_S[settings.device]
         limits = SchedulerLimits(
             model=config.model_name,
             context_length=facts.context_length,
@@ -134,7 +135,7 @@ class EngineCore:
             block_size=facts.block_size,
             capacity_blocks=facts.capacity_blocks,
             max_running=settings.max_running,
-            step_s=min(settings.step_s, PREFILL_STEP_S) if settings.role == "prefill" else settings.step_s,
+            step_s=min(step_s, PREFILL_STEP_S) if settings.role == "prefill" else step_s,
             short_step_s=DECODE_STEP_S if settings.role == "decode" else inf,
             max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=settings.max_waiting_tokens,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from services.worker.config import EngineConfig, KVConnectorConfig, WorkerConfig
+from services.worker.config import Device, EngineConfig, EngineName, KVConnectorConfig, WorkerConfig
 from services.worker.engine.core import MOST_PENDING, REPORT_INTERVAL_S, EngineCore
 from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, SchedulerLimits
 from services.worker.messages import (
@@ -398,18 +398,26 @@ def test_loras_and_none_share_no_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "block_size", "longest_s"),
+    ("role", "device", "step_s", "block_size", "longest_s"),
     [
-        ("aggregated", 16, 0.25),
-        ("prefill", 16, PREFILL_STEP_S),
-        ("decode", 16, DECODE_STEP_S),
-        ("decode", 512, DECODE_STEP_S),
+        ("aggregated", "cpu", 0.0, 16, 0.25),
+        ("aggregated", "cuda", 0.0, 16, 0.1),
+        ("aggregated", "cuda", 0.05, 16, 0.05),
+        ("prefill", "cpu", 0.0, 16, PREFILL_STEP_S),
+        ("decode", "cpu", 0.0, 16, DECODE_STEP_S),
+        ("decode", "cpu", 0.0, 512, DECODE_STEP_S),
     ],
 )
 def test_steps_with_parts_of_prompts_are_short_where_others_wait_for_them(
-    role: Literal["aggregated", "prefill", "decode"], block_size: int, longest_s: float
+    role: Literal["aggregated", "prefill", "decode"],
+    device: Device,
+    step_s: float,
+    block_size: int,
+    longest_s: float,
 ) -> None:
-    settings = WorkerConfig(model="m", engine="simulated", role=role, kvbm=KVConnectorConfig(pool="pool"))
+    kvbm = KVConnectorConfig(pool="pool")
+    engine: EngineName = "native" if device == "cuda" else "simulated"
+    settings = WorkerConfig(model="m", engine=engine, role=role, device=device, step_s=step_s, kvbm=kvbm)
     layout = KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size)
     facts = Ready(1 << 17, 1000, (), block_size, (1 << 17) // block_size, layout)
     core = EngineCore.of(EngineConfig.of(settings, "m", "w", parent_pid=0), facts)
