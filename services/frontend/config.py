@@ -39,6 +39,10 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that a client may take to send a request's body; then 408."""
     unread_s: SomeSeconds = 30.0
     """Seconds that a client may leave its answer unread; then its connection is closed."""
+    silent_s: Seconds = 5.0
+    """Longest time, in seconds, that a stream is silent: then it gets a comment, or what its API has for that. Its
+    headers are sent after half a second without text; an error after that is an event in place of a status. 0: headers
+    come with the first text, and no comments."""
     drain_delay_s: Seconds = 0.0
     """Seconds after SIGTERM in which the port still accepts connections while /health says 503, so that a load balancer
     notices. `limits.drain_s` follows."""

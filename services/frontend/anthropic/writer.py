@@ -71,7 +71,6 @@ class MessageWriter:
     """Writes one message."""
 
     framing: Literal["event"] = "event"
-    keepalive = _PING
 
     def __init__(self, message_id: str, model: str) -> None:
         self._identity = {"id": message_id, "type": "message", "role": "assistant", "model": model}
@@ -85,6 +84,11 @@ class MessageWriter:
         """Return the events before the first block."""
         end: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
         return [_encode({"type": "message_start", "message": self._identity | end}), _PING]
+
+    def silence_events(self) -> list[bytes]:
+        """Return what can be sent while nothing comes, also before the first events: they have counts of cached tokens,
+        which are not known yet."""
+        return [_PING]
 
     def push(self, delta: Delta) -> list[bytes]:
         """Add a delta to the message; return the events that follow."""

@@ -32,7 +32,6 @@ class OllamaWriter:
     """Writes one answer. Calls come whole, in a line of their own before the last one."""
 
     framing: Literal["line"] = "line"
-    keepalive = b"{}"
 
     def __init__(self, model: str, *, is_chat: bool, now: Callable[[], datetime] = _now) -> None:
         """Create it. `model` is the name that the client gave."""
@@ -44,6 +43,10 @@ class OllamaWriter:
     def first_events(self, usage: Usage) -> list[bytes]:  # noqa: ARG002  other APIs have some
         """Return nothing; an answer begins with its text."""
         return []
+
+    def silence_events(self) -> list[bytes]:
+        """Return what can be sent while nothing comes: a line without text, since lines have no comments."""
+        return [_encode(self._line("", ""))]
 
     def push(self, delta: Delta) -> list[bytes]:
         """Add a delta to the answer; return its line, if it has a text."""

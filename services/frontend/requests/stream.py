@@ -34,6 +34,10 @@ from shared.messages import PromptLogprobs, Sampling, TokenLogprob
 
 T = TypeVar("T")
 
+NOTHING = Delta("")
+"""What `StreamSelector.wake` makes a reader get: nothing came, and it may send its client a sign of life. Compared by
+identity."""
+
 
 class InferenceRequest(Struct, frozen=True):
     """One prompt and one choice, as routers and workers get it. The client's body has been checked and tokenised."""
@@ -94,10 +98,16 @@ class StreamSelector:
         self._ready[stream] = None
         self._wake.set()
 
+    def wake(self) -> None:
+        """Wake the reader if it waits; it then gets NOTHING."""
+        if self.waiting:
+            self.waiting = False
+            self._wake.set()
+
     async def wait_ready(self) -> list[Stream]:
-        """Wait for at least one stream, and return those marked since the last call. The reader must have read all
-        deltas of the streams that it got before."""
-        while not self._ready:
+        """Wait for at least one stream, and return those marked since the last call; none after `wake`. The reader must
+        have read all deltas of the streams that it got before."""
+        if not self._ready:
             self._wake.clear()
             self.waiting = True
             await self._wake.wait()
@@ -209,8 +219,13 @@ class Stream:
         """Give deltas to `send` at once from now on, while the reader waits. `send` returns whether it took one."""
         self._encode, self._send = encode, send
 
+    def wake(self) -> None:
+        """Make the reader get NOTHING, if it waits."""
+        self._selector.wake()
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield all deltas; then raise the error that ended the request, if there was one."""
+        """Yield all deltas, and NOTHING after each `wake`; then raise the error that ended the request, if there was
+        one."""
         while True:
             if (delta := self.pop_delta()) is not None:
                 yield delta
@@ -218,8 +233,8 @@ class Stream:
                 if self.error is not None:
                     raise self.error
                 return
-            else:
-                await self._selector.wait_ready()
+            elif not await self._selector.wait_ready():
+                yield NOTHING
 
     def pop_delta(self) -> Delta | None:
         """Remove the deltas that wait and return them as one; None if there are none."""

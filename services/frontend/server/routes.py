@@ -3,8 +3,9 @@
 A handler is cancelled when its client disconnects; that leaves `Exchange.answer` and so cancels the request. While the
 client does not read, the handler waits in `ResponseBody.write`, and the text that comes is merged into fewer chunks.
 
-An error before the first text is an HTTP status with OpenAI's error object. A later one is an SSE event, and no [DONE]
-follows it.
+An error before the first text is an HTTP status with OpenAI's error object, unless the text takes longer than half a
+second: the headers are sent then, so that the client and proxies see an answer. A later error is an SSE event, and no
+[DONE] follows it.
 
 Every response has the request's id in X-Request-Id: the client's, if it is short and plain, or one of ours.
 server/middleware.py checks keys and adds the headers that all answers have.
@@ -48,7 +49,7 @@ from services.frontend.server.middleware import (
     request_id_of,
 )
 from services.frontend.server.port import Port
-from services.frontend.server.sse import ResponseBody
+from services.frontend.server.sse import ResponseBody, SilenceTimer
 from services.frontend.serving.dispatch import Dispatcher, Reply
 from services.frontend.serving.foreign import foreign_error
 from services.frontend.serving.reply import Framing
@@ -183,6 +184,7 @@ class HttpApi(Struct):
     ) -> tuple[web.StreamResponse, int]:
         body = ResponseBody(request, headers, unread_s=self.config.unread_s, framing=reply.framing)
         status, last = 200, b"[DONE]" if reply.framing == "data" else None
+        silence = SilenceTimer(body, reply.wake, self.config.silent_s)
         try:
             async for chunk in reply.chunks(body.try_send):
                 await body.write(chunk.payload, more=chunk.more)
@@ -192,6 +194,8 @@ class HttpApi(Struct):
             self.frontend.note_failure(request_id_of(request).unique, error)
             wrong = failure_of(error)
             status, last = wrong.status, reply.error_chunk(wrong)
+        finally:
+            silence.close()
         return await body.end(last), status
 
     async def _list_models(self, request: web.Request) -> web.Response:

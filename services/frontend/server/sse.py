@@ -5,6 +5,8 @@
     try_send   sends a chunk with one send(2); returns False while the kernel has not accepted all of the one before
     write      waits for that, at most `unread_s`: a client that has not read by then loses its connection
 
+    SilenceTimer: half a second without text ──▶ headers;  `silent_s` without anything ──▶ a comment
+
 So what a slow client has not read waits as tokens in its Stream. No more than a chunk waits here; the kernel holds as
 much as the client's window allows, plus UNSENT_BYTES.
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
@@ -26,6 +28,8 @@ from services.frontend.serving.reply import Framing
 
 UNSENT_BYTES = 16 << 10
 """Bytes that the kernel holds beyond the client's window; its own default would be 4 MiB."""
+HEADERS_S = 0.5
+"""Seconds without text after which the headers are sent. An error before that can still be a status."""
 CHUNK_BYTES = 64 << 10
 """Bytes of a chunk at most; longer ones are split, so that a client that reads slowly does not look like one that does
 not read."""
@@ -56,6 +60,8 @@ class ResponseBody:
         self._end = b"\n" if framing == "line" else b"\n\n"
         self._held = b""
         """Events that leave together with the next one."""
+        self.silent = True
+        """Whether nothing was sent since SilenceTimer has looked."""
 
     @property
     def begun(self) -> bool:
@@ -68,6 +74,7 @@ class ResponseBody:
         transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size():
             return False
+        self.silent = False
         lead, end = _named_lead(payload) if self._lead is None else self._lead, self._end
         if self._chunked:
             transport.write(b"%x\r\n%b%b%b\r\n" % (len(lead) + len(payload) + len(end), lead, payload, end))
@@ -76,7 +83,7 @@ class ResponseBody:
         return True
 
     async def write(self, payload: bytes, *, more: bool = False) -> None:
-        """Send an event as soon as the client reads; with `more`, hold it until the next one.
+        """Send an event as soon as the client reads, a comment for an empty one; with `more`, hold it until the next.
 
         Raise ConnectionError if the client has disconnected or does not read.
         """
@@ -85,10 +92,14 @@ class ResponseBody:
             await self._flush()
 
     def _hold(self, payload: bytes) -> None:
+        if not payload:
+            self._held += _COMMENT
+            return
         self._held += b"%b%b%b" % (_named_lead(payload) if self._lead is None else self._lead, payload, self._end)
 
     async def _flush(self) -> None:
         held, self._held = self._held, b""
+        self.silent = False
         for start in range(0, len(held), CHUNK_BYTES):
             chunk = held[start : start + CHUNK_BYTES]
             if self.begun:
@@ -147,6 +158,33 @@ class ResponseBody:
             raise ConnectionAbortedError(f"the client has not read for {self._unread_s:g} s") from None
 
 
+class SilenceTimer:
+    """Calls `wake` whenever a body has been silent for `silent_s`, and once after HEADERS_S. One timer serves a body:
+    what is sent does not touch it."""
+
+    def __init__(self, body: ResponseBody, wake: Callable[[], None], silent_s: float) -> None:
+        """Start it. 0 seconds: it does nothing."""
+        self._body = body
+        self._wake = wake
+        self._period_s = silent_s / 2
+        self._timer = None if not silent_s else _call_later(min(HEADERS_S, silent_s), self._look)
+
+    def _look(self) -> None:
+        if self._body.silent:
+            self._wake()
+        self._body.silent = True
+        self._timer = _call_later(self._period_s, self._look)
+
+    def close(self) -> None:
+        """Stop calling `wake`."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _call_later(seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(seconds, call)
+
+
 _LEADS: dict[Framing, bytes | None] = {"data": b"data: ", "event": None, "line": b""}
 
 
@@ -155,4 +193,6 @@ def _named_lead(payload: bytes) -> bytes:
     return b"event: %b\ndata: " % payload[_NAME_AT : payload.index(b'"', _NAME_AT)]
 
 
+_COMMENT = b": waiting\n\n"
+"""An event that clients skip."""
 _NAME_AT = len(b'{"type":"')

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 
 from services.frontend.output.output import Delta
 from services.frontend.protocol.chat_chunks import Usage, usage_of
-from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
+from services.frontend.requests.stream import NOTHING, InferenceRequest, Stream, StreamSelector
 from shared.errors import HeadraceError
 
 OpenStream = Callable[[InferenceRequest, StreamSelector], AbstractAsyncContextManager[Stream]]
@@ -52,14 +52,21 @@ class Choices:
             await self._start(first)
             self.streams[first].awaits_first_token = count > 1
 
+    def wake(self) -> None:
+        """Make the reader get NOTHING, if it waits."""
+        self._selector.wake()
+
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | None]]:
-        """Yield the next delta of any choice with its index; None for its end. Raise the error that ended a choice.
+        """Yield the next delta of any choice with its index; None for its end; NOTHING after `wake`. Raise the error
+        that ended a choice.
 
         While the client does not read, the choices that wait for another one's first token wait too.
         """
         unfinished = set(range(len(self)))
         while unfinished:
-            for stream in await self._selector.wait_ready():
+            if not (ready := await self._selector.wait_ready()):
+                yield 0, NOTHING
+            for stream in ready:
                 index = self._index[stream]
                 if stream.awaits_first_token and stream.prompt_computed:
                     stream.awaits_first_token = False

@@ -21,9 +21,9 @@ from services.frontend.output.output import Delta
 from services.frontend.protocol.chat_chunks import AnswerEncoder
 from services.frontend.protocol.errors import ErrorBody, Failure
 from services.frontend.protocol.foreign import Ended
-from services.frontend.requests.stream import Stream, join_deltas
+from services.frontend.requests.stream import NOTHING, Stream, join_deltas
 from services.frontend.serving.choices import Choices
-from services.frontend.serving.responses_writer import ResponseWriter
+from services.frontend.serving.responses_writer import KEEPALIVE, ResponseWriter
 
 Framing = Literal["data", "event", "line"]
 """How chunks are framed over HTTP. data: server-sent events that end with [DONE]. event: server-sent events with the
@@ -37,6 +37,10 @@ class Chunk(Struct, frozen=True):
     more: bool = False
     """Whether more follows at once: another chunk, or after the last one the API's own end of the answer."""
     last: bool = False
+
+
+SILENCE = b""
+"""The payload of a chunk that says only that the answer goes on: over HTTP, a comment. It follows `wake`."""
 
 
 class ChatReply(Struct, frozen=True):
@@ -70,13 +74,21 @@ class ChatReply(Struct, frozen=True):
         """Return the last chunk of an answer that failed after it had begun."""
         return failure.payload
 
+    def wake(self) -> None:
+        """Make `chunks` yield SILENCE if it waits for text."""
+        self.choices.wake()
+
     async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
-        """Yield the answer in chunks. The first comes with the first text, so that earlier errors are raised.
+        """Yield the answer in chunks. The first comes with the first text, or with the first `wake`, so that earlier
+        errors are raised.
 
         Once it is out, chunks go to `send`, if there is one; only those that `send` does not take are yielded.
         """
         begun, left = set[int](), len(self.encoders)
         async for index, delta in self.choices:
+            if delta is NOTHING:
+                yield Chunk(SILENCE)
+                continue
             encoder, stream = self.encoders[index], self.choices.streams[index]
             if index not in begun:
                 begun.add(index)
@@ -122,21 +134,28 @@ class EventReply(Struct):
 
     def keepalive_chunk(self) -> bytes:
         """Return an event that adds nothing to the answer."""
-        return self.writer.keepalive
+        return KEEPALIVE
 
     def error_chunk(self, failure: Failure) -> bytes:
         """Return the last event of an answer that failed after it had begun."""
         return self.writer.error(failure.status, message_of(failure.payload))
 
+    def wake(self) -> None:
+        """Make `chunks` yield what the API has for a silence, if it waits for text."""
+        self.stream.wake()
+
     async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
         """Yield the events. The first ones come with the first text; `ChatReply.chunks` explains `send`."""
         writer, opened = self.writer, False
         async for delta in self._deltas():
-            events = writer.push(delta) if opened else [*writer.first_events(self.stream.usage), *writer.push(delta)]
-            opened = True
+            if delta is NOTHING:
+                events = writer.silence_events() or [SILENCE]
+            else:
+                first = [] if opened else writer.first_events(self.stream.usage)
+                events, opened = [*first, *writer.push(delta)], True
             for at, event in enumerate(events, 1):
                 yield Chunk(event, more=at < len(events))
-            if send is not None:
+            if opened and send is not None:
                 self.stream.send_directly(lambda delta: delta, partial(self._send_continuation, send))
         first = [] if opened else writer.first_events(self.stream.usage)
         *events, last = *first, *writer.last_events(self._ended())
@@ -154,7 +173,7 @@ class EventReply(Struct):
 
     async def _deltas(self) -> AsyncIterator[Delta]:
         async for delta in self.stream:
-            if self.first_text_s is None:
+            if self.first_text_s is None and delta is not NOTHING:
                 self.first_text_s = asyncio.get_running_loop().time()
             yield delta
 

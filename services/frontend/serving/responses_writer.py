@@ -34,6 +34,9 @@ from services.frontend.protocol.responses_items import (
     ThoughtText,
 )
 
+KEEPALIVE = b'{"type":"keepalive"}'
+"""An event that adds nothing to a response. OpenAI's own streams have it too, and its clients ignore it."""
+
 _encode = msgspec.json.Encoder().encode
 _DONE: Literal["completed"] = "completed"
 _DELTAS = {
@@ -81,8 +84,6 @@ class ResponseWriter:
     """Writes one response."""
 
     framing: Literal["event"] = "event"
-    keepalive = b'{"type":"keepalive"}'
-    """An event that OpenAI's own streams have too; its clients ignore it."""
 
     def __init__(self, response: Response, unique: str, keep: Callable[[Response, bytes], None]) -> None:
         """Create it. `response` is the response as it begins; items are named after `unique`. `keep` gets a response
@@ -99,7 +100,13 @@ class ResponseWriter:
         self._events: list[bytes] = []
 
     def first_events(self, usage: Usage) -> list[bytes]:  # noqa: ARG002  other APIs begin with it
-        """Return the first events."""
+        """Return the first events; none if `silence_events` has returned them."""
+        return [] if self._sequence else self.silence_events()
+
+    def silence_events(self) -> list[bytes]:
+        """Return what can be sent while nothing comes: the first events, once. They depend on no text."""
+        if self._sequence:
+            return []
         self._say(events.ResponseCreated(self.response, self._sequence))
         self._say(events.ResponseInProgress(self.response, self._sequence))
         return self._said()

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -16,14 +17,15 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from services.frontend.config import HttpConfig
-from services.frontend.server.sse import CHUNK_BYTES, UNSENT_BYTES, ResponseBody
+from services.frontend.config import HttpConfig, LimitsConfig
+from services.frontend.server.sse import CHUNK_BYTES, HEADERS_S, UNSENT_BYTES, ResponseBody
 from shared.hashing import pack_tokens
-from shared.messages import TokenLogprob
-from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, World, world
+from shared.messages import NOT_FINITE, Refused, TokenLogprob
+from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, World, clients, world
 from tests.servers import free_port
 
 BODY = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "max_tokens": CONTEXT - 100}).encode()
+HELLO = [{"role": "user", "content": "hello"}]
 MANY = CONTEXT - 200
 LARGE = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": CONTEXT - 100, "logprobs": 5}
 """A request whose log-probabilities for MANY tokens are several megabytes."""
@@ -169,6 +171,131 @@ async def test_a_large_last_event_is_cut_like_any_other_and_none_says_done(direc
         name, _, content = last.partition("\ndata: ")
         assert name == "event: response.incomplete"
         assert json.loads(content)["response"]["output"][0]["content"][0]["text"] == said
+
+
+DOORS = {
+    "chat": ("/v1/chat/completions", {"messages": HELLO}, b": waiting\n\n"),
+    "completions": ("/v1/completions", {"prompt": "x"}, b": waiting\n\n"),
+    "responses": ("/v1/responses", {"input": "x"}, b": waiting\n\n"),
+    "messages": ("/v1/messages", {"messages": HELLO, "max_tokens": 9}, b'event: ping\ndata: {"type":"ping"}\n\n'),
+    "ollama_chat": ("/api/chat", {"messages": HELLO}, b'"message":{"role":"assistant","content":""},"done":false}\n'),
+    "ollama_generate": ("/api/generate", {"prompt": "x", "raw": True}, b'"response":"","done":false}\n'),
+}
+"""For each door of streams its path, a body without model and `stream`, and the end of what it sends in a silence."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+async def test_a_stream_without_a_token_and_one_that_pauses_are_never_silent_for_long(
+    directory: Path, door: str
+) -> None:
+    path, asked, sign = DOORS[door]
+    async with world(directory, http=HttpConfig(silent_s=0.02)) as w, clients(w) as (_, http):
+        worker = w.workers[0]
+        worker.output = None
+        async with http.post(path, json={"model": MODEL, "stream": True, **asked}) as response:
+            assert response.status == 200
+            body = b""
+            while body.count(sign) < 2:  # no token has come
+                body += await response.content.readany()
+            [generate] = worker.generates.all
+            await worker.send(generate, 0, w.ids("a"))
+            begun = len(body)
+            while b'"a"' not in body[begun:] or body[begun:].count(sign) < 3:
+                body += await response.content.readany()
+            await worker.send(generate, 1, [*w.ids("b"), 2], "stop")
+            body += await response.read()
+        events = body.decode().replace(": waiting\n\n", "").split("\n" if door.startswith("ollama") else "\n\n")
+        told = [json.loads(event[event.find("{") :]) for event in events if "{" in event]
+        assert text_of(told) == "ab"
+        if door == "responses":
+            assert [event["sequence_number"] for event in told] == list(range(len(told)))
+            assert told[0]["type"] == "response.created"
+        if door == "messages":
+            assert next(event["type"] for event in told if event["type"] != "ping") == "message_start"
+
+
+def text_of(told: list[dict[str, Any]]) -> str:
+    """Join the texts of a stream's events, of whatever API."""
+    found = []
+    for event in told:
+        choice = (event.get("choices") or [{}])[0]
+        delta = event.get("delta", "")
+        parts = [choice.get("text"), choice.get("delta", {}).get("content"), event.get("response")]
+        parts += [event.get("message", {}).get("content"), delta.get("text") if isinstance(delta, dict) else delta]
+        found += [part for part in parts if isinstance(part, str)]
+    return "".join(found)
+
+
+@pytest.mark.parametrize("door", DOORS)
+async def test_an_error_after_the_headers_is_an_event_of_the_doors_api(directory: Path, door: str) -> None:
+    path, asked, sign = DOORS[door]
+    async with world(directory, http=HttpConfig(silent_s=0.02)) as w, clients(w) as (_, http):
+        worker = w.workers[0]
+        worker.output = None
+        async with http.post(path, json={"model": MODEL, "stream": True, **asked}) as response:
+            body = b""
+            while sign not in body:
+                body += await response.content.readany()
+            await worker.send(worker.generates.all[0], 0, [], "error", f"{NOT_FINITE}: burned down")
+            body += await response.read()
+        last = body.decode().rstrip("\n").rpartition("\n")[2]
+        shown = json.loads(last[last.find("{") :])
+        error = shown["response"]["error"] if door == "responses" else shown["error"]
+        assert "burned down" in (error if isinstance(error, str) else error["message"])
+        assert w.metric("headrace_requests_total", operation=door, status="500") == 1
+
+
+async def test_an_error_that_comes_soon_is_a_status_also_for_a_stream(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        for worker in w.workers:
+            worker.answer = lambda one: Refused(one.request, one.attempt, "overloaded", "full")
+        for path, asked, _ in DOORS.values():
+            async with http.post(path, json={"model": MODEL, "stream": True, **asked}) as response:
+                assert response.status == 503
+                assert int(response.headers["Retry-After"]) >= 1
+
+
+async def test_without_a_limit_of_silence_headers_wait_for_the_text(directory: Path) -> None:
+    limits = LimitsConfig(deadline_s=HEADERS_S + 0.2, drain_s=0.0)
+    for silent_s, status in ((0.0, 504), (5.0, 200)):
+        async with world(directory, http=HttpConfig(silent_s=silent_s), limits=limits) as w, clients(w) as (_, http):
+            w.workers[0].output = None
+            async with http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}) as response:
+                assert response.status == status
+                assert "deadline" in await response.text()
+
+
+async def test_a_client_of_http_1_0_gets_comments_without_chunks(directory: Path) -> None:
+    async with world(directory, http=HttpConfig(silent_s=0.02)) as w, connected(w) as (reader, writer):
+        w.workers[0].output = None
+        writer.write(post(BODY, "1.0"))
+        assert "transfer-encoding" not in await head(reader)
+        assert await reader.readexactly(22) == b": waiting\n\n: waiting\n\n"
+
+
+async def test_a_client_that_leaves_in_a_silence_cancels_its_request(directory: Path) -> None:
+    async with world(directory, http=HttpConfig(silent_s=0.02)) as w:
+        w.workers[0].output = None
+        async with connected(w) as (reader, writer):
+            writer.write(post(BODY))
+            await head(reader)
+        await w.workers[0].cancels.at_least(1)
+        await w.counted("headrace_inflight_requests", 0)
+
+
+async def test_the_further_choices_of_a_silent_prompt_wait_with_comments_too(directory: Path) -> None:
+    async with world(directory, http=HttpConfig(silent_s=0.02)) as w, clients(w) as (_, http):
+        worker = w.workers[0]
+        worker.output = None
+        asked = {"model": MODEL, "prompt": "x", "stream": True, "n": 2}
+        async with http.post("/v1/completions", json=asked) as response:
+            await response.content.readuntil(b": waiting\n\n")
+            await worker.send(worker.generates.all[0], 0, [*w.ids("a"), 2], "stop")
+            _, second = await worker.generates.at_least(2)
+            await response.content.readuntil(b"stop")
+            await response.content.readuntil(b": waiting\n\n")
+            await worker.send(second, 0, [*w.ids("b"), 2], "stop")
+            assert (await response.text()).endswith("data: [DONE]\n\n")
 
 
 def stream_much(w: World) -> str:
