@@ -173,7 +173,7 @@ async def test_a_large_last_event_is_cut_like_any_other_and_none_says_done(direc
         assert json.loads(content)["response"]["output"][0]["content"][0]["text"] == said
 
 
-DOORS = {
+DOORS: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "chat": ("/v1/chat/completions", {"messages": HELLO}, b": waiting\n\n"),
     "completions": ("/v1/completions", {"prompt": "x"}, b": waiting\n\n"),
     "responses": ("/v1/responses", {"input": "x"}, b": waiting\n\n"),
