@@ -1,7 +1,7 @@
 """A requests session that reads a collector's answer within a time in all and a size.
 
-    timer starts ─▶ connect ─▶ send ─▶ [ headers ─▶ at most ANSWER_LIMIT_BYTES of the body ] ─▶ timer is cancelled
-          └─ the time is over: the connection is cut, so that the read under way ends
+    connect ─▶ send ─▶ [ headers ─▶ at most ANSWER_LIMIT_BYTES of the body ]
+       └─ the time is over: the connection is cut, so that the read under way ends
 
 A collector's answer is empty or some bytes. A timeout of requests' holds for each read alone, and OpenTelemetry reads
 the body whole and takes a redirect, which it does not follow, for success. Imported only if tracing is on.
@@ -10,13 +10,13 @@ the body whole and takes a redirect, which it does not follow, for success. Impo
 from __future__ import annotations
 
 import socket
-import threading
-from contextlib import suppress
 from typing import Any
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
+
+from shared.deadline import Deadline, cut_connection
 
 ANSWER_LIMIT_BYTES = 64 << 10
 """The maximum number of bytes of an answer's body."""
@@ -33,11 +33,10 @@ class CollectorSession(requests.Session):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.Lock()
+        self._deadline: Deadline | None = None
+        """The deadline of the last request."""
         self._socket: socket.socket | None = None
-        """The socket on which an answer is awaited or read."""
-        self._late = False
-        """Whether the time of the request under way is over."""
+        """The socket on which its answer is awaited or read."""
         adapter = _Adapter(self._reading)
         self.mount("http://", adapter)
         self.mount("https://", adapter)
@@ -49,38 +48,29 @@ class CollectorSession(requests.Session):
         redirect, and requests' exceptions.
         """
         timeout_s = options["timeout"]
-        self._late = False
-        timer = threading.Timer(timeout_s, self._cut)
-        timer.daemon = True
-        timer.start()
-        try:
-            with super().request(method, url, stream=True, **options) as answer:
-                _read(answer)
-        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as wrong:
-            if not self._late and not isinstance(wrong, requests.Timeout):
-                raise
-            self._late = True
-        finally:
-            timer.cancel()
-            with self._lock:
-                self._socket = None
-        if self._late:  # also if the body seems to have ended, as one without a length does when it is cut
+        self._socket = None
+        with Deadline(timeout_s, self._cut) as deadline:
+            self._deadline = deadline
+            try:
+                with super().request(method, url, stream=True, **options) as answer:
+                    _read(answer)
+            except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as wrong:
+                if not deadline.late and not isinstance(wrong, requests.Timeout):
+                    raise
+                deadline.late = True
+        if deadline.late:  # also if the body seems to have ended, as one without a length does when it is cut
             raise CollectorError(f"no whole answer within {timeout_s:.1f} s")
         return answer
 
     def _reading(self, connection: socket.socket) -> None:
         """Note the socket from which an answer is read. Raise TimeoutError if the time is over."""
-        with self._lock:
-            self._socket = connection
-            if self._late:
-                raise TimeoutError
+        self._socket = connection
+        if self._deadline is not None and self._deadline.late:
+            raise TimeoutError
 
     def _cut(self) -> None:
-        with self._lock:
-            self._late = True
-            if self._socket is not None:
-                with suppress(OSError):
-                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # not TLS's, which another thread is using
+        if self._socket is not None:  # otherwise `_reading` comes later, and finds that the time is over
+            cut_connection(self._socket)
 
 
 class _Adapter(HTTPAdapter):

@@ -20,6 +20,8 @@ RETRY_LIMIT_S = 30.0
 """Limit of a Retry-After that is obeyed."""
 REFUSED = (429, 503)
 ERROR_LIMIT_BYTES = 1 << 16
+LIST_LIMIT_BYTES = 16 << 20
+"""The largest list of models that is read."""
 KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
 
 
@@ -61,8 +63,12 @@ class Client:
                     said = _message(await response.content.read(ERROR_LIMIT_BYTES)).rstrip(".")
                     hint = f"; {KEY_HINT}" if response.status == 401 else ""
                     raise Unavailable(f"{self._url}/models: status {response.status}: {said}{hint}")
-                answer = await response.json(content_type=None)
-                return [str(model["id"]) for model in answer["data"]]
+                text = bytearray()
+                async for piece in response.content.iter_any():
+                    text += piece
+                    if len(text) > LIST_LIMIT_BYTES:
+                        raise Unavailable(f"{self._url}/models has more than {LIST_LIMIT_BYTES} bytes")
+                return [str(model["id"]) for model in json.loads(text)["data"]]
         except (TimeoutError, aiohttp.ClientError) as wrong:
             raise Unavailable(f"{self._url} does not answer: {wrong or 'too slow'}") from None
         except (ValueError, KeyError, TypeError):

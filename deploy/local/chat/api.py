@@ -10,7 +10,8 @@ import json
 import os
 import ssl
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from shared.deadline import Deadline, cut_connection
 from shared.errors import ConfigError, HeadraceError
 
 CONNECT_LIMIT_S = 10.0
 SILENCE_LIMIT_S = 600.0
-"""The longest wait for the next piece of the answer: a long prompt takes a while on a slow machine."""
+"""The longest wait for the next line of the answer: a long prompt takes a while on a slow machine."""
+LIST_LIMIT_S = 30.0
+"""The longest time for a whole list of models."""
 LINE_LIMIT_BYTES = 1 << 20
 LIST_LIMIT_BYTES = 16 << 20
 """The largest list of models that is read."""
@@ -47,7 +51,7 @@ class ChatApi(Struct, frozen=True):
 
     def models(self) -> list[str]:
         """Return the names of the models served, at least one. Raise ChatError."""
-        with self._open("GET", "/models") as answer:
+        with self._open("GET", "/models", LIST_LIMIT_S) as (answer, _):
             models = _read(answer, LIST_LIMIT_BYTES, f"the list of models of {self.url}").get("data")
         if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
             raise ChatError(f"{self.url}/models does not answer with a list of models: is it an OpenAI endpoint?")
@@ -61,12 +65,14 @@ class ChatApi(Struct, frozen=True):
         Raise ChatError, also if the stream ends before its [DONE].
         """
         asked = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **parameters}
-        with self._open("POST", "/chat/completions", json.dumps(asked).encode()) as answer:
+        asking = self._open("POST", "/chat/completions", SILENCE_LIMIT_S, json.dumps(asked).encode())
+        with asking as (answer, deadline):
             while True:
                 with _broken_off("the answer"):
                     line = answer.readline(LINE_LIMIT_BYTES)
+                deadline.extend()
                 if not line:
-                    break
+                    raise ChatError("the answer broke off")
                 if not line.startswith(b"data: "):
                     continue
                 payload = line.removeprefix(b"data: ").strip()
@@ -76,33 +82,42 @@ class ChatApi(Struct, frozen=True):
                 if "error" in chunk:
                     raise _error(chunk, str(chunk["error"]))
                 yield chunk
-        raise ChatError("the answer broke off")
 
     @contextmanager
-    def _open(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
-        """Yield the answer of a request, if its status is 200."""
+    def _open(
+        self, method: str, path: str, limit_s: float, body: bytes | None = None
+    ) -> Iterator[tuple[http.client.HTTPResponse, Deadline]]:
+        """Yield the answer of a request, if its status is 200, and its deadline, which `limit_s` sets at first."""
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         connection, start = _connection(self.url)
-        with closing(connection):
+        with closing(connection), ExitStack() as entered:
+            deadline = None
             try:
-                connection.connect()
-                connection.sock.settimeout(SILENCE_LIMIT_S)
-                connection.request(method, f"{start}{path}", body, {"Content-Type": "application/json"} | key)
-                answer = connection.getresponse()
-            except ssl.SSLCertVerificationError as wrong:
-                raise ChatError(f"{self.url}: {wrong.verify_message}; {_trust_hint()}") from None
-            except (OSError, http.client.HTTPException) as wrong:
-                reason = getattr(wrong, "strerror", None) or wrong
-                raise ChatError(
-                    f"nothing answers at {self.url}: {reason}; does `./headrace up` run? (--state)"
-                ) from None
-            with answer:
+                try:
+                    connection.connect()
+                    cut = partial(cut_connection, connection.sock)
+                    deadline = entered.enter_context(Deadline(limit_s, cut))
+                    connection.sock.settimeout(limit_s)
+                    connection.request(method, f"{start}{path}", body, {"Content-Type": "application/json"} | key)
+                    answer = entered.enter_context(connection.getresponse())
+                except ssl.SSLCertVerificationError as wrong:
+                    raise ChatError(f"{self.url}: {wrong.verify_message}; {_trust_hint()}") from None
+                except (OSError, http.client.HTTPException) as wrong:
+                    reason = getattr(wrong, "strerror", None) or wrong
+                    raise ChatError(
+                        f"nothing answers at {self.url}: {reason}; does `./headrace up` run? (--state)"
+                    ) from None
                 if answer.status != HTTPStatus.OK:
                     status = f"status {answer.status} from {self.url}{path}"
                     refusal = _error(_read(answer, LINE_LIMIT_BYTES, f"{status}, whose text"), status)
                     keyless = answer.status == HTTPStatus.UNAUTHORIZED
                     raise ChatError(f"{str(refusal).rstrip('.')}; {KEY_HINT}") if keyless else refusal
-                yield answer
+                yield answer, deadline
+            except ChatError:
+                if deadline is None or not deadline.late:
+                    raise
+            if deadline is not None and deadline.late:  # also if the body seems to have ended, which a cut may do
+                raise ChatError(f"{self.url}{path} did not go on within {limit_s:g} s")
 
 
 def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:

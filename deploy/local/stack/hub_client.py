@@ -9,7 +9,6 @@ scheme is used.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from huggingface_hub.errors import OIDCError
 
 from deploy.local.stack.hub_files import HubFile, HubModel
 from shared.config import environment
+from shared.deadline import Deadline
 from shared.errors import ModelError
 from shared.version import VERSION
 
@@ -57,36 +57,6 @@ class _Passing(Exception):
     def __init__(self, text: str, wait_s: float = 0.0) -> None:
         super().__init__(text)
         self.wait_s = wait_s
-
-
-class _Watch:
-    """A thread that closes the connections if an answer takes too long, so that the read under way ends."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self.late = False
-        self._until_s = time.monotonic() + limit_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hub watch", daemon=True)
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def went_on(self) -> None:
-        """Note that the headers have come, or a piece of the body."""
-        self._until_s = time.monotonic() + self.limit_s
-
-    def _run(self) -> None:
-        while (left_s := self._until_s - time.monotonic()) > 0:
-            if self._over.wait(left_s):
-                return
-        self.late = True
-        close_session()
 
 
 class _Tries:
@@ -163,8 +133,8 @@ class HubClient:
         while True:
             content = bytearray()
             try:
-                with self._answered(model, url, {}) as (answer, watch):
-                    for piece in self._pieces(answer, watch, tries):
+                with self._answered(model, url, {}) as (answer, deadline):
+                    for piece in self._pieces(answer, deadline, tries):
                         content += piece
                         if len(content) > limit_bytes:
                             raise ModelError(f"{model}: the list of its files has more than {limit_bytes} bytes")
@@ -208,7 +178,7 @@ class HubClient:
     def _continue(self, model: HubModel, url: str, file: HubFile, part: _Part, until_bytes: int, tries: _Tries) -> None:
         have = part.length
         asked = {"Range": f"bytes={have}-{until_bytes - 1}"} if have or until_bytes < file.size_bytes else {}
-        with self._answered(model, url, asked) as (answer, watch):
+        with self._answered(model, url, asked) as (answer, deadline):
             if answer.status_code == 200:  # the server has ignored the range
                 part.empty()
                 whole = answer.headers.get("Content-Length", str(file.size_bytes))
@@ -218,7 +188,7 @@ class HubClient:
                 raise ModelError(
                     f"{model}: {file.name}: {file.size_bytes} bytes were announced, but {self.host} sends {whole[:40]}"
                 )
-            for piece in self._pieces(answer, watch, tries):
+            for piece in self._pieces(answer, deadline, tries):
                 if part.length + len(piece) > file.size_bytes:
                     raise ModelError(f"{model}: {file.name}: longer than the {file.size_bytes} bytes announced")
                 part.append(piece[: until_bytes - part.length])
@@ -228,11 +198,16 @@ class HubClient:
             raise _Passing(f"{self.host} ended it after {part.length} of {file.size_bytes} bytes")
 
     @contextmanager
-    def _answered(self, model: HubModel, url: str, headers: dict[str, str]) -> Iterator[tuple[httpx2.Response, _Watch]]:
-        """Yield the answer, whose body is not read yet, and its watch. Raises ModelError or _Passing."""
+    def _answered(
+        self, model: HubModel, url: str, headers: dict[str, str]
+    ) -> Iterator[tuple[httpx2.Response, Deadline]]:
+        """Yield the answer, whose body is not read yet, and the deadline of its next piece.
+
+        Raises ModelError or _Passing.
+        """
         client, host = get_session(), self.host
         timeout_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        with _Watch(max(ANSWER_LIMIT_S, timeout_s)) as watch:
+        with Deadline(max(ANSWER_LIMIT_S, timeout_s), close_session) as deadline:
             try:
                 request = client.build_request("GET", url, headers=self._headers | headers, timeout=timeout_s)
                 for _ in range(REDIRECTS + 1):
@@ -241,8 +216,8 @@ class HubClient:
                         following = answer.next_request  # without the token, if it goes to another origin
                         if following is None:
                             self._refuse(model, answer)
-                            watch.went_on()
-                            yield answer, watch
+                            deadline.extend()
+                            yield answer, deadline
                             return
                     finally:
                         answer.close()
@@ -254,19 +229,19 @@ class HubClient:
                     request, host = following, following.url.netloc.decode()
                 raise ModelError(f"{model}: {self.host} redirects more than {REDIRECTS} times")
             except (httpx2.HTTPError, httpx2.InvalidURL, RuntimeError) as wrong:
-                if watch.late:
-                    raise _Passing(f"{host} did not answer whole within {watch.limit_s:g} s") from None
+                if deadline.late:
+                    raise _Passing(f"{host} did not answer whole within {deadline.limit_s:g} s") from None
                 if isinstance(wrong, RuntimeError):  # a closed client raises it
                     raise
                 if isinstance(wrong, httpx2.TimeoutException):
                     raise _Passing(f"{host} did not answer within {timeout_s:g} s") from None
                 raise _Passing(f"{host} cannot be reached: {wrong or type(wrong).__name__}") from None
 
-    def _pieces(self, answer: httpx2.Response, watch: _Watch, tries: _Tries) -> Iterator[bytes]:
+    def _pieces(self, answer: httpx2.Response, deadline: Deadline, tries: _Tries) -> Iterator[bytes]:
         """Yield the body. Raises _Passing if it comes too slowly, or if the time is over."""
         began_s, came = time.monotonic(), 0
         for piece in answer.iter_raw():
-            watch.went_on()
+            deadline.extend()
             tries.check_time()
             yield piece
             came += len(piece)

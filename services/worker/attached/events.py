@@ -45,7 +45,7 @@ async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], N
             missed.append((number, payload))
     except zmq.ZMQError as wrong:
         raise ConfigError(f"attached.events: {config.events}, attached.replay: {config.replay}: {wrong}") from None
-    except msgspec.MsgspecError as wrong:
+    except (msgspec.MsgspecError, ValueError) as wrong:  # a ValueError also for a message of other frames
         raise ConfigError(
             f"attached.events: {config.events} publishes no events as vLLM 0.32 has them: {wrong}"
         ) from None

@@ -22,6 +22,10 @@ REPLAY_LIMIT_S = 10.0
 """Seconds that a replay may take."""
 UNREAD_LIMIT = 100_000
 """Number of batches that ZeroMQ keeps for this reader; more are lost, and asked for again."""
+BATCH_LIMIT_BYTES = 64 << 20
+"""Largest message of a replay that is read; ZeroMQ cuts the connection to a server that sends a larger one."""
+REPLAY_LIMIT_BYTES = 512 << 20
+"""Most bytes of a replay that are read."""
 EVENT_BATCHES = msgspec.msgpack.Decoder(EventBatch)
 """Reads the payload of a batch."""
 
@@ -82,18 +86,22 @@ async def replay(
     context: zmq.asyncio.Context, endpoint: str, first: int, until: int | None = None
 ) -> list[tuple[int, bytes]]:
     """Return number and payload of the batches that vLLM still has, from `first` on and before `until`, or to the last
-    one; those that come within REPLAY_LIMIT_S, at most UNREAD_LIMIT."""
+    one; those that come within REPLAY_LIMIT_S, at most UNREAD_LIMIT and REPLAY_LIMIT_BYTES. Raise ValueError for a
+    message of another form."""
+    size_bytes = 0
     batches: list[tuple[int, bytes]] = []
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0
+        socket.maxmsgsize = BATCH_LIMIT_BYTES
         socket.connect(endpoint)
         with suppress(TimeoutError):
             async with asyncio.timeout(REPLAY_LIMIT_S):
                 await socket.send_multipart([b"", first.to_bytes(8, "big")])
-                while len(batches) < UNREAD_LIMIT:
+                while len(batches) < UNREAD_LIMIT and size_bytes < REPLAY_LIMIT_BYTES:
                     _, _, sequence, payload = await socket.recv_multipart()
                     number = int.from_bytes(sequence, "big")
                     if not payload or (until is not None and number >= until):  # the end has no payload
                         break
                     batches.append((number, payload))
+                    size_bytes += len(payload)
     return batches

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deploy.local.bench import aiperf
+from deploy.local.bench import aiperf, client
 from deploy.local.bench.plan import Point
 from deploy.local.bench.sweep import BenchOptions
 from deploy.local.cli import main
@@ -233,6 +233,15 @@ async def test_an_endpoint_that_cannot_be_measured_is_one_line(
         assert said in capsys.readouterr().err
     assert await bench(server, tmp_path) == (1, {})
     assert "does not answer" in capsys.readouterr().err
+
+
+async def test_a_list_of_models_that_is_too_long_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "LIST_LIMIT_BYTES", 10)
+    async with serving() as server:
+        assert await bench(server, tmp_path) == (1, {})
+    assert "/v1/models has more than 10 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,11 @@ class Peer:
         self.status, self.body, self.models = 200, b"", MODELS
         self.announced: int | None = None
         """The length that is announced for every body; None: its end is that of the connection."""
+        self.repeated = b""
+        """What follows each body again and again, until the client leaves."""
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.over = threading.Event()
         peer = self
 
         class Answer(BaseHTTPRequestHandler):
@@ -62,6 +66,10 @@ class Peer:
                     self.send_header("Content-Length", str(peer.announced))
                 self.end_headers()
                 self.wfile.write(body)
+                with suppress(ConnectionError):
+                    while peer.repeated:
+                        self.wfile.write(peer.repeated)
+                        peer.over.wait(0.02)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 the name is the base class's
                 return
@@ -141,6 +149,27 @@ def test_what_is_no_list_of_models_is_refused(peer: Peer, models: bytes) -> None
     peer.models = models
     with pytest.raises(ChatError, match=r"/v1/models does not answer with a list of models: is it an OpenAI endpoint"):
         chat(peer.url, "Where?")
+
+
+def test_a_list_of_models_that_comes_byte_by_byte_is_left_after_the_limit(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "LIST_LIMIT_S", 0.2)
+    peer.models, peer.repeated = b"{", b" "
+    with pytest.raises(ChatError, match=r"/v1/models did not go on within 0.2 s$"):
+        chat(peer.url, "Where?")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "repeated"), [(200, b"", b"x"), (200, piece("Par"), b"x"), (503, b"", b"x")]
+)
+def test_an_answer_whose_line_never_ends_is_left_after_the_limit(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, repeated: bytes
+) -> None:
+    monkeypatch.setattr(api, "SILENCE_LIMIT_S", 0.2)
+    peer.status, peer.body, peer.repeated = status, body, repeated
+    with pytest.raises(ChatError, match=r"/v1/chat/completions did not go on within 0.2 s$"):
+        chat(peer.url, "Where?", model="tiny")
 
 
 def test_a_list_of_models_without_an_end_is_not_read(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:

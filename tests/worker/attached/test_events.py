@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from services.worker.attached.events import read_events
 from services.worker.config import AttachedConfig
+from services.worker.vllm import events as vllm_events
 from shared.errors import ConfigError, Unavailable
 from shared.messages import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
 
@@ -47,6 +48,9 @@ class Publisher:
 
     async def send_raw(self, number: int, payload: bytes) -> None:
         await self._pub.send_multipart([b"topic", number.to_bytes(8, "big"), payload])
+
+    async def send_frames(self, *frames: bytes) -> None:
+        await self._pub.send_multipart(frames)
 
     async def until(self, found: list[int | str]) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -129,3 +133,19 @@ async def test_batches_of_another_form_are_named(tmp_path: Path) -> None:
         await one.send_raw(0, msgspec.msgpack.encode([0.0, [["BlockRemoved", [1]]]]))
         with pytest.raises(ConfigError, match=r"attached\.events: .* publishes no events as vLLM 0\.32 has them"):
             await asyncio.wait_for(one.reading, LIMIT_S)
+
+
+@pytest.mark.parametrize("frames", [(b"topic",), (b"topic", bytes(8)), (b"topic", bytes(8), b"", b"")])
+async def test_messages_of_another_form_are_named(tmp_path: Path, frames: tuple[bytes, ...]) -> None:
+    async with publisher(tmp_path, replay=False) as one:
+        await one.send_frames(*frames)
+        with pytest.raises(ConfigError, match=r"attached\.events: .* publishes no events as vLLM 0\.32 has them"):
+            await asyncio.wait_for(one.reading, LIMIT_S)
+
+
+async def test_a_replay_is_read_to_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_events, "REPLAY_LIMIT_BYTES", 1)
+    async with publisher(tmp_path, before=(0, 1)) as one:
+        await one.until([0])
+        await one.send(2)
+        await one.until([0, 1, 2])
