@@ -473,7 +473,7 @@ BAD_BODIES = [
     _item("an output of no call", "call_id", type="function_call_output", call_id="a", output="x"),
     _item("arguments that are a list", "arguments", **(_FUNCTION_CALL | {"arguments": "[]"})),
     _item("a call of a bad name", "name", **(_FUNCTION_CALL | {"name": "a b"})),
-    _item("a call's namespace", "namespace", _NOT_BUILT, **(_FUNCTION_CALL | {"namespace": "x"})),
+    _item("a call's namespace", "namespace", **(_FUNCTION_CALL | {"namespace": 1})),
     _response("two calls of one id", "input[1].call_id", input=[_FUNCTION_CALL] * 2),
     _response("two outputs of one call", "input[2].call_id", input=[_FUNCTION_CALL, _CALL_OUTPUT, _CALL_OUTPUT]),
     _item("encrypted thinking", "encrypted_content", _NOT_BUILT, type="reasoning", encrypted_content="x"),
@@ -493,6 +493,37 @@ BAD_BODIES = [
     ),
     _item("thinking in a short of another kind", "summary[0].type", type="reasoning", summary=[{"type": "text"}]),
     _response("a tool of OpenAI's", "tools[0].type", code=_NOT_SERVED, tools=[{"type": "web_search"}]),
+    _response(
+        "a namespace's bad tool",
+        "tools[1].tools[0].name",
+        tools=[
+            {"type": "function", "name": "x"},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "a b"}]},
+        ],
+    ),
+    _response(
+        "a namespace in another",
+        "tools[0].tools[0].type",
+        tools=[{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m", "tools": []}]}],
+    ),
+    _response(
+        "a list as schema in a namespace",
+        "tools[0].tools[0].parameters.type",
+        tools=[
+            {
+                "type": "namespace",
+                "name": "n",
+                "tools": [{"type": "function", "name": "a", "parameters": {"type": "array"}}],
+            }
+        ],
+    ),
+    _response(
+        "a search that is forced",
+        "tool_choice.type",
+        code=_NOT_SERVED,
+        tools=[{"type": "function", "name": "x"}],
+        tool_choice={"type": "web_search"},
+    ),
     _response("chat's form of a tool", "tools[0].function", tools=[_tool("a")]),
     _response("a response's bad tool", "tools[0].name", tools=[{"type": "function", "name": "x y"}]),
     _response("a response's tool twice", "tools[1].name", tools=[{"type": "function", "name": "x"}] * 2),
@@ -504,7 +535,7 @@ BAD_BODIES = [
     _response("a response's tools, and no place", "tools", code=_NOT_BUILT, tools=[{"type": "function", "name": "x"}]),
     _response("a call forced of no tool", "tool_choice", tool_choice="required"),
     _response("a call forced of an unknown tool", "tool_choice", tool_choice={"type": "function", "name": "x"}),
-    _response("allowed tools", "tool_choice.type", tool_choice={"type": "allowed_tools", "mode": "auto", "tools": []}),
+    _response("allowed tools", "tool_choice", tool_choice={"type": "allowed_tools", "mode": "auto", "tools": []}),
     _response("text as XML", "text.format.type", text={"format": {"type": "xml"}}),
     _response("text of few words", "text.verbosity", code=_NOT_BUILT, text={"verbosity": "low"}),
     _response("JSON of nobody", "text.format", code=_NOT_BUILT, text={"format": {"type": "json_object"}}),
@@ -593,6 +624,7 @@ IGNORED = {
     "a part that parts the cache": "input[].content[].prompt_cache_breakpoint",
     "encrypted thinking": "input[].encrypted_content",
     "thinking in short": "input[].summary",
+    "a tool of OpenAI's": "tools[].web_search",
     "text of few words": "text.verbosity",
     "thinking kept secret": "include[].reasoning.encrypted_content",
     "thinking summed up": "reasoning.summary",

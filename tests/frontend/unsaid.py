@@ -52,11 +52,13 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("top_logprobs", "top_logprobs needs include"),
     ("previous_response_id", ""),
     # tools
-    (r"tools(\.function)?\.name", ".*: there are two tools"),
-    (r"tools(\.function)?\.parameters", ".*: (nested deeper|longer) than"),
-    (r"tools(\.function)?\.parameters\..*", ".*"),
+    (r"tools(\.function|\.tools)?\.name", ".*: there are two tools"),
+    (r"tools(\.function|\.tools)?\.parameters", ".*: (nested deeper|longer) than"),
+    (r"tools(\.function|\.tools)?\.parameters\..*", ".*"),
     ("tools", "tools: longer than"),
-    ("tool_choice", "tool_choice: (there are no tools|there is no tool)"),
+    (r"tools(\.tools)?\.type", ".*(are not served|no other namespace)"),
+    (r"tool_choice(\.tools)?", ".*: (there are no tools|there is no tool|allowed_tools needs|Object|Expected)"),
+    (r"tool_choice(\.tools)?\.type", ".*are not served"),
     # what an answer is held to
     (r"response_format\.json_schema\.schema(\..*)?|text\.format(\..*)?", ".*"),
     (r"(structured_outputs\.|guided_)(json|regex|grammar|choice)(\..*)?|tools", ".*"),

@@ -19,6 +19,7 @@ from services.frontend.protocol.operations import Operation
 from services.frontend.protocol.responses_events import Response, ResponseEvent
 from services.frontend.protocol.responses_items import INPUT_ITEMS
 from services.frontend.protocol.responses_request import ResponseRequest
+from services.frontend.protocol.responses_tools import RESPONSE_TOOLS
 from services.frontend.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 
@@ -92,7 +93,11 @@ DESCRIPTIONS: Mapping[Operation, OperationDescription] = {
     "chat": OperationDescription("Answer a conversation", ChatRequest, ChatAnswer, (ChatChunk,)),
     "completions": OperationDescription("Continue a text", CompletionRequest, CompletionAnswer, (CompletionChunk,)),
     "responses": OperationDescription(
-        "Answer a conversation, and store it", ResponseRequest, Response, get_args(ResponseEvent), INPUT_ITEMS
+        "Answer a conversation, and store it",
+        ResponseRequest,
+        Response,
+        get_args(ResponseEvent),
+        (*INPUT_ITEMS, *RESPONSE_TOOLS),
     ),
     "embeddings": OperationDescription("Return texts as vectors of their meaning", EmbeddingRequest, EmbeddingAnswer),
     "tokenize": OperationDescription("Return the tokens of a prompt or of messages", TokenizeRequest, Tokenized),

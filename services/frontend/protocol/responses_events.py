@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from services.frontend.protocol.chat_chunks import SERVICE_TIER, PromptTokensDetails, TokenLogprobs, Usage
 from services.frontend.protocol.responses_items import OutputItem, OutputText, SummaryText, ThoughtText
-from services.frontend.protocol.responses_request import ChosenFunction, DecodedRequest, ResponseTool, Summary
+from services.frontend.protocol.responses_request import DecodedRequest, Summary
+from services.frontend.protocol.responses_tools import ChosenTool, ResponseTool
 from shared.messages import Sampling
 
 
@@ -102,7 +103,7 @@ class Response(Struct, frozen=True, kw_only=True):
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | ChosenFunction
+    tool_choice: str | ChosenTool
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float
@@ -125,7 +126,7 @@ def new_response(asked: DecodedRequest, response_id: str, created_at: int, model
         temperature=sampling.temperature,
         text={"format": {"type": "text"} if form is None else form},
         tool_choice=request.tool_choice or "auto",
-        tools=request.tools or [],
+        tools=asked.tools.echoed,
         top_logprobs=request.top_logprobs or 0,
         top_p=sampling.top_p,
         **{field: getattr(request, field) for field in _COPIED},

@@ -10,7 +10,7 @@ Fields of an answer that clients send back (ids, status, annotations) are ignore
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -20,7 +20,9 @@ from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage
 from services.frontend.protocol.chat_chunks import TokenLogprobs
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body, not_supported
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
+from services.frontend.protocol.responses_tools import chat_name
 from services.frontend.protocol.tools import TOOLS_LIMIT, Call, CalledFunction, ToolName, Unread, decoded_object
 
 ITEMS_LIMIT = 4096
@@ -31,6 +33,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 _EMPTY = Harmless([], "")
+Caller = Annotated[Hint, Harmless(msgspec.Raw(b'""'), msgspec.Raw(b'{"type":"direct"}'))]
+"""Whether a program made the call; programs cannot call tools here."""
 
 
 class InputText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
@@ -72,8 +76,8 @@ class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
     parsed_arguments: Unread | UnsetType = UNSET
     """The arguments in parsed form, which OpenAI's client adds."""
-    namespace: Annotated[NotBuilt, _EMPTY] = None
-    caller: Annotated[NotBuilt, _EMPTY] = None
+    namespace: Annotated[str, Meta(max_length=256)] | None = None
+    caller: Caller = UNSET
 
 
 class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,8 +90,8 @@ class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
     name: ToolName | None = None
     """The tool's name; without it, chat templates that need one get the name in the call."""
-    namespace: Annotated[NotBuilt, _EMPTY] = None
-    caller: Annotated[NotBuilt, _EMPTY] = None
+    namespace: Annotated[str, Meta(max_length=256)] | None = None
+    caller: Caller = UNSET
 
 
 class ThoughtText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
@@ -242,6 +246,7 @@ class OutputCall(Struct, frozen=True, tag_field="type", tag="function_call"):
     name: str
     arguments: str
     status: Status
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputThought | OutputMessage | OutputCall
@@ -250,9 +255,11 @@ OutputItem = OutputThought | OutputMessage | OutputCall
 # --- as chat messages
 
 
-def messages_of(items: Iterable[InputItem | OutputItem]) -> list[ChatMessage]:
+def messages_of(
+    items: Iterable[InputItem | OutputItem], chat_names: Mapping[tuple[str, str], str] = {}
+) -> list[ChatMessage]:
     """Turn items into chat messages, in order. Neighbouring reasoning, text and calls of the assistant are one
-    message."""
+    message. `chat_names`: for each namespace and name of a tool, its name in a chat."""
     messages: list[ChatMessage] = []
     thoughts, said, calls = list[str](), None, list[Call]()
 
@@ -276,7 +283,10 @@ def messages_of(items: Iterable[InputItem | OutputItem]) -> list[ChatMessage]:
             case PastCall() | OutputCall():
                 if len(calls) == TOOLS_LIMIT:
                     end_turn()
-                calls.append(Call(item.call_id, "function", CalledFunction(item.name, item.arguments)))
+                space, name = item.namespace or "", item.name
+                if space:
+                    name = chat_names.get((space, name)) or chat_name(space, name)
+                calls.append(Call(item.call_id, "function", CalledFunction(name, item.arguments)))
             case CallOutput():
                 end_turn()
                 messages.append(ChatMessage("tool", _text(item.output), item.name, tool_call_id=item.call_id))

@@ -7,7 +7,7 @@ body ─▶ decode_response ─▶ (former messages) ─▶ as_chat ─▶ a Cha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -27,7 +27,8 @@ from services.frontend.protocol.responses_items import (
     decode_items,
     messages_of,
 )
-from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS, TOOLS_LIMIT, Function, Tool, ToolName
+from services.frontend.protocol.responses_tools import AnyTool, ResponseToolChoice, ResponseTools, decode_tools
+from services.frontend.protocol.tools import TOOLS_LIMIT
 from shared.errors import InvalidRequest
 
 LOGPROBS = "message.output_text.logprobs"
@@ -44,24 +45,6 @@ Included = Literal[
 """OpenAI's values of `include`. All but the first name parts that no answer here has."""
 Summary = Literal["auto", "concise", "detailed"]
 ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
-
-
-class ResponseTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of `tools`: a function, without the second level that chats have. Tools that OpenAI itself runs are not
-    built."""
-
-    type: Literal["function"]
-    name: ToolName
-    description: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)] | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """The one function that must be called."""
-
-    type: Literal["function"]
-    name: ToolName
 
 
 class SchemaFormat(structured.JsonSchema, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
@@ -109,8 +92,8 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     include: Annotated[list[Included], Meta(max_length=16)] | None = None
     top_logprobs: chat.TopLogprobs | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], Meta(max_length=TOOLS_LIMIT)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: Annotated[list[AnyTool], Meta(max_length=TOOLS_LIMIT)] | None = None
+    tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     prompt_cache_key: chat.CacheName | None = None
@@ -163,6 +146,7 @@ class DecodedRequest(Struct, frozen=True):
 
     request: ResponseRequest
     items: list[InputItem]
+    tools: ResponseTools
 
     @property
     def is_stored(self) -> bool:
@@ -196,10 +180,11 @@ def decode_response(body: bytes, ignored: IgnoredFields = REFUSE) -> DecodedRequ
             if ignored.refuse:
                 raise field_error(f"include[{at}]", f"{named!r} is not supported", "unsupported_value")
             ignored.add(f"include[].{named}")
-    asked = DecodedRequest(request, decode_items(request.input, ignored))
+    tools = decode_tools(request.tools, request.tool_choice, ignored)
+    asked = DecodedRequest(request, decode_items(request.input, ignored), tools)
     if request.top_logprobs and not asked.wants_logprobs:
         raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
-    if asked.wants_logprobs and request.tools and request.tool_choice != "none":
+    if asked.wants_logprobs and tools.offered and request.tool_choice != "none":
         why = f"{LOGPROBS!r} is not supported together with tools that may be called"
         raise field_error("include", why, "unsupported_value")
     return asked
@@ -211,7 +196,7 @@ def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage], ignored: Ignor
     Raise InvalidRequest, naming fields as this body does."""
     request = asked.request
     check_calls(before, asked.items)
-    conversation = [*before, *messages_of(asked.items)]
+    conversation = [*before, *messages_of(asked.items, asked.tools.chat_names)]
     if len(conversation) > chat.MESSAGES_LIMIT:
         param = "previous_response_id" if before else "input"
         raise field_error(param, f"the whole conversation has more than {chat.MESSAGES_LIMIT} messages")
@@ -222,12 +207,12 @@ def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage], ignored: Ignor
         logprobs=asked.wants_logprobs,
         top_logprobs=request.top_logprobs if asked.wants_logprobs else None,
         response_format=_format(request.text),
-        tools=[Tool("function", _function(tool)) for tool in request.tools or ()] or None,
-        tool_choice=_choice(request.tool_choice),
+        tools=asked.tools.offered or None,
+        tool_choice=asked.tools.choice,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **{field: getattr(request, field) for field in _AS_IN_CHAT},
     )
-    with renaming(NAMES):
+    with renaming(asked.tools.names(NAMES)):
         chat.check_chat(as_asked, ignored)
     return as_asked
 
@@ -248,20 +233,6 @@ def _format(text: TextConfig | None) -> structured.ResponseFormat | None:
             )
         case other:
             return other
-
-
-def _function(tool: ResponseTool) -> Function:
-    return Function(tool.name, tool.description, tool.parameters, tool.strict)
-
-
-def _choice(
-    choice: Literal["none", "auto", "required"] | ChosenFunction | None,
-) -> Literal["none", "auto", "required"] | structured.NamedTool | None:
-    return (
-        structured.NamedTool("function", structured.NamedFunction(choice.name))
-        if isinstance(choice, ChosenFunction)
-        else choice
-    )
 
 
 NAMES = names(

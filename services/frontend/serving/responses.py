@@ -57,7 +57,9 @@ class ServingResponses(Struct, frozen=True):
         raises."""
         decoded = await self._with_references(responses_request.decode_response(body, context.ignored), context)
         self._check_thinking(decoded, context)
-        rename = partial(name_here, table=responses_request.NAMES)
+        tools = decoded.tools
+        table = tools.names(responses_request.NAMES)
+        rename = partial(name_here, table=table)
         of_chat = replace(context, ignored=context.ignored.renamed(rename))
         request, conversation = await self._as_chat(decoded, of_chat)
         response_id = self.directory.response_id(context.id.unique)
@@ -66,16 +68,16 @@ class ServingResponses(Struct, frozen=True):
 
         def keep(response: Response, payload: bytes) -> None:
             if response.store:
-                continued = _append(conversation, messages_of(response.output))
+                continued = _append(conversation, messages_of(response.output, tools.chat_names))
                 self.directory.keep(StoredResponse(response_id, account, continued, payload))
 
-        with renaming(responses_request.NAMES):
+        with renaming(table):
             prepared = await self.chat.prepare(request, of_chat)
             sampling = prepared.prompts[0][0].sampling
             response = new_response(decoded, response_id, int(time.time()), prepared.model, sampling)
             del body, request, decoded  # the answer does not need them
             async with self.chat.run(prepared, context) as choices:
-                writer = ResponseWriter(response, item_name(response_id), keep)
+                writer = ResponseWriter(response, item_name(response_id), keep, tools.called)
                 reply = EventReply(writer, choices.streams[0], context.received_s)
                 yield reply if streamed else await reply.full_body()
 
@@ -104,7 +106,7 @@ class ServingResponses(Struct, frozen=True):
         except msgspec.MsgspecError as strange:  # of a frontend of another version
             raise ProtocolError(f"the former conversation cannot be read: {strange}") from None
         chat = responses_request.as_chat(decoded, before, context.ignored)
-        conversation = _append(former, messages_of(decoded.items))
+        conversation = _append(former, messages_of(decoded.items, decoded.tools.chat_names))
         if len(conversation) > BODY_LIMIT_BYTES:
             param = "previous_response_id" if decoded.request.previous_response_id else "input"
             why = f"the whole conversation is longer than {BODY_LIMIT_BYTES} bytes"

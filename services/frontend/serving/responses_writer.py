@@ -13,7 +13,7 @@ item: 0.8 µs, where the chunk of a chat takes 0.3. `continuation` makes it, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -33,6 +33,7 @@ from services.frontend.protocol.responses_items import (
     SummaryText,
     ThoughtText,
 )
+from services.frontend.protocol.responses_tools import CalledTool
 
 KEEPALIVE = b'{"type":"keepalive"}'
 """An event that adds nothing to a response. OpenAI's own streams have it too, and its clients ignore it."""
@@ -85,13 +86,21 @@ class ResponseWriter:
 
     framing: Literal["event"] = "event"
 
-    def __init__(self, response: Response, unique: str, keep: Callable[[Response, bytes], None]) -> None:
+    def __init__(
+        self,
+        response: Response,
+        unique: str,
+        keep: Callable[[Response, bytes], None],
+        called: Mapping[str, CalledTool] = {},
+    ) -> None:
         """Create it. `response` is the response as it begins; items are named after `unique`. `keep` gets a response
-        that has ended well, and its JSON, before the client does."""
+        that has ended well, and its JSON, before the client does. `called`: the tools that are known to the model by
+        another name, by that name."""
         self.response = response
         """The response; it has no output until the end."""
         self._unique = unique
         self._keep = keep
+        self._called = called
         self._items: list[OutputItem] = []
         self._open: _OpenItem | None = None
         self._content = 0
@@ -121,7 +130,8 @@ class ResponseWriter:
                 before = piece.content_before - self._content
                 self._say_text(text[:before])
                 text = text[before:]
-                self._begin(OutputCall(self._name("fc"), piece.id, piece.name, "", "in_progress"))
+                tool = self._called.get(piece.name) or CalledTool(piece.name)
+                self._begin(OutputCall(self._name("fc"), piece.id, tool.name, "", "in_progress", tool.namespace))
             if piece.arguments:
                 assert self._open is not None, "a call's first piece begins it"
                 self._grow(self._open, piece.arguments)

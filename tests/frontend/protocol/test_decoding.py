@@ -14,7 +14,7 @@ from msgspec import Struct
 from services.frontend.protocol.chat import ChatMessage, ChatRequest, decode_chat
 from services.frontend.protocol.completions import CompletionRequest, decode_completion
 from services.frontend.protocol.decoding import LARGE_BODY_BYTES, WORDS_SHOWN, decode_body, fields_not_built
-from services.frontend.protocol.responses_items import CallOutput, InputMessage, PastCall, decode_items
+from services.frontend.protocol.responses_items import InputMessage, decode_items
 from services.frontend.protocol.responses_request import (
     ReasoningConfig,
     ResponseRequest,
@@ -51,8 +51,6 @@ NOT_BUILT: list[tuple[type[Struct], Decode, dict[str, Any], str]] = [
     (ReasoningConfig, section("reasoning"), {}, "reasoning."),
     (StoredResponseRequest, decode_stored, {"response_id": "r"}, ""),
     (InputMessage, item, {"role": "user", "content": "x"}, "input[0]."),
-    (PastCall, item, CALL, "input[0]."),
-    (CallOutput, item, OUTPUT, "input[0]."),
 ]
 
 

@@ -246,6 +246,46 @@ async def test_strict_tools_hold_the_answer_and_those_that_may_not_be_called_do_
         assert not w.workers[0].generates.all[-1].sampling.grammar
 
 
+async def test_functions_of_a_namespace_are_called_streamed_and_not_and_their_calls_go_back(
+    templated: Templated,
+) -> None:
+    space: Any = {"type": "namespace", "name": "earth", "description": "The earth.", "tools": [WEATHER]}
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        asked: Any = ASK | {"tools": [space]}
+        w.say(CALL.replace("weather", "earth__weather"))
+        answer = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+        for each in (answer, streamed):
+            *_, call = cast("Any", each.output)
+            assert (call.name, call.namespace, call.arguments) == ("weather", "earth", ARGUMENTS)
+            assert [tool.type for tool in each.tools] == ["namespace"]
+            w.say("It is warm.")
+            output = {"type": "function_call_output", "call_id": call.call_id, "output": "21 °C"}
+            items: Any = [{"role": "user", "content": "hello"}, *each.output, output]
+            await client.responses.create(model=MODEL, tools=[space], input=items)
+            by_hand = w.latest_prompt()
+            outputs: Any = [output]
+            more: Any = {"model": MODEL, "tools": [space], "previous_response_id": each.id}
+            await client.responses.create(input=outputs, **more)
+            assert w.latest_prompt() == by_hand
+            assert '{"name": "earth__weather", "arguments": {"city": "Zürich 🚰"}}' in by_hand
+            w.say(CALL.replace("weather", "earth__weather"))
+
+
+async def test_tools_that_only_openai_runs_are_ignored_and_named(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        w.say("fine")
+        tools: Any = [{"type": "web_search", "external_web_access": True}, WEATHER, {"type": "of_tomorrow", "x": [1]}]
+        raw = await client.responses.with_raw_response.create(**ASK, tools=tools)
+        assert raw.headers[IGNORED_HEADER] == "tools[].web_search, tools[].of_tomorrow"
+        assert [tool.type for tool in raw.parse().tools] == ["function"]
+        for choice in ({"type": "web_search"}, {"type": "mcp", "server_label": "x"}, {"type": "of_tomorrow"}):
+            with pytest.raises(openai.BadRequestError, match="are not served") as refused:
+                await client.responses.create(**ASK, tools=tools, tool_choice=cast("Any", choice))
+            assert refused.value.param == "tool_choice.type"
+
+
 class Person(BaseModel):
     name: str
     born: int
