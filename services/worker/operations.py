@@ -68,15 +68,15 @@ class AwaitIdle(Struct, frozen=True):
 
 
 class ReadLora(Struct, frozen=True):
-    """Compute the digest of the files of a LoRA; then call `on_lora_read`."""
+    """Check the files of a LoRA, and compute their digest; then call `on_lora_read`."""
 
     path: str
 
 
 class AskEngine(Struct, frozen=True):
-    """Have the engine that lives now do it; then call `on_engine`. Before and after `load_lora` read the files again:
-    where their digest is not that of the id, or they cannot be read, that is the answer, and the engine is not asked or
-    unloads the LoRA."""
+    """Have the engine that lives now do it; then call `on_engine`. After `load_lora`, and also before it if the LoRA
+    was loaded earlier, read the files again: if their digest is not that of the id, or they cannot be read, that is
+    the answer, and the engine is not asked or unloads the LoRA."""
 
     operation: EngineOperation
     name: str = ""

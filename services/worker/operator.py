@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import assert_never
@@ -17,7 +18,7 @@ from typing import assert_never
 import msgspec
 
 from services.worker.engine.supervisor import EngineSupervisor
-from services.worker.lora_files import digest_lora
+from services.worker.lora_files import check_files, digest_lora
 from services.worker.messages import KvbmLink, Ready
 from services.worker.model_card import CardAnnouncement
 from services.worker.operations import (
@@ -72,11 +73,13 @@ class Operator:
         announcement: CardAnnouncement,
         *,
         drain_s: float,
+        lora_bytes: int,
         link: Callable[[], KvbmLink],
         hand_back: Callable[[list[Name]], None],
         answer: Callable[[Message, bytes], Awaitable[object]],
     ) -> None:
-        """`attempts_changed` is set at each end of an attempt; `link` returns the link to a kvbm for the card;
+        """`lora_bytes` is the most that a LoRA may take as float32, or 0 if the engine decides it;
+        `attempts_changed` is set at each end of an attempt; `link` returns the link to a kvbm for the card;
         `hand_back` gives attempts back to their frontends; `answer` answers a message."""
         self._instance = runtime.instance
         self._health = runtime.health
@@ -86,6 +89,7 @@ class Operator:
         self._attempts_changed = attempts_changed
         self._announcement = announcement
         self._drain_s = drain_s
+        self._lora_bytes = lora_bytes
         self._link = link
         self._hand_back = hand_back
         self._answer = answer
@@ -167,7 +171,8 @@ class Operator:
                 self._put(self._operations.on_idle(await self._await_idle(lora)))
             case ReadLora(path):
                 try:
-                    self._put(self._operations.on_lora_read(await asyncio.to_thread(digest_lora, Path(path))))
+                    await asyncio.to_thread(check_files, Path(path), self._lora_bytes)
+                    self._put(self._operations.on_lora_read(await _digest(path)))
                 except ModelError as wrong:
                     self._put(self._operations.on_lora_read("", str(wrong)))
             case AskEngine():
@@ -188,7 +193,7 @@ class Operator:
     async def _ask_engine(self, action: AskEngine) -> list[OperationAction]:
         """Have the engine do it, and return what follows."""
         facts = self._engine.facts
-        if action.operation == "load_lora":
+        if action.operation == "load_lora" and action.name in self._operations.loras:  # again
             wrong_files = await self._changed(action)
             if facts is not self._engine.facts:
                 return self._operations.on_engine("the engine is lost", lost=True)
@@ -215,7 +220,7 @@ class Operator:
     async def _changed(self, action: AskEngine) -> str:
         """Return why the files of a LoRA are not those of its id; empty: they are."""
         try:
-            digest = await asyncio.to_thread(digest_lora, Path(action.path))
+            digest = await _digest(action.path)
         except ModelError as wrong:
             return str(wrong)
         same = make_lora_id(name_of_lora(action.name), digest) == action.name
@@ -247,3 +252,12 @@ class Operator:
         operations = self._operations
         answer = WorkerOperated(self._instance, failed, operations.shown_state, operations.shown_loras)
         await self._answer(message, WORKER_OPERATED.encode(answer, message.headers))
+
+
+async def _digest(path: str) -> str:
+    """Return the digest of a LoRA's files. Raise ModelError. Cancellation ends the reading too."""
+    given_up = threading.Event()
+    try:
+        return await asyncio.to_thread(digest_lora, Path(path), given_up)
+    finally:
+        given_up.set()

@@ -163,6 +163,7 @@ class Worker:
             self._attempts_changed,
             self._announcement,
             drain_s=config.drain_s,
+            lora_bytes=config.lora_bytes if config.engine == "native" else 0,
             link=lambda: self._kvbm.shown_link,
             hand_back=self._hand_back,
             answer=self._answer,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from services.worker import lora_files
-from services.worker.lora_files import FILES, digest_lora
+from services.worker.lora_files import CONFIG, FILES, TENSORS, check_files, digest_lora
 from shared.errors import ModelError
 
 
@@ -68,7 +70,7 @@ def test_what_the_operating_system_refuses_is_an_error_of_the_path(tmp_path: Pat
 
 def test_a_file_that_is_too_large_is_not_read(lora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_files, "LIMIT_BYTES", 10)
-    with pytest.raises(ModelError, match="has 0 MiB; at most 0 are read"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json has 19 bytes; at most 10 are read"):
         digest_lora(lora)
 
 
@@ -77,3 +79,72 @@ def test_a_file_whose_size_is_not_what_was_read_is_being_written(tmp_path: Path)
     (tmp_path / "adapter_config.json").symlink_to("/proc/self/status")
     with pytest.raises(ModelError, match="is being written; try again when it is complete"):
         digest_lora(tmp_path)
+
+
+def write_tensors(file: Path, shape: list[int], size_bytes: int, behind: int = 0) -> None:
+    """A sparse file with one tensor of bfloat16, whose header says `size_bytes`, and `behind` bytes more."""
+    entry = {"dtype": "BF16", "shape": shape, "data_offsets": [0, size_bytes]}
+    header = json.dumps({"t": entry}).encode()
+    with file.open("wb") as opened:
+        opened.write(len(header).to_bytes(8, "little") + header)
+        opened.truncate(8 + len(header) + size_bytes + behind)
+
+
+def test_what_fits_passes_the_check(lora: Path) -> None:
+    write_tensors(lora / TENSORS, [8, 4], 64)
+    check_files(lora)
+    check_files(lora, 128)
+
+
+def test_tensors_that_take_more_than_the_limit_as_float32_are_refused_unread(lora: Path) -> None:
+    write_tensors(lora / TENSORS, [1 << 15, 1 << 16], 1 << 32)
+    check_files(lora, 1 << 33)
+    with pytest.raises(ModelError, match=r"^path: .*: 8589934592 bytes as float32; lora_bytes allows 536870912"):
+        check_files(lora, 512 << 20)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size_bytes", "behind", "said"),
+    [
+        ([8, 4], 64, 2 << 30, "torn: the header lists 64 bytes of tensors, the file has 2147483712"),
+        ([8, 4], 32, 0, "the header is inconsistent at t"),
+        ([1 << 40, 1 << 40], 64, 0, "the header is inconsistent at t"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_file_is_refused_unread(
+    lora: Path, shape: list[int], size_bytes: int, behind: int, said: str
+) -> None:
+    write_tensors(lora / TENSORS, shape, size_bytes, behind)
+    with pytest.raises(ModelError, match=rf"^path: .*{said}"):
+        check_files(lora)
+
+
+@pytest.mark.parametrize(
+    ("name", "size_bytes", "said"),
+    [
+        (CONFIG, (1 << 20) + 1, "adapter_config.json has 1048577 bytes; at most 1048576 are read"),
+        (TENSORS, (8 << 30) + 1, "adapter_model.safetensors has 8589934593 bytes; at most 8589934592 are read"),
+        (TENSORS, 8 << 30, r"torn or not a safetensors file \(8589934592 bytes\)"),
+        (TENSORS, 0, r"torn or not a safetensors file \(0 bytes\)"),
+    ],
+)
+def test_a_file_of_a_wrong_size_is_refused_unread(lora: Path, name: str, size_bytes: int, said: str) -> None:
+    with (lora / name).open("wb") as opened:
+        opened.truncate(size_bytes)
+    with pytest.raises(ModelError, match=f"^path: .*{said}$"):
+        check_files(lora)
+
+
+def test_a_missing_file_and_no_directory_are_refused_by_the_check_too(lora: Path) -> None:
+    with pytest.raises(ModelError, match="is not a directory that this worker sees"):
+        check_files(lora / CONFIG)
+    (lora / TENSORS).rename(lora / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"adapter_model\.bin is a pickle, save it as safetensors"):
+        check_files(lora)
+
+
+def test_a_digest_that_is_no_longer_wanted_ends(lora: Path) -> None:
+    given_up = threading.Event()
+    given_up.set()
+    with pytest.raises(ModelError, match="is no longer wanted"):
+        digest_lora(lora, given_up)

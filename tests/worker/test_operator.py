@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from services.worker.messages import (
     Submit,
 )
 from shared import subjects
+from shared.errors import ModelError
 from shared.lora import make_lora_id
 from shared.messages import (
     OPERATE_WORKER,
@@ -108,7 +110,8 @@ def lora(tmp_path: Path) -> Path:
 def write_files(directory: Path, weights: bytes = b"weights") -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "adapter_config.json").write_text("{}", encoding="utf-8")
-    (directory / "adapter_model.safetensors").write_bytes(weights)
+    header = json.dumps({"t": {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}}).encode()
+    (directory / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + weights)
     return directory
 
 
@@ -232,6 +235,38 @@ async def test_loras_are_loaded_again_before_the_card_is_shown_unless_their_file
         assert (await engines.do("load_lora")).name.startswith("same@")
         await serving(shell)
         assert [each.partition("@")[0] for each in shell.directory.cards["model", WORKER].lora] == ["same"]
+
+
+async def test_a_file_of_8_gib_without_a_header_is_refused_before_it_is_read(
+    config: WorkerConfig, engines: OperableEngines, lora: Path
+) -> None:
+    with (lora / "adapter_model.safetensors").open("wb") as file:
+        file.truncate(8 << 30)
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        refused = await asking(shell, "load_lora", name="sql", path=str(lora))
+        assert refused.failed.endswith("adapter_model.safetensors: torn or not a safetensors file (8589934592 bytes)")
+        assert (await asking(shell, "drain")).state == "drained"
+
+
+async def test_the_end_of_a_worker_does_not_wait_for_the_files_of_a_lora(
+    config: WorkerConfig, engines: OperableEngines, lora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, ended = threading.Event(), threading.Event()
+
+    def read(_path: Path, given_up: threading.Event) -> str:
+        reading.set()
+        if given_up.wait(60.0):
+            ended.set()
+        raise ModelError("it was given up")
+
+    monkeypatch.setattr(operator, "digest_lora", read)
+    async with running_worker(config, start_engine=engines.start) as shell:
+        await serving(shell)
+        loading = asking(shell, "load_lora", name="sql", path=str(lora))
+        await asyncio.to_thread(reading.wait, 60.0)
+    assert (await loading).failed == SHUTTING_DOWN
+    assert await asyncio.to_thread(ended.wait, 60.0)
 
 
 async def test_files_that_change_while_the_engine_reads_them_are_not_kept(

@@ -34,7 +34,8 @@ from services.worker.messages import Loading
 from services.worker.native.config import read_config
 from services.worker.native.gguf_file import GgufFile, is_gguf
 from services.worker.native.gguf_tokenizer import as_json
-from services.worker.native.tensor_file import Floats, Shape, write_tensors
+from services.worker.native.tensor_file import Floats, write_tensors
+from services.worker.native.tensor_header import Shape
 from services.worker.native.weights import Checkpoint, checkpoint_files, tensor_shapes
 from shared.errors import ModelError
 from shared.model_file import CONFIG_LIMIT_BYTES, LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_model_file

@@ -1,44 +1,25 @@
 """Reads one safetensors file, its tensors as views of the mapped file, and writes one tensor by tensor.
 
-    8 bytes      | header_bytes of JSON, padded with spaces   | tensors, back to back
-    header_bytes   name → dtype, shape, data_offsets            offsets count from here, a multiple of 64 in our files
-
-Format: https://huggingface.co/docs/safetensors. Everything in a header is checked before it is used.
+The format is in `tensor_header.py`. In our files the tensors begin at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
+from services.worker.native.tensor_header import Shape, TensorEntry, read_header
 from shared.errors import ModelError
-from shared.model_file import open_model_file
 
-HEADER_LIMIT_BYTES = 16 << 20
-"""The largest header that is read. The format allows 100 MB, which take 12 s and 1 GiB to read; a thousand layers of a
-supported model have 2 MB."""
 _ALIGNMENT_BYTES = 64
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""The size of an element of each supported type. A file may hold tensors of other types if they are never read."""
-
-Shape = tuple[int, ...]
 Floats = NDArray[np.float32]
-
-
-class TensorEntry(Struct, frozen=True):
-    """One tensor's entry in the header."""
-
-    dtype: str
-    shape: Shape
-    data_offsets: tuple[int, int]
 
 
 class TensorFile:
@@ -47,22 +28,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         """Map `path`. Raise ModelError if the file is missing, torn or not of this format."""
         self.path = path
-        with open_model_file(path) as file:
-            try:
-                size_bytes = os.fstat(file.fileno()).st_size
-                prefix = file.read(8)
-                header_bytes = int.from_bytes(prefix, "little")
-                if len(prefix) < 8 or not 2 <= header_bytes <= size_bytes - 8:
-                    raise ModelError(f"{path}: torn or not a safetensors file ({size_bytes} bytes)")
-                if header_bytes > HEADER_LIMIT_BYTES:
-                    raise ModelError(
-                        f"{path}: the header has {header_bytes} bytes; at most {HEADER_LIMIT_BYTES} are supported"
-                    )
-                header = file.read(header_bytes)
-            except OSError as wrong:
-                raise ModelError(f"{path}: {wrong.strerror}") from None
-        self._start = 8 + header_bytes
-        self.entries = _parse(path, header, size_bytes - self._start)
+        self._start, self.entries = read_header(path)
         self._bytes: NDArray[np.uint8] = np.memmap(path, np.uint8, "r") if self.entries else np.empty(0, np.uint8)
 
     def pieces(self, name: str, most: int, piece_bytes: int) -> Iterator[memoryview]:
@@ -121,32 +87,3 @@ def write_tensors(
             wrote(header[name].data_offsets[1] / max(end, 1))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _parse(path: Path, header: bytes, data_bytes: int) -> dict[str, TensorEntry]:
-    """Return the header's entries, which must fill the rest of the file without a hole or an overlap."""
-    try:
-        entries = {
-            name: msgspec.convert(entry, TensorEntry)
-            for name, entry in msgspec.json.decode(header, type=dict[str, Any]).items()
-            if name != "__metadata__"
-        }
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as wrong:
-        raise ModelError(f"{path}: the header is not that of a safetensors file: {wrong}") from None
-    end = 0
-    for name, start, stop in _in_file_order(entries.items()):
-        item_bytes = _ITEM_BYTES.get(entries[name].dtype)
-        stated = stop - start if item_bytes is None else prod(entries[name].shape) * item_bytes
-        if start != end or stop - start != stated or stop < start or min(entries[name].shape, default=0) < 0:
-            raise ModelError(
-                f"{path}: the header is inconsistent at {name}: bytes {start} to {stop}, expected from {end}"
-            )
-        end = stop
-    if end != data_bytes:
-        raise ModelError(f"{path}: torn: the header lists {end} bytes of tensors, the file has {data_bytes}")
-    return entries
-
-
-def _in_file_order(entries: Iterable[tuple[str, TensorEntry]]) -> Iterator[tuple[str, int, int]]:
-    for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
-        yield name, *entry.data_offsets

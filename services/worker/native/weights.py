@@ -16,7 +16,8 @@ from msgspec import Struct
 from services.worker.native.architectures import NormPlaces
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
-from services.worker.native.tensor_file import Floats, Shape, TensorEntry, TensorFile
+from services.worker.native.tensor_file import Floats, TensorFile
+from services.worker.native.tensor_header import Shape, TensorEntry
 from shared.errors import ModelError
 from shared.model_file import LIST_LIMIT_BYTES, read_model_json
 
