@@ -69,6 +69,9 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     events: str = ""
     """The directory of sockets for KV events, for processes of this machine that may enter it; empty: KV events use
     ports of `host`."""
+    hosts: tuple[str, ...] = ()
+    """Host names by which scrapers reach this port, in addition to addresses, localhost and names without a dot. Counts
+    only if `host` is a loopback address, or if this is not empty: other names then get 403."""
     url_file: str = ""
     """The file to which the base URL is written, for a health check that must find the port; empty: none."""
     log_level: str = "info"

@@ -70,8 +70,11 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         dispatcher = Dispatcher(ServingChat(service, models, pool, metrics, grammars, config), directory)
         port = Port(with_files(config.http), metrics)
         place = config.ui.place(keys=access.requires_key)
-        page = None if place == "off" else PageApi(runtime, service, config.ui, keys=access.requires_key)
-        middleware = Middleware(access, config.http, () if page is None else page.keyless_paths)
+        page = None
+        if place != "off":
+            page = PageApi(runtime, service, config.ui, config.http.hosts, keys=access.requires_key)
+        keyless = () if page is None else page.keyless_paths
+        middleware = Middleware(access, config.http, keyless, config.ui.hosts)
         http = HttpApi(dispatcher, service, metrics, config.http, port, middleware, runtime.tracer)
         nats = NatsApi(runtime, dispatcher, service, metrics, access, config.nats.inbox)
         app = http.app(document(keys=access.requires_key, closed=config.unknown_fields == "refuse"))
@@ -81,8 +84,9 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         if page is not None:
             page_app = app
             if place == "port":
-                own = Port(page_port(config), metrics, "ui")
-                apps[own] = page_app = http.chat_app(own)
+                settings = page_port(config)
+                own = Port(settings, metrics, "ui")
+                apps[own] = page_app = http.chat_app(own, Middleware(access, settings, keyless, config.ui.hosts))
             page.add_routes(page_app)
             await page.start()
         await access.start(runtime.tasks)

@@ -9,9 +9,9 @@ from msgspec import Meta, Struct, field
 
 from services.frontend.tool_parsers.formats import FormatName, ReasoningName
 from shared.config import ServiceConfig
+from shared.runtime.origin import ANY_ORIGIN
 
-ANY_ORIGIN = "*"
-_ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{1,31}://([a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
 _INT32_MAX = (1 << 31) - 1
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -53,6 +53,9 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Path of the PEM file with the certificate's key, without a passphrase."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call this API, such as `https://example.org`; `*`: any. Empty: none but its own."""
+    hosts: tuple[str, ...] = ()
+    """Host names by which clients reach this port, in addition to addresses, localhost and names without a dot. Counts
+    only if no key is needed and `host` is a loopback address, or if this is not empty: other names then get 403."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, which becomes a ConfigError, for settings that contradict each other."""
@@ -60,7 +63,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("tls_cert and tls_key need each other")
         for origin in self.cors_origins:
             if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
-                wrong = f"{origin} is neither * nor an origin such as https://example.org or http://x:3000"
+                wrong = f"{origin} is neither * nor an origin such as https://example.org, http://x:3000 or app://x"
                 raise ValueError(f"cors_origins: {wrong}")
 
 
@@ -77,8 +80,8 @@ class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
     pages: Positive = 16
     """Largest number of pages that are open at the same time; one more gets 503."""
     hosts: tuple[str, ...] = ()
-    """Host names by which browsers may reach the page, in addition to addresses and localhost. Where the API needs
-    keys, any name is accepted, if a page's own."""
+    """Host names by which browsers may reach the page, in addition to `http.hosts`, addresses, localhost and names
+    without a dot. If the API needs keys, any name is accepted."""
 
     def place(self, *, keys: bool) -> Literal["off", "api", "port"]:
         """Return where the page is; `keys`: whether the API needs them."""

@@ -4,6 +4,8 @@
 /health    200 when the service is ready, else 503; {"ready": …, "reasons": […]}
 /metrics   Prometheus text; OpenMetrics, which has exemplars, for a scraper that asks for it
 /sd        where Prometheus finds the metrics of all processes; 503 until this process knows
+
+A page of another site gets 403 from all of them at a port of the process's own (origin.py).
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from shared.config import ObserveConfig
 from shared.errors import ConfigError
+from shared.runtime.origin import OriginRule, rule_of
 
 IDLE_S = 75.0
 """The time in seconds after which a connection without requests is closed."""
@@ -121,7 +125,7 @@ def advertised(host: str) -> str:
 @asynccontextmanager
 async def serving(config: ObserveConfig, health: ProcessHealth, registry: CollectorRegistry) -> AsyncIterator[str]:
     """Serve these paths at `config`'s host and port, and yield the base URL. Raise ConfigError if that fails."""
-    app = web.Application()
+    app = web.Application(middlewares=[_refuse_pages(rule_of("observe", config.host, config.hosts))])
     add_routes(app, health, registry)
     # No path reads a body, but aiohttp would decompress one in the event loop.
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_S, auto_decompress=False)
@@ -138,6 +142,16 @@ async def serving(config: ObserveConfig, health: ProcessHealth, registry: Collec
         yield url
     finally:
         await runner.cleanup()
+
+
+def _refuse_pages(rule: OriginRule) -> Middleware:
+    @web.middleware
+    async def refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if why := rule.refusal(request.headers, linkable=True):
+            return web.Response(status=403, text=f"{why}\n")
+        return await handler(request)
+
+    return refuse
 
 
 def _write(file: Path, url: str) -> None:

@@ -1,7 +1,8 @@
 """Decides which web pages of other origins may use the API (CORS, as in the Fetch standard). Pure.
 
 CORS is off unless origins are set: answers then carry no such header, and browsers keep pages from reading them. There
-are no cookies, so a page can do nothing without an API key, and credentials are never allowed.
+are no cookies, and credentials are never allowed. A page of an origin that is not set can do nothing: it has no API
+key, and if none is needed, shared/runtime/origin.py refuses it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from services.frontend.config import ANY_ORIGIN
 from services.frontend.protocol.errors import Failure, failure
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER
+from shared.runtime.origin import ANY_ORIGIN
 
 _HEADERS = re.compile(r"[a-z0-9-]{1,64}(, ?[a-z0-9-]{1,64}){0,63}", re.IGNORECASE)
 _METHODS = ("GET", "POST", "DELETE")
 _LIMITS = (f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens"))
 _EXPOSED = ", ".join(("Retry-After", "X-Request-Id", IGNORED_HEADER, *_LIMITS))
 """Response headers that a page may read in addition to those that the standard always allows."""
+NOT_ALLOWED = "origin_not_allowed"
+"""The code of the refusal of a page."""
 _MAX_AGE_S = 600
 """Seconds that a browser may cache the answer to a preflight."""
 
@@ -48,7 +51,7 @@ class Cors:
         """Return the headers to answer a preflight with, in addition to `answer_headers`; or a refusal."""
         if not self._any and headers["Origin"] not in self._origins:
             refused = "pages of this origin may not use the API: http.cors_origins does not list it"
-            return failure(403, refused, "invalid_request_error", code="origin_not_allowed")
+            return failure(403, refused, "invalid_request_error", code=NOT_ALLOWED)
         if headers["Access-Control-Request-Method"] not in _METHODS:
             refused = f"Access-Control-Request-Method: pages may use {', '.join(_METHODS)}"
             return failure(403, refused, "invalid_request_error")

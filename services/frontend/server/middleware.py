@@ -4,6 +4,7 @@ no HTTP version in the first line               ──▶  400
 a malformed anthropic-version, on its paths     ──▶  400
 a body with a Content-Encoding                  ──▶  415, the body is not read
 OPTIONS with Origin, if origins are set         ──▶  204 or 403, no key needed
+a page of another site, if no keys are set      ──▶  403 (shared/runtime/origin.py)
 a path that is not keyless, if keys are set     ──▶  400 for two keys, 401 before the body is read, or the account of
                                                      the request
 every answer                                    ──▶  X-Request-Id, traceparent if it is traced, the key's rate limits,
@@ -23,12 +24,13 @@ from aiohttp.typedefs import Handler
 from services.frontend.auth.access import HEADER, Authenticator
 from services.frontend.auth.accounts import Account
 from services.frontend.config import HttpConfig
-from services.frontend.protocol.errors import Failure, failure_of, field_error
+from services.frontend.protocol.errors import Failure, failure, failure_of, field_error
 from services.frontend.protocol.operations import FOREIGN_PATHS
 from services.frontend.requests.request_trace import RequestTrace, begin_trace
-from services.frontend.server.cors import Cors
+from services.frontend.server.cors import NOT_ALLOWED, Cors
 from services.frontend.serving.request_context import RequestId, request_id
 from shared.errors import InvalidRequest
+from shared.runtime.origin import rule_of
 from shared.tracing.traceparent import HEADER as TRACEPARENT_HEADER
 from shared.tracing.tracer import Tracer
 
@@ -52,11 +54,15 @@ _OPTIONS = 204
 class Middleware:
     """The middleware of one HTTP server. It must be the innermost, just before the handlers."""
 
-    def __init__(self, access: Authenticator, config: HttpConfig, keyless: Iterable[str] = ()) -> None:
-        """`keyless` are paths that need no key, in addition to KEYLESS_PATHS."""
+    def __init__(
+        self, access: Authenticator, config: HttpConfig, keyless: Iterable[str] = (), hosts: Iterable[str] = ()
+    ) -> None:
+        """`keyless` are paths that need no key, in addition to KEYLESS_PATHS; `hosts` are names that the port has
+        in addition to those of `config`."""
         self._access = access
         self._keyless = KEYLESS_PATHS.union(keyless)
         self._cors = Cors(config.cors_origins)
+        self._rule = rule_of("http", config.host, {*config.hosts, *hosts}, config.cors_origins)
 
     @web.middleware
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -68,7 +74,11 @@ class Middleware:
             if isinstance(allowed, Failure):
                 return error_response(allowed)
             return web.Response(status=_OPTIONS, headers=allowed)
-        if self._access.requires_key and request.path not in self._keyless:
+        if not self._access.requires_key:
+            linkable = request.method in ("GET", "HEAD")
+            if request.method != "OPTIONS" and (why := self._rule.refusal(request.headers, linkable=linkable)):
+                return error_response(failure(403, why, "invalid_request_error", code=NOT_ALLOWED))
+        elif request.path not in self._keyless:
             try:
                 account = self._access.authenticate(_authorization(request))
             except InvalidRequest as wrong:

@@ -92,7 +92,7 @@ class HttpApi(Struct):
 
     def app(self, document_json: bytes) -> web.Application:
         """Make the application with all routes. `document_json` is the OpenAPI document that it serves."""
-        app = self._bare_app(self.port)
+        app = self._bare_app(self.port, self.middleware)
         for operation, path in (*PATHS.items(), *FOREIGN_PATHS.items()):
             app.router.add_post(path, partial(self._counted, operation), expect_handler=_continue_later)
         for operation, method in STORED_METHODS.items():
@@ -106,17 +106,17 @@ class HttpApi(Struct):
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app
 
-    def chat_app(self, port: Port) -> web.Application:
+    def chat_app(self, port: Port, middleware: Middleware) -> web.Application:
         """Make an application for another port, whose only route is that of chats."""
-        app = self._bare_app(port)
+        app = self._bare_app(port, middleware)
         app.router.add_post(PATHS["chat"], partial(self._counted, "chat"), expect_handler=_continue_later)
         return app
 
-    def _bare_app(self, port: Port) -> web.Application:
-        middlewares = [port.track_request, _error_bodies, self.middleware.handle]
+    def _bare_app(self, port: Port, middleware: Middleware) -> web.Application:
+        middlewares = [port.track_request, _error_bodies, middleware.handle]
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(port.add_connection_header)
-        app.on_response_prepare.append(self.middleware.add_headers)
+        app.on_response_prepare.append(middleware.add_headers)
         return app
 
     async def _counted(self, operation: Operation | ForeignOperation, request: web.Request) -> web.StreamResponse:

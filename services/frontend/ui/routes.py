@@ -4,12 +4,12 @@
     GET /ui/events                  snapshots as server-sent events, one a second
     GET /ui/decision?request=ID     what routers remember of a request, as JSON
 
-All of them only answer the page's own origin, and clients that are no browsers (ui/origin.py).
+All of them only answer the page's own origin, and clients that are no browsers (shared/runtime/origin.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
@@ -20,14 +20,15 @@ from services.frontend.config import UiConfig
 from services.frontend.protocol.errors import failure, failure_of, field_error
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.way import WayLog
+from services.frontend.server.cors import NOT_ALLOWED
 from services.frontend.server.middleware import error_response
 from services.frontend.server.sse import ResponseBody
 from services.frontend.ui.collector import Collector
 from services.frontend.ui.files import HEADERS, PATH, PageFile, page_files
-from services.frontend.ui.origin import refusal
 from services.frontend.ui.pages import Pages
 from shared.errors import HeadraceError, InvalidRequest, Unavailable
 from shared.runtime.lifecycle import Runtime
+from shared.runtime.origin import OriginRule
 
 UNREAD_S = 10.0
 """Seconds that a page may leave its events unread; then it is cut off."""
@@ -41,14 +42,16 @@ _EVENT_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-B
 
 
 class PageApi:
-    """The handlers. `keys`: whether the API needs a key, which server/middleware.py checks."""
+    """The handlers. `keys`: whether the API needs a key, which server/middleware.py checks. `hosts`: names of the
+    API's port."""
 
-    def __init__(self, runtime: Runtime, service: RequestService, config: UiConfig, *, keys: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, service: RequestService, config: UiConfig, hosts: Iterable[str] = (), *, keys: bool
+    ) -> None:
         self._service = service
         self._collector = Collector(runtime, service)
         self._pages = Pages(self._collector, runtime.tasks, config.pages)
-        self._hosts = frozenset(host.lower() for host in config.hosts)
-        self._keys = keys
+        self._rule = OriginRule("ui", frozenset(name.lower() for name in (*config.hosts, *hosts)), any_host=keys)
         self._files = page_files()
         self._asking = 0
 
@@ -121,8 +124,8 @@ class PageApi:
             self._asking -= 1
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        why = refusal(request.headers, self._hosts, keys=self._keys, is_document=request.path == PATH)
-        return error_response(failure(403, why, "invalid_request_error", code="origin_not_allowed")) if why else None
+        why = self._rule.refusal(request.headers, linkable=request.path == PATH)
+        return error_response(failure(403, why, "invalid_request_error", code=NOT_ALLOWED)) if why else None
 
 
 def _asked_for(request: web.Request) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.frontend.config import AccessConfig, HttpConfig
+from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, UiConfig
 from tests.frontend.peers import DEADLINE_S, MODEL, clients, world
 
 BODY = {"model": MODEL, "prompt": "x"}
@@ -101,3 +101,50 @@ async def test_where_no_origin_is_set_options_is_refused_as_any_method_that_is_n
     ):
         assert (response.status, response.headers["Allow"]) == (405, "POST")
         assert not [name for name in response.headers if name.startswith("Access-Control")]
+
+
+EVIL = {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+PATHS = ("/live", "/health", "/metrics", "/sd", "/v1/models", "/openapi.json", "/version", "/api/tags", "/nothing")
+
+
+async def test_without_keys_a_page_of_another_site_gets_nothing_at_any_path(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("x")
+        for headers in ({"Host": "evil.example:8000", "Sec-Fetch-Site": "same-origin"}, EVIL):
+            for path in PATHS:
+                async with http.get(path, headers=headers) as response:
+                    assert response.status == 403, (path, headers)
+            for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/api/chat", "/v1/embeddings"):
+                plain = {"Content-Type": "text/plain", **headers}
+                async with http.post(path, data=json.dumps(BODY), headers=plain) as response:
+                    assert response.status == 403
+                    assert "http." in await response.text(), "it names the setting"
+        assert not w.workers[0].generates.all
+        for headers in ({}, {"Origin": "app://program"}, {"Host": "host.docker.internal:8000"}):
+            async with http.post("/v1/completions", data=json.dumps(BODY), headers=headers) as response:
+                assert response.status == 200, headers
+
+
+async def test_a_name_that_is_set_reaches_every_path_and_the_page_too(directory: Path) -> None:
+    for settings in (FrontendConfig(ui=UiConfig(hosts=("llm.example",))), None):
+        config = HttpConfig() if settings else HttpConfig(hosts=("llm.example",))
+        async with world(directory, http=config, settings=settings) as w, clients(w) as (_, http):
+            for path in ("/v1/models", "/metrics", "/ui"):
+                async with http.get(path, headers={"Host": "llm.example"}) as response:
+                    assert response.status == 200
+
+
+async def test_with_keys_any_name_reaches_the_port_since_a_page_has_none(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("")
+    async with world(directory, access=AccessConfig(keys_file=str(tmp_path / "keys"))) as w, clients(w) as (_, http):
+        for path, status in (("/health", 200), ("/v1/models", 401)):
+            async with http.get(path, headers={"Host": "llm.example", **EVIL}) as response:
+                assert response.status == status
+
+
+async def test_the_pages_own_port_refuses_pages_of_other_sites_too(directory: Path) -> None:
+    settings = FrontendConfig(ui=UiConfig(serve="port", port=0))
+    async with world(directory, settings=settings) as w, clients(w) as (_, http):
+        for headers in (EVIL, {"Host": "evil.example"}):
+            async with http.post(f"{w.page_url}/v1/chat/completions", data="{}", headers=headers) as response:
+                assert response.status == 403

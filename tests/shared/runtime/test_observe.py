@@ -95,3 +95,20 @@ async def test_a_body_that_no_path_reads_is_not_decompressed_either() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 assert (await reader.readuntil(b"live\n")).startswith(b"HTTP/1.1 200 ")
         writer.close()
+
+
+async def test_a_page_of_another_site_gets_nothing_of_an_observe_port() -> None:
+    evil = ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"})
+    for hosts in ((), ("llm.example",)):
+        config = ObserveConfig(port=free_port(), hosts=hosts)
+        async with serving(config, ProcessHealth(), CollectorRegistry()) as url, ClientSession() as session:
+            for path in ("/live", "/health", "/metrics", "/sd"):
+                for headers in evil:
+                    headers = {"Sec-Fetch-Mode": "no-cors", **headers}
+                    async with session.get(f"{url}{path}", headers=headers) as answer:
+                        assert answer.status == 403
+                        assert (await answer.text()).startswith(tuple(evil[0] | evil[1] | evil[2]))
+            async with session.get(f"{url}/metrics", headers={"Host": "llm.example:9100"}) as answer:
+                assert answer.status == (200 if hosts else 403)
+            async with session.get(f"{url}/metrics", headers={"Host": "prometheus-target:9100"}) as answer:
+                assert answer.status == 200
