@@ -16,24 +16,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
+from services.frontend.anthropic.tools import AnyTool, CallName, OfferedTools, decode_tools
 from services.frontend.protocol import chat
 from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage, ChatRequest
 from services.frontend.protocol.decoding import Harmless, NotBuilt
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.foreign import Hint, ThinkingSupport, ignore, names, renaming, review
+from services.frontend.protocol.foreign import Hint, Names, ThinkingSupport, ignore, names, placed, renaming, review
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.structured import JsonSchema, JsonSchemaFormat, NamedFunction, NamedTool, ToolChoice
 from services.frontend.protocol.tools import (
-    DESCRIPTION_LIMIT_CHARACTERS,
     TOOLS_LIMIT,
     Call,
     CalledFunction,
-    Function,
-    Tool,
 )
 
-CallName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}\Z")]
-"""A tool's name as Anthropic allows it, twice as long as OpenAI's."""
 ToolUseId = Annotated[str, Meta(min_length=1, max_length=128)]
 Said = Annotated[str, Meta(min_length=1)]
 
@@ -87,21 +83,6 @@ class Turn(Struct, frozen=True, forbid_unknown_fields=True):
     content: Said | Annotated[list[Block], Meta(min_length=1, max_length=PARTS_LIMIT)]
 
 
-class ClientTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that the client runs; those that Anthropic runs are not built."""
-
-    name: CallName
-    input_schema: dict[str, Any]
-    description: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)] | None = None
-    type: Literal["custom"] | None = None
-    strict: bool | None = None
-    cache_control: Hint = UNSET
-    eager_input_streaming: Hint = UNSET
-    input_examples: Hint = UNSET
-    allowed_callers: Annotated[NotBuilt, Harmless(["direct"])] = None
-    defer_loading: Annotated[NotBuilt, Harmless(False)] = None
-
-
 class ToolChoiceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether and which tool is called."""
 
@@ -140,7 +121,7 @@ class CountTokensRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=chat.MESSAGES_LIMIT)]
     system: str | Texts | None = None
-    tools: Annotated[list[ClientTool], Meta(max_length=TOOLS_LIMIT)] | None = None
+    tools: Annotated[list[AnyTool], Meta(max_length=TOOLS_LIMIT)] | None = None
     tool_choice: ToolChoiceConfig | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -184,9 +165,11 @@ NAMES = names(
 """The names of a chat's fields in this body."""
 
 
-def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: IgnoredFields) -> ChatRequest:
-    """Return the request as a chat; note the fields that are ignored. Raise InvalidRequest."""
+def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: IgnoredFields) -> tuple[ChatRequest, Names]:
+    """Return the request as a chat, and the names of a chat's fields in it; note the fields that are ignored. Raise
+    InvalidRequest."""
     review(request, ignored)
+    tools = decode_tools(request.tools or (), ignored)
     prompt: str | list[TextBlock | ThinkingBlock] = request.system or ""
     if isinstance(prompt, list):
         prompt = [one for one in prompt if not (isinstance(one, TextBlock) and one.text.startswith(_BILLING))]
@@ -206,16 +189,17 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
         model=request.model,
         messages=[*system, *_messages(request.messages)],
         continue_final_message=continues or None,
-        tools=[_tool(tool) for tool in request.tools or ()] or None,
-        tool_choice=_choice(request.tool_choice),
+        tools=tools.offered or None,
+        tool_choice=_choice(request.tool_choice, tools),
         parallel_tool_calls=False if request.tool_choice and request.tool_choice.disable_parallel_tool_use else None,
         response_format=None if schema is None else JsonSchemaFormat(JsonSchema("answer", schema.schema)),
         **thinking,
         **more,
     )
-    with renaming(NAMES):
+    table = placed(NAMES, tools.places, "input_schema")
+    with renaming(table):
         chat.check_chat(asked, ignored)
-    return asked
+    return asked, table
 
 
 def _check_continued(turn: Turn, where: str) -> None:
@@ -260,18 +244,16 @@ def _budget(asked: ThinkingConfig, request: CountTokensRequest) -> int:
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def _choice(asked: ToolChoiceConfig | None) -> ToolChoice | None:
+def _choice(asked: ToolChoiceConfig | None, tools: OfferedTools) -> ToolChoice | None:
     if asked is None:
         return None
     if (asked.type == "tool") != (asked.name is not None):
         raise field_error("tool_choice.name", "needed for type tool, and only allowed there")
+    if asked.name in tools.ignored:
+        raise field_error("tool_choice.name", f"the tool {asked.name!r} is not served", "unsupported_value")
     if asked.name is not None:
         return NamedTool("function", NamedFunction(asked.name))
     return _CHOICES[asked.type]
-
-
-def _tool(tool: ClientTool) -> Tool:
-    return Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
 def _joined(content: str | Sequence[TextBlock | ThinkingBlock], where: str) -> str:

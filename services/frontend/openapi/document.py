@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from services.frontend.anthropic.tools import ClientTool, KnownTool
 from services.frontend.openapi.chunk_structs import Health, Version
 from services.frontend.openapi.foreign import AS_CHAT, ERRORS, FOREIGN_DESCRIPTIONS
 from services.frontend.openapi.operations import DESCRIPTIONS, OperationDescription
@@ -122,7 +123,7 @@ def document(*, keys: bool, closed: bool = False) -> bytes:
     """Return the document as JSON. `keys`: API keys are required; `closed`: unknown fields are refused, not ignored."""
     paths = _Paths(keys)
     requests = [struct for one in DESCRIPTIONS.values() for struct in (one.request, *one.items)]
-    requests += [one.request for one in FOREIGN_DESCRIPTIONS.values()]
+    requests += [*(one.request for one in FOREIGN_DESCRIPTIONS.values()), ClientTool, KnownTool]
     answers = [struct for one in DESCRIPTIONS.values() for struct in (one.answer, *one.events)]
     parts: dict[str, Any] = {
         "schemas": components(

@@ -93,13 +93,23 @@ class ThinkingSupport(Struct, frozen=True):
         return {"enable_thinking": True} if "enable_thinking" in self.reads else {}
 
 
-Names = Sequence[tuple[re.Pattern[str], str]]
+Names = Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 """Patterns of a chat's fields, and what stands for the match in another API."""
+_TOOL = re.compile(r"^tools\[(\d+)\]\.function(\.parameters)?")
 
 
 def names(patterns: Mapping[str, str]) -> Names:
     """Return a table for `with_names`."""
     return [(re.compile(pattern), name) for pattern, name in patterns.items()]
+
+
+def placed(table: Names, places: Sequence[str], parameters: str) -> Names:
+    """Return a table that also names the place of each of a chat's tools in another API, and its parameters."""
+
+    def place(found: re.Match[str]) -> str:
+        return places[int(found[1])] + (f".{parameters}" if found[2] else "")
+
+    return [(_TOOL, place), *table]
 
 
 @contextmanager

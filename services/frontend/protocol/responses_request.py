@@ -16,7 +16,7 @@ from services.frontend.protocol import chat, structured
 from services.frontend.protocol.chat import ChatMessage, ChatRequest
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.foreign import names, renaming
+from services.frontend.protocol.foreign import Names, names, placed, renaming
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
 from services.frontend.protocol.responses_items import (
@@ -149,6 +149,11 @@ class DecodedRequest(Struct, frozen=True):
     tools: ResponseTools
 
     @property
+    def names(self) -> Names:
+        """The names of a chat's fields in this request."""
+        return placed(NAMES, self.tools.places, "parameters")
+
+    @property
     def is_stored(self) -> bool:
         """Whether the response is to be stored."""
         return self.request.store is not False
@@ -212,7 +217,7 @@ def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage], ignored: Ignor
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **{field: getattr(request, field) for field in _AS_IN_CHAT},
     )
-    with renaming(asked.tools.names(NAMES)):
+    with renaming(asked.names):
         chat.check_chat(as_asked, ignored)
     return as_asked
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from services.frontend.protocol.decoding import Harmless, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.foreign import Hint, Names, names
+from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.structured import NamedFunction, NamedTool, ToolChoice
 from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS, TOOLS_LIMIT, Function, Tool, ToolName
@@ -104,11 +104,6 @@ class ResponseTools(Struct, frozen=True):
     def chat_names(self) -> Mapping[tuple[str, str], str]:
         """For each namespace and name, the name in a chat."""
         return {(tool.namespace or "", tool.name): name for name, tool in self.called.items()}
-
-    def names(self, table: Names) -> Names:
-        """Return a table of field names, with the place of each tool in the body."""
-        moved = {rf"^tools\[{at}\]\.function": place for at, place in enumerate(self.places) if place != f"tools[{at}]"}
-        return [*names(moved), *table] if moved else table
 
 
 class _Kind(Struct, frozen=True):

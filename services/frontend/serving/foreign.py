@@ -56,8 +56,8 @@ class ServingForeign(Struct, frozen=True):
                 async with generating as reply:
                     yield reply
             case "count_tokens":
-                counted = self._as_chat(decode(anthropic.CountTokensRequest, body, context.ignored), context)
-                with renaming(anthropic.NAMES):
+                counted, table = self._as_chat(decode(anthropic.CountTokensRequest, body, context.ignored), context)
+                with renaming(table):
                     yield msgspec.json.encode({"input_tokens": await self.chat.count_prompt(counted, context)})
             case "ollama_embed":
                 yield await self._embed(body, context)
@@ -82,7 +82,8 @@ class ServingForeign(Struct, frozen=True):
     def _message(self, body: bytes, context: RequestContext) -> Generating:
         request = decode(anthropic.MessagesRequest, body, context.ignored)
         writer = MessageWriter(f"msg_{context.id.unique}", request.model)
-        return self._generate(self._as_chat(request, context), writer, context, anthropic.NAMES)
+        asked, table = self._as_chat(request, context)
+        return self._generate(asked, writer, context, table)
 
     def _ollama(self, is_chat: bool, body: bytes, context: RequestContext) -> Generating:
         request: ollama.OllamaChatRequest | ollama.OllamaGenerateRequest = (
@@ -111,7 +112,7 @@ class ServingForeign(Struct, frozen=True):
                 reply = EventReply(writer, choices.streams[0], context.received_s)
                 yield reply if streamed else await reply.full_body()
 
-    def _as_chat(self, request: anthropic.CountTokensRequest, context: RequestContext) -> ChatRequest:
+    def _as_chat(self, request: anthropic.CountTokensRequest, context: RequestContext) -> tuple[ChatRequest, Names]:
         support = self._support(request.model, tools=bool(request.tools))
         return anthropic.as_chat(request, support, context.ignored)
 

@@ -58,7 +58,7 @@ class ServingResponses(Struct, frozen=True):
         decoded = await self._with_references(responses_request.decode_response(body, context.ignored), context)
         self._check_thinking(decoded, context)
         tools = decoded.tools
-        table = tools.names(responses_request.NAMES)
+        table = decoded.names
         rename = partial(name_here, table=table)
         of_chat = replace(context, ignored=context.ignored.renamed(rename))
         request, conversation = await self._as_chat(decoded, of_chat)

@@ -120,7 +120,8 @@ def what_is_wrong_is_the_clients_error() -> None:
         refused(*bad, why, messages=[{"role": "user", "content": [block]}])
     refused(*bad, "messages: Expected", messages=[])
     refused(*bad, "container", container="c")
-    refused(*bad, "tools[0].type", tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    search: Any = {"type": "web_search_20250305", "name": "web_search"}
+    refused(*bad, "tool_choice.name", tools=[search], tool_choice={"type": "tool", "name": "web_search"})
 
 
 def what_has_no_effect_is_named() -> None:

@@ -24,7 +24,8 @@ CACHED = {"cache_control": {"type": "ephemeral"}}
 def chat(support: ThinkingSupport = PLAIN, /, **fields: Any) -> tuple[ChatRequest, tuple[str, ...]]:
     body = {"model": "tiny", "max_tokens": 50, "messages": HELLO, **fields}
     ignored = IgnoredFields()
-    return as_chat(decode(MessagesRequest, msgspec.json.encode(body), ignored), support, ignored), tuple(ignored.names)
+    asked, _ = as_chat(decode(MessagesRequest, msgspec.json.encode(body), ignored), support, ignored)
+    return asked, tuple(ignored.names)
 
 
 def refused(support: ThinkingSupport = PLAIN, /, **fields: Any) -> InvalidRequest:
@@ -207,6 +208,8 @@ def test_unknown_fields_are_ignored_and_named_and_refused_in_strict_mode() -> No
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading", "not supported"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "two tools"),
         ({"tools": [WEATHER | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema.type", "must be 'object'"),
+        ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name", "required field `name`"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "required field"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "needed"),
         ({"tools": [WEATHER], "tool_choice": {"type": "any", "name": "weather"}}, "tool_choice.name", "only allowed"),
         ({"system": [{"type": "image", "source": {}}]}, "system[0].type", "images are not served"),
@@ -267,7 +270,7 @@ def test_tokens_are_counted_without_fields_of_an_answer() -> None:
         "tools": [WEATHER],
         "thinking": {"type": "enabled", "budget_tokens": 99},
     }
-    asked = as_chat(decode(CountTokensRequest, msgspec.json.encode(body)), THINKS, REFUSE)
+    asked, _ = as_chat(decode(CountTokensRequest, msgspec.json.encode(body)), THINKS, REFUSE)
     assert asked.messages == [ChatMessage("user", "hello")]
     with pytest.raises(InvalidRequest, match="max_tokens"):
         decode(CountTokensRequest, msgspec.json.encode(body | {"max_tokens": 5}))
