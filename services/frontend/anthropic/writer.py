@@ -108,14 +108,14 @@ class MessageWriter:
     def last_events(self, ended: Ended) -> list[bytes]:
         """Return the events that end the message."""
         self._close()
-        end = {"type": "message_delta", "delta": _reason(ended), "usage": _usage(ended.usage)}
+        end = {"type": "message_delta", "delta": self._reason(ended), "usage": _usage(ended.usage)}
         return [*self._events, _encode(end), b'{"type":"message_stop"}']
 
     def full_body(self, delta: Delta, ended: Ended) -> bytes:
         """Return the message whose whole text is `delta`, without a call that was cut off."""
         self.push(delta)
         blocks = [block for one in self._blocks if (block := one.whole()) is not None]
-        return _encode({**self._identity, "content": blocks, **_reason(ended), "usage": _usage(ended.usage)})
+        return _encode({**self._identity, "content": blocks, **self._reason(ended), "usage": _usage(ended.usage)})
 
     def error(self, status: int, message: str) -> bytes:
         """Return the last event of a message that failed."""
@@ -136,6 +136,7 @@ class MessageWriter:
     def continued(self, delta: Delta) -> None:
         """Record that the `continuation` of a delta was sent."""
         self._content += len(delta.text)
+        self._blocks[-1].pieces += [piece.arguments for piece in delta.calls]
 
     # --- blocks
 
@@ -159,6 +160,14 @@ class MessageWriter:
         if self._blocks:
             self._events.append(b'{"type":"content_block_stop","index":%d}' % (len(self._blocks) - 1))
 
+    def _reason(self, ended: Ended) -> dict[str, str | None]:
+        """Return why the message ended. If the model finished none of its calls, none asks for a result."""
+        calls = [block.whole() for block in self._blocks if block.block["type"] == "tool_use"]
+        finish = "stop" if ended.finish == "tool_calls" and calls and not any(calls) else ended.finish
+        stopped = ended.stop_string if finish == "stop" else ""
+        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(finish, "end_turn")
+        return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": stopped or None}
+
 
 def _usage(usage: Usage) -> dict[str, int]:
     """Return the counts of tokens. Those of the prompt that were in a cache count apart; what is written to a cache is
@@ -166,9 +175,3 @@ def _usage(usage: Usage) -> dict[str, int]:
     cached = usage.prompt_tokens_details.cached_tokens
     counts = {"input_tokens": usage.prompt_tokens - cached, "output_tokens": usage.completion_tokens}
     return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
-
-
-def _reason(ended: Ended) -> dict[str, str | None]:
-    stopped = ended.stop_string if ended.finish == "stop" else ""
-    reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(ended.finish, "end_turn")
-    return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": stopped or None}

@@ -96,15 +96,16 @@ def _whole(calls: Sequence[CallPiece]) -> list[dict[str, Any]]:
 
 
 def _end(ended: Ended) -> dict[str, Any]:
+    prompt, generation = _nanoseconds(ended.first_token_s), _nanoseconds(ended.generation_s)
     return {
         "done": True,
         "done_reason": "length" if ended.finish == "length" else "stop",
-        "total_duration": _nanoseconds(ended.total_s),
+        "total_duration": max(_nanoseconds(ended.total_s), prompt + generation),
         "load_duration": 0,  # no request loads a model
         "prompt_eval_count": ended.usage.prompt_tokens,
-        "prompt_eval_duration": _nanoseconds(ended.first_text_s),
+        "prompt_eval_duration": prompt,
         "eval_count": ended.usage.completion_tokens,
-        "eval_duration": _nanoseconds(ended.generation_s),
+        "eval_duration": generation,
     }
 
 
@@ -115,7 +116,8 @@ def embedded(model: str, tokens: int, taken_s: float) -> dict[str, Any]:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
+    """Return a duration, at least 1: clients divide counts by it."""
+    return max(1, round(seconds * 1e9))
 
 
 # --- models

@@ -57,6 +57,13 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens_by_tier: CachedTokensByTier
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    """OpenAI's details of the answer's tokens."""
+
+    reasoning_tokens: int
+    """Tokens up to the last one that reasoning came from."""
+
+
 class Usage(Struct, frozen=True):
     """Token counts of one request."""
 
@@ -64,16 +71,30 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Unset if no answer has reasoning."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        details = self.completion_tokens_details
+        return 0 if details is UNSET else details.reasoning_tokens
 
 
 def usage_of(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, host_tokens: int = 0, disk_tokens: int = 0
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    host_tokens: int = 0,
+    disk_tokens: int = 0,
+    *,
+    reasoning_tokens: int = 0,
 ) -> Usage:
     """Make the usage. `cached_tokens` of the prompt were in a prefix cache; host and disk tokens are parts of these."""
-    cached_tokens = min(cached_tokens, prompt_tokens)
+    cached_tokens = max(0, min(cached_tokens, prompt_tokens))
     by_tier = CachedTokensByTier.of(cached_tokens, host_tokens, disk_tokens)
     details = PromptTokensDetails(cached_tokens, by_tier)
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+    reasoning = CompletionTokensDetails(reasoning_tokens) if reasoning_tokens else UNSET
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details, reasoning)
 
 
 class AnswerIdentity(Struct, frozen=True):

@@ -149,7 +149,7 @@ class Ended(Struct, frozen=True):
     """The time in seconds since 1970."""
     total_s: float
     """Seconds since the request's body was complete."""
-    first_text_s: float
-    """Seconds from the tokenised prompt to the first text."""
+    first_token_s: float
+    """Seconds from the tokenised prompt to the first token."""
     generation_s: float
-    """Seconds from the first text to the end."""
+    """Seconds from the first token to the end."""

@@ -9,6 +9,7 @@ step frames, deadlines, clients that leave ─▶ events; silent attempts and lo
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import assert_never
@@ -316,6 +317,7 @@ class RequestService:
             if stream.last_tokens is None:  # else an earlier attempt brought the client its first token
                 first_token_s = asyncio.get_running_loop().time() - stream.started
                 event = msgspec.structs.replace(event, first_token_s=first_token_s)
+                stream.first_tokens = time.monotonic()
         self._outbox.publish_load(stream.request.model, event)
 
     def _emit_tokens(self, stream: Stream, action: actions.EmitTokens) -> None:
@@ -325,7 +327,6 @@ class RequestService:
             exemplar = None if trace is None else {"trace_id": trace.id}
             stream.metrics.first_token.observe(now - stream.started, exemplar)
             self._metrics.hops["first_token"].observe(now - stream.accepted)
-            stream.first_tokens = now
             if stream.request.served is not None:
                 stream.request.served.begun(now - (stream.request.received_s or stream.started))
         else:
@@ -357,8 +358,8 @@ class RequestService:
                 instance=stream.worker,
                 attempts=session.attempt,
             )
-        if stream.first_tokens is not None:
-            self._metrics.hops["rest"].observe(asyncio.get_running_loop().time() - stream.first_tokens)
+        if stream.first_tokens is not None and stream.last_tokens is not None:
+            self._metrics.hops["rest"].observe(time.monotonic() - stream.first_tokens)
 
 
 class CancelLatency:

@@ -145,9 +145,10 @@ class Stream:
         self.accepted = started
         """When a worker accepted the current attempt, or was asked to."""
         self.first_tokens: float | None = None
-        """When the first tokens came; None before."""
+        """When the first token came, also one that only ends the output. On the monotonic clock: the loop's counts
+        whole milliseconds. None before."""
         self.last_tokens: float | None = None
-        """When the last tokens came; None before the first."""
+        """When the last tokens of the output came; None before the first."""
         self.timer: asyncio.TimerHandle | None = None
         """Fires at the deadline."""
         self.way: Way | None = None
@@ -266,7 +267,7 @@ class Stream:
         produced = self.output.counted if self._stopped or self.request.prompt_only else len(self.session.tokens)
         session = self.session
         cached = (session.cached_tokens, session.cached_host_tokens, session.cached_disk_tokens)
-        return usage_of(self.request.prompt_tokens, produced, *cached)
+        return usage_of(self.request.prompt_tokens, produced, *cached, reasoning_tokens=self.output.thinking_tokens)
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:

@@ -102,6 +102,7 @@ class Choices:
             sum(tier.device + tier.host + tier.disk for tier in tiers),
             sum(tier.host for tier in tiers),
             sum(tier.disk for tier in tiers),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in usages.values()),
         )
 
     def validate(self) -> None:

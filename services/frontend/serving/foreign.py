@@ -5,7 +5,7 @@ body ─▶ decode ─▶ as_chat ─▶ ServingChat ─▶ stream ─▶ a writ
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
@@ -121,8 +121,7 @@ class ServingForeign(Struct, frozen=True):
         review(request, context.ignored)
 
         def ending(tokens: int) -> dict[str, Any]:
-            taken_s = asyncio.get_running_loop().time() - context.received_s
-            return ollama_answers.embedded(request.model, tokens, taken_s)
+            return ollama_answers.embedded(request.model, tokens, time.monotonic() - context.received_s)
 
         return await self.embeddings.answer(ollama.as_embedding(request), context, ending)
 

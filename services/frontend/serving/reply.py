@@ -6,7 +6,6 @@ Stream ──▶ deltas ─▶ the AnswerWriter of another API than chat's ─�
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -119,8 +118,6 @@ class EventReply(Struct):
     stream: Stream
     received_s: float
     """When the request's body was complete, on the loop's clock."""
-    first_text_s: float | None = None
-    """When the first text came, on the loop's clock."""
 
     @property
     def framing(self) -> Framing:
@@ -129,7 +126,7 @@ class EventReply(Struct):
 
     async def full_body(self) -> bytes:
         """Return the answer. Raise the error that ended the request."""
-        deltas = [delta async for delta in self._deltas()]
+        deltas = [delta async for delta in self.stream]
         return self.writer.full_body(join_deltas(deltas), self._ended())
 
     def keepalive_chunk(self) -> bytes:
@@ -147,7 +144,7 @@ class EventReply(Struct):
     async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
         """Yield the events. The first ones come with the first text; `ChatReply.chunks` explains `send`."""
         writer, opened = self.writer, False
-        async for delta in self._deltas():
+        async for delta in self.stream:
             if delta is NOTHING:
                 events = writer.silence_events() or [SILENCE]
             else:
@@ -171,15 +168,9 @@ class EventReply(Struct):
         self.writer.continued(delta)
         return True
 
-    async def _deltas(self) -> AsyncIterator[Delta]:
-        async for delta in self.stream:
-            if self.first_text_s is None and delta is not NOTHING:
-                self.first_text_s = asyncio.get_running_loop().time()
-            yield delta
-
     def _ended(self) -> Ended:
-        stream, now = self.stream, asyncio.get_running_loop().time()
-        first = now if self.first_text_s is None else self.first_text_s
+        stream, now = self.stream, time.monotonic()
+        first = now if stream.first_tokens is None else stream.first_tokens
         times = (int(time.time()), now - self.received_s, first - stream.started, now - first)
         output = stream.output
         return Ended(stream.finish, output.stop_string, stream.usage, output.thinking_tokens, *times)

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from services.frontend.output.output import Delta, LogprobEntry
 from services.frontend.protocol import responses_events as events
 from services.frontend.protocol.chat_chunks import TokenLogprobs, Usage, chat_logprobs
-from services.frontend.protocol.foreign import Ended
+from services.frontend.protocol.foreign import Ended, arguments_of
 from services.frontend.protocol.responses_events import Response
 from services.frontend.protocol.responses_items import (
     OutputCall,
@@ -73,6 +73,8 @@ class _OpenItem:
     def whole(self, status: Literal["completed", "incomplete"]) -> OutputItem:
         text = "".join(self.pieces)
         if isinstance(self.item, OutputCall):
+            if arguments_of(text) is None:
+                status = "incomplete"  # the model did not finish it
             return replace(self.item, arguments=text, status=status)
         if isinstance(self.item, OutputThought):
             if self.is_summary:

@@ -127,6 +127,14 @@ def test_a_call_that_was_cut_off_is_left_out_of_a_whole_message() -> None:
     assert message["stop_reason"] == "max_tokens"
 
 
+def test_a_call_that_the_model_did_not_finish_asks_for_no_result() -> None:
+    begun = '<tool_call>{"name": "weather", "arguments": {"city": "cut o'
+    for written, reason in ((begun, "end_turn"), (f"{CALL}{begun}", "tool_use")):
+        deltas, end = parsed(written, (70, 110, 130, 150), ParsePlan("hermes", False)), ended("tool_calls")
+        whole = msgspec.json.decode(MessageWriter("msg_1", "tiny").full_body(join_deltas(deltas), end))
+        assert whole["stop_reason"] == folded(streamed(deltas, end))["stop_reason"] == reason
+
+
 @pytest.mark.parametrize(
     ("finish", "stop_string", "expected"),
     [

@@ -101,6 +101,15 @@ def test_calls_have_their_arguments_as_an_object_and_the_end_has_times_in_nanose
     }
 
 
+def test_no_duration_is_zero_and_all_of_them_are_in_the_whole() -> None:
+    for times in ((0.0, 0.0, 0.0), (1e-7, 5e-8, 5e-8), (0.3, 0.2, 0.1)):
+        last = msgspec.json.decode(
+            new_writer(is_chat=True).last_events(Ended("stop", "", usage_of(7, 1, 3), 0, 9, *times))[0]
+        )
+        assert last["prompt_eval_duration"] > 0 < last["eval_duration"]
+        assert last["total_duration"] >= last["prompt_eval_duration"] + last["eval_duration"]
+
+
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_the_reason_of_the_end(finish: str) -> None:
     body = new_writer(is_chat=False).full_body(Delta("x"), ended(finish))

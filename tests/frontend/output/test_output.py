@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.frontend.output.detokenize import END_LIMIT_TOKENS, Detokenizer, TokenBytes, read_token_bytes
-from services.frontend.output.output import Delta, Output
+from services.frontend.output.output import Delta, LogprobEntry, Output
 from services.frontend.output.tokenizer_json import parse_tokenizer_json
 from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob
@@ -153,7 +153,7 @@ def test_prompt_and_answer_read_as_the_tokenizer_decodes_both(
     stop = data.draw(st.sampled_from(["", "o w", "水é", " world"]))
     output = Output(tokens, [stop] if stop else [], begins_at=len(before), before=tokens.end_of(pack_tokens(prompt)))
     one_by_one, stopped = "", False
-    entries = []
+    entries: list[LogprobEntry] = []
     for token in answer:
         delta = output.push([token], [logprob(token)])
         one_by_one += delta.text
@@ -178,6 +178,7 @@ def test_prompt_and_answer_read_as_the_tokenizer_decodes_both(
 @pytest.mark.parametrize("name", ["prepend", "first", "always"])
 def test_names_of_tokens_add_up_to_the_text_of_an_answer_that_begins_one(name: str) -> None:
     tokens, world = TABLES[name], TOKENIZERS[name].token_to_id("▁world")
+    assert world is not None
     output = Output(tokens, ())
     delta = output.push([world, world], [logprob(world)] * 2)
     assert delta.text == "world world"

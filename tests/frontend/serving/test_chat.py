@@ -87,6 +87,7 @@ async def spaced(copy: Path, special: tuple[str, ...] = SPECIAL) -> AsyncIterato
     """A model with a tokenizer as Llama 2's, whose workers answer " world world"."""
     tokenizer = give_sentencepiece(copy, special=special)
     token = tokenizer.token_to_id("▁world")
+    assert token is not None
     async with world(copy, prompt_logprobs=True) as w, clients(w) as (_, http):
         for worker in w.workers:
             worker.output = [token, token, 2]

@@ -355,7 +355,9 @@ async def test_ollamas_answers_are_lines_unless_a_client_wants_one(directory: Pa
         for answer in (lines[-1], whole):
             assert (answer["model"], answer["done_reason"], answer["eval_count"]) == (MODEL, "stop", len(said) + 1)
             assert answer["prompt_eval_count"] > 0
-            assert answer["total_duration"] >= answer["prompt_eval_duration"] + answer["eval_duration"] > 0
+            assert answer["prompt_eval_duration"] > 0 < answer["eval_duration"]
+            assert answer["total_duration"] >= answer["prompt_eval_duration"] + answer["eval_duration"]
+            assert answer["eval_duration"] % 1_000_000, "the loop's clock, which has milliseconds"
         text = await lines_of(http, "/api/generate", {"model": MODEL, "prompt": "hello", "system": "Be kind."})
         assert "".join(line["response"] for line in text) == "hello, Mühle 🚰"
         assert "Be kind." in w.latest_prompt()

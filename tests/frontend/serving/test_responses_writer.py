@@ -172,6 +172,13 @@ def test_an_answer_that_is_cut_off_is_incomplete_and_so_is_its_last_item() -> No
     assert [item.status for item in whole.output] == ["completed", "incomplete"]
 
 
+def test_a_call_that_the_model_did_not_finish_is_incomplete_in_a_complete_response() -> None:
+    whole, events = written(parsed(f"{CALL}{CALL[:50]}", (60, 110), ParsePlan("hermes")), "tool_calls")
+    assert whole.status == "completed"
+    assert [item.status for item in whole.output] == ["completed", "incomplete"]
+    assert [item["status"] for item in folded(events)["output"]] == ["completed", "incomplete"]
+
+
 def test_log_probabilities_go_with_their_text() -> None:
     entries = [LogprobEntry(text.encode(), -0.5, (TopLogprobEntry(b"x", -1.0),), at) for at, text in enumerate("abc")]
     deltas = [Delta("a", (entries[0],)), Delta("bc", (entries[1], entries[2]))]
