@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> str:
     """Return rows below their head, in left-aligned columns. The names in `head` have two spaces between them; a cell
-    that is None is empty."""
+    that is None is empty. Raise ValueError if a row has another number of cells than the head."""
     cells = [head.split("  "), *(["" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(

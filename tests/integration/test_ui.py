@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,12 @@ pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium is instal
 WORKERS = 3
 LIVE = "document.querySelector('#live').dataset.state === 'live'"
 READY = "[...document.querySelectorAll('.worker')].filter((one) => one.dataset.state === 'ready').length === {}"
+WIDTHS = """[...document.querySelectorAll('table')].map((table) =>
+    [...table.rows].map((row) => [...row.cells].reduce((sum, cell) => sum + cell.colSpan, 0)))"""
+"""The columns of each row of each table, headings included."""
+BELOW = """Object.fromEntries([...document.querySelectorAll('.candidates thead th')].map((heading, at) =>
+    [heading.textContent, document.querySelector('.candidates tr.chosen').cells[at].textContent]))"""
+"""Heading → the chosen candidate's cell below it."""
 QUESTION = "How does water get from the river to the mill? " * 4
 KEY = "sk-the-key-of-this-test-0123456789"
 
@@ -111,6 +118,13 @@ def test_a_chat_streams_and_shows_cached_tokens_the_instance_and_the_decision(up
         await tab.until(f"document.querySelector('.candidates tr.chosen') && {chosen}")
         assert await tab.value(chosen) in again
         assert await tab.value("document.querySelectorAll('.candidates tbody tr').length") == WORKERS
+        widths = await tab.value(WIDTHS)
+        assert [set(table) for table in widths] == [{9}, {10}]
+        below = await tab.value(BELOW)
+        assert re.fullmatch(r"\u2013|<?[0-9.]+ m?s", below["First token"])
+        assert re.fullmatch(r"-?[0-9.,]+", below["Score"])
+        assert re.fullmatch(r"[0-9]+", below["Remote"])
+        assert re.search("[a-z]", below["Why"])
         await tab.until("document.querySelector('#requests tr.chosen[data-outcome=good]') !== null")
         stops = "document.querySelectorAll('#requests tr.chosen .stop[data-state=done]').length"
         assert await tab.value(stops) == 5

@@ -56,6 +56,9 @@ class Listing(Struct, frozen=True):
     left_out: int = 0
     """The number of rows that the bound leaves out."""
 
+    def __post_init__(self) -> None:
+        assert all(len(line.cells) == len(self.headings) for line in self.lines)
+
 
 _TIERS = (
     *(Heading("KVBM"), Heading("TIER"), Heading("STATE"), Heading("BLOCKS")),

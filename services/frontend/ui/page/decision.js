@@ -6,6 +6,23 @@ import { age, brief, count, duration, plural } from "./format.js";
 
 let asked = 0;
 
+const number = (value) => make("td", "number", value);
+const tier = (at) => (row) => number(count(row.overlap[at]));
+
+/** The columns: heading, the class of its cell, and what makes the cell of a candidate. */
+const COLUMNS = [
+  ["Worker", "", name],
+  ["Device", "number", tier(0)],
+  ["Host", "number", tier(1)],
+  ["Disk", "number", tier(2)],
+  ["Remote", "number", tier(3)],
+  ["Held", "number", (row) => number(count(row.active_blocks))],
+  ["Queued", "number", (row) => number(count(row.queued_tokens))],
+  ["First token", "number", (row) => number(duration(row.predicted_s))],
+  ["Score", "number", score],
+  ["Why", "", (row) => make("td", "reason", row.reason)],
+];
+
 /** Asks routers for the decisions on a request; returns them, oldest first. */
 export async function decisionsOf(request) {
   const response = await ask(`ui/decision?request=${encodeURIComponent(request)}`);
@@ -44,34 +61,39 @@ function decision(one) {
     ` · router ${brief(one.router)} · ${age(one.age_s)} ago`,
   );
   const table = make("table", "candidates");
-  const names = ["Worker", "Device", "Host", "Disk", "Held", "Queued", "First token", "Score", "Why"];
-  table.append(make("thead", "", make("tr", "", ...names.map((name) => header(name)))));
-  const worst = Math.max(1, ...one.candidates.map((row) => Math.abs(row.score)));
-  table.append(make("tbody", "", ...one.candidates.map((row) => candidate(row, one, worst))));
+  table.append(make("thead", "", make("tr", "", ...COLUMNS.map(([title, kind]) => header(title, kind)))));
+  table.append(make("tbody", "", ...one.candidates.map((row) => candidate(row, one))));
   return make("article", "decision", head, make("div", "scroll", table), ...passedOver(one), outcome(one));
 }
 
-function header(name) {
-  const cell = make("th", "", name);
+function header(title, kind) {
+  const cell = make("th", kind, title);
   cell.scope = "col";
   return cell;
 }
 
-function candidate(row, one, worst) {
-  const isChosen = row.instance === one.instance && row.rank === one.rank;
-  const ranks = one.candidates.some((each) => each.rank > 0);
-  const name = make("th", "", make("code", "", brief(row.instance)));
-  name.scope = "row";
-  name.title = row.instance;
-  if (ranks) name.append(` rank ${row.rank}`);
-  if (isChosen) name.append(make("span", "badge", "chosen"));
-  const cells = [...row.overlap, row.active_blocks, row.queued_tokens].map((value) => make("td", "number", count(value)));
+function isChosen(row, one) {
+  return row.instance === one.instance && row.rank === one.rank;
+}
+
+function candidate(row, one) {
+  return make("tr", isChosen(row, one) ? "chosen" : "", ...COLUMNS.map(([, , cell]) => cell(row, one)));
+}
+
+function name(row, one) {
+  const cell = make("th", "", make("code", "", brief(row.instance)));
+  cell.scope = "row";
+  cell.title = row.instance;
+  if (one.candidates.some((each) => each.rank > 0)) cell.append(` rank ${row.rank}`);
+  if (isChosen(row, one)) cell.append(make("span", "badge", "chosen"));
+  return cell;
+}
+
+function score(row, one) {
+  const worst = Math.max(1, ...one.candidates.map((each) => Math.abs(each.score)));
   const meter = make("i", "meter");
   meter.style.setProperty("width", `${Math.max(2, (100 * Math.abs(row.score)) / worst)}%`);
-  const score = make("td", "number score", make("span", "", Number(row.score.toPrecision(4)).toLocaleString("en")), meter);
-  const line = make("tr", isChosen ? "chosen" : "", name, ...cells);
-  line.append(make("td", "number", duration(row.predicted_s)), score, make("td", "reason", row.reason));
-  return line;
+  return make("td", "number score", make("span", "", Number(row.score.toPrecision(4)).toLocaleString("en")), meter);
 }
 
 function passedOver(one) {
