@@ -27,6 +27,30 @@ JOIN_WAIT_S = 5.0
 """Seconds for which frontends may find workers of the other role, once all other services are ready."""
 
 
+class SharedTasks:
+    """Decides which service shows the progress of a task that several do at once, such as loading the same model."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, str] = {}
+        """Service → the task that it does."""
+        self._shown: dict[str, tuple[str, int]] = {}
+        """Task → the service that shows it, and the share that it has shown, in percent."""
+
+    def shows(self, service: str, task: str, percent: int) -> bool:
+        """Note that a service has done `percent` of a task. Return whether to show that: for the first service, or for
+        another one that is further than the first was when it left the task."""
+        self._at[service] = task
+        holder, most = self._shown.get(task, (service, -1))
+        if service != holder and (self._at.get(holder) == task or percent <= most):
+            return False
+        self._shown[task] = service, percent
+        return True
+
+    def left(self, service: str) -> None:
+        """Note that a service does something else."""
+        self._at.pop(service, None)
+
+
 class Announcer:
     """Watches the services of one `up` until all are ready."""
 
@@ -52,6 +76,7 @@ class Announcer:
         """True once it is said that this machine waits for another one; also if it never does."""
         self._reasons: dict[str, str] = {}
         """Why a service is not ready, as it was shown last."""
+        self._tasks = SharedTasks()
 
     async def run(self) -> None:
         """Show why services are not ready yet; print once that the frontends are ready, and hand-overs are possible."""
@@ -67,6 +92,7 @@ class Announcer:
         while self._waiting:
             for launch in list(self._waiting.values()):
                 if await self._is_ready(launch):
+                    self._tasks.left(launch.program.name)
                     del self._waiting[launch.program.name]
             now_s = time.monotonic()
             if self._supervisor.stopping:
@@ -129,11 +155,14 @@ stop:    Ctrl-C
         )
 
     def _say_reason(self, name: str, reason: str) -> None:
-        """Show why a service is not ready yet; a reason that ends in a percentage is drawn as progress."""
+        """Show why a service is not ready yet; a reason that ends in a percentage is drawn as progress, of one of the
+        services that do the same."""
         what, _, share = reason.removesuffix(" %").rpartition(": ")
         if what and share.isdecimal():
-            self._terminal.progress(f"  {name}: {what}", int(share) / 100)
+            if self._tasks.shows(name, what, int(share)):
+                self._terminal.progress(f"  {name}: {what}", int(share) / 100)
         else:
+            self._tasks.left(name)
             self._terminal.notice(f"  {name}: {reason}")
 
     def _say_ready(self) -> None:

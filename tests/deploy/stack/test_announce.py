@@ -11,12 +11,39 @@ import msgspec
 import pytest
 
 from deploy.local.stack import servers
+from deploy.local.stack.announce import SharedTasks
 from deploy.local.stack.stack import Launch, Stack
 from deploy.local.stack.supervise import Program
 from deploy.local.stack.up import Shell
 from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
 from tests.deploy.stack.programs import LIMIT_S, STAYS, launch, until
+
+
+def shown(tasks: SharedTasks, *steps: tuple[str, str, int]) -> list[tuple[str, str, int]]:
+    return [step for step in steps if tasks.shows(*step)]
+
+
+def test_of_several_services_that_do_the_same_one_shows_its_progress() -> None:
+    first = [("worker-0", "converting", percent) for percent in (0, 10, 50, 100)]
+    others = [(f"worker-{number}", "converting", percent) for number in (1, 2) for percent in (0, 60, 100)]
+    mixed = [first[0], others[0], others[3], first[1], others[1], first[2], others[2], first[3], *others[4:]]
+    assert shown(SharedTasks(), *mixed) == first
+
+
+def test_another_service_goes_on_where_the_one_that_showed_it_has_left() -> None:
+    tasks = SharedTasks()
+    assert shown(tasks, ("worker-0", "converting", 40), ("worker-1", "converting", 50)) == [
+        ("worker-0", "converting", 40)
+    ]
+    tasks.left("worker-0")
+    rest = [("worker-1", "converting", percent) for percent in (40, 60, 100)]
+    assert shown(tasks, *rest, ("worker-0", "converting", 10)) == rest[1:]
+
+
+def test_each_of_several_tasks_has_a_service_that_shows_it() -> None:
+    steps = [("worker-0", "converting", 10), ("worker-1", "mapping weights", 10), ("worker-0", "mapping weights", 20)]
+    assert shown(SharedTasks(), *steps) == steps[:2]
 
 
 class RolesUp:
