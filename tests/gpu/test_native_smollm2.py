@@ -28,9 +28,13 @@ from tests.gpu.models import cuda_runner, smollm2  # noqa: E402
 BLOCKS = 16
 """The blocks of each sequence."""
 OUTPUT = 48
-LOGIT_BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
-"""Bounds of ‖difference‖ / ‖reference‖ over all positions. Half of the difference comes from rounding the inputs of
-products (norms and SwiGLU), the rest from queries, keys and values in a type of 8 or 11 bits."""
+FLOAT32_BOUND = 1e-5
+"""The bound of ‖difference‖ / ‖reference‖ over all positions in float32."""
+SHARE_OF_THEIRS = 0.75
+"""The bound in a type of 16 bits, as a share of transformers' own error in that type. Half of our difference comes from
+rounding the inputs of products (norms and SwiGLU), the rest from queries, keys and values; both errors grow with the
+model, and both change with the algorithms that cuBLAS chooses on a GPU, so that no number holds for all GPUs. Measured
+on an H200: 0.45 in float16 (1.01e-3 of 2.24e-3), and 0.35 to 0.58 in bfloat16 for nine models."""
 
 
 class ReferenceAnswer(Struct):
@@ -122,10 +126,9 @@ def test_smollm2_computes_the_logits_of_transformers_in_float64(tmp_path: Path, 
         each = [_error(one, right) for one, right in zip(logits, expected, strict=True)]
         all_of_them, most = _error(logits, expected), max(each)
         print(f"{element_type} {name}: {all_of_them:.2e}; by position median {np.median(each):.2e}, most {most:.2e}")
+    bound = FLOAT32_BOUND if element_type == "float32" else SHARE_OF_THEIRS * _error(own, expected)
     for logits in (prefilled, decoded):
-        assert _error(logits, expected) < LOGIT_BOUNDS[element_type]
-        if element_type != "float32":
-            assert _error(logits, expected) < _error(own, expected)
+        assert _error(logits, expected) < bound
 
 
 def _error(logits: Any, expected: Any) -> float:

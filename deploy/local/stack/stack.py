@@ -238,7 +238,7 @@ def plan(
             "sampling": options.sampling,
             "cache": options.cache or str(state_dir.models),
             "engine": options.engine,
-            "threads": max(1, cores // options.workers),
+            "threads": 0 if options.vllm_gpus else max(1, cores // options.workers),  # vLLM on GPUs chooses better
             "simulated": options.simulated,
             "kvbm": {"pool": store.pool if store is not None else ""},
         }

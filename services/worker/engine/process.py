@@ -33,6 +33,7 @@ PROGRAMS = {
 """Engine → its program's module."""
 _CHECKOUT = str(Path(__file__).parents[3])
 """Directory of the packages services and shared, which vLLM's Python does not know."""
+_GPU_DRIVER = Path("/dev/nvidiactl")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -112,14 +113,11 @@ def _spawn(command: list[str], channel: int, environ: dict[str, str]) -> subproc
 
 def engine_environment(config: WorkerConfig) -> dict[str, str]:
     """Return the engine's environment: the shell's without its settings and secrets. Added are the number of arithmetic
-    threads, which BLAS reads when it is loaded, and where CuPy keeps compiled kernels, unless that is set: its own
-    choice, the home directory, cannot be written to in a container."""
-    threads = config.threads or os.cpu_count() or 1
-    if config.engine == "vllm":  # its core needs a processor too: on two cores two threads made it 20 times as slow
-        threads = max(1, threads - 1)
+    threads, and where CuPy keeps compiled kernels, unless that is set: its own choice, the home directory, cannot be
+    written to in a container."""
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
     kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}
-    counts = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    counts = dict.fromkeys(_THREAD_VARIABLES, str(count)) if (count := _threads(config)) else {}
     if config.engine != "vllm":
         return kernels | kept | counts
     kept.pop("PROMETHEUS_MULTIPROC_DIR", None)  # other workers, and engines that have ended, would be counted with it
@@ -127,10 +125,25 @@ def engine_environment(config: WorkerConfig) -> dict[str, str]:
     return _vllm_defaults(config) | kept | counts | chosen | {"PYTHONPATH": _CHECKOUT}
 
 
+def _threads(config: WorkerConfig) -> int:
+    """Return the number of arithmetic threads, which BLAS and torch read when they are loaded; 0 leaves it to vLLM.
+
+    The native engine on a GPU leaves little to the host's threads, and gets as many as on a CPU, as is NumPy's default.
+    vLLM on a GPU loads weights with a share of the cores for each rank and serves with one thread a rank, but only if
+    OMP_NUM_THREADS is not set: further threads spin next to the scheduler.
+    """
+    threads = config.threads or os.cpu_count() or 1
+    if config.engine != "vllm":
+        return threads
+    if config.vllm_gpus or _GPU_DRIVER.exists():
+        return config.threads
+    return max(1, threads - 1)  # its core needs a processor too: on two cores two threads made it 20 times as slow
+
+
 def _vllm_defaults(config: WorkerConfig) -> dict[str, str]:
     """Return variables of vLLM that are set unless the worker's environment has them."""
     return {
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may deadlock
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers of a machine take the same processors

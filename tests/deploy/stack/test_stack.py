@@ -188,6 +188,7 @@ def test_workers_with_vllm_get_the_gpus_that_are_their_own(tmp_path: Path) -> No
     stack = planned(options)
     loaded = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in (0, 1)]
     assert [worker.vllm_gpus for worker in loaded] == ["0,1", "2,3"]
+    assert [worker.threads for worker in loaded] == [0, 0]
 
 
 def test_workers_on_gpus_get_their_other_settings(tmp_path: Path) -> None:

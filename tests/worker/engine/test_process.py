@@ -7,8 +7,27 @@ from pathlib import Path
 import pytest
 
 from services.worker.config import WorkerConfig
+from services.worker.engine import process
 from services.worker.engine.process import engine_environment
+from tests.worker.vllm.environment import needs_vllm, run_there
 
+VLLM = WorkerConfig(model="m", engine="vllm")
+OWNERS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "vLLM",
+    "VLLM_HOST_IP": "vLLM",
+    "VLLM_NO_USAGE_STATS": "vLLM",
+    "VLLM_CPU_OMP_THREADS_BIND": "vLLM",
+    "VLLM_CPU_KVCACHE_SPACE": "vLLM",
+    "HF_HUB_OFFLINE": "huggingface_hub",
+    "CUPY_CACHE_DIR": "CuPy",
+    "CUDA_VISIBLE_DEVICES": "CUDA",
+    "PYTHONPATH": "Python",
+    "OMP_NUM_THREADS": "OpenMP",
+    "OPENBLAS_NUM_THREADS": "OpenBLAS",
+    "MKL_NUM_THREADS": "MKL",
+    "VECLIB_MAXIMUM_THREADS": "Accelerate",
+}
+"""Variable that an engine gets → the program or library that reads it."""
 CUDA = WorkerConfig(model="m", device="cuda", cache="/var/models")
 
 
@@ -40,3 +59,46 @@ def test_vllm_sees_the_gpus_that_were_chosen_for_it(monkeypatch: pytest.MonkeyPa
 def test_a_directory_for_metrics_of_several_processes_is_not_passed_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/shared")
     assert "PROMETHEUS_MULTIPROC_DIR" not in engine_environment(WorkerConfig(model="m", engine="vllm"))
+
+
+def set_for(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables that an engine gets beside those of its shell."""
+    monkeypatch.setattr(process, "environment", dict)
+    return engine_environment(config)
+
+
+def test_each_variable_that_an_engine_gets_has_a_program_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus = WorkerConfig(model="m", engine="vllm", vllm_gpus="0", threads=2)
+    assert (set_for(CUDA, monkeypatch) | set_for(VLLM, monkeypatch) | set_for(with_gpus, monkeypatch)).keys() == (
+        OWNERS.keys()
+    )
+
+
+@needs_vllm
+def test_vllm_knows_each_of_its_variables() -> None:
+    known = run_there("import json, vllm.envs; print(json.dumps(list(vllm.envs.environment_variables)))")
+    assert {name for name, owner in OWNERS.items() if owner == "vLLM"} <= set(known)
+
+
+def test_vllm_on_a_cpu_leaves_one_processor_to_its_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process, "_GPU_DRIVER", tmp_path / "none")
+    assert set_for(WorkerConfig(model="m", engine="vllm", threads=4), monkeypatch)["OMP_NUM_THREADS"] == "3"
+    assert set_for(WorkerConfig(model="m", engine="vllm", threads=1), monkeypatch)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" in set_for(VLLM, monkeypatch)
+
+
+def test_vllm_on_a_gpu_chooses_its_threads_itself_unless_they_are_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(process, "_GPU_DRIVER", tmp_path)
+    assert "OMP_NUM_THREADS" not in set_for(VLLM, monkeypatch)
+    assert set_for(WorkerConfig(model="m", engine="vllm", threads=4), monkeypatch)["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setattr(process, "_GPU_DRIVER", tmp_path / "none")
+    assert "OMP_NUM_THREADS" not in set_for(WorkerConfig(model="m", engine="vllm", vllm_gpus="0"), monkeypatch)
+
+
+def test_a_gpu_of_the_machine_changes_nothing_for_other_engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(process, "_GPU_DRIVER", tmp_path)
+    assert set_for(WorkerConfig(model="m", threads=3), monkeypatch)["OMP_NUM_THREADS"] == "3"
