@@ -51,6 +51,9 @@ class KeyEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """Requests that may run at one time."""
     min_priority: Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)] | None = None
     """The lowest `priority` that its requests may ask for; lower is served earlier. None: `access.min_priority`."""
+    salt: Annotated[str, Meta(pattern=f"^{NAME.pattern}$")] | None = None
+    """The keys that share cached blocks with this one: no other (`own`), or those of the same salt. None: all keys
+    without a salt."""
 
 
 def key_digest(key: str) -> bytes:

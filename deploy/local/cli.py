@@ -187,7 +187,7 @@ def _key(flags: NewKeyFlags | KeysFileFlags) -> None:
 
     match flags:
         case NewKeyFlags():
-            key.new(flags.name, {limit: getattr(flags, limit) for limit in key.LIMITS}, flags.file, flags.out)
+            key.new(flags.name, {name: getattr(flags, name) for name in key.LIMITS}, flags.file, flags.out)
         case ListKeysFlags():
             print(highlight(key.listed(_keys_file(flags)), sys.stdout))
         case RevokeKeyFlags():

@@ -19,13 +19,13 @@ T = TypeVar("T")
 PREFIX = "hr-"
 """Prefix by which people and secret scanners recognize a key."""
 KEY_BYTES = 32
-LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency", "min_priority")
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency", "min_priority", "salt")
 DIGITS_SHOWN = 12
 """The digits of a digest that `list` shows, to tell keys apart."""
 FOLLOWED = "a running frontend follows within 2 s"
 
 
-def new(name: str, limits: dict[str, int | None], file: Path | None = None, out: Path | None = None) -> None:
+def new(name: str, limits: dict[str, int | str | None], file: Path | None = None, out: Path | None = None) -> None:
     """Make a key. Its line goes into `file`, the key itself into the new file `out`; without one, it is printed.
 
     Raise ConfigError, and then leave both files as they were.
@@ -69,7 +69,7 @@ def listed(file: Path) -> str:
         (name, *(getattr(entry, limit) for limit in LIMITS), entry.sha256[:DIGITS_SHOWN])
         for name, entry in sorted(entries.items())
     )
-    return table("NAME  REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  MIN PRIORITY  SHA256", rows)
+    return table("NAME  REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  MIN PRIORITY  SALT  SHA256", rows)
 
 
 def revoke(name: str, file: Path) -> None:
@@ -78,7 +78,7 @@ def revoke(name: str, file: Path) -> None:
     print(f"{name} is no longer in {file}; {FOLLOWED}, and its running requests continue")
 
 
-def _check_limit(limit: str, value: int) -> None:
+def _check_limit(limit: str, value: int | str) -> None:
     """Raise ConfigError, which names the flag, for a limit that a frontend would refuse."""
     try:
         read_keys(line("any", {"sha256": "0" * 64, limit: value}).encode())

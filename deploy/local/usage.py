@@ -339,6 +339,8 @@ class NewKeyFlags(Struct, frozen=True, kw_only=True):
     """The limit of the key in requests at once (none)."""
     min_priority: Annotated[int | None, "N"] = None
     """The lowest `priority` that requests with the key may ask for (the frontend's)."""
+    salt: Annotated[str | None, "own|NAME"] = None
+    """The keys that share cached prompts with it: no other (`own`), or those of the same name (all without one)."""
 
 
 class KeysFileFlags(StateFlags, frozen=True, kw_only=True):

@@ -93,12 +93,24 @@ def test_a_key_goes_into_files_of_its_owner_and_is_listed_and_revoked(
 
     assert cli.main(["key", "list", "--file", str(keys)]) == 0
     head, row = capsys.readouterr().out.splitlines()
-    assert head == "NAME   REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  MIN PRIORITY  SHA256"
+    assert head == "NAME   REQUESTS/MINUTE  TOKENS/MINUTE  CONCURRENCY  MIN PRIORITY  SALT  SHA256"
     assert row.split() == ["alice", "3", read_keys(keys.read_bytes())["alice"].sha256[: key.DIGITS_SHOWN]]
 
     assert cli.main(["key", "revoke", "alice", "--file", str(keys)]) == 0
     assert "alice is no longer in " in capsys.readouterr().out
     assert read_keys(keys.read_bytes()) == {}
+
+
+def test_a_key_gets_a_salt_of_its_own_or_one_of_several_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys.toml"
+    for name, salt in (("alice", "own"), ("bob", "team-1")):
+        assert cli.main(["key", "new", name, "--file", str(keys), "--salt", salt]) == 0
+        assert read_keys(keys.read_bytes())[name].salt == salt
+    assert cli.main(["key", "new", "carol", "--file", str(keys), "--salt", "A secret"]) == 2
+    assert "--salt A secret: " in capsys.readouterr().err
+    assert "carol" not in read_keys(keys.read_bytes())
 
 
 def test_a_file_that_is_there_is_not_replaced_and_nothing_changes(

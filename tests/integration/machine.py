@@ -186,10 +186,10 @@ class Wire:
             await self._peers[instance].open()
         return self._peers[instance]
 
-    async def begin(self, name: str, tokens: list[int], max_tokens: int = 8, logprobs: int = -1) -> str:
+    async def begin(self, name: str, tokens: list[int], max_tokens: int = 8, logprobs: int = -1, salt: str = "") -> str:
         """Returns the request's name once the worker has taken it."""
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs)
-        asked = request(secrets.token_hex(8), tokens, sampling=sampling, time_left_s=LIMIT_S)
+        asked = request(secrets.token_hex(8), tokens, sampling=sampling, time_left_s=LIMIT_S, salt=salt)
         reply = await (await self.peer(name)).generate(asked)
         assert isinstance(reply, Accepted), reply
         return asked.request
@@ -201,8 +201,8 @@ class Wire:
         last = peer.parts(request)[-1]
         return Answer(peer.tokens(request), last.cached_tokens, last.cached_host_tokens, last.cached_disk_tokens)
 
-    async def ask(self, name: str, tokens: list[int], max_tokens: int = 8) -> Answer:
-        return await self.end(name, await self.begin(name, tokens, max_tokens))
+    async def ask(self, name: str, tokens: list[int], max_tokens: int = 8, salt: str = "") -> Answer:
+        return await self.end(name, await self.begin(name, tokens, max_tokens, salt=salt))
 
     async def score(self, name: str, tokens: list[int], max_tokens: int = 8, logprobs: int = 20) -> Scored:
         """Ask, with `logprobs` of the likeliest tokens at each place."""
@@ -273,10 +273,11 @@ class Wire:
 
         await eventually(seen, f"{name} is {'' if linked else 'not '}linked")
 
-    async def compute(self, name: str, tokens: list[int], tier: Tier = "host") -> Answer:
+    async def compute(self, name: str, tokens: list[int], tier: Tier = "host", salt: str = "") -> Answer:
         """Asked; returns when the kvbm has all of the prompt's full blocks in that tier."""
-        answer = await self.ask(name, tokens)
-        wanted = set(map(event_hash, content_keys(root_key("model"), pack_tokens(tokens), BLOCK_TOKENS)))
+        answer = await self.ask(name, tokens, salt=salt)
+        root = root_key("model", salt=salt)
+        wanted = set(map(event_hash, content_keys(root, pack_tokens(tokens), BLOCK_TOKENS)))
 
         async def stored() -> bool:
             return wanted <= await self._blocks(tier)

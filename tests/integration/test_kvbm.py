@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from services.frontend.auth.accounts import Account
+from services.frontend.auth.cache_salt import cache_salt
+from shared.api_keys import KeyEntry
 from tests.integration.fleet import fleet
 from tests.integration.kinds import CPU, GPU, Kind, params
 from tests.integration.machine import (
@@ -85,6 +88,20 @@ async def test_what_one_worker_computed_the_other_one_loads_and_answers_the_same
     alone = await wire.ask("alone", asked)
     assert await wire.compute("first", asked) == alone == Answer(alone.tokens, 0, 0, 0)
     assert await wire.ask("second", asked) == Answer(alone.tokens, loaded(asked), loaded(asked), 0)
+
+
+async def test_keys_with_salts_of_their_own_find_nothing_of_each_other_in_any_tier(wire: Wire) -> None:
+    """What a key finds is what its answer says and how long it takes: tokens of the prompt that are not computed."""
+    asked = prompt(200, "salted")
+    accounts = [Account(name, KeyEntry("0" * 64, salt="own"), 0.0) for name in ("alice", "bob", "carol")]
+    alice, bob, carol = (cache_salt(account, "", "") for account in accounts)
+    answer = await wire.compute("first", asked, "disk", alice)
+    nothing = Answer(answer.tokens, 0, 0, 0)
+    assert await wire.ask("first", asked, salt=bob) == nothing, "its device has alice's blocks"
+    assert await wire.ask("second", asked, salt=carol) == nothing, "host memory and disk have them"
+    assert await wire.ask("second", asked) == nothing
+    assert await wire.ask("first", asked, salt=alice) == Answer(answer.tokens, loaded(asked), 0, 0)
+    assert await wire.ask("second", asked, salt=alice) == Answer(answer.tokens, loaded(asked), loaded(asked), 0)
 
 
 async def test_the_half_of_a_prompt_is_loaded_and_the_rest_computed_in_steps_among_other_requests(wire: Wire) -> None:

@@ -140,6 +140,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     temperature: chat.Temperature | None = None
     top_p: chat.TopP | None = None
     top_k: chat.TopK | None = None
+    cache_salt: chat.CacheName | None = None
+    """As in a chat; Anthropic has no such field."""
     diagnostics: Hint = UNSET
     metadata: Hint = UNSET
     service_tier: Hint = UNSET
@@ -183,7 +185,7 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
     schema = None if request.output_config is None else request.output_config.format
     more: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
-        same = ("stream", "max_tokens", "temperature", "top_p", "top_k")
+        same = ("stream", "max_tokens", "temperature", "top_p", "top_k", "cache_salt")
         more = {field: getattr(request, field) for field in same} | {"stop": request.stop_sequences}
     asked = ChatRequest(
         model=request.model,

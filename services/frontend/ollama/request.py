@@ -70,6 +70,8 @@ class OllamaBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     """False: one JSON object in place of lines."""
     think: bool | Literal["low", "medium", "high"] | None = None
+    cache_salt: chat.CacheName | None = None
+    """As in a chat; Ollama has no such field."""
     keep_alive: Hint = UNSET
     truncate: Hint = UNSET
     """A conversation that does not fit the context is refused."""
@@ -106,6 +108,8 @@ class OllamaEmbedRequest(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelName
     input: str | list[str]
     dimensions: chat.TokenCount | None = None
+    cache_salt: chat.CacheName | None = None
+    """As in OpenAI's embeddings; Ollama has no such field."""
     options: Hint = UNSET
     keep_alive: Hint = UNSET
     truncate: Hint = UNSET
@@ -167,6 +171,7 @@ def as_chat(
     review(request, ignored)
     fields = {**_options(request.options or {}, ignored), "model": served_name(request.model)}
     fields |= {"stream": request.stream is not False, "response_format": _format(request.format)}
+    fields["cache_salt"] = request.cache_salt
     with renaming(NAMES):
         if isinstance(request, OllamaGenerateRequest) and (request.raw or request.suffix):
             for field in ("system", "think"):
@@ -190,7 +195,8 @@ def as_chat(
 def as_embedding(request: OllamaEmbedRequest) -> EmbeddingRequest:
     """Return the request as OpenAI's."""
     given: Any = request.input
-    return EmbeddingRequest(input=given, model=served_name(request.model), dimensions=request.dimensions)
+    name, salt = served_name(request.model), request.cache_salt
+    return EmbeddingRequest(input=given, model=name, dimensions=request.dimensions, cache_salt=salt)
 
 
 def _options(options: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:

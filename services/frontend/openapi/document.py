@@ -110,6 +110,13 @@ _PARAMETERS: dict[str, Schema] = {
         description="The name of the conversation, in printable characters; its requests prefer the same worker, as"
         " with the body's prompt_cache_key",
     ),
+    "CacheSalt": _parameter(
+        "X-Cache-Salt",
+        "header",
+        {"maxLength": 256},
+        description="In printable characters; prompts share cached blocks only with prompts that have the same, as with"
+        " the body's cache_salt",
+    ),
 }
 _SHARED: list[Schema] = [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
 _STORED: dict[Operation, tuple[str, type[msgspec.Struct]]] = {

@@ -2,6 +2,7 @@
 
 no HTTP version in the first line               ──▶  400
 a malformed anthropic-version, on its paths     ──▶  400
+two headers X-Cache-Salt                        ──▶  400
 a body with a Content-Encoding                  ──▶  415, the body is not read
 OPTIONS with Origin, if origins are set         ──▶  204 or 403, no key needed
 a page of another site, if no keys are set      ──▶  403 (shared/runtime/origin.py)
@@ -28,7 +29,7 @@ from services.frontend.protocol.errors import Failure, failure, failure_of, fiel
 from services.frontend.protocol.operations import FOREIGN_PATHS
 from services.frontend.requests.request_trace import RequestTrace, begin_trace
 from services.frontend.server.cors import NOT_ALLOWED, Cors
-from services.frontend.serving.request_context import RequestId, request_id
+from services.frontend.serving.request_context import SALT_HEADER, RequestId, request_id
 from shared.errors import InvalidRequest
 from shared.runtime.origin import rule_of
 from shared.tracing.traceparent import HEADER as TRACEPARENT_HEADER
@@ -119,6 +120,8 @@ def _malformed(request: web.Request) -> InvalidRequest | None:
     versions = request.headers.getall(VERSION_HEADER, ()) if request.path in ANTHROPIC_PATHS else ()
     if len(versions) > 1 or not all(map(_VERSION.fullmatch, versions)):
         return field_error(VERSION_HEADER, "no version of Anthropic's API; send one date, such as 2023-06-01, or none")
+    if len(request.headers.getall(SALT_HEADER, ())) > 1:
+        return field_error(SALT_HEADER, "the request has it twice; send it once")
     codings = ",".join(request.headers.getall(ENCODING_HEADER, ())).lower().split(",")
     if request.body_exists and {coding.strip() for coding in codings} - {"", "identity"}:
         return field_error(ENCODING_HEADER, "encoded bodies are not supported; send the body uncompressed", status=415)

@@ -292,7 +292,7 @@ class ServingChat(Struct, frozen=True):
         """Return for each prompt the requests of its choices; `texts` has what its answers begin with. Several choices
         are named `name/0` and so on."""
         found: list[list[InferenceRequest]] = []
-        salt, count = request.cache_salt or "", request.n or 1
+        salt, count = context.salt(request.cache_salt), request.n or 1
         name, affinity_key = context.id.unique, request.prompt_cache_key or context.session
         alone = count * len(prompts) == 1
         grammar_text, grammar_param = ("", "") if grammar is None else (grammar.grammar, grammar.param)

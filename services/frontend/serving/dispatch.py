@@ -31,7 +31,14 @@ from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
 from services.frontend.serving.reply import ChatReply, EventReply
-from services.frontend.serving.request_context import SESSION_HEADER, RequestContext, RequestId, session_name
+from services.frontend.serving.request_context import (
+    SALT_HEADER,
+    SESSION_HEADER,
+    RequestContext,
+    RequestId,
+    header_salt,
+    session_name,
+)
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.responses import ServingResponses
 from services.frontend.serving.tokenize import ServingTokenize
@@ -74,6 +81,7 @@ class Dispatcher:
             now,
             deadline_header=headers.get(deadline.HEADER),
             session=session_name(headers.get(SESSION_HEADER)),
+            salt_header=header_salt(headers.get(SALT_HEADER)),
             lowest_priority=lowest_allowed(permit.account, self._config.access.min_priority),
             trace=trace,
             ignored=ignored,

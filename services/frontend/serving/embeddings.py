@@ -82,7 +82,7 @@ class ServingEmbeddings(Struct, frozen=True):
                     prompts = await self._prompts(inputs, model, limits)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its input was tokenised") from None
-        as_text, salt, unique = request.encoding_format == "base64", request.cache_salt or "", context.id.unique
+        as_text, salt, unique = request.encoding_format == "base64", context.salt(request.cache_salt), context.id.unique
         del request, inputs
         tokens, permit = sum(map(len, prompts)) // 4, context.permit
         at_once = min(len(prompts), self.service.limits.inputs_at_once, self.service.limits.requests)

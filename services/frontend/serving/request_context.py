@@ -7,6 +7,7 @@ import secrets
 
 from msgspec import Struct, field
 
+from services.frontend.auth.cache_salt import cache_salt
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER, IgnoredFields
 from services.frontend.requests.admission import Permit
@@ -14,8 +15,10 @@ from services.frontend.requests.request_trace import RequestTrace
 
 SESSION_HEADER = "X-Session-Id"
 """The header, over HTTP and over NATS, that names the conversation to which a request belongs."""
-SESSION_LIMIT_CHARACTERS = 256
-"""Routers refuse a longer name."""
+SALT_HEADER = "X-Cache-Salt"
+"""The header, over HTTP and over NATS, that separates a request's cached blocks, as the field `cache_salt` does."""
+NAME_LIMIT_CHARACTERS = 256
+"""Characters of these headers at most. Routers and workers refuse longer names."""
 
 _PLAIN = re.compile(r"[0-9A-Za-z._:-]{1,64}")
 
@@ -44,9 +47,18 @@ def ignored_header(ignored: IgnoredFields) -> dict[str, str]:
 
 def session_name(header: str | None) -> str:
     """Return the name of a conversation that the header gives; empty if there is none. Raise InvalidRequest."""
-    name = (header or "").strip()
-    if len(name) > SESSION_LIMIT_CHARACTERS or not name.isprintable():
-        raise field_error(SESSION_HEADER, f"must be at most {SESSION_LIMIT_CHARACTERS} printable characters")
+    return _name(SESSION_HEADER, header)
+
+
+def header_salt(header: str | None) -> str:
+    """Return the salt of cached blocks that the header gives; empty if there is none. Raise InvalidRequest."""
+    return _name(SALT_HEADER, header)
+
+
+def _name(header: str, given: str | None) -> str:
+    name = (given or "").strip()
+    if len(name) > NAME_LIMIT_CHARACTERS or not name.isprintable():
+        raise field_error(header, f"must be at most {NAME_LIMIT_CHARACTERS} printable characters")
     return name
 
 
@@ -61,9 +73,15 @@ class RequestContext(Struct, frozen=True):
     deadline_header: str | None = None
     session: str = ""
     """The name of its conversation, of the header; empty: the body may name it."""
+    salt_header: str = ""
+    """The salt of its cached blocks that the header gives; empty if it is missing."""
     lowest_priority: int = 0
     """The lowest `priority` that its body may ask for."""
     trace: RequestTrace | None = None
     """The request's trace; None: it is not traced."""
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     """The fields of its body that have no effect."""
+
+    def salt(self, field: str | None) -> str:
+        """Return the salt of its cached blocks; empty if there is none. `field` is that of its body."""
+        return cache_salt(self.permit.account, self.salt_header, field or "")
