@@ -43,8 +43,8 @@ class ParsedOutput:
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
         """Add tokens, as `Output.push` does."""
         found = self._parser.result
-        # Several tokens at once would make it impossible to count those of reasoning.
-        if len(tokens) > 1 and not (found.content_characters or found.calls_begun):
+        # Several tokens at once would make it impossible to count those of reasoning, or those after the only call.
+        if len(tokens) > 1 and not (found.parallel and (found.content_characters or found.calls_begun)):
             return self._one_by_one(tokens, logprobs)
         delta = self._output.push(tokens, logprobs)
         self._parse(delta.text)

@@ -67,7 +67,8 @@ class ParseResult:
         self._names = names
         self._draw_id = draw_id
         self._count = count
-        self._parallel = parallel
+        self.parallel = parallel
+        """Whether the answer may have several calls."""
         self._open = False
         """Whether a call has begun and not ended."""
         self._white = ""
@@ -148,7 +149,7 @@ class ParseResult:
         self.reader.release()
         self._open = False
         self._count("complete")
-        if not self._parallel:
+        if not self.parallel:
             raise CallLimitReached
 
     # --- called by the output

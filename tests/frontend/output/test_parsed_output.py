@@ -93,6 +93,16 @@ def test_tokens_of_thinking_are_counted_however_many_come_at_once(size: int) -> 
     assert output.thinking_tokens == text.index("</think>")
 
 
+@pytest.mark.parametrize("step", [1, 5, 8, 1000])
+def test_tokens_after_the_only_call_are_not_counted_however_many_come_at_once(step: int) -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}'
+    output = parsed(plan=ParsePlan("hermes"), parallel=False)
+    delta, stopped = whole(output, f"Well. {call}</tool_call> and more", step=step)
+    assert stopped
+    assert len(delta.calls) == 1
+    assert output.counted == len(f"Well. {call}")
+
+
 def test_token_ids_are_those_of_all_the_text_calls_and_marks_too() -> None:
     for step in (1, 3, 1000):
         output = ParsedOutput(
