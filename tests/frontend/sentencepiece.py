@@ -10,9 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests.frontend.peers import VOCABULARY
 
-Spaces = Literal["prepend", "first", "always", "none"]
+Spaces = Literal["prepend", "first", "always", "none", "metaspace"]
 """What puts the space before a text. prepend: a normalizer; first, always: Metaspace with that scheme; none: nothing,
-and the decoder drops none, as Gemma's."""
+and the decoder drops none, as Gemma's; metaspace: Metaspace, which is the decoder too, as XLM-RoBERTa's."""
 SPECIAL = ("<unk>", "<s>", "</s>", "<mid>")
 FIRST_BYTE = len(SPECIAL)
 """The token id of the byte 0."""
@@ -34,9 +34,13 @@ def sentencepiece(spaces: Spaces = "prepend", special: tuple[str, ...] = SPECIAL
     elif spaces == "none":
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
     else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=spaces, split=False)
+        scheme = "always" if spaces == "metaspace" else spaces
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, *([] if spaces == "none" else [decoders.Strip(" ", 1, 0)])])
+    if spaces == "metaspace":
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace("▁"), decoders.Fuse()])
+    else:
+        tokenizer.decoder = decoders.Sequence([*steps, *([] if spaces == "none" else [decoders.Strip(" ", 1, 0)])])
     tokenizer.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in special])
     tokenizer.add_tokens([AddedToken("<call>", normalized=False, special=False)])
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", vocab["<s>"])])

@@ -13,8 +13,9 @@ single token are what OpenAI's `logprobs` want. Two families of tokenizers are s
     byte level     GPT-2's alphabet: one character a byte               (Llama 3, Qwen 2, SmolLM)
     byte fallback  SentencePiece: "▁" is a space, <0xE4> is a byte      (Llama 2, Mistral)
 
-The text equals `tokenizers`' full decode, with one exception: if byte-fallback tokens do not form valid UTF-8,
+The text equals `tokenizers`' full decode, with two exceptions. If byte-fallback tokens do not form valid UTF-8,
 `tokenizers` turns the whole run of them into U+FFFD, valid characters included; here only the invalid bytes become it.
+Its Metaspace decoder drops all spaces of a text's first token; here one is dropped.
 """
 
 from __future__ import annotations
@@ -143,13 +144,15 @@ def _family(decoder: DecoderStep | None) -> tuple[bool, bool]:
     kinds = [step.type for step in steps if step.type != "Fuse"]
     if kinds == ["ByteLevel"]:
         return True, False
+    if kinds in (["Metaspace"], ["ByteFallback", "Metaspace"]) and steps[len(kinds) - 1].replacement == "▁":
+        return False, steps[len(kinds) - 1].prepend_scheme != "never"
     if kinds[:2] == ["Replace", "ByteFallback"] and steps[0].pattern == {"String": "▁"} and steps[0].content == " ":
         rest = steps[-1]
         if len(kinds) == 2:
             return False, False
         if kinds[2:] == ["Strip"] and (rest.content, rest.start, rest.stop) == (" ", 1, 0):
             return False, True
-    raise ModelError(f"tokenizer.json: its decoder ({', '.join(kinds)}) is neither byte level nor byte fallback")
+    raise ModelError(f"tokenizer.json: its decoder ({', '.join(kinds)}) is neither byte level nor SentencePiece's")
 
 
 def _read_byte_level(text: str) -> bytes:

@@ -37,6 +37,8 @@ class DecoderStep(Struct):
     content: str = ""
     start: int = 0
     stop: int = 0
+    replacement: str = ""
+    prepend_scheme: str = "always"
 
 
 class TokenizerJson(Struct):

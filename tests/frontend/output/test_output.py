@@ -114,6 +114,7 @@ TOKENIZERS = {
     "first": sentencepiece("first"),
     "always": sentencepiece("always"),
     "none": sentencepiece("none"),
+    "metaspace": sentencepiece("metaspace"),
 }
 TABLES = {name: read_token_bytes(parse_tokenizer_json(each.to_str().encode())) for name, each in TOKENIZERS.items()}
 PIECES = st.lists(
@@ -175,7 +176,7 @@ def test_prompt_and_answer_read_as_the_tokenizer_decodes_both(
         assert plain.push(answer).text + plain.finish().text == expected
 
 
-@pytest.mark.parametrize("name", ["prepend", "first", "always"])
+@pytest.mark.parametrize("name", ["prepend", "first", "always", "metaspace"])
 def test_names_of_tokens_add_up_to_the_text_of_an_answer_that_begins_one(name: str) -> None:
     tokens, world = TABLES[name], TOKENIZERS[name].token_to_id("▁world")
     assert world is not None
