@@ -49,7 +49,6 @@ NOT_SERVED = {
     **dict.fromkeys(("computer_use_preview", "mcp", "local_shell", "shell", "custom"), "tools of this kind"),
 }
 """Values of `type` that OpenAI's API has → what is not served."""
-_INDEX = re.compile(r"\[\d+\]")
 _FIELD = re.compile(r"(?:unknown|required) field `(?P<field>[^`]*)`")
 
 
@@ -76,7 +75,7 @@ def check_not_built(struct: Struct, where: str = "", ignored: IgnoredFields = RE
                 continue
             if not may_ignore or ignored.refuse:
                 raise not_supported(where + field)
-            ignored.add(_INDEX.sub("[]", where) + field)
+            ignored.add(where + field)
 
 
 @cache
@@ -133,7 +132,7 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredF
         except msgspec.ValidationError as wrong:
             if ignored.refuse or not str(wrong).startswith(_UNKNOWN):
                 raise
-        return decoder.decode(without_unknown(body, decoder.type, _INDEX.sub("[]", where), ignored))
+        return decoder.decode(without_unknown(body, decoder.type, where, ignored))
     except msgspec.ValidationError as wrong:
         raise _invalid(str(wrong), where, decoder.type) from None
     except msgspec.DecodeError as wrong:

@@ -31,6 +31,7 @@ MORE = "..."
 ODD = "?"
 """What stands for a name that is long, or has characters that do not belong into headers and labels."""
 
+_INDEX = re.compile(r"\[\d+\]")
 _PLAIN = re.compile(r"[0-9A-Za-z_.\[\]-]{1,128}")
 
 
@@ -57,6 +58,7 @@ class IgnoredFields:
 
     def add(self, name: str) -> None:
         """Note a field by its path."""
+        name = _INDEX.sub("[]", name)
         if not _PLAIN.fullmatch(name):
             name = ODD
         if name not in self._names:

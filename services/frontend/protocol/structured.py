@@ -11,6 +11,8 @@ from msgspec import Meta, Struct
 
 from services.frontend.protocol.closed_schema import closed_schema
 from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
+from services.frontend.protocol.served_schema import served_schema
 from services.frontend.protocol.tools import ToolName, check_size, decoded_object
 from services.frontend.tool_parsers.lark import OPTIONS, quote
 
@@ -29,9 +31,11 @@ GrammarChoices = Annotated[list[Text], Meta(min_length=1, max_length=CHOICES_LIM
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     """OpenAI's field; the answer follows the schema, `strict` or not."""
 
-    name: ToolName
-    schema: dict[str, Any]
-    description: Text | None = None
+    name: str | None = None
+    """The name is for the client alone."""
+    schema: dict[str, Any] | None = None
+    """None: any JSON."""
+    description: str | None = None
     strict: bool | None = None
 
 
@@ -42,11 +46,16 @@ class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="typ
 class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
     """A JSON object of any content."""
 
+    schema: dict[str, Any] | None = None
+    """The field of llama.cpp and others for a schema that the answer follows."""
+
 
 class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
     """JSON that follows a schema."""
 
-    json_schema: JsonSchema
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    """The same as `json_schema.schema`, where llama.cpp and others have it."""
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
@@ -105,31 +114,44 @@ class Constraint(Struct, frozen=True):
     """The grammars that it is made of, if they come from several fields."""
 
 
-def response_format_constraint(asked: ResponseFormat | None, *, close: bool = False) -> Constraint | None:
+def response_format_constraint(
+    asked: ResponseFormat | None, ignored: IgnoredFields = REFUSE, *, close: bool = False
+) -> Constraint | None:
     """Return the constraint of `response_format`; None if any text is allowed. `close`: whether objects in schemas are
-    closed. Raise InvalidRequest."""
+    closed. Note the keywords of a schema that are ignored. Raise InvalidRequest."""
     match asked:
         case None | TextFormat():
             return None
-        case JsonObjectFormat():
+        case JsonObjectFormat(None):
             return Constraint(json_grammar({"type": "object"}), "response_format")
-        case JsonSchemaFormat(schema):
-            where = "response_format.json_schema.schema"
-            return Constraint(_schema(schema.schema, where, close=close), where)
+        case JsonObjectFormat(schema):
+            where = "response_format.schema"
+        case JsonSchemaFormat(None, schema):
+            where = "response_format.schema"
+            if schema is None:
+                raise field_error("response_format.json_schema", "needed for type json_schema")
+        case JsonSchemaFormat(named):
+            assert named is not None
+            schema, where = named.schema or {}, "response_format.json_schema.schema"
+    return Constraint(_schema(schema, where, ignored, close=close), where)
 
 
 def structured_outputs_constraint(
-    asked: StructuredOutputs, prefix: str = "structured_outputs.", *, close: bool = False
+    asked: StructuredOutputs,
+    prefix: str = "structured_outputs.",
+    ignored: IgnoredFields = REFUSE,
+    *,
+    close: bool = False,
 ) -> Constraint:
     """Return the constraint of `structured_outputs`, or of fields with another prefix. `close`: whether objects in
-    schemas are closed. Raise InvalidRequest."""
+    schemas are closed. Note the keywords of a schema that are ignored. Raise InvalidRequest."""
     named = [field for field in asked.__struct_fields__ if getattr(asked, field) is not None]
     if len(named) != 1:
         raise field_error(prefix.rstrip("._"), f"set exactly one of {', '.join(asked.__struct_fields__)}")
     where = f"{prefix}{named[0]}"
     if asked.json is not None:
         schema = decoded_object(asked.json, where) if isinstance(asked.json, str) else asked.json
-        return Constraint(_schema(schema, where, close=close), where)
+        return Constraint(_schema(schema, where, ignored, close=close), where)
     if asked.regex is not None:
         return Constraint({"lark_grammar": f"start: /{_within_slashes(asked.regex)}/"}, where)
     if asked.choice is not None:
@@ -139,11 +161,21 @@ def structured_outputs_constraint(
     return Constraint(json_grammar({"type": "object"}), where)
 
 
-def _schema(schema: dict[str, Any], where: str, *, close: bool) -> dict[str, Any]:
+def _schema(schema: dict[str, Any], where: str, ignored: IgnoredFields, *, close: bool) -> dict[str, Any]:
     check_size(schema, where)
     if "x-guidance" in schema:
         raise field_error(f"{where}.x-guidance", "not a keyword of JSON Schema")
-    return json_grammar(closed_schema(schema) if close else schema)
+    return json_grammar(grammar_schema(schema, where, ignored, close=close))
+
+
+def grammar_schema(schema: dict[str, Any], where: str, ignored: IgnoredFields, *, close: bool) -> dict[str, Any]:
+    """Return a schema as a grammar gets it, and note its keywords that are ignored. `where` is its place in the
+    body."""
+    dropped: list[str] = []
+    served = served_schema(closed_schema(schema) if close else schema, dropped)
+    for word in dropped:
+        ignored.add(f"{where}.{word}")
+    return served
 
 
 def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,8 @@ def compile_error(tokenizer: LLTokenizer, grammar: str) -> str:
     if not matcher.is_error():
         return ""
     wrong = matcher.get_error()[:_ERROR_LIMIT_CHARACTERS]
+    if "coerce_one_of" in wrong:  # an option that no request can set
+        return "oneOf: a value may fit more than one of its schemas, which cannot be excluded; use anyOf"
     return "no text can ever match it" if wrong.startswith("NoExtension") else wrong
 
 

@@ -17,7 +17,6 @@ from msgspec import Struct
 
 from services.frontend.protocol import structured
 from services.frontend.protocol.chat import ChatRequest
-from services.frontend.protocol.closed_schema import closed_schema
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
@@ -94,13 +93,15 @@ def _constraint(
     """Return the constraint of the answer, without reasoning. Raise InvalidRequest."""
     forms: list[Constraint] = []
     if request.structured_outputs is not None:
-        forms.append(structured.structured_outputs_constraint(request.structured_outputs, close=close))
+        forms.append(structured.structured_outputs_constraint(request.structured_outputs, ignored=ignored, close=close))
     guided = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
     if any(field is not None for field in guided):
         forms.append(
-            structured.structured_outputs_constraint(structured.StructuredOutputs(*guided), "guided_", close=close)
+            structured.structured_outputs_constraint(
+                structured.StructuredOutputs(*guided), "guided_", ignored, close=close
+            )
         )
-    if (form := structured.response_format_constraint(request.response_format, close=close)) is not None:
+    if (form := structured.response_format_constraint(request.response_format, ignored, close=close)) is not None:
         forms.append(form)
     if len(forms) > 1:
         first, second = (one.param.partition(".")[0] for one in forms[:2])
@@ -109,15 +110,15 @@ def _constraint(
     if not isinstance(request, ChatRequest) or request.tool_choice == "none":
         return content
     if content is None or not (request.tools or _forced(request.tool_choice)):
-        return _calls(request, plan.calls, tokens, close=close) or content
+        return _calls(request, plan.calls, tokens, ignored, close=close) or content
     if _forced(request.tool_choice) and not ignored.refuse:  # the answer is calls, so there is no content
         ignored.add(content.param.partition(".")[0])
-        return _calls(request, plan.calls, tokens, close=close)
+        return _calls(request, plan.calls, tokens, ignored, close=close)
     apart = plan.calls is not None and FORMATS[plan.calls].json_is_never_a_call
     if _forced(request.tool_choice) or request.response_format is None or not apart:
         why = "cannot be combined with tools that may be called; set tool_choice to none"
         raise field_error(content.param, why, UNSUPPORTED)
-    return _calls(request, plan.calls, tokens, content, close=close)
+    return _calls(request, plan.calls, tokens, ignored, content, close=close)
 
 
 def _forced(choice: structured.ToolChoice | None) -> bool:
@@ -128,6 +129,7 @@ def _calls(
     request: ChatRequest,
     written: FormatName | None,
     tokens: lark.Tokens,
+    ignored: IgnoredFields,
     content: Constraint | None = None,
     *,
     close: bool,
@@ -149,7 +151,12 @@ def _calls(
     if forced:
         how = "one" if named is not None or request.parallel_tool_calls is False else "some"
     places = {tool.function.name: f"tools[{at}].function.parameters" for at, tool in enumerate(tools)}
-    calls = [lark.CallableTool(tool.function.name, _arguments(tool, forced=forced, close=close)) for tool in callable_]
+    calls = [
+        lark.CallableTool(
+            tool.function.name, _arguments(tool, places[tool.function.name], ignored, forced=forced, close=close)
+        )
+        for tool in callable_
+    ]
     try:
         rules, spelled = (FORMATS[written].rules(calls, marks, how) for marks in (tokens, {}))
     except lark.UnsupportedSchema as wrong_:
@@ -163,14 +170,14 @@ def _calls(
     return Constraint(pieces[0], "tools", pieces[1], None if content is None else content.grammar, parts)
 
 
-def _arguments(tool: Tool, *, forced: bool, close: bool) -> dict[str, Any] | None:
+def _arguments(tool: Tool, where: str, ignored: IgnoredFields, *, forced: bool, close: bool) -> dict[str, Any] | None:
     """Return the schema that a call's arguments must follow: the tool's if the call is forced or the tool is strict."""
     parameters = tool.function.parameters
     if not forced and not tool.function.strict:
         return None
     if not parameters:
         return NO_ARGUMENTS
-    return {"type": "object", "properties": {}, **(closed_schema(parameters) if close else parameters)}
+    return {"type": "object", "properties": {}, **structured.grammar_schema(parameters, where, ignored, close=close)}
 
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
