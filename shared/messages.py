@@ -180,6 +180,8 @@ class ModelCard(Struct, frozen=True):
     """Whether the instance applies `Sampling.min_tokens`; an instance without this flag ignores the field."""
     prompt_logprobs: bool = False
     """Whether the instance applies `Sampling.prompt_logprobs`; an instance without this flag ignores the field."""
+    allowed_tokens: bool = False
+    """Whether the instance applies `Sampling.allowed_tokens`; an instance without this flag ignores the field."""
     embedding_size: int = 0
     """The length of an embedding in floats; 0: the instance ignores `Sampling.pooling`, and answers with text."""
     pooling: Pooling = ""
@@ -534,6 +536,9 @@ class Sampling(Struct, frozen=True):
     """The log probabilities of the prompt's tokens to return, in numbers as for `logprobs`; they come in
     `Part.prompt_logprobs`. Only for instances whose card has `prompt_logprobs`, and only for a prompt without
     output."""
+    allowed_tokens: bytes = b""
+    """The token ids that alone may be drawn, packed u32 (≤ 16,384), unless the grammar allows none of them; empty: all.
+    Only for instances whose card has `allowed_tokens`."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):

@@ -165,6 +165,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Whether `Sampling.min_tokens` is kept."""
     prompt_logprobs: bool = False
     """Whether `Sampling.prompt_logprobs` is computed."""
+    allowed_tokens: bool = False
+    """Whether `Sampling.allowed_tokens` is kept to."""
     embedding_size: int = 0
     """Number of floats of an embedding; 0: the engine makes none."""
     generates: bool = True

@@ -59,6 +59,7 @@ def card_of(
         biases=facts.biases,
         min_tokens=facts.min_tokens,
         prompt_logprobs=facts.prompt_logprobs,
+        allowed_tokens=facts.allowed_tokens,
         embedding_size=facts.embedding_size,
         generates=facts.generates,
         pooling=(facts.pooling or read_pooling(Path(model))) if facts.embedding_size else "",

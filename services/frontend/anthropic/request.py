@@ -89,7 +89,7 @@ class ToolChoiceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: CallName | None = None
     """The tool to call, with the type `tool`."""
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,10 +125,12 @@ class CountTokensRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tool_choice: ToolChoiceConfig | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: SchemaOutput | None = None
+    """The former name of `output_config.format`."""
     cache_control: Hint = UNSET
     context_management: Hint = UNSET
-    mcp_servers: Annotated[NotBuilt, Harmless([])] = None
-    speed: Annotated[NotBuilt, Harmless("standard")] = None
+    mcp_servers: Hint = UNSET
+    speed: Hint = UNSET
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -145,8 +147,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     diagnostics: Hint = UNSET
     metadata: Hint = UNSET
     service_tier: Hint = UNSET
-    container: NotBuilt = None
-    inference_geo: NotBuilt = None
+    container: Hint = UNSET
+    inference_geo: Hint = UNSET
 
 
 _BILLING = "x-anthropic-billing-header:"
@@ -182,7 +184,11 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
     if continues:
         _check_continued(request.messages[-1], f"messages[{len(request.messages) - 1}].content")
     thinking = _thinking(request, support, ignored)
-    schema = None if request.output_config is None else request.output_config.format
+    schema = request.output_format
+    if request.output_config is not None and request.output_config.format is not None:
+        if schema not in (None, request.output_config.format):
+            raise field_error("output_format", "output_config.format contradicts it")
+        schema = request.output_config.format
     more: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
         same = ("stream", "max_tokens", "temperature", "top_p", "top_k", "cache_salt")

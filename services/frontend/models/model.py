@@ -98,6 +98,8 @@ class ModelLimits(Struct, frozen=True):
     """Whether all workers support `min_tokens`."""
     prompt_logprobs: bool = False
     """Whether all workers compute the log-probabilities of prompt tokens."""
+    allowed_tokens: bool = False
+    """Whether all workers support `allowed_token_ids`."""
     generates: bool = True
     """Whether all workers answer with text."""
 
@@ -116,6 +118,7 @@ def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
         poolings.pop() if len(poolings) == 1 else "",
         all(card.min_tokens for card in cards),
         all(card.prompt_logprobs for card in cards),
+        all(card.allowed_tokens for card in cards),
         all(card.generates for card in cards),
     )
 

@@ -70,9 +70,9 @@ class OllamaWriter:
         """Return the answer whose whole text is `delta`."""
         return _encode(self._line(delta.text, delta.reasoning, _whole(delta.calls)) | _end(ended))
 
-    def loaded(self) -> bytes:
+    def loaded(self, reason: Literal["load", "unload"]) -> bytes:
         """Return the answer of a request that asks for none."""
-        return _encode(self._line("", "") | {"done": True, "done_reason": "load"})
+        return _encode(self._line("", "") | {"done": True, "done_reason": reason})
 
     def error(self, status: int, message: str) -> bytes:  # noqa: ARG002  other APIs have classes of errors
         """Return the last line of an answer that failed."""

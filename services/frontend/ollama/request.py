@@ -10,6 +10,8 @@ model's last turn, else to the oldest of all.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from itertools import count, product
 from typing import Annotated, Any, Literal
@@ -83,7 +85,7 @@ class OllamaBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class OllamaChatRequest(OllamaBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Meta(max_length=chat.MESSAGES_LIMIT)] = []
+    messages: Annotated[list[OllamaMessage], Meta(max_length=chat.MESSAGES_LIMIT)] | None = None
     """Without messages nothing is generated, as Ollama then only loads the model."""
     tools: Tools | None = None
 
@@ -91,11 +93,11 @@ class OllamaChatRequest(OllamaBody, frozen=True, forbid_unknown_fields=True, kw_
 class OllamaGenerateRequest(OllamaBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /api/generate."""
 
-    prompt: str = ""
+    prompt: str | None = None
     """Without a prompt nothing is generated, as Ollama then only loads the model."""
-    suffix: str = ""
-    system: str = ""
-    raw: bool = False
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
     """True: the prompt is completed without a chat template."""
     images: Images = None
     template: Annotated[NotBuilt, Harmless("")] = None
@@ -107,7 +109,8 @@ class OllamaEmbedRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     model: ModelName
     input: str | list[str]
-    dimensions: chat.TokenCount | None = None
+    dimensions: chat.LeastTokens | None = None
+    """0: as many as the model has."""
     cache_salt: chat.CacheName | None = None
     """As in OpenAI's embeddings; Ollama has no such field."""
     options: Hint = UNSET
@@ -119,9 +122,17 @@ class OllamaEmbedRequest(Struct, frozen=True, forbid_unknown_fields=True):
 class OllamaShowRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /api/show."""
 
-    model: ModelName
-    name: Hint = UNSET
+    model: str | None = None
+    name: str | None = None
+    """The former name of `model`, which counts if that is missing or empty."""
     verbose: Hint = UNSET
+
+    @property
+    def asked(self) -> str:
+        """The model's name. Raise InvalidRequest if there is none."""
+        if found := self.model or self.name:
+            return found
+        raise field_error("model", "needed: the name of a model of /api/tags")
 
 
 _OPTIONS = {
@@ -130,16 +141,21 @@ _OPTIONS = {
     **{"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"},
 }
 """Each option that is served, and the field of a chat that it is."""
+_INTEGERS = ("top_k", "seed", "num_predict")
+"""Options of which Ollama drops the decimals."""
 _HINTS = frozenset(
     (
         *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "numa"),
         *("low_vram", "f16_kv", "logits_all", "vocab_only", "embedding_only"),
-        *("penalize_newline", "mirostat_tau", "mirostat_eta"),
+        *("penalize_newline", "mirostat", "mirostat_tau", "mirostat_eta", "tfs_z", "repeat_last_n"),
     )
 )
-"""Options that are ignored: how Ollama loads a model, and parameters of what is refused."""
-_OFF: dict[str, object] = {"mirostat": 0, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1}
-"""Options that are not built, with the value that asks for nothing. A repetition penalty looks at the whole text."""
+"""Options that are ignored: how Ollama loads a model, what it does not read any longer, and over how many tokens a
+repetition penalty counts: it is the whole text here."""
+_IDLE: dict[str, object] = {"mirostat": 0, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1}
+"""Values that ask for nothing. Another `typical_p` is refused."""
+_NEVER = re.compile(rb'"?[+-]?(0+(\.0*)?[a-z\xc2\xb5]*)+"?')
+"""A duration of 0, as a number of seconds or as Go writes it."""
 NAMES = names(
     {
         **{f"^{field}": f"options.{option}" for option, field in _OPTIONS.items()},
@@ -156,6 +172,11 @@ def generates(request: OllamaBody) -> bool:
     if isinstance(request, OllamaGenerateRequest):
         return bool(request.prompt or request.suffix)
     return isinstance(request, OllamaChatRequest) and bool(request.messages)
+
+
+def unloads(request: OllamaBody) -> bool:
+    """Tell whether a request that asks for no answer asks Ollama to unload the model."""
+    return request.keep_alive is not UNSET and _NEVER.fullmatch(bytes(request.keep_alive)) is not None
 
 
 def served_name(model: str) -> str:
@@ -177,13 +198,13 @@ def as_chat(
             for field in ("system", "think"):
                 if getattr(request, field):
                     raise field_error(field, "cannot be combined with raw or suffix, which use no chat template")
-            fields |= {"prompt": request.prompt, "suffix": request.suffix or None}
+            fields |= {"prompt": request.prompt or "", "suffix": request.suffix or None}
             return decode_completion(msgspec.json.encode(fields), ignored)
         if isinstance(request, OllamaGenerateRequest):
             system = [{"role": "system", "content": request.system}] if request.system else []
-            fields["messages"] = [*system, {"role": "user", "content": request.prompt}]
+            fields["messages"] = [*system, {"role": "user", "content": request.prompt or ""}]
         else:
-            messages = list(_messages(request.messages))
+            messages = list(_messages(request.messages or ()))
             fields |= {"messages": messages, "tools": request.tools}
             last = messages[-1]
             if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
@@ -196,18 +217,23 @@ def as_embedding(request: OllamaEmbedRequest) -> EmbeddingRequest:
     """Return the request as OpenAI's."""
     given: Any = request.input
     name, salt = served_name(request.model), request.cache_salt
-    return EmbeddingRequest(input=given, model=name, dimensions=request.dimensions, cache_salt=salt)
+    return EmbeddingRequest(input=given, model=name, dimensions=request.dimensions or None, cache_salt=salt)
 
 
 def _options(options: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in options.items():
         if name in _OPTIONS:
-            fields[_OPTIONS[name]] = value
-        elif name in _HINTS or (name not in _OFF and value is not None):
-            ignore(f"options.{name}", ignored)
-        elif value is not None and value != _OFF[name]:
+            whole = name in _INTEGERS and isinstance(value, float) and math.isfinite(value)
+            fields[_OPTIONS[name]] = int(value) if whole else value
+        elif value is None or value == _IDLE.get(name):
+            continue
+        elif name == "typical_p":
             raise not_supported(f"options.{name}")
+        elif name != "repeat_last_n" or value != 0:
+            ignore(f"options.{name}", ignored)
+    if options.get("repeat_last_n") == 0:
+        fields["repetition_penalty"] = 1.0  # a penalty over no tokens
     if isinstance(limit := fields.get("max_tokens"), int) and limit <= 0:
         del fields["max_tokens"]  # -1 and -2: no limit but the context
     return fields

@@ -47,6 +47,8 @@ class TokenBytes(Struct, frozen=True):
     """The bytes by id, special tokens in their written form; for log-probabilities."""
     strip_first_space: bool
     """Whether one space at the beginning of a text is dropped (SentencePiece)."""
+    numbered: bool = False
+    """Whether log-probabilities name tokens by their ids, as vLLM writes them."""
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; empty for ids beyond the table (padding rows of the embedding)."""
@@ -71,6 +73,11 @@ class TokenBytes(Struct, frozen=True):
         return end[-_UNFINISHED_BYTES:]
 
 
+def name_by_id(token: int) -> bytes:
+    """Return the name of a token in log-probabilities if tokens are named by their ids."""
+    return b"token_id:%d" % token
+
+
 class Detokenizer:
     """The text of one output as it grows."""
 
@@ -88,6 +95,8 @@ class Detokenizer:
     def name(self, token: int) -> bytes:
         """Return the bytes by which log-probabilities name a token that comes next; empty for ids beyond the table. A
         space that the text drops is not in its name."""
+        if self._tokens.numbered:
+            return name_by_id(token)
         names = self._tokens.names
         name = names[token] if token < len(names) else b""
         return name.removeprefix(b" ") if self._strip else name

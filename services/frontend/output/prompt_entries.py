@@ -10,7 +10,7 @@ from array import array
 
 from msgspec.structs import replace
 
-from services.frontend.output.detokenize import Detokenizer, TokenBytes
+from services.frontend.output.detokenize import Detokenizer, TokenBytes, name_by_id
 from services.frontend.output.output import LOWEST_LOGPROB, LogprobEntry, TopLogprobEntry
 from shared.hashing import token_array
 from shared.messages import PromptLogprobs
@@ -24,7 +24,7 @@ class PromptEntries:
         self._tokens = tokens
         self._prompt = token_array(prompt)
         self._text = text
-        self._detokenizer = Detokenizer(replace(tokens, table=tokens.names))
+        self._detokenizer = Detokenizer(replace(tokens, table=tokens.names, numbered=False))
         self._decoded = 0
         self._taken = 0
 
@@ -43,7 +43,7 @@ class PromptEntries:
         entries: list[LogprobEntry] = []
         for at, logprob in enumerate(array("f", given.logprobs)):
             top = tuple(
-                TopLogprobEntry(self._detokenizer.name(top_tokens[index]), max(top_logprobs[index], LOWEST_LOGPROB))
+                TopLogprobEntry(self._shown(top_tokens[index]), max(top_logprobs[index], LOWEST_LOGPROB))
                 for index in range(at * each, (at + 1) * each)
             )
             name, offset = self._take()
@@ -54,8 +54,11 @@ class PromptEntries:
         """Return the name of the next token, and the index of its first character. A special token has characters only
         if the text has it."""
         token, offset = self._prompt[self._taken], min(self._decoded, len(self._text))
-        name = self._detokenizer.name(token)
+        name, shown = self._detokenizer.name(token), self._shown(token)
         if self._tokens.bytes_of(token) or self._text.startswith(name.decode("utf-8", "replace"), self._decoded):
             self._decoded += len(self._detokenizer.push((token,)))
         self._taken += 1
-        return name, offset
+        return shown, offset
+
+    def _shown(self, token: int) -> bytes:
+        return name_by_id(token) if self._tokens.numbered else self._detokenizer.name(token)

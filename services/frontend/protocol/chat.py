@@ -36,6 +36,7 @@ from services.frontend.protocol.tools import (
     tools_as_rendered,
 )
 from shared.errors import InvalidRequest
+from shared.hashing import pack_tokens
 from shared.messages import Sampling, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 MESSAGES_LIMIT = 4096
 PARTS_LIMIT = 4096
 """Content parts of one message."""
-STOPS_LIMIT = 16
+STOPS_LIMIT = 256
 STOP_LIMIT_CHARACTERS = 256
+STOPS_LIMIT_CHARACTERS = 4096
+"""Characters of all stop strings together, which bounds the time that a token takes."""
 TOP_LOGPROBS_LIMIT = 20
 LOGIT_BIAS_LIMIT = 300
 CHOICES_LIMIT = 128
@@ -60,7 +63,9 @@ _INT32_MAX = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
+LEAST_TOP_P = 1e-6
+"""What a `top_p` of 0 is for workers: only the likeliest token is left."""
 TopK = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -70,10 +75,11 @@ LeastTokens = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
 TruncatedTokens = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
 Seed = Annotated[int, Meta(ge=-_INT64_MAX - 1, le=_INT64_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
-StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LIMIT_CHARACTERS)]
+StopString = Annotated[str, Meta(max_length=STOP_LIMIT_CHARACTERS)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_LIMIT)]
 Choices = Annotated[int, Meta(ge=1, le=CHOICES_LIMIT)]
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
+AllowedIds = Annotated[list[TokenId], Meta(max_length=1 << 14)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_LIMIT)]
 Label = Annotated[str, Meta(max_length=512)]
 CacheName = Annotated[str, Meta(max_length=256)]
@@ -85,7 +91,8 @@ Metadata = Annotated[
 Verbosity = Literal["low", "medium", "high"]
 PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
-TemplateKwargs = Annotated[dict[Label, bool | int | float | Label | None], Meta(max_length=16)]
+TemplateKwargs = Annotated[dict[Label, Any], Meta(max_length=64)]
+Documents = Annotated[list[dict[str, Any]], Meta(max_length=PARTS_LIMIT)]
 LogitBias = Annotated[dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_LIMIT)]
 Seconds = Annotated[float, Meta(gt=0)]
 Priority = Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)]
@@ -95,6 +102,8 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's field: with `include_usage`, each chunk has the usage up to it."""
     include_obfuscation: Annotated[bool | None, Advisory(), Harmless(False)] = None
     """Padding against traffic analysis; there is none."""
 
@@ -109,7 +118,8 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    """OpenAI's roles have rules here; others are left to the chat template."""
     content: str | Annotated[list[TextPart], Meta(max_length=PARTS_LIMIT)] | None = None
     name: str | None = None
     tool_calls: Calls | None = None
@@ -160,6 +170,13 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """False: special tokens stand in the text in their written form."""
     include_stop_str_in_output: bool | None = None
     """Whether the answer ends with the stop string, or with the text of the stop token, that ended it."""
+    allowed_token_ids: AllowedIds | None = None
+    """The tokens that alone may be drawn. Empty: all."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens to the prompt. By default it does for a text, and does not for a
+    chat, whose template writes them."""
+    return_tokens_as_token_ids: bool | None = None
+    """Whether log-probabilities name tokens as `token_id:17`."""
     return_token_ids: bool | None = None
     """Whether the answer has the tokens of the prompt and its own."""
     truncate_prompt_tokens: TruncatedTokens | None = None
@@ -184,18 +201,18 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     n: Choices | None = None
     """Number of answers."""
     # harmless
-    user: Label | None = None
+    user: Unread | UnsetType = UNSET
     # advisory
     spaces_between_special_tokens: Annotated[bool | None, Advisory(), Harmless(False)] = None
     """vLLM's field; tokenizers as ours do not put spaces there."""
     # not built
-    add_special_tokens: NotBuilt = None
-    allowed_token_ids: Annotated[NotBuilt, Harmless([])] = None
     bad_words: Annotated[NotBuilt, Harmless([])] = None
-    kv_transfer_params: NotBuilt = None
+    kv_transfer_params: Annotated[NotBuilt, Harmless({})] = None
+    logprob_token_ids: Annotated[NotBuilt, Harmless([])] = None
     length_penalty: Annotated[NotBuilt, Harmless(1.0)] = None
     logits_processors: Annotated[NotBuilt, Harmless([])] = None
     prompt_logprobs: NotBuilt = None
+    truncation_side: Annotated[NotBuilt, Harmless("left")] = None
     use_beam_search: Annotated[NotBuilt, Harmless(False)] = None
 
 
@@ -218,15 +235,16 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     chat_template_kwargs: TemplateKwargs | None = None
     """vLLM's field: variables of the chat template, such as `enable_thinking`."""
     enable_thinking: bool | None = None
-    """A variable of many chat templates, as `chat_template_kwargs.enable_thinking`."""
+    """A variable of many chat templates, as `chat_template_kwargs.enable_thinking`. `documents` is another."""
+    documents: Documents | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: ThinkingBudget | None = None
     """vLLM's field: tokens of reasoning at most."""
     service_tier: ServiceTier | None = None
     """There is only one tier, whichever is requested; the answer names `default`."""
     # harmless
-    metadata: Metadata | None = None
-    safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
+    metadata: Unread | UnsetType = UNSET
+    safety_identifier: Unread | UnsetType = UNSET
     # advisory
     prediction: Annotated[dict[str, Any] | None, Advisory()] = None
     """Text that the answer may repeat; it would only make the answer faster."""
@@ -238,12 +256,13 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     audio: NotBuilt = None
     best_of: Annotated[NotBuilt, Harmless(1)] = None
     chat_template: NotBuilt = None
-    documents: Annotated[NotBuilt, Harmless([])] = None
     echo: Annotated[NotBuilt, Harmless(False)] = None
-    function_call: NotBuilt = None
+    function_call: Annotated[NotBuilt, Harmless("none", "auto")] = None
+    """What it asks is about `functions`, which must be empty."""
     functions: Annotated[NotBuilt, Harmless([])] = None
     modalities: Annotated[NotBuilt, Harmless(["text"])] = None
-    mm_processor_kwargs: NotBuilt = None
+    media_io_kwargs: Annotated[NotBuilt, Harmless({})] = None
+    mm_processor_kwargs: Annotated[NotBuilt, Harmless({})] = None
     moderation: NotBuilt = None
     web_search_options: NotBuilt = None
 
@@ -265,7 +284,7 @@ def check_chat(request: ChatRequest, ignored: IgnoredFields = REFUSE) -> None:
     for at, message in enumerate(request.messages):
         check_message(message, f"messages[{at}]")
     check_tools(request.tools or ())
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     check_final_message(request.messages, request.add_generation_prompt, request.continue_final_message)
 
@@ -338,12 +357,11 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
 
 def template_kwargs(request: ChatRequest) -> Mapping[str, Any]:
     """Return the variables that a request sets for the chat template. Raise InvalidRequest if two contradict."""
-    given = request.chat_template_kwargs or {}
-    if request.enable_thinking is None:
-        return given
-    if given.get("enable_thinking", request.enable_thinking) != request.enable_thinking:
-        raise field_error("enable_thinking", "chat_template_kwargs.enable_thinking contradicts it")
-    return {**given, "enable_thinking": request.enable_thinking}
+    given = dict(request.chat_template_kwargs or {})
+    for name, value in (("enable_thinking", request.enable_thinking), ("documents", request.documents or None)):
+        if value is not None and given.setdefault(name, value) != value:
+            raise field_error(name, f"chat_template_kwargs.{name} contradicts it")
+    return given
 
 
 def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
@@ -353,8 +371,8 @@ def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
 
 def stop_strings(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
     """Return the stop strings of a request."""
-    given = request.stop
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    given = request.stop or ()
+    return tuple(filter(None, (given,) if isinstance(given, str) else given))
 
 
 def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, str]:
@@ -387,10 +405,10 @@ def sampling_of(
     return Sampling(
         max_tokens=max_tokens,
         temperature=_or(request.temperature, defaults.temperature),
-        top_p=_or(request.top_p, defaults.top_p),
+        top_p=_or(request.top_p, defaults.top_p) or LEAST_TOP_P,
         top_k=max(0, _or(request.top_k, defaults.top_k)),
         min_p=_or(request.min_p, defaults.min_p),
-        seed=_or(request.seed, drawn_seed) & ((1 << 64) - 1),
+        seed=(drawn_seed if request.seed in (None, -1) else request.seed) & ((1 << 64) - 1),  # -1: none, as in vLLM
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
@@ -400,6 +418,7 @@ def sampling_of(
         grammar=grammar,
         logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
         min_tokens=request.min_tokens or 0,
+        allowed_tokens=pack_tokens(request.allowed_token_ids or ()),
     )
 
 
@@ -423,10 +442,20 @@ def check_common(request: ChatRequest | CompletionRequest, ignored: IgnoredField
             if ignored.refuse:
                 raise InvalidRequest("stream_options needs stream: true", param="stream_options")
             ignored.add("stream_options")
+    _check_stops([request.stop] if isinstance(request.stop, str) else request.stop or (), ignored)
     check_truncation(request.truncate_prompt_tokens)
     limit, _ = token_limit(request)
     if limit is not None:
         check_least_tokens(request, limit)
+
+
+def _check_stops(stops: Sequence[str], ignored: IgnoredFields) -> None:
+    if sum(map(len, stops)) > STOPS_LIMIT_CHARACTERS:
+        raise field_error("stop", f"more than {STOPS_LIMIT_CHARACTERS} characters together")
+    if "" in stops:
+        if ignored.refuse:
+            raise field_error(f"stop[{stops.index('')}]", "an empty text stops nothing")
+        ignored.add("stop")
 
 
 def check_least_tokens(request: ChatRequest | CompletionRequest, most: int) -> None:

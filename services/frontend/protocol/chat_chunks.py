@@ -127,6 +127,12 @@ class ChunkFrame:
         """Return the chunk with the usage, which follows the last one and has no choices."""
         return self._head + b'[],"usage":' + _encode(usage) + b"}"
 
+    def with_usage(self, chunk: bytes, usage: Usage | None) -> bytes:
+        """Return a chunk with a usage in place of null; None leaves it."""
+        if usage is None:
+            return chunk
+        return chunk.removesuffix(self._tail) + b',"usage":' + _encode(usage) + b"}"
+
     def close_with(self, field: bytes) -> bytes:
         """Return the end of a chunk that has one more field next to its choice."""
         return b"}]," + field + self._tail

@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from services.frontend.protocol.chat import CommonFields, TokenId, TopLogprobs, check_common
-from services.frontend.protocol.decoding import Harmless, NotBuilt, decode_body, texts_or_ids
+from services.frontend.protocol.chat import Choices, CommonFields, TokenId, TopLogprobs, check_common
+from services.frontend.protocol.decoding import decode_body, not_supported, texts_or_ids
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 
@@ -46,9 +46,8 @@ class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, k
     suffix: str | None = None
     """The text that follows the answer, so that the answer fills the gap between prompt and suffix. Empty: no
     suffix."""
-    # not built
-    best_of: Annotated[NotBuilt, Harmless(1)] = None
-    """1 asks for nothing, since the only answer is the best one."""
+    best_of: Choices | None = None
+    """As many as `n` ask for nothing, since all answers are returned; more are not built."""
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
@@ -58,8 +57,10 @@ def decode_completion(body: bytes, ignored: IgnoredFields = REFUSE) -> Completio
     """Decode and check the body of a completion. Raise InvalidRequest, naming the field."""
     request = decode_body(_COMPLETION, body, ignored)
     check_common(request, ignored)
-    if request.best_of is not None and request.n not in (None, 1):
+    if request.best_of is not None and request.best_of < (request.n or 1):
         raise field_error("best_of", "must not be less than n")
+    if request.best_of is not None and request.best_of > (request.n or 1):
+        raise not_supported("best_of")
     if request.max_tokens == 0 and not request.echo:
         raise field_error("max_tokens", "must be at least 1, unless echo is true")
     if with_prompt_logprobs(request):

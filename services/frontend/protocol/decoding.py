@@ -12,6 +12,7 @@ and fields that are not known at all, are noted in `IgnoredFields`, or refused i
 
 from __future__ import annotations
 
+import codecs
 import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,9 @@ NotBuilt = Annotated[object, _NOT_BUILT]
 
 _PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = "Object contains unknown field"
+_FLOAT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+MENDS_LIMIT = 4
+"""How often a body is decoded again without what may be ignored, or with its whole numbers as integers."""
 _VALUE = re.compile(r"Invalid (?:enum )?value '(\w+)'")
 _NAME = re.compile(r"Expected `str` matching regex '\^\[a-zA-Z0-9_-\]\{1,(?P<most>\d+)\}\\+Z'")
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
@@ -117,9 +121,11 @@ R = TypeVar("R")
 
 
 def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredFields = REFUSE, where: str = "") -> R:
-    """Decode a JSON body, without the fields that it may ignore; `where` is its own place, if it is part of another.
+    """Decode a JSON body, without the fields that it may ignore; `where` is its own place, if it is part of another. A
+    byte order mark before it is skipped, and 8.0 is an integer.
 
     Raise InvalidRequest, naming the field."""
+    body = body.removeprefix(codecs.BOM_UTF8)
     if len(body) > BODY_LIMIT_BYTES:
         raise body_too_large(len(body))
     # 4 MiB of brackets are 1.4 million lists, which the collector would scan repeatedly: 0.8 s instead of 0.3.
@@ -127,12 +133,12 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredF
     if paused:
         gc.disable()
     try:
-        try:
-            return decoder.decode(body)
-        except msgspec.ValidationError as wrong:
-            if ignored.refuse or not str(wrong).startswith(_UNKNOWN):
-                raise
-        return decoder.decode(without_unknown(body, decoder.type, where, ignored))
+        for _ in range(MENDS_LIMIT):
+            try:
+                return decoder.decode(body)
+            except msgspec.ValidationError as wrong:
+                body = _mended(str(wrong), body, decoder.type, where, ignored)
+        return decoder.decode(body)
     except msgspec.ValidationError as wrong:
         raise _invalid(str(wrong), where, decoder.type) from None
     except msgspec.DecodeError as wrong:
@@ -146,6 +152,27 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredF
     finally:
         if paused:
             gc.enable()
+
+
+def _mended(wrong: str, body: bytes, type_: type, where: str, ignored: IgnoredFields) -> bytes:
+    """Return a body without its unknown fields, or with integers in place of whole numbers that are written as 8.0, in
+    one object or list. Raise ValidationError again if neither mends it."""
+    if wrong.startswith(_UNKNOWN) and not ignored.refuse:
+        return without_unknown(body, type_, where, ignored)
+    found, path = _FLOAT.match(wrong), _PATH.match(wrong)
+    if found is None or path is None or "..." in (path["path"] or ""):
+        raise msgspec.ValidationError(wrong)
+    whole = msgspec.json.decode(body)
+    holder, steps = whole, _STEP.findall(path["path"])
+    for step in steps[:-1]:
+        holder = holder[int(step[1:-1])] if step.startswith("[") else holder[step]
+    items = list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+    integers = [at for at, value in items if isinstance(value, float) and value.is_integer() and abs(value) < 2**53]
+    if (int(steps[-1][1:-1]) if isinstance(holder, list) else steps[-1]) not in integers:
+        raise msgspec.ValidationError(wrong)
+    for at in integers:
+        holder[at] = int(holder[at])
+    return msgspec.json.encode(whole)
 
 
 def _invalid(message: str, where: str, type_: type) -> InvalidRequest:

@@ -16,10 +16,10 @@ from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from shared.errors import InvalidRequest
 
-ThinkingBudget = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-"""Tokens of reasoning at most."""
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-"""OpenAI's values of `reasoning_effort`."""
+ThinkingBudget = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
+"""Tokens of reasoning at most; -1 is no limit, as in vLLM."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""OpenAI's and vLLM's values of `reasoning_effort`."""
 
 
 class ReasoningPlan(Struct, frozen=True):
@@ -48,6 +48,8 @@ def plan_reasoning(
     """Combine the reasoning fields of a request. `kwargs` are its own template variables; `reads` are those that the
     chat template reads; `reasons` says whether the model is known to reason. Raise InvalidRequest, naming the field.
     """
+    if budget == -1:
+        budget = None
     if budget is not None and not reasons:
         wrong = "thinking_token_budget: the model is not known to reason: its chat template does not show it, and no"
         raise InvalidRequest(f"{wrong} `reasoning_parser` is set", param="thinking_token_budget", code=UNSUPPORTED)

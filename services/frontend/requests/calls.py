@@ -190,13 +190,16 @@ class BusCalls:
         would ignore the field."""
         sampling = request.sampling
         with_prompt = sampling.prompt_logprobs >= 0
-        if not (sampling.grammar or sampling.logit_bias or sampling.min_tokens or sampling.pooling or with_prompt):
+        masked = sampling.grammar or sampling.allowed_tokens
+        if not (masked or sampling.logit_bias or sampling.min_tokens or sampling.pooling or with_prompt):
             return ""
         card = self._runtime.directory.cards.get((request.model, instance))
         if sampling.grammar and not (card is not None and card.grammars):
             return "it does not support grammars"
         if sampling.logit_bias and not (card is not None and card.biases):
             return "it does not support logit_bias"
+        if sampling.allowed_tokens and not (card is not None and card.allowed_tokens):
+            return "it does not support allowed_token_ids"
         if sampling.min_tokens and not (card is not None and card.min_tokens):
             return "it does not support min_tokens"
         if with_prompt and not (card is not None and card.prompt_logprobs):

@@ -101,9 +101,10 @@ class ServingChat(Struct, frozen=True):
         prepared = await self.prepare(request, context)
         encoders = _encoders(request, context.id, prepared)
         streamed, with_usage = bool(request.stream), _with_usage(request)
+        each_usage = with_usage and request.stream_options is not None and request.stream_options.continuous_usage_stats
         del request  # up to a megabyte of prompt, which the answer does not need
         async with self.run(prepared, context) as choices:
-            reply = ChatReply(encoders, choices, prepared.echoes, with_usage)
+            reply = ChatReply(encoders, choices, prepared.echoes, with_usage, bool(each_usage))
             yield reply if streamed else await reply.full_body()
 
     async def prepare(
@@ -209,6 +210,10 @@ class ServingChat(Struct, frozen=True):
         """Tokenise the prompts; return them and what the answers are parsed for. Raise InvalidRequest."""
         preprocess.check_vocabulary(request.stop_token_ids or (), limits, param="stop_token_ids")
         _check_biases(request.logit_bias or {}, model, limits)
+        if request.allowed_token_ids:
+            preprocess.check_vocabulary(request.allowed_token_ids, limits, param="allowed_token_ids")
+            if not limits.allowed_tokens:
+                raise field_error("allowed_token_ids", f"not every worker of {model.name!r} supports it", UNSUPPORTED)
         if request.min_tokens and not limits.min_tokens:
             raise field_error("min_tokens", f"not every worker of {model.name!r} supports it", UNSUPPORTED)
         max_tokens, limit_param = chat.token_limit(request)
@@ -229,7 +234,8 @@ class ServingChat(Struct, frozen=True):
             return prompt
 
         if isinstance(request, ChatRequest):
-            tokens, plan = await chat_prompt(request, model, limits, self.pool, ignored)
+            special = bool(request.add_special_tokens)
+            tokens, plan = await chat_prompt(request, model, limits, self.pool, ignored, special=special)
             prompt = fitted(tokens, self.config.default_max_tokens or None, "messages")
             chat.check_prompt_ids(request, prompt.count)
             return [prompt], plan
@@ -237,7 +243,8 @@ class ServingChat(Struct, frozen=True):
         for param, given in prompts:
             if found:
                 await asyncio.sleep(0)  # each blocks the loop for a millisecond at most, all of them for 100
-            tokens = await self._text(given, request.suffix or "", model, limits, param)
+            special = request.add_special_tokens is not False
+            tokens = await self._text(given, request.suffix or "", model, limits, param, special=special)
             found.append(fitted(tokens, default_tokens, param))
         tokens_in_all = sum(prompt.count for prompt in found)
         chat.check_prompt_ids(request, tokens_in_all)
@@ -246,7 +253,7 @@ class ServingChat(Struct, frozen=True):
         return found, ParsePlan()
 
     async def _text(
-        self, given: str | Sequence[int], suffix: str, model: Model, limits: ModelLimits, param: str
+        self, given: str | Sequence[int], suffix: str, model: Model, limits: ModelLimits, param: str, *, special: bool
     ) -> bytes:
         if not isinstance(given, str):
             preprocess.check_vocabulary(given, limits, param=param)
@@ -254,7 +261,7 @@ class ServingChat(Struct, frozen=True):
         if suffix:
             tokens = await preprocess.encode_between(model, given, suffix, self.pool, param=param)
         else:
-            tokens = await preprocess.encode(model, given, self.pool, special=True, param=param)
+            tokens = await preprocess.encode(model, given, self.pool, special=special, param=param)
         preprocess.check_encoded(model, tokens, limits, param=param)
         return tokens
 
@@ -296,6 +303,7 @@ class ServingChat(Struct, frozen=True):
         name, affinity_key = context.id.unique, request.prompt_cache_key or context.session
         alone = count * len(prompts) == 1
         grammar_text, grammar_param = ("", "") if grammar is None else (grammar.grammar, grammar.param)
+        names = _named_tokens(request, model.token_bytes)
         for at, prompt in enumerate(prompts):
             sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar_text, defaults)
             if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
@@ -318,7 +326,7 @@ class ServingChat(Struct, frozen=True):
                 received_s=context.received_s,
                 served=context.permit.served,
                 output=self._output(request, model, plan, prompt, text, context.trace),
-                prompt_entries=_prompt_entries(sampling, model, prompt, text),
+                prompt_entries=_prompt_entries(sampling, names, prompt, text),
                 trace=context.trace,
                 prompt_only=request.max_tokens == 0,
                 grammar_param=grammar_param,
@@ -332,7 +340,7 @@ class ServingChat(Struct, frozen=True):
                     id=f"{name}/{at * count + choice}",
                     sampling=replace(sampling, seed=seed),
                     output=self._output(request, model, plan, prompt, text, context.trace),
-                    prompt_entries=_prompt_entries(sampling, model, prompt, text),
+                    prompt_entries=_prompt_entries(sampling, names, prompt, text),
                 )
                 for choice in range(1, count)
                 for seed in [(sampling.seed + choice) & ((1 << 64) - 1)]  # as in vLLM
@@ -352,7 +360,7 @@ class ServingChat(Struct, frozen=True):
         """Return what turns the tokens of one choice into text, which follows `echoed`. Plain content needs no
         parser."""
         parsed = _is_parsed(request, plan)
-        table = model.marked_token_bytes if parsed else model.token_bytes
+        table = _named_tokens(request, model.marked_token_bytes if parsed else model.token_bytes)
         if request.skip_special_tokens is False:
             table = replace(table, table=table.names)
         output = Output(
@@ -450,10 +458,15 @@ def _text_before(request: TextRequest, table: TokenBytes, prompt: Prompt, echoed
     return replace(table, table=table.names).end_of(prompt.tokens) if echoed else table.end_of(prompt.tokens)
 
 
-def _prompt_entries(sampling: Sampling, model: Model, prompt: Prompt, echoed: str) -> PromptEntries | None:
+def _prompt_entries(sampling: Sampling, table: TokenBytes, prompt: Prompt, echoed: str) -> PromptEntries | None:
     """Return what makes entries of the prompt's log-probabilities for one choice, before which the prompt is echoed;
     None: they are not asked for."""
-    return PromptEntries(model.token_bytes, prompt.tokens, echoed) if sampling.prompt_logprobs >= 0 else None
+    return PromptEntries(table, prompt.tokens, echoed) if sampling.prompt_logprobs >= 0 else None
+
+
+def _named_tokens(request: TextRequest, table: TokenBytes) -> TokenBytes:
+    """Return a model's tokens with the names that the request's log-probabilities have."""
+    return replace(table, numbered=True) if request.return_tokens_as_token_ids else table
 
 
 def _check_prompt_logprobs(request: CompletionRequest, model: Model, limits: ModelLimits, tokens: int) -> None:

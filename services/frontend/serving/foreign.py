@@ -64,7 +64,7 @@ class ServingForeign(Struct, frozen=True):
             case "ollama_show":
                 asked = decode(ollama.OllamaShowRequest, body, context.ignored)
                 review(asked, context.ignored)
-                yield ollama_answers.shown(*self.chat.models.find(ollama.served_name(asked.model)))
+                yield ollama_answers.shown(*self.chat.models.find(ollama.served_name(asked.asked)))
             case _:
                 assert_never(operation)
 
@@ -96,7 +96,7 @@ class ServingForeign(Struct, frozen=True):
         writer = OllamaWriter(request.model, is_chat=is_chat)
         if not ollama.generates(request):
             review(request, context.ignored)
-            return nullcontext(writer.loaded())
+            return nullcontext(writer.loaded("unload" if ollama.unloads(request) else "load"))
         return self._generate(ollama.as_chat(request, support, context.ignored), writer, context, ollama.NAMES)
 
     @asynccontextmanager

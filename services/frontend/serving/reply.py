@@ -17,7 +17,7 @@ from msgspec import Struct
 from services.frontend.anthropic.writer import MessageWriter
 from services.frontend.ollama.answers import OllamaWriter
 from services.frontend.output.output import Delta
-from services.frontend.protocol.chat_chunks import AnswerEncoder
+from services.frontend.protocol.chat_chunks import AnswerEncoder, usage_of
 from services.frontend.protocol.errors import ErrorBody, Failure
 from services.frontend.protocol.foreign import Ended
 from services.frontend.requests.stream import NOTHING, Stream, join_deltas
@@ -51,6 +51,8 @@ class ChatReply(Struct, frozen=True):
     echoes: Sequence[Delta]
     """What is before each choice's answer, mostly nothing."""
     with_usage: bool
+    each_usage: bool = False
+    """Whether each chunk has the usage of its choice, up to it."""
     framing: Framing = "data"
 
     async def full_body(self) -> bytes:
@@ -89,21 +91,30 @@ class ChatReply(Struct, frozen=True):
                 yield Chunk(SILENCE)
                 continue
             encoder, stream = self.encoders[index], self.choices.streams[index]
+            usage = stream.usage if self.each_usage else None  # before the client makes this wait
             if index not in begun:
                 begun.add(index)
+                none = None if usage is None else usage_of(usage.prompt_tokens, 0, 0)
                 if (first := encoder.first_chunk()) is not None:
-                    yield Chunk(first, more=True)
+                    yield Chunk(encoder.frame.with_usage(first, none), more=True)
                 if (echo := self.echoes[index]).text or echo.entries:
-                    yield Chunk(encoder.delta_chunk(echo), more=True)
+                    yield Chunk(encoder.frame.with_usage(encoder.delta_chunk(echo), none), more=True)
             if delta is not None:
-                yield Chunk(encoder.delta_chunk(delta))
+                yield Chunk(encoder.frame.with_usage(encoder.delta_chunk(delta), usage))
                 if send is not None:
-                    stream.send_directly(encoder.delta_chunk, send)
+                    stream.send_directly(self._encode(encoder, stream), send)
                 continue
             left -= 1
-            yield Chunk(encoder.last_chunk(stream.finish), more=not left, last=not left and not self.with_usage)
+            last = encoder.frame.with_usage(encoder.last_chunk(stream.finish), usage)
+            yield Chunk(last, more=not left, last=not left and not self.with_usage)
         if self.with_usage:
             yield Chunk(self.encoders[0].frame.usage_chunk(self.choices.usage), more=True, last=True)
+
+    def _encode(self, encoder: AnswerEncoder, stream: Stream) -> Callable[[Delta], bytes]:
+        """Return what encodes a delta that was just made."""
+        if not self.each_usage:
+            return encoder.delta_chunk
+        return lambda delta: encoder.frame.with_usage(encoder.delta_chunk(delta), stream.usage)
 
 
 AnswerWriter = MessageWriter | OllamaWriter | ResponseWriter

@@ -120,6 +120,7 @@ class Server:
             weights="",
             grammars=config.attached.grammars,
             biases=True,
+            allowed_tokens=config.attached.kind == "vllm",
             embedding_size=0,
         )
 

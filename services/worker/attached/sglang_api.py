@@ -35,6 +35,7 @@ ROWS: dict[str, Row] = {
     "grammar": lambda _sampling, _: {},  # the worker refuses it: the settings allow no grammars for SGLang
     "pooling": VLLM_ROWS["pooling"],
     "prompt_logprobs": VLLM_ROWS["prompt_logprobs"],
+    "allowed_tokens": lambda _sampling, _: {},  # the worker refuses it: SGLang has nothing like it
 }
 
 

@@ -16,7 +16,7 @@ from services.worker.messages import Submit
 from services.worker.vllm.grammar_text import lark_text
 from services.worker.vllm.sampling import seed_for
 from shared.errors import InvalidRequest
-from shared.hashing import pack_tokens, token_array
+from shared.hashing import pack_tokens, token_array, unpack_tokens
 from shared.messages import Sampling, TokenLogprob
 
 
@@ -35,6 +35,9 @@ ROWS: dict[str, Row] = {
     "seed": lambda sampling, continued: {"seed": seed_for(sampling.seed, continued)},
     "logprobs": lambda sampling, _: {"logprobs": None if sampling.logprobs < 0 else sampling.logprobs},
     "logit_bias": lambda sampling, _: {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias}},
+    "allowed_tokens": lambda sampling, _: (
+        {"allowed_token_ids": unpack_tokens(sampling.allowed_tokens)} if sampling.allowed_tokens else {}
+    ),
     "grammar": _grammar,
     "pooling": lambda _sampling, _: {},  # the worker refuses it: the engine says that it makes no embeddings
     "prompt_logprobs": lambda _sampling, _: {},  # the worker refuses it: the engine says that it computes none

@@ -88,6 +88,7 @@ class NativeRunner:
             grammars=grammars is not None,
             biases=True,
             min_tokens=True,
+            allowed_tokens=True,
             embedding_size=config.hidden,
             weights=weights_digest(directory, config),
             operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),

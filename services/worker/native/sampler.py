@@ -5,7 +5,8 @@
        └────▶ log-probabilities of the raw logits, if a request asks for them
 
 A mask says which tokens a row may draw; the others count as if the model had given them no weight. It is what the row's
-grammar allows, without the tokens that would end the output before `min_tokens`. Where nothing else is left, they stay.
+grammar allows of the tokens that the request allows, without those that would end the output before `min_tokens`. If
+nothing would be left, the grammar's tokens count alone, and those that end the output stay.
 
 Biases are OpenAI's `logit_bias`. Penalties are OpenAI's (presence, frequency: over the output) and CTRL's (repetition:
 over prompt and output), in vLLM's order: biases, repetition, the others. Then temperature and the filters in
@@ -28,7 +29,7 @@ from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.philox import uniform
 from services.worker.runner import Drawn, Work
-from shared.hashing import pack_tokens
+from shared.hashing import pack_tokens, token_array
 from shared.messages import NOT_FINITE, Sampling, TokenLogprob
 
 GREEDY_BELOW = 1e-5
@@ -108,20 +109,22 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
 def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> Array:
     """Return a copy in which masked tokens have no weight, or the logits themselves if no row has a mask.
 
-    Only a grammar's mask is as long as the vocabulary. Of all other rows the barred ids go to the device, in one array.
+    Only masks of grammars and of allowed tokens are as long as the vocabulary. Of all other rows the barred ids go to
+    the device, in one array.
     """
-    held = [row for row, work in enumerate(works) if work.sequence in masks.allowed]
+    vocab = logits.shape[1]
+    held = [row for row, work in enumerate(works) if work.sequence in masks.allowed or work.sampling.allowed_tokens]
     barred = [
         (row, token)
         for row, work in enumerate(works)
-        if work.sequence not in masks.allowed and len(work.barred_now) < logits.shape[1]
+        if row not in held and len(work.barred_now) < vocab
         for token in work.barred_now
     ]
     if not held and not barred:
         return logits
     masked = logits.copy()
     if held:
-        allowed = xp.asarray(np.stack([_allowed(works[row], masks.allowed[works[row].sequence]) for row in held]))
+        allowed = xp.asarray(np.stack([_allowed(works[row], masks, vocab) for row in held]))
         masked[held] = xp.where(allowed, logits[held], xp.float32(-xp.inf))
     if barred:
         rows, tokens = xp.asarray(np.array(barred, np.int64).T)
@@ -129,8 +132,16 @@ def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) 
     return masked
 
 
-def _allowed(work: Work, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which of the tokens that a row's grammar allows it may draw, at least one."""
+def _allowed(work: Work, masks: Masks, vocab: int) -> NDArray[np.bool_]:
+    """Return which tokens a row may draw, at least one: of those that its grammar allows, those that its request
+    allows, and of these those that it may draw now."""
+    allowed = masks.allowed.get(work.sequence)
+    if work.sampling.allowed_tokens:
+        named = np.zeros(vocab, np.bool_)
+        named[np.asarray(token_array(work.sampling.allowed_tokens))] = True
+        both = named if allowed is None else named & allowed
+        allowed = both if allowed is None or both.any() else allowed
+    assert allowed is not None, "the row has a mask"
     if not work.barred_now:
         return allowed
     left = allowed.copy()
@@ -150,7 +161,8 @@ def is_plain(work: Work, vocab: int) -> bool:
     sampling = work.sampling
     greedy = sampling.temperature < GREEDY_BELOW
     filtered = not greedy and (0 < sampling.top_k < vocab or sampling.top_p < 1.0 or sampling.min_p > 0.0)
-    changed = sampling.logit_bias or _has_penalty(sampling) or sampling.grammar or work.barred_now
+    masked = sampling.allowed_tokens or sampling.grammar or work.barred_now
+    changed = sampling.logit_bias or _has_penalty(sampling) or masked
     return not (filtered or changed or sampling.logprobs >= 0)
 
 

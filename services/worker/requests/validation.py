@@ -19,6 +19,7 @@ _MAX_TIME_LEFT_S = 7 * 24 * 3600.0
 _MAX_STOP_TOKENS = 256
 _MAX_TOP_LOGPROBS = 20
 _MAX_BIASES = 300
+_MAX_ALLOWED_TOKENS = 1 << 14
 _MAX_BIAS = 100.0
 _MAX_REPETITION_PENALTY = 100.0
 _MAX_PRIORITY = 1 << 31
@@ -89,14 +90,18 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
         ("logit_bias", len({token for token, _ in sampling.logit_bias}) == len(sampling.logit_bias) <= _MAX_BIASES),
         ("logit_bias", all(0 <= token < facts.vocab_size for token, _ in sampling.logit_bias)),
         ("logit_bias", all(-_MAX_BIAS <= bias <= _MAX_BIAS for _, bias in sampling.logit_bias)),
+        ("allowed_tokens", _are_tokens(sampling.allowed_tokens, facts.vocab_size)),
     )
     for name, fine in checks:
         if not fine:  # NaN fails every comparison
             value = getattr(sampling, name)
             shown = f"{len(value)} ids" if isinstance(value, tuple) else value
+            shown = f"{len(value)} bytes" if isinstance(value, bytes) else shown
             return f"sampling.{name}: {shown if not isinstance(shown, float) or math.isfinite(shown) else 'not finite'}"
     if sampling.logit_bias and not facts.biases:
         return "sampling.logit_bias: this engine does not support it"
+    if sampling.allowed_tokens and not facts.allowed_tokens:
+        return "sampling.allowed_tokens: this engine does not support it"
     if sampling.min_tokens and not facts.min_tokens:
         return "sampling.min_tokens: this engine does not support it"
     if sampling.prompt_logprobs >= 0 and not facts.prompt_logprobs:
@@ -110,6 +115,12 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
     if not sampling.pooling and not facts.generates:
         return "sampling.pooling: this engine makes embeddings only"
     return _grammar(sampling, facts) if sampling.grammar else ""
+
+
+def _are_tokens(packed: bytes, vocab_size: int) -> bool:
+    if len(packed) % 4 or len(packed) // 4 > _MAX_ALLOWED_TOKENS:
+        return False
+    return max(token_array(packed), default=0) < vocab_size
 
 
 def _grammar(sampling: Sampling, facts: Ready) -> str:

@@ -218,6 +218,7 @@ def _facts(config: VllmConfig) -> Ready:
         biases=not pooling,
         min_tokens=not pooling,
         prompt_logprobs=not pooling,
+        allowed_tokens=not pooling,
         embedding_size=model.get_hidden_size() if pooling else 0,
         generates=not pooling,
         pooling=_pooling_of(config),

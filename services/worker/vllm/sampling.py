@@ -18,6 +18,7 @@ from typing import Any
 
 from services.worker.vllm.grammar_text import lark_text
 from shared.errors import InvalidRequest
+from shared.hashing import unpack_tokens
 from shared.messages import Sampling
 
 _SEED_MASK = (1 << 63) - 1
@@ -59,6 +60,9 @@ ROWS: dict[str, Row] = {
     "ignore_eos": _same("ignore_eos"),
     "grammar": lambda sampling, _: _structured(sampling.grammar),
     "logit_bias": lambda sampling, _: {"logit_bias": dict(sampling.logit_bias) or None},
+    "allowed_tokens": lambda sampling, _: (
+        {"allowed_token_ids": unpack_tokens(sampling.allowed_tokens)} if sampling.allowed_tokens else {}
+    ),
     "pooling": lambda _sampling, _: {},  # to_pooling_params
     "min_tokens": lambda sampling, continued: {"min_tokens": max(0, sampling.min_tokens - continued)},
 }

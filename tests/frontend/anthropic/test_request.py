@@ -202,8 +202,6 @@ def test_unknown_fields_are_ignored_and_named_and_refused_in_strict_mode() -> No
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"max_tokens": None}, "max_tokens", "Expected `int`"),
         ({"no_such_field": 1}, "no_such_field", "unknown field"),
-        ({"container": "c"}, "container", "not supported"),
-        ({"mcp_servers": [{}]}, "mcp_servers", "not supported"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading", "not supported"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "two tools"),

@@ -184,7 +184,7 @@ def test_inputs_are_those_of_embeddings() -> None:
         ({"options": {"temperature": 3}}, "options.temperature", "<= 2"),
         ({"options": {"num_predict": "many"}}, "options.num_predict", "Expected `int"),
         ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty", "> 0"),
-        ({"options": {"stop": [""]}}, "options.stop[0]", "length >= 1"),
+        ({"options": {"stop": [""]}}, "options.stop[0]", "stops nothing"),
         ({"options": {"mirostat": 2}}, "options.mirostat", "not supported"),
         ({"options": {"no_such_option": 1}}, "options.no_such_option", "not supported"),
         ({"format": "yaml"}, "format", "neither json nor"),
@@ -215,7 +215,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(fields: dict[str, Any], pa
         ({"template": "x"}, "template"),
         ({"context": [1]}, "context"),
         ({"images": ["AAAA"]}, "images"),
-        ({"raw": True, "options": {"top_p": 0}}, "options.top_p"),
+        ({"raw": True, "options": {"top_p": 2}}, "options.top_p"),
     ],
 )
 def test_what_a_prompt_cannot_have_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:

@@ -11,10 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.protocol import chat as chats
+from services.frontend.protocol.chat import decode_chat
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.decoding import advisory_fields, fields_not_built
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from shared.errors import InvalidRequest
+from shared.hashing import pack_tokens
 from shared.messages import Sampling
+
+HELLO: Any = [{"role": "user", "content": "x"}]
 
 
 def chat(**fields: Any) -> chats.ChatRequest:
@@ -45,17 +50,57 @@ def test_every_field_is_read_or_refused() -> None:
         *("tool_choice", "response_format", "structured_outputs", "logit_bias", "service_tier"),
         *("reasoning_effort", "thinking_token_budget", "enable_thinking", "min_tokens", "skip_special_tokens"),
         *("include_stop_str_in_output", "return_token_ids", "truncate_prompt_tokens", "add_generation_prompt"),
-        *("continue_final_message", "priority"),
+        *("continue_final_message", "priority", "allowed_token_ids", "add_special_tokens", "documents"),
+        "return_tokens_as_token_ids",
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     }
     marked = fields_not_built(chats.ChatRequest).keys() | advisory_fields(chats.ChatRequest).keys()
     assert {*chats.ChatRequest.__struct_fields__} == read | harmless | marked
 
 
-def test_harmless_fields_are_bounded_as_openais_are() -> None:
-    pairs = {f"{at:064}": "x" * 512 for at in range(16)}
-    assert chat(metadata=pairs, safety_identifier="x" * 64, user="x" * 512).metadata == pairs
+def test_a_field_that_only_names_the_client_may_be_anything() -> None:
+    chat(metadata={"a": {"b": 1}}, user="x" * 999, safety_identifier=7)
     assert [chat(service_tier=tier).service_tier for tier in ("auto", "priority", None)] == ["auto", "priority", None]
+
+
+EXPLICIT: dict[str, Any] = {
+    **{"use_beam_search": False, "length_penalty": 1.0, "best_of": 1, "echo": False, "add_special_tokens": False},
+    **{"add_generation_prompt": True, "continue_final_message": False, "skip_special_tokens": True, "priority": 0},
+    **{"include_stop_str_in_output": False, "spaces_between_special_tokens": False, "ignore_eos": False, "n": 1},
+    **{"truncation_side": "left", "allowed_token_ids": [], "bad_words": [], "logits_processors": [], "min_tokens": 0},
+    **{"stop": [], "stop_token_ids": [], "logit_bias": {}, "tools": [], "tool_choice": "auto", "functions": []},
+    **{"function_call": "auto", "logprobs": False, "top_logprobs": 0, "min_p": 0, "top_k": 0, "top_p": 1},
+    **{"repetition_penalty": 1, "thinking_token_budget": -1, "documents": [], "modalities": ["text"], "seed": -1},
+    **{"kv_transfer_params": {}, "mm_processor_kwargs": {}, "media_io_kwargs": {}, "chat_template_kwargs": {}},
+    **{"store": False, "parallel_tool_calls": True, "stream": False, "response_format": {"type": "text"}},
+    **{"frequency_penalty": 0, "presence_penalty": 0.0, "return_token_ids": False, "return_tokens_as_token_ids": False},
+}
+"""The defaults of OpenAI's and vLLM's fields."""
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_a_default_may_be_sent_and_asks_for_nothing(name: str) -> None:
+    asked = decode_chat(json.dumps({"messages": HELLO, name: EXPLICIT[name]}).encode())  # strict: nothing is ignored
+    assert chats.sampling_of(asked, 5, 77) == Sampling(5, seed=77)
+    chat(**{name: None})
+
+
+def test_a_role_that_only_a_template_knows_goes_to_the_template() -> None:
+    assert chats.messages_as_rendered(chat(messages=[{"role": "my-role", "content": "x"}]).messages) == [
+        {"role": "my-role", "content": "x"}
+    ]
+
+
+def test_documents_and_any_json_are_variables_of_the_template() -> None:
+    given = {"controls": {"length": ["long"]}, "xml_tools": [{"name": "a"}]}
+    asked = chat(chat_template_kwargs=given, documents=[{"title": "a"}], enable_thinking=False)
+    assert chats.template_kwargs(asked) == {**given, "documents": [{"title": "a"}], "enable_thinking": False}
+    with pytest.raises(InvalidRequest, match=r"^documents: "):
+        chats.template_kwargs(chat(chat_template_kwargs={"documents": []}, documents=[{"title": "a"}]))
+
+
+def test_the_tokens_that_alone_may_be_drawn_are_packed() -> None:
+    assert chats.sampling_of(chat(allowed_token_ids=[7, 3]), 1, 0).allowed_tokens == pack_tokens([7, 3])
 
 
 def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
@@ -69,13 +114,29 @@ def test_a_bias_is_of_a_token_id() -> None:
 
 def test_seeds_are_64_bits_and_zero_is_one() -> None:
     assert chats.sampling_of(chat(seed=0), 1, 77).seed == 0
-    assert chats.sampling_of(chat(seed=-1), 1, 77).seed == (1 << 64) - 1
+    assert chats.sampling_of(chat(seed=-2), 1, 77).seed == (1 << 64) - 2
+
+
+def test_a_seed_of_minus_one_is_drawn_as_vllm_and_ollama_have_it() -> None:
+    assert chats.sampling_of(chat(seed=-1), 1, 77).seed == 77
+
+
+def test_a_top_p_of_zero_leaves_the_likeliest_token() -> None:
+    assert 0 < chats.sampling_of(chat(top_p=0), 1, 0).top_p < 1e-5
 
 
 def test_a_stop_is_one_string_or_several() -> None:
     assert chats.stop_strings(chat(stop="a")) == ("a",)
     assert chats.stop_strings(chat(stop=["a", "b"])) == ("a", "b")
     assert chats.stop_strings(chat(stop=[])) == chats.stop_strings(chat()) == ()
+    assert len(chats.stop_strings(chat(stop=[f"{number:016}" for number in range(256)]))) == 256
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""]])
+def test_an_empty_stop_string_is_ignored_and_named(stop: Any) -> None:
+    ignored = IgnoredFields()
+    asked = decode_chat(json.dumps({"messages": HELLO, "stop": stop}).encode(), ignored)
+    assert (chats.stop_strings(asked), ignored.names) == (("a",) if "a" in stop else (), ("stop",))
 
 
 def test_logprobs_become_one_number() -> None:

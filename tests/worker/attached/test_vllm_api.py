@@ -30,6 +30,7 @@ FULL = Sampling(
     ignore_eos=True,
     logit_bias=((3, -100.0),),
     grammar="start: /a/",
+    allowed_tokens=pack_tokens([3, 4]),
 )
 
 
@@ -52,7 +53,8 @@ def test_each_field_arrives() -> None:
     same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     wanted: dict[str, object] = {name: getattr(FULL, name) for name in (*same, "stop_token_ids", "ignore_eos")}
     wanted |= {"max_tokens": 9, "min_tokens": 4, "seed": 7, "logprobs": 2, "logit_bias": {"3": -100.0}}
-    assert params(FULL) == wanted | {"structured_outputs": {"grammar": "start: /a/"}}
+    wanted |= {"structured_outputs": {"grammar": "start: /a/"}, "allowed_token_ids": [3, 4]}
+    assert params(FULL) == wanted
     later = params(FULL, continued=5)
     assert (later["max_tokens"], later["min_tokens"]) == (4, 0)
     assert later["seed"] != 7

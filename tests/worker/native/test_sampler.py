@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from services.worker.native.masks import Masks
 from services.worker.native.sampler import is_plain, sample
 from services.worker.runner import Drawn, Work
-from shared.hashing import unpack_tokens
+from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import NOT_FINITE, Sampling
 from tests.worker.native.works import work
 
@@ -300,6 +300,7 @@ def test_a_mask_is_of_its_own_row_and_a_failed_grammar_is_an_error_there() -> No
         ({"repetition_penalty": 1.5}, False),
         ({"logit_bias": ((1, 1.0),)}, False),
         ({"grammar": "start: /a/"}, False),
+        ({"allowed_tokens": pack_tokens([1])}, False),
         ({"logprobs": 0}, False),
     ],
 )
@@ -326,6 +327,27 @@ def test_a_row_draws_the_same_next_to_one_with_barred_tokens() -> None:
     greedy = settings(temperature=0.0, min_tokens=5)
     works = [_barred(0, greedy, [VOCAB - 1]), _barred(0, greedy, []), _barred(5, greedy, [VOCAB - 1])]
     assert [drawn.token for drawn in sample(np, np.tile(row, (3, 1)), works)] == [VOCAB - 2, VOCAB - 1, VOCAB - 1]
+
+
+@given(rows, samplings, st.sets(st.integers(0, VOCAB - 1), min_size=1))
+def test_only_allowed_tokens_are_drawn(row: Logits, sampling: Sampling, allowed: set[int]) -> None:
+    sampling = msgspec.structs.replace(sampling, grammar="", allowed_tokens=pack_tokens(sorted(allowed)))
+    works = [_barred(index, sampling, []) for index in range(3)]
+    assert {drawn.token for drawn in sample(np, np.tile(row, (3, 1)), works)} <= allowed
+
+
+def test_a_grammar_and_barred_tokens_count_next_to_allowed_ones() -> None:
+    row = np.arange(VOCAB, dtype=np.float32)
+
+    def drawn(allowed: Sequence[int], *grammar: int, barred: Sequence[int] = ()) -> int:
+        greedy = settings(temperature=0.0, min_tokens=5, grammar="g", allowed_tokens=pack_tokens(allowed))
+        [one] = sample(np, row[None], [_barred(0, greedy, barred)], Masks({0: np.isin(np.arange(VOCAB), grammar)}, {}))
+        return one.token
+
+    assert drawn([1, 3, 7], 3, 5) == 3
+    assert drawn([1], 3, 5) == 5, "the grammar wins"
+    assert drawn([3, 5], 3, 5, barred=[5]) == 3
+    assert drawn([5], 3, 5, barred=[5]) == 5
 
 
 def test_barred_tokens_stay_where_the_grammar_allows_nothing_else_or_there_is_nothing_else() -> None:

@@ -105,6 +105,7 @@ class CudaRunner:
             grammars=grammars is not None,
             biases=True,
             min_tokens=True,
+            allowed_tokens=True,
             embedding_size=config.hidden,
             # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
             weights=digest if element_type == "float32" else f"{digest}-{element_type}",
