@@ -105,6 +105,7 @@ def card_entry(
     grammars: bool = False,
     biases: bool = False,
     min_tokens: bool = False,
+    allowed_tokens: bool = False,
     prompt_logprobs: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
@@ -134,6 +135,7 @@ def card_entry(
         grammars=grammars,
         biases=biases,
         min_tokens=min_tokens,
+        allowed_tokens=allowed_tokens,
         prompt_logprobs=prompt_logprobs,
         embedding_size=embedding_size,
         pooling=pooling if embedding_size else "",
@@ -394,6 +396,7 @@ class World:
         grammars: bool = False,
         biases: bool = False,
         min_tokens: bool = False,
+        allowed_tokens: bool = False,
         prompt_logprobs: bool = False,
         embedding_size: int = 0,
         pooling: Pooling = "mean",
@@ -403,6 +406,7 @@ class World:
             grammars=grammars,
             biases=biases,
             min_tokens=min_tokens,
+            allowed_tokens=allowed_tokens,
             prompt_logprobs=prompt_logprobs,
             embedding_size=embedding_size,
             pooling=pooling,
@@ -450,6 +454,7 @@ async def world(
     grammars: bool = False,
     biases: bool = False,
     min_tokens: bool = False,
+    allowed_tokens: bool = False,
     prompt_logprobs: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
@@ -459,8 +464,8 @@ async def world(
     trace: TraceConfig | None = None,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
-    `grammars`, `biases`, `min_tokens`, `prompt_logprobs`: their cards say that they can be held to one, add them, keep
-    it, compute them;
+    `grammars`, `biases`, `min_tokens`, `allowed_tokens`, `prompt_logprobs`: their cards say that they can be held to
+    one, add them, keep it, keep to them, compute them;
     `embedding_size`, `pooling`: how they embed. `more` is in the address book from the start. `connected` makes
     connections, which the caller closes. `trace`: requests are traced, and their spans are in the world."""
     w = World(MemoryBroker(), MemoryStore(), directory, connected)
@@ -476,6 +481,7 @@ async def world(
                 grammars=grammars,
                 biases=biases,
                 min_tokens=min_tokens,
+                allowed_tokens=allowed_tokens,
                 prompt_logprobs=prompt_logprobs,
                 embedding_size=embedding_size,
                 pooling=pooling,

@@ -147,6 +147,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     diagnostics: Hint = UNSET
     metadata: Hint = UNSET
     service_tier: Hint = UNSET
+    compaction: NotBuilt = None
+    thread: NotBuilt = None
     container: Hint = UNSET
     inference_geo: Hint = UNSET
 

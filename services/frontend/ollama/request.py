@@ -143,15 +143,17 @@ _OPTIONS = {
 """Each option that is served, and the field of a chat that it is."""
 _INTEGERS = ("top_k", "seed", "num_predict")
 """Options of which Ollama drops the decimals."""
-_HINTS = frozenset(
+OPTIONS = frozenset(
     (
+        *_OPTIONS,
         *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "numa"),
         *("low_vram", "f16_kv", "logits_all", "vocab_only", "embedding_only"),
         *("penalize_newline", "mirostat", "mirostat_tau", "mirostat_eta", "tfs_z", "repeat_last_n"),
+        "typical_p",
     )
 )
-"""Options that are ignored: how Ollama loads a model, what it does not read any longer, and over how many tokens a
-repetition penalty counts: it is the whole text here."""
+"""Ollama's options. Those that are not served are ignored: how Ollama loads a model, what it does not read any longer,
+and over how many tokens a repetition penalty counts, which is the whole text here."""
 _IDLE: dict[str, object] = {"mirostat": 0, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1}
 """Values that ask for nothing. Another `typical_p` is refused."""
 _NEVER = re.compile(rb'"?[+-]?(0+(\.0*)?[a-z\xc2\xb5]*)+"?')

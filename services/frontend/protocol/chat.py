@@ -88,9 +88,6 @@ TokenKey = Annotated[str, Meta(max_length=512, extra_json_schema={"pattern": "^(
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-Verbosity = Literal["low", "medium", "high"]
-PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
-ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 TemplateKwargs = Annotated[dict[Label, Any], Meta(max_length=64)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=PARTS_LIMIT)]
 LogitBias = Annotated[dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_LIMIT)]
@@ -240,7 +237,7 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     reasoning_effort: Effort | None = None
     thinking_token_budget: ThinkingBudget | None = None
     """vLLM's field: tokens of reasoning at most."""
-    service_tier: ServiceTier | None = None
+    service_tier: Label | None = None
     """There is only one tier, whichever is requested; the answer names `default`."""
     # harmless
     metadata: Unread | UnsetType = UNSET
@@ -248,10 +245,10 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     # advisory
     prediction: Annotated[dict[str, Any] | None, Advisory()] = None
     """Text that the answer may repeat; it would only make the answer faster."""
-    prompt_cache_retention: Annotated[PromptCacheRetention | None, Advisory(), Harmless("in_memory")] = None
+    prompt_cache_retention: Annotated[Label | None, Advisory(), Harmless("in_memory", "in-memory")] = None
     store: Annotated[bool | None, Advisory(), Harmless(False)] = None
     """Chats are not stored; /v1/responses stores its own."""
-    verbosity: Annotated[Verbosity | None, Advisory()] = None
+    verbosity: Annotated[Label | None, Advisory()] = None
     # not built
     audio: NotBuilt = None
     best_of: Annotated[NotBuilt, Harmless(1)] = None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
-from services.frontend.protocol.chat import CacheName, Label, Priority, Seconds, TokenCount, TokenId
+from services.frontend.protocol.chat import CacheName, Priority, Seconds, TokenCount, TokenId
 from services.frontend.protocol.decoding import decode_body, texts_or_ids
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
+from services.frontend.protocol.tools import Unread
 from shared.errors import InvalidRequest
 
 INPUTS_LIMIT = 2048
@@ -45,7 +46,7 @@ class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     deadline_s: Seconds | None = None
     """Seconds that the request may take; the server has a limit."""
     # harmless
-    user: Label | None = None
+    user: Unread | UnsetType = UNSET
 
 
 class Embedding(Struct, frozen=True, kw_only=True):

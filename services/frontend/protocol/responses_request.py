@@ -32,17 +32,6 @@ from services.frontend.protocol.tools import TOOLS_LIMIT
 from shared.errors import InvalidRequest
 
 LOGPROBS = "message.output_text.logprobs"
-Included = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
-"""OpenAI's values of `include`. All but the first name parts that no answer here has."""
 Summary = Literal["auto", "concise", "detailed"]
 ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -56,7 +45,7 @@ class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The form of the answer's text."""
 
     format: structured.TextFormat | structured.JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Annotated[chat.Verbosity | None, Advisory()] = None
+    verbosity: Annotated[chat.Label | None, Advisory()] = None
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +78,8 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_output_tokens: chat.TokenCount | None = None
     temperature: chat.Temperature | None = None
     top_p: chat.TopP | None = None
-    include: Annotated[list[Included], Meta(max_length=16)] | None = None
+    include: Annotated[list[chat.Label], Meta(max_length=16)] | None = None
+    """LOGPROBS. Other values name parts that no answer here has."""
     top_logprobs: chat.TopLogprobs | None = None
     text: TextConfig | None = None
     tools: Annotated[list[AnyTool], Meta(max_length=TOOLS_LIMIT)] | None = None
@@ -98,7 +88,7 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     reasoning: ReasoningConfig | None = None
     prompt_cache_key: chat.CacheName | None = None
     """Requests with the same key prefer the same worker."""
-    service_tier: chat.ServiceTier | None = None
+    service_tier: chat.Label | None = None
     """There is only one tier, whichever is requested."""
     # vLLM's
     seed: chat.Seed | None = None
@@ -126,7 +116,7 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     # advisory
     truncation: Annotated[Literal["auto", "disabled"] | None, Advisory(), Harmless("disabled")] = None
     """A conversation that is too long is refused, not truncated."""
-    prompt_cache_retention: Annotated[chat.PromptCacheRetention | None, Advisory(), Harmless("in_memory")] = None
+    prompt_cache_retention: Annotated[chat.Label | None, Advisory(), Harmless("in_memory", "in-memory")] = None
     # not built
     background: Annotated[NotBuilt, Harmless(False)] = None
     conversation: NotBuilt = None

@@ -30,6 +30,7 @@ from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
+from services.frontend.serving.known_fields import OTHER, counted_name
 from services.frontend.serving.reply import ChatReply, EventReply
 from services.frontend.serving.request_context import (
     SALT_HEADER,
@@ -99,10 +100,10 @@ class Dispatcher:
         answering = self._answer(operation, body, context)
         del body
         async with answering as reply:
-            for name in context.ignored.names:
-                if len(self._counted_names) < NAMES_COUNTED:
+            for name in map(counted_name, context.ignored.names):
+                if name != OTHER and len(self._counted_names) < NAMES_COUNTED:
                     self._counted_names.add(name)
-                self._ignored.labels(name if name in self._counted_names else "other").inc()
+                self._ignored.labels(name if name in self._counted_names else OTHER).inc()
             yield reply
 
     @asynccontextmanager

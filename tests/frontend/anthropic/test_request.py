@@ -153,9 +153,30 @@ def test_limits_of_thinking_are_ignored_for_a_model_that_does_not_think() -> Non
 
 
 def test_a_schema_holds_the_answer() -> None:
-    asked, _ = chat(output_config={"format": {"type": "json_schema", "schema": CITY}})
-    assert isinstance(asked.response_format, JsonSchemaFormat)
-    assert asked.response_format.json_schema.schema == CITY
+    form = {"type": "json_schema", "schema": CITY}
+    for fields in (
+        {"output_config": {"format": form}},
+        {"output_format": form},
+        {"output_format": form, "output_config": {"format": form}},
+    ):
+        asked, ignored = chat(**fields)
+        assert isinstance(asked.response_format, JsonSchemaFormat)
+        assert asked.response_format.json_schema is not None
+        assert (asked.response_format.json_schema.schema, ignored) == (CITY, ())
+    with pytest.raises(InvalidRequest, match=r"^output_format: "):
+        chat(output_format={**form, "schema": {}}, output_config={"format": form})
+
+
+def test_fields_about_how_and_where_an_answer_is_made_are_ignored_and_named() -> None:
+    more = {"speed": "fast", "inference_geo": "us", "container": "c", "mcp_servers": [{}], "fallbacks": "default"}
+    assert set(chat(**more)[1]) == more.keys()
+    assert chat(**dict.fromkeys(more))[1] == ("fallbacks",)
+
+
+@pytest.mark.parametrize("name", ["thread", "compaction"])
+def test_a_field_that_would_change_the_answer_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name}: "):
+        chat(**{name: {"type": "x"}})
 
 
 def test_hints_are_accepted_and_named() -> None:

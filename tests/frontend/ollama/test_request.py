@@ -11,9 +11,11 @@ from services.frontend.ollama.request import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaShowRequest,
     as_chat,
     as_embedding,
     generates,
+    unloads,
 )
 from services.frontend.protocol.chat import ChatRequest, messages_as_rendered
 from services.frontend.protocol.completions import CompletionRequest
@@ -137,6 +139,7 @@ def test_a_format_holds_the_answer() -> None:
     assert isinstance(chat(format="json")[0].response_format, JsonObjectFormat)
     schema = chat(format=CITY)[0].response_format
     assert isinstance(schema, JsonSchemaFormat)
+    assert schema.json_schema is not None
     assert schema.json_schema.schema == CITY
     assert chat(format="")[0].response_format is None
 
@@ -170,6 +173,63 @@ def test_without_a_prompt_or_messages_nothing_is_generated() -> None:
     assert generates(decode(OllamaGenerateRequest, b'{"model": "tiny", "prompt": "x"}'))
 
 
+@pytest.mark.parametrize("never", ["0", "0.0", "-0", '"0"', '"0s"', '"0m0s"', '"0.0h"', '"-0ms"'])
+def test_a_duration_of_zero_unloads(never: str) -> None:
+    assert unloads(decode(OllamaChatRequest, b'{"model": "m", "keep_alive": %b}' % never.encode()))
+
+
+@pytest.mark.parametrize("keep", ["null", "-1", "300", '"5m"', '"0s1m"', '"-1"', '""', "0.5"])
+def test_another_duration_does_not_unload(keep: str) -> None:
+    assert not unloads(decode(OllamaGenerateRequest, b'{"model": "m", "keep_alive": %b}' % keep.encode()))
+
+
+def test_the_models_former_field_is_name() -> None:
+    shown = [{"name": "m"}, {"model": "", "name": "m"}, {"model": "m", "name": "x"}]
+    assert [decode(OllamaShowRequest, msgspec.json.encode(one)).asked for one in shown] == ["m", "m", "m"]
+    for one in ({}, {"name": ""}, {"model": None}):
+        with pytest.raises(InvalidRequest, match=r"^model: "):
+            _ = decode(OllamaShowRequest, msgspec.json.encode(one)).asked
+
+
+def test_options_lose_their_decimals_where_ollama_drops_them() -> None:
+    asked, ignored = chat(options={"top_k": 40.9, "seed": 7.0, "num_predict": -1.5, "temperature": 1})
+    assert (asked.top_k, asked.seed, asked.max_tokens, asked.temperature, ignored) == (40, 7, None, 1, ())
+
+
+def test_options_with_their_defaults_ask_for_nothing_that_is_refused() -> None:
+    defaults = {
+        **{"num_keep": 4, "seed": -1, "num_predict": -1, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "tfs_z": 1.0},
+        **{"typical_p": 1.0, "repeat_last_n": 64, "temperature": 0.8, "repeat_penalty": 1.1, "presence_penalty": 0.0},
+        **{"frequency_penalty": 0.0, "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "stop": None},
+        **{"penalize_newline": True, "numa": False, "num_ctx": 2048, "num_batch": 512, "num_gpu": -1, "main_gpu": 0},
+    }
+    asked, ignored = chat(options=defaults)
+    assert (asked.seed, asked.repetition_penalty) == (-1, 1.1)
+    assert {"options.repeat_last_n", "options.num_ctx"} <= set(ignored)
+    assert chat(options={"mirostat": 2})[1] == ("options.mirostat",), "Ollama does not read it any longer"
+    assert chat(options={"repeat_penalty": 1.5, "repeat_last_n": 0})[0].repetition_penalty == 1.0
+
+
+def test_null_stands_for_a_field_that_is_not_there() -> None:
+    names = (
+        "prompt",
+        "suffix",
+        "system",
+        "raw",
+        "images",
+        "options",
+        "format",
+        "stream",
+        "think",
+        "template",
+        "context",
+    )
+    body = msgspec.json.encode({"model": "m", **dict.fromkeys(names)})
+    assert not generates(decode(OllamaGenerateRequest, body))
+    assert not generates(decode(OllamaChatRequest, b'{"model": "m", "messages": null, "tools": null}'))
+    assert as_embedding(decode(OllamaEmbedRequest, b'{"model": "m", "input": "x", "dimensions": 0}')).dimensions is None
+
+
 def test_inputs_are_those_of_embeddings() -> None:
     body = (
         b'{"model": "tiny:latest", "input": ["a", "b"], "dimensions": 8, "truncate": true, "options": {"num_ctx": 9}}'
@@ -185,7 +245,7 @@ def test_inputs_are_those_of_embeddings() -> None:
         ({"options": {"num_predict": "many"}}, "options.num_predict", "Expected `int"),
         ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty", "> 0"),
         ({"options": {"stop": [""]}}, "options.stop[0]", "stops nothing"),
-        ({"options": {"mirostat": 2}}, "options.mirostat", "not supported"),
+        ({"options": {"typical_p": 0.5}}, "options.typical_p", "not supported"),
         ({"options": {"no_such_option": 1}}, "options.no_such_option", "not supported"),
         ({"format": "yaml"}, "format", "neither json nor"),
         ({"think": True}, "think", "not known to think"),

@@ -14,6 +14,7 @@ from msgspec import Struct
 from services.frontend.protocol.chat import ChatMessage, ChatRequest, decode_chat
 from services.frontend.protocol.completions import CompletionRequest, decode_completion
 from services.frontend.protocol.decoding import LARGE_BODY_BYTES, WORDS_SHOWN, decode_body, fields_not_built
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.responses_items import InputMessage, decode_items
 from services.frontend.protocol.responses_request import (
     ReasoningConfig,
@@ -129,3 +130,36 @@ def test_the_collector_works_again_after_a_large_body(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         decode_chat(body)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "number"),
+    [
+        ('"max_tokens":8.0,"temperature":1.0', "max_tokens", 8),
+        ('"frobnicate":1,"n":2.0,"seed":-7.0', "seed", -7),
+        ('"stop_token_ids":[1.0,2.0],"top_k":4e1', "top_k", 40),
+    ],
+)
+def test_a_whole_number_may_be_written_as_a_float(fields: str, name: str, number: int) -> None:
+    ignored = IgnoredFields()
+    asked = decode_chat(b'{"messages":[{"role":"user","content":"x"}],%b}' % fields.encode(), ignored)
+    assert getattr(asked, name) == number
+    assert type(getattr(asked, name)) is int
+    assert ignored.names == (("frobnicate",) if "frob" in fields else ())
+
+
+def test_token_ids_of_several_prompts_may_be_written_as_floats() -> None:
+    assert decode_completion(b'{"prompt":[[1.0,2.0],[3.0],"x"]}').prompt == [[1, 2], [3], "x"]
+
+
+@pytest.mark.parametrize("number", ["8.5", "1e300", '"8"', "true"])
+def test_another_number_or_text_for_an_integer_is_refused(number: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^max_tokens: Expected"):
+        decode_chat(b'{"messages":[{"role":"user","content":"x"}],"max_tokens":%b}' % number.encode())
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped() -> None:
+    body = b'\xef\xbb\xbf{"messages":[{"role":"user","content":"x"}]}'
+    assert decode_chat(body) == decode_chat(body[3:])
+    with pytest.raises(InvalidRequest, match="the body is empty"):
+        decode_chat(body[:3])

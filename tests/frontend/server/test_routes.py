@@ -304,7 +304,7 @@ async def test_every_sampling_field_reaches_the_worker(directory: Path) -> None:
             messages=HELLO,
             temperature=0.5,
             top_p=0.9,
-            seed=-1,
+            seed=-2,
             presence_penalty=-2,
             frequency_penalty=2,
             max_completion_tokens=7,
@@ -322,7 +322,7 @@ async def test_every_sampling_field_reaches_the_worker(directory: Path) -> None:
         )
         [generate] = w.workers[0].generates.all
         assert generate.sampling == Sampling(
-            7, 0.5, 0.9, 5, 0.1, (1 << 64) - 1, -2.0, 2.0, 1.5, 3, stop_token_ids=(7,), ignore_eos=True
+            7, 0.5, 0.9, 5, 0.1, (1 << 64) - 2, -2.0, 2.0, 1.5, 3, stop_token_ids=(7,), ignore_eos=True
         )
         assert generate.salt == "tenant"
 
@@ -348,6 +348,66 @@ async def test_a_worker_that_would_pass_over_a_bias_is_not_asked(directory: Path
         await client.completions.create(model=MODEL, prompt="x", logit_bias={"5": 1})
         assert w.workers[0].generates.all == []
         assert w.router.asked.all[-1].excluded == ("w1",)
+
+
+async def test_allowed_tokens_reach_a_worker_that_keeps_to_them(directory: Path) -> None:
+    async with world(directory, allowed_tokens=True) as w, clients(w) as (client, _):
+        w.say("x")
+        await client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"allowed_token_ids": [5, 319]})
+        [generate] = w.workers[0].generates.all
+        assert generate.sampling.allowed_tokens == pack_tokens([5, 319])
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model=MODEL, prompt="x", extra_body={"allowed_token_ids": [320]})
+        assert refused.value.param == "allowed_token_ids[0]"
+    async with world(directory) as w, clients(w) as (client, _):
+        with pytest.raises(openai.BadRequestError, match=r"not every worker of .* supports it"):
+            await client.completions.create(model=MODEL, prompt="x", extra_body={"allowed_token_ids": [5]})
+    async with world(directory, announced=False) as w, clients(w) as (client, _):
+        await w.announce_router()
+        await w.announce_worker("w2", allowed_tokens=True)
+        await w.ready()
+        w.say("x")  # the router knows of w1 already; this frontend does not
+        await client.completions.create(model=MODEL, prompt="x", extra_body={"allowed_token_ids": [5]})
+        assert w.workers[0].generates.all == []
+
+
+async def test_each_chunk_has_the_usage_up_to_it_if_that_is_asked_for(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        for n in (1, 2):
+            w.say("one, two and three")
+            options: Any = {"include_usage": True, "continuous_usage_stats": True}
+            asked: Any = {"model": MODEL, "stream": True, "stream_options": options, "n": n}
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, messages=HELLO)]
+            usages = [(chunk.choices[0].index, chunk.usage) for chunk in chunks if chunk.choices]
+            for index in range(n):
+                counts = [usage.completion_tokens for at, usage in usages if at == index and usage is not None]
+                assert counts[0] == 0
+                assert counts == sorted(counts)
+                last = chunks[-1].usage
+                assert last is not None
+                assert counts[-1] * n == last.completion_tokens
+            assert {usage.prompt_tokens for _, usage in usages if usage} == {last.prompt_tokens}
+            assert all(
+                usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for _, usage in usages if usage
+            )
+
+
+async def test_log_probabilities_name_tokens_by_their_ids_if_that_is_asked_for(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        ids = w.say("ab")
+        w.workers[0].logprobs = [TokenLogprob(-0.5, pack_tokens([7]), (-0.1,))] * (len(ids) + 1)
+        by_id = {"return_tokens_as_token_ids": True}
+        text = await client.completions.create(model=MODEL, prompt="x", logprobs=1, extra_body=by_id)
+        [choice] = text.choices
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == [f"token_id:{one}" for one in ids]
+        assert choice.logprobs.top_logprobs is not None
+        assert [set(top) for top in choice.logprobs.top_logprobs] == [{"token_id:7", f"token_id:{one}"} for one in ids]
+        assert choice.logprobs.text_offset == [0]
+        chat = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, extra_body=by_id)
+        assert chat.choices[0].logprobs is not None
+        [first, *_] = chat.choices[0].logprobs.content or ()
+        assert bytes(first.bytes or ()).decode() == first.token == f"token_id:{ids[0]}"
 
 
 async def test_the_least_tokens_reach_the_worker_and_are_at_most_what_may_follow(directory: Path) -> None:

@@ -203,7 +203,7 @@ async def test_refusals_have_anthropics_form(directory: Path) -> None:
             ({**ASK, "model": "nobody"}, 404, "not_found_error", "'nobody' does not exist"),
             ({**ASK, "max_tokens": 5000}, 400, "invalid_request_error", "max_tokens of 5000 do not fit"),
             ({**ASK, "tools": [WEATHER]}, 400, "invalid_request_error", "no place for tools"),
-            ({**ASK, "stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences[0]"),
+            ({**ASK, "stop_sequences": [7]}, 400, "invalid_request_error", "stop_sequences[0]"),
         ):
             wrong = await post(http, "/v1/messages", body, status)
             assert (wrong["type"], wrong["error"]["type"]) == ("error", kind)
@@ -415,7 +415,8 @@ async def test_a_request_that_only_loads_a_model_is_answered_at_once(directory: 
     async with world(directory) as w, clients(w) as (_, http):
         chat = await post(http, "/api/chat", {"model": MODEL, "messages": [], "keep_alive": 0})
         text = await post(http, "/api/generate", {"model": f"{MODEL}:latest"})
-        assert (chat["done_reason"], text["done_reason"], text["response"]) == ("load", "load", "")
+        assert (chat["done_reason"], text["done_reason"], text["response"]) == ("unload", "load", "")
+        assert (await post(http, "/api/show", {"name": MODEL}))["capabilities"]
         assert not w.workers[0].generates.all
         assert "not exist" in (await post(http, "/api/generate", {"model": "nobody"}, 404))["error"]
 
