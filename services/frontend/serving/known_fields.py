@@ -11,6 +11,7 @@ from types import ModuleType
 from msgspec import Struct
 
 from services.frontend.anthropic import request as anthropic
+from services.frontend.anthropic import tools as anthropic_tools
 from services.frontend.ollama import request as ollama
 from services.frontend.protocol import (
     chat,
@@ -18,6 +19,7 @@ from services.frontend.protocol import (
     embeddings,
     responses_items,
     responses_request,
+    responses_tools,
     structured,
     tokenize,
     tools,
@@ -47,6 +49,11 @@ OTHERS = frozenset(
         *("api_base", "chat_id", "drop_params", "enable_search", "extra_body", "features", "files", "info"),
         *("litellm_metadata", "models", "prefix", "plugins", "provider", "random_seed", "route", "safe_prompt"),
         *("thinking", "timestamp", "thinking_blocks", "transforms", "usage", "variables", "weight"),
+        # tools that a provider runs
+        *("advisor", "apply_patch", "code_execution", "code_interpreter", "computer", "computer_use_preview"),
+        *("file_search", "image_generation", "local_shell", "mcp", "mcp_toolset", "shell", "tool_search"),
+        *("tool_search_tool_bm25", "tool_search_tool_regex", "web_fetch", "web_search", "web_search_preview"),
+        "x-anthropic-billing-header",
         # the variables of chat templates
         *("builtin_tools", "controls", "custom_tools", "date_string", "preserve_thinking", "python_tools", "xml_tools"),
     )
@@ -54,9 +61,11 @@ OTHERS = frozenset(
 """Names of fields that are ignored, and so have no Struct."""
 
 _MODULES = (
-    *(chat, completions, embeddings, responses_items, responses_request, structured, tokenize, tools),
-    *(anthropic, ollama),
+    *(chat, completions, embeddings, responses_items, responses_request, responses_tools, structured, tokenize),
+    *(tools, anthropic, anthropic_tools, ollama),
 )
+_DATE = re.compile(r"_\d{8}$")
+"""The date of a version, at the end of a name."""
 _STEP = re.compile(r"[\[\].]+")
 
 
@@ -73,7 +82,8 @@ KNOWN = OTHERS.union(ollama.OPTIONS, *map(_fields, _MODULES))
 
 
 def counted_name(name: str) -> str:
-    """Return the name by which the metric counts an ignored field: its path if a known API has each name in it, or
-    OTHER."""
+    """Return the name by which the metric counts an ignored field: its path without a date if a known API has each name in
+    it, or OTHER."""
+    name = _DATE.sub("", name)
     steps = set(filter(None, _STEP.split(name)))
     return name if steps and steps <= KNOWN else OTHER
