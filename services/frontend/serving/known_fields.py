@@ -82,8 +82,8 @@ KNOWN = OTHERS.union(ollama.OPTIONS, *map(_fields, _MODULES))
 
 
 def counted_name(name: str) -> str:
-    """Return the name by which the metric counts an ignored field: its path without a date if a known API has each name in
-    it, or OTHER."""
+    """Return the name by which the metric counts an ignored field: its path without a date if a known API has each
+    name in it, or OTHER."""
     name = _DATE.sub("", name)
     steps = set(filter(None, _STEP.split(name)))
     return name if steps and steps <= KNOWN else OTHER
