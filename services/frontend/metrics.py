@@ -106,8 +106,8 @@ class Metrics:
         )
         self.ignored_fields = counter(
             "headrace_ignored_fields",
-            "Requests with a field that has no effect, by the field's name; other: names that no known API has, and names "
-            "beyond the first 200",
+            "Requests with a field that has no effect, by the field's name; other: names that no known API has, "
+            "and names beyond the first 200",
             ["field"],
         )
         self.tool_calls = counter(

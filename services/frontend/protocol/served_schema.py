@@ -46,10 +46,10 @@ DEPTH_LIMIT = 16
 def served_schema(schema: dict[str, Any], dropped: list[str] | None = None) -> dict[str, Any]:
     """Return the schema for a grammar. Add the name of each keyword that was left out although it asks for something
     to `dropped`."""
-    found = _rewritten(schema, [] if dropped is None else dropped)
-    if not isinstance(found, dict):
-        return schema  # it allows nothing: the library says so
-    return _with_any_of(found, found)
+    found: Any = _rewritten(schema, [] if dropped is None else dropped)
+    if found is not False:
+        found = _with_any_of(found, found)
+    return found if isinstance(found, dict) else schema  # the library says that False allows nothing
 
 
 def _rewritten(schema: Any, dropped: list[str]) -> Any:
@@ -59,7 +59,7 @@ def _rewritten(schema: Any, dropped: list[str]) -> Any:
         return schema
     found: dict[str, Any] = {}
     for written, value in schema.items():
-        word = _RENAMED.get(written, written)
+        word: str = _RENAMED.get(written, written)
         if word in _DATA:
             found[word] = value
         elif word in _OF_NAMES and isinstance(value, dict):
@@ -138,7 +138,12 @@ def _with_any_of(schema: Any, root: dict[str, Any]) -> Any:
         return [_with_any_of(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {word: value if word in _DATA else _with_any_of(value, root) for word, value in schema.items()}
+    found: dict[str, Any] = {}
+    for word, value in schema.items():
+        if word in _OF_NAMES and isinstance(value, dict):
+            found[word] = {name: _with_any_of(one, root) for name, one in value.items()}
+        else:
+            found[word] = value if word in _DATA else _with_any_of(value, root)
     options = schema.get("oneOf")
     if isinstance(options, list) and "anyOf" not in schema and _Comparison(root).all_apart(options):
         found["anyOf"] = found.pop("oneOf")

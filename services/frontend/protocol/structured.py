@@ -124,16 +124,14 @@ def response_format_constraint(
             return None
         case JsonObjectFormat(None):
             return Constraint(json_grammar({"type": "object"}), "response_format")
-        case JsonObjectFormat(schema):
+        case JsonSchemaFormat(None, None):
+            raise field_error("response_format.json_schema", "needed for type json_schema")
+        case JsonSchemaFormat(JsonSchema() as named):
+            where = "response_format.json_schema.schema"
+            return Constraint(_schema(named.schema or {}, where, ignored, close=close), where)
+        case JsonObjectFormat(schema) | JsonSchemaFormat(None, schema):
             where = "response_format.schema"
-        case JsonSchemaFormat(None, schema):
-            where = "response_format.schema"
-            if schema is None:
-                raise field_error("response_format.json_schema", "needed for type json_schema")
-        case JsonSchemaFormat(named):
-            assert named is not None
-            schema, where = named.schema or {}, "response_format.json_schema.schema"
-    return Constraint(_schema(schema, where, ignored, close=close), where)
+            return Constraint(_schema(schema or {}, where, ignored, close=close), where)
 
 
 def structured_outputs_constraint(

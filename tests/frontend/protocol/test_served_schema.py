@@ -114,7 +114,7 @@ ONLY_B: Schema = {"type": "object", "properties": {"b": TEXT}, "additionalProper
         pair(tagged("a"), {"type": "null"}),
         pair(tagged("a"), tagged("b", next=CHOICE)),
         pair({"allOf": [{"$ref": "#/$defs/C"}]}, tagged("b")) | {"$defs": ALIAS},
-        {"properties": {"pet": CHOICE}, "$defs": {"A": tagged("a"), "B": tagged("b")}},
+        {"properties": {"default": CHOICE, "enum": {"items": CHOICE}}, "$defs": {"A": tagged("a"), "B": tagged("b")}},
         {"oneOf": [{**TEXT, "enum": ["a"]}, {"const": "b"}, {"type": ["integer", "null"]}]},
         {"oneOf": [{"anyOf": [{"const": 1}, {"const": 2}]}, {"const": 3}]},
         pair(ONLY_A, ONLY_B),

@@ -406,8 +406,8 @@ async def test_log_probabilities_name_tokens_by_their_ids_if_that_is_asked_for(d
         assert choice.logprobs.text_offset == [0]
         chat = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, extra_body=by_id)
         assert chat.choices[0].logprobs is not None
-        [first, *_] = chat.choices[0].logprobs.content or ()
-        assert bytes(first.bytes or ()).decode() == first.token == f"token_id:{ids[0]}"
+        entries = chat.choices[0].logprobs.content or []
+        assert bytes(entries[0].bytes or ()).decode() == entries[0].token == f"token_id:{ids[0]}"
 
 
 async def test_the_least_tokens_reach_the_worker_and_are_at_most_what_may_follow(directory: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import ReasoningPlan
 from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
@@ -251,3 +252,33 @@ def test_objects_of_schemas_are_closed_where_that_is_asked_for() -> None:
     forced = request(tools=[{"type": "function", "function": function}], tool_choice="required")
     assert "additionalProperties" in some(answer_grammar(forced, ParsePlan("hermes"), {}, close=True))
     assert "additionalProperties" not in some(answer_grammar(forced, ParsePlan("hermes"), {}))
+
+
+@pytest.mark.parametrize(
+    ("form", "where"),
+    [
+        ({"type": "json_schema", "json_schema": {"schema": NUMBER}}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "schema": NUMBER}, "response_format.schema"),
+        ({"type": "json_object", "schema": NUMBER}, "response_format.schema"),
+    ],
+)
+def test_a_schema_may_be_where_clients_of_other_servers_have_it(form: dict[str, Any], where: str) -> None:
+    found = answer_grammar(request(response_format=form), ParsePlan(), {})
+    assert found is not None
+    assert found.param == where
+    assert [fits(found.grammar, text) for text in ('{"n": 1}', '{"n": "1"}', "{}")] == [True, False, False]
+
+
+def test_what_is_left_out_of_a_schema_is_named_by_its_place() -> None:
+    ignored = IgnoredFields()
+    text = {"type": "object", "properties": {"a": {"type": "string", "format": "ulid"}}}
+    form = {"type": "json_schema", "json_schema": {"schema": text}}
+    answer_grammar(request(response_format=form), ParsePlan(), {}, ignored=ignored)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": text}}]
+    answer_grammar(request(tools=tools, tool_choice="required"), ParsePlan("hermes"), {}, ignored=ignored)
+    assert ignored.names == ("response_format.json_schema.schema.format", "tools[].function.parameters.format")
+
+
+def test_a_form_without_a_schema_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"^response_format\.json_schema: "):
+        answer_grammar(request(response_format={"type": "json_schema"}), ParsePlan(), {})
