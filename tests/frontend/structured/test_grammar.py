@@ -266,7 +266,7 @@ def test_a_schema_may_be_where_clients_of_other_servers_have_it(form: dict[str, 
     found = answer_grammar(request(response_format=form), ParsePlan(), {})
     assert found is not None
     assert found.param == where
-    assert [fits(found.grammar, text) for text in ('{"n": 1}', '{"n": "1"}', "{}")] == [True, False, False]
+    assert [fits(found.grammar, text, {}) for text in ('{"n": 1}', '{"n": "1"}', "{}")] == [True, False, False]
 
 
 def test_what_is_left_out_of_a_schema_is_named_by_its_place() -> None:
