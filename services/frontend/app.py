@@ -22,6 +22,7 @@ import msgspec
 from services.frontend.auth.access import Authenticator
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.metrics import Metrics
+from services.frontend.models.encode_pool import EncodePool
 from services.frontend.models.model import ParserNames
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.openapi.document import document
@@ -61,12 +62,13 @@ _log = logging.getLogger(__name__)
 async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[HttpApi]:
     """Serve while the context is open, and drain when it is left."""
     metrics = Metrics(runtime.registry)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as pool:
-        models = ModelRegistry(runtime.directory, config.models, runtime.tasks, pool, partial(_parsers, config))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as threads:
+        models = ModelRegistry(runtime.directory, config.models, runtime.tasks, threads, partial(_parsers, config))
         service = RequestService(runtime, config.limits, metrics)
         access = Authenticator(config.access, metrics)
         grammars = GrammarCompiler()
         directory = ResponseDirectory(runtime, config.responses, metrics)
+        pool = EncodePool(threads, _THREADS)
         dispatcher = Dispatcher(ServingChat(service, models, pool, metrics, grammars, config), directory)
         port = Port(with_files(config.http), metrics)
         place = config.ui.place(keys=access.requires_key)

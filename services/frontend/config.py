@@ -113,6 +113,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Largest number of requests over NATS at the same time without `stream` and without the header Headrace-Probe.
     Their clients cannot be asked whether they still listen, so clients that are gone can keep workers busy with this
     many."""
+    grammars: Natural = 64
+    """Largest number of grammars that wait to be compiled at the same time; beyond it 429."""
     wait_s: Seconds = 60.0
     """Seconds that a request may wait for earlier ones: it gets 429 if no worker is predicted to begin it by then, or
     if its worker has not. The time that its own prompt takes does not count. 0 disables the check."""

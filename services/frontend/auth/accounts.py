@@ -44,6 +44,8 @@ class TokenUse(Struct, frozen=True):
     charged: int = 0
     prompt: int = 0
     output: int = 0
+    refused: int = 0
+    """The tokens that were made for a request that was refused then."""
 
 
 NO_TOKENS = TokenUse()
@@ -96,7 +98,7 @@ class Account:
         self.running -= 1
         self.prompt_tokens += spent.prompt
         self.output_tokens += spent.output
-        self._spend("tokens", spent.prompt + spent.output - spent.charged, now)
+        self._spend("tokens", spent.prompt + spent.output + spent.refused - spent.charged, now)
 
     def rate_limit_headers(self, now: float) -> dict[str, str]:
         """Return OpenAI's rate limit headers: each limit, how much of it is left, and when it will be full again."""

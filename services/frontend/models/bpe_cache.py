@@ -23,16 +23,15 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
-import msgspec
-from msgspec import Struct
-
-from services.frontend.output.tokenizer_json import CHARACTER_OF_BYTE, TokenizerJson
+from services.frontend.output.tokenizer_json import CHARACTER_OF_BYTE, TokenizerJson, TokenizerStep
 from shared.hashing import pack_tokens
 
 SLICE_CHARACTERS = 1024
 """The smallest section that is cut from a text: less than 0.1 ms, or 1 ms if all its words are new."""
 SECTION_CHARACTERS = 4 * SLICE_CHARACTERS
 """The largest section that is looked up."""
+LOOK_AHEAD_CHARACTERS = 3
+"""The number of characters after a word's end that may decide whether it ends there."""
 WORD_CHARACTERS = 64
 """The longest word that is cached."""
 WORDS_LIMIT = 65_536
@@ -56,23 +55,6 @@ letters, N for numbers, S for white space."""
 _CUT = re.compile(r"[A-Za-z] [A-Za-z]")
 _NOT_PLAIN = re.compile(f"[^{PLAIN}]")
 _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-
-
-class _Step(Struct):
-    """A pre-tokenizer, or a sequence of them."""
-
-    type: str
-    pretokenizers: list[_Step] = []
-    add_prefix_space: bool = True
-    use_regex: bool = True
-    individual_digits: bool = False
-    pattern: dict[str, str] = {}
-    behavior: str = ""
-    invert: bool = False
-
-
-class _Normalizer(Struct):
-    type: str
 
 
 class _Table(dict[str, bytes]):
@@ -142,9 +124,28 @@ class WordCache:
                     yield self._added[special[0]]
                     clear = special.end()
                 start, torn = clear, False
-            elif torn or clear - start > SECTION_CHARACTERS:
+            elif not torn and clear - start > SECTION_CHARACTERS:
+                size = self._whole_words(text[start : start + SECTION_CHARACTERS])
+                yield self._section(text[start : start + size], torn=False) if size else text[start:clear]
+                start, torn = (start + size, False) if size else (clear, True)
+            elif torn:
                 yield text[start:clear]
                 start, torn = clear, True
+
+    def _whole_words(self, text: str) -> int:
+        """Return the number of leading characters that are surely whole words, whatever follows the text; 0 if that is
+        not known.
+
+        Patterns look at two more characters, as for the `e` of `'re`, but also through all the white space that
+        follows. So the last word is one that ends with another character.
+        """
+        find = self._find_ascii if text.isascii() else self._find
+        if find is None or (find is self._find and _NOT_PLAIN.search(text)):
+            return 0
+        words, end = find(text), len(text)
+        while words and (end > len(text) - LOOK_AHEAD_CHARACTERS or words[-1][-1].isspace()):
+            end -= len(words.pop())
+        return end
 
     def _section(self, section: str, *, torn: bool) -> bytes | str:
         find = self._find_ascii if section.isascii() else self._find
@@ -168,29 +169,46 @@ def read_words(
 ) -> WordCache | None:
     """Return the cache for a tokenizer.json; None if it would not be exact. `ids` is as in WordCache. `token_id`
     returns the id that the tokenizer gives an added token, which may differ from that in the file."""
-    try:
-        normalizer = msgspec.json.decode(file.normalizer, type=_Normalizer | None)
-        pre_tokenizer = msgspec.json.decode(file.pre_tokenizer, type=_Step | None)
-    except msgspec.MsgspecError:  # of an unknown form
-        return None
-    if file.model.type != "BPE" or file.model.dropout:
-        return None
-    if normalizer is not None and normalizer.type not in _NORMAL_FORMS:
-        return None
-    if any(token.single_word or token.lstrip or token.rstrip or token.normalized for token in file.added_tokens):
+    word = word_pattern(file)
+    if word is None:
         return None
     added = {token.content: token_id(token.content) for token in file.added_tokens}
     known = {content: token for content, token in added.items() if content and token is not None}
     if len(known) < len(added):
         return None
-    word = None if pre_tokenizer is None else _word(pre_tokenizer)
-    if word is None:
-        return None
+    normalizer, _ = file.steps() or (None, None)
     ascii_only = normalizer is not None and normalizer.type != "NFC"
     return WordCache(word, known, ids, ascii_only=ascii_only)
 
 
-def _word(step: _Step) -> str | None:
+def word_pattern(file: TokenizerJson) -> str | None:
+    """Return the regex of a word in the letters of SPLITS; None if a cache of words would not be exact."""
+    steps = file.steps()
+    if steps is None or file.model.type != "BPE" or file.model.dropout:
+        return None
+    normalizer, pre_tokenizer = steps
+    if normalizer is not None and normalizer.type not in _NORMAL_FORMS:
+        return None
+    if any(token.single_word or token.lstrip or token.rstrip or token.normalized for token in file.added_tokens):
+        return None
+    return None if pre_tokenizer is None else _word(pre_tokenizer)
+
+
+def has_unknown_regex(file: TokenizerJson) -> bool:
+    """Return whether a tokenizer searches texts with a regex that is not known here, so that a text may take any time.
+    One of an unknown form counts as such."""
+    steps = file.steps()
+    return steps is None or any(step is not None and _is_unknown(step) for step in steps)
+
+
+def _is_unknown(step: TokenizerStep) -> bool:
+    regex = step.pattern.get("Regex")
+    return (regex is not None and regex not in SPLITS) or any(
+        map(_is_unknown, (*step.normalizers, *step.pretokenizers))
+    )
+
+
+def _word(step: TokenizerStep) -> str | None:
     """Return the regex of a word; None if the pre-tokenizer is unknown."""
     *first, last = step.pretokenizers if step.type == "Sequence" and step.pretokenizers else [step]
     if last.type != "ByteLevel" or last.add_prefix_space:
@@ -198,9 +216,9 @@ def _word(step: _Step) -> str | None:
     match first:
         case []:
             return _GPT2 if last.use_regex else None
-        case [_Step(type="Digits", individual_digits=True)]:
+        case [TokenizerStep(type="Digits", individual_digits=True)]:
             return _DIGITS if last.use_regex else None
-        case [_Step(type="Split", behavior="Isolated", invert=False, pattern=pattern)]:
+        case [TokenizerStep(type="Split", behavior="Isolated", invert=False, pattern=pattern)]:
             return None if last.use_regex else SPLITS.get(pattern.get("Regex", ""))
         case _:
             return None

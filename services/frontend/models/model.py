@@ -14,9 +14,10 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from services.frontend.models import template_trial
-from services.frontend.models.bpe_cache import WordCache, read_words
+from services.frontend.models.bpe_cache import WordCache, has_unknown_regex, read_words
 from services.frontend.models.chat_template import ChatTemplate, pick_templates
 from services.frontend.models.fim import FimTokens, read_fim_tokens
+from services.frontend.models.token_lengths import characters_of_a_token
 from services.frontend.output.detokenize import TokenBytes, read_token_bytes
 from services.frontend.output.tokenizer_json import TokenizerJson, parse_tokenizer_json
 from services.frontend.tool_parsers import reasoning
@@ -72,6 +73,10 @@ class Model(Struct, frozen=True):
     """The name of the model that a LoRA changes, of which it is a copy here under its own name; empty: no LoRA."""
     lora: str = ""
     """The id of the LoRA that its name means; empty: no LoRA."""
+    characters_of_a_token: int | None = None
+    """The largest number of characters of a text that become one token; None if there is no such number."""
+    encodes_inline: bool = True
+    """Whether a short text surely takes its tokenizer no longer than its length says."""
 
     @property
     def base(self) -> str:
@@ -170,6 +175,8 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
         tokenizer_digest=digest,
         block_size=card.block_size,
         template_digest=card.template_digest,
+        characters_of_a_token=characters_of_a_token(file),
+        encodes_inline=words is not None or not has_unknown_regex(file),
     )
 
 

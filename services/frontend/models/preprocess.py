@@ -15,20 +15,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from services.frontend.models.chat_template import STEPS_LIMIT, ChatTemplate, StepLimitReached
+from services.frontend.models.encode_pool import KeyPool, give_memory_back
 from services.frontend.models.fim import JOINT
 from services.frontend.models.model import Model, ModelLimits
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array
 
+TEXT_TOKENS_LIMIT = 1 << 20
+"""The largest number of tokens that a text is made into, also if the model's context is longer. Until they are packed,
+`tokenizers` takes some 350 bytes for each."""
+PIECE_CHARACTERS = 32_768
+"""The number of characters from which a text is large, and of the pieces in which its tokens are counted: some 30 ms
+and 10 MB."""
+CUT_TOKENS = 256
+"""The number of tokens by which a cut within a text may raise its count; words have less."""
 INLINE_CHARACTERS = 4096
 """The longest text that `tokenizers` encodes on the event loop: 1 ms."""
 CHARACTERS_PER_TURN = 8192
@@ -55,7 +63,7 @@ class Prompt(Struct, frozen=True):
 async def render_chat(
     model: Model,
     messages: Sequence[Mapping[str, Any]],
-    pool: Executor,
+    pool: KeyPool,
     tools: Sequence[Mapping[str, Any]] = (),
     more: Mapping[str, Any] = MappingProxyType({}),
     *,
@@ -78,7 +86,7 @@ async def _rendered(
     template: ChatTemplate,
     model: Model,
     messages: Sequence[Mapping[str, Any]],
-    pool: Executor,
+    pool: KeyPool,
     tools: Sequence[Mapping[str, Any]],
     more: Mapping[str, Any],
     *,
@@ -93,7 +101,7 @@ async def _rendered(
         pass
     render = partial(template.render, messages, tools=tools, more=more, answer_begins=answer_begins)
     try:
-        return await asyncio.get_running_loop().run_in_executor(pool, render)
+        return await pool.run(render)
     except StepLimitReached:
         wrong = f"the chat template needs more than {STEPS_LIMIT} steps"
         raise InvalidRequest(wrong, param="messages") from None
@@ -133,26 +141,42 @@ def _not_read(wrong: str, param: str) -> InvalidRequest:
     return InvalidRequest(wrong, param=param, code="unsupported_parameter")
 
 
-async def encode_between(model: Model, before: str, after: str, pool: Executor, *, param: str) -> bytes:
+async def encode_between(
+    model: Model, before: str, after: str, pool: KeyPool, *, param: str, most: int = TEXT_TOKENS_LIMIT
+) -> bytes:
     """Return the packed tokens of a prompt for the text between two others. `param` names the field of the first.
     Raise InvalidRequest."""
     fim = model.fim
     if fim is None:
         raise _not_read(f"suffix: {model.name!r} has no tokens for filling in the middle", "suffix")
-    prefix = await encode(model, before, pool, special=False, param=param)
+    prefix = await encode(model, before, pool, special=False, param=param, most=most)
     joined = JOINT + after if fim.joint else after
-    suffix = await encode(model, joined, pool, special=False, param="suffix")
+    suffix = await encode(model, joined, pool, special=False, param="suffix", most=most)
     return fim.prompt(prefix, suffix.removeprefix(fim.joint))
 
 
-async def encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
+async def encode(
+    model: Model, text: str, pool: KeyPool, *, special: bool, param: str, most: int = TEXT_TOKENS_LIMIT
+) -> bytes:
     """Return the packed tokens of a text; with `special`, also those that the tokenizer puts around it. `param` names
-    the field that it came from. Raise InvalidRequest."""
+    the field that it came from. Raise InvalidRequest; for a text of more than `most` tokens, as soon as that is
+    known."""
+    most = min(most, TEXT_TOKENS_LIMIT)
+    longest = model.characters_of_a_token
+    if longest is not None and len(text) > most * longest:
+        pool.made(most)  # it has more
+        raise too_many_tokens(most, param)
+    packed = await _encode(model, text, pool, special=special, param=param, most=most)
+    pool.made(len(packed) // 4)
+    return packed
+
+
+async def _encode(model: Model, text: str, pool: KeyPool, *, special: bool, param: str, most: int) -> bytes:
     words = model.words
     if words is None:
-        return await _tokenize(model.tokenizer, text, pool, special=special, param=param)
+        return await _tokenize(model, text, pool, special=special, param=param, most=most)
     before, after = model.around if special else (b"", b"")
-    packed = [before]
+    packed, size = [before], len(before) + len(after)
     left: list[str] = []
     turn = words.work + CHARACTERS_PER_TURN
     for piece in words.encode(text):
@@ -160,29 +184,71 @@ async def encode(model: Model, text: str, pool: Executor, *, special: bool, para
             left.append(piece)
         else:
             if left:
-                packed.append(await _tokenize(model.tokenizer, "".join(left), pool, special=False, param=param))
+                packed.append(await _tokenize(model, "".join(left), pool, special=False, param=param, most=most))
+                size += len(packed[-1])
                 left.clear()
             packed.append(piece)
+            size += len(piece)
+            if size > 4 * most:
+                pool.made(size // 4)
+                raise too_many_tokens(most, param)
         if words.work > turn:
             await asyncio.sleep(0)
             turn = words.work + CHARACTERS_PER_TURN
     if left:
-        packed.append(await _tokenize(model.tokenizer, "".join(left), pool, special=False, param=param))
+        packed.append(await _tokenize(model, "".join(left), pool, special=False, param=param, most=most))
     packed.append(after)
     return b"".join(packed)
 
 
-async def _tokenize(tokenizer: Tokenizer, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
-    def tokenize() -> bytes:
-        try:
-            [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        except BaseException as wrong:  # noqa: BLE001  a tokenizer comes with the model, and may even panic
-            raise InvalidRequest(f"the model's tokenizer fails on the text: {wrong}", param=param) from None
-        return pack_tokens(encoding.ids)
+async def _tokenize(model: Model, text: str, pool: KeyPool, *, special: bool, param: str, most: int) -> bytes:
+    """Return what `tokenizers` makes of a text. The tokens of a large one are counted in pieces first, so that it takes
+    no more memory than `most` tokens and a piece."""
+    if len(text) <= INLINE_CHARACTERS and model.encodes_inline:
+        return pack_tokens(_encoding(model.tokenizer, text, param, special=special).ids)
+    large = len(text) > PIECE_CHARACTERS
+    if large:
+        await _check_count(model.tokenizer, text, pool, param, most)
 
-    if len(text) <= INLINE_CHARACTERS:
-        return tokenize()
-    return await asyncio.get_running_loop().run_in_executor(pool, tokenize)
+    def tokenize() -> bytes:
+        packed = pack_tokens(_encoding(model.tokenizer, text, param, special=special).ids)
+        if large:
+            give_memory_back()
+        return packed
+
+    return await pool.run(tokenize, large=large or not model.encodes_inline)
+
+
+def _encoding(tokenizer: Tokenizer, text: str, param: str, *, special: bool) -> Encoding:
+    try:
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+    except BaseException as wrong:  # noqa: BLE001  a tokenizer comes with the model, and may even panic
+        raise InvalidRequest(f"the model's tokenizer fails on the text: {wrong}", param=param) from None
+    return encoding
+
+
+async def _check_count(tokenizer: Tokenizer, text: str, pool: KeyPool, param: str, most: int) -> None:
+    """Count the tokens of a text piece by piece, and raise InvalidRequest as soon as they are surely too many."""
+
+    def count(start: int) -> int:
+        return len(_encoding(tokenizer, text[start : start + PIECE_CHARACTERS], param, special=False))
+
+    counted, allowed = 0, most
+    for start in range(0, len(text), PIECE_CHARACTERS):
+        counted += await pool.run(partial(count, start), large=True)
+        allowed += CUT_TOKENS
+        if counted > allowed:
+            pool.made(counted)
+            await pool.run(give_memory_back, large=True)
+            raise too_many_tokens(most, param)
+
+
+def too_many_tokens(most: int, param: str) -> InvalidRequest:
+    """Return the refusal of a text with more tokens than it may have, whose exact count is unknown."""
+    if most == TEXT_TOKENS_LIMIT:
+        return InvalidRequest(f"{param} has more than {most} tokens, the most that one text may have", param=param)
+    why = f"the prompt has more than {most} tokens; with at least one to answer it does not fit the model's context of"
+    return InvalidRequest(f"{why} {most} tokens", param=param, code="context_length_exceeded")
 
 
 def check_vocabulary(tokens: Sequence[int], limits: ModelLimits, *, param: str) -> None:

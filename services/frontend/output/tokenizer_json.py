@@ -26,6 +26,9 @@ class TokenizerModel(Struct):
     type: str | None = None
     vocab: dict[str, int] | list[tuple[str, float]] = {}
     dropout: float | None = None
+    unk_token: str | None = None
+    fuse_unk: bool = False
+    byte_fallback: bool = False
 
 
 class DecoderStep(Struct):
@@ -41,6 +44,21 @@ class DecoderStep(Struct):
     prepend_scheme: str = "always"
 
 
+class TokenizerStep(Struct):
+    """A normalizer or pre-tokenizer, or a sequence of them."""
+
+    type: str
+    normalizers: list[TokenizerStep] = []
+    pretokenizers: list[TokenizerStep] = []
+    add_prefix_space: bool = True
+    use_regex: bool = True
+    individual_digits: bool = False
+    pattern: dict[str, str] = {}
+    content: str = ""
+    behavior: str = ""
+    invert: bool = False
+
+
 class TokenizerJson(Struct):
     """The parsed content of a tokenizer.json."""
 
@@ -48,9 +66,19 @@ class TokenizerJson(Struct):
     added_tokens: list[AddedToken] = []
     decoder: DecoderStep | None = None
     normalizer: msgspec.Raw = msgspec.Raw(b"null")
-    """JSON that models/bpe_cache.py decodes, where an unknown form is no error."""
+    """The JSON of a TokenizerStep or null; `steps` decodes it."""
     pre_tokenizer: msgspec.Raw = msgspec.Raw(b"null")
-    """JSON that models/bpe_cache.py decodes, where an unknown form is no error."""
+    """The JSON of a TokenizerStep or null; `steps` decodes it."""
+
+    def steps(self) -> tuple[TokenizerStep | None, TokenizerStep | None] | None:
+        """Return the normalizer and the pre-tokenizer; None if one has an unknown form, which is no error."""
+        try:
+            return _STEP.decode(self.normalizer), _STEP.decode(self.pre_tokenizer)
+        except msgspec.MsgspecError:
+            return None
+
+
+_STEP = msgspec.json.Decoder(TokenizerStep | None)
 
 
 def parse_tokenizer_json(content: bytes) -> TokenizerJson:

@@ -22,7 +22,8 @@ The limits that a key has by itself are those of its Account.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 from services.frontend.auth.accounts import NO_TOKENS, Account
@@ -30,7 +31,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.requests.served import Served
 from shared.errors import Overloaded, Unavailable
 
-Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens", "unasked"]
+Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens", "unasked", "grammars"]
 """A limit, by its name in the settings; also a label of metrics."""
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
 Sums = dict[Bound, int]
@@ -112,6 +113,7 @@ class Admission:
             assert permit.taken["tokenising_bytes"] == (permit.taken["body_bytes"] if permit.tokenising else 0)
             assert permit.admitted or not permit.taken["tokens"]
             assert permit.taken["unasked"] <= 1
+            assert permit.taken["grammars"] <= 1
             if permit.account is not None:
                 held = by_key.setdefault(permit.account.name, _zero())
                 for bound, taken in permit.taken.items():
@@ -126,6 +128,7 @@ _FULL: dict[Bound, str] = {
     "tokens": "running requests may come to {taken} tokens already; this one has {more}",
     "unasked": "{taken} requests without `stream` run over NATS already; send the header Headrace-Probe, which lets "
     "the frontend ask whether the client still listens",
+    "grammars": "{taken} grammars already wait to be compiled",
 }
 """What an error says about each limit that is reached."""
 
@@ -133,7 +136,7 @@ _FULL: dict[Bound, str] = {
 class Permit:
     """What one request has of each limit; `Admission.reserve` makes it. Its methods raise Overloaded at a limit."""
 
-    __slots__ = ("_admission", "account", "model", "served", "spent", "taken", "tokenising")
+    __slots__ = ("_admission", "account", "made", "model", "served", "spent", "taken", "tokenising")
 
     def __init__(self, admission: Admission, account: Account | None) -> None:
         self._admission = admission
@@ -143,15 +146,26 @@ class Permit:
         self.tokenising = False
         self.spent = NO_TOKENS
         """The tokens that its key has to pay for. Others set this and `model`."""
+        self.made = 0
+        """The tokens that were made of its texts."""
         self.served = Served()
         """What it got, for the log."""
         self.model = ""
         """The base model that it asks for, for metrics; empty: not known yet, or no known one."""
 
     @property
+    def key(self) -> str:
+        """The name of its API key; empty without one."""
+        return "" if self.account is None else self.account.name
+
+    @property
     def admitted(self) -> bool:
         """Whether the request counts as one of `requests`."""
         return bool(self.taken["requests"])
+
+    def count_made(self, tokens: int) -> None:
+        """Note tokens that were made of its texts. Its key pays for them if the request is refused."""
+        self.made += tokens
 
     def add_bytes(self, size_bytes: int) -> None:
         """Count more bytes of its body, or of what belongs to it."""
@@ -173,6 +187,15 @@ class Permit:
         self._take({"tokens": tokens})
         if choices > 1:  # the first choice is counted already, whatever has come since
             self._take({"requests": choices - 1})
+
+    @contextmanager
+    def waiting_grammar(self) -> Iterator[None]:
+        """Count its grammar, while the context is open, as one that waits to be compiled."""
+        self._take({"grammars": 1})
+        try:
+            yield
+        finally:
+            self._admission.count(self, "grammars", -1)
 
     def count_unasked(self) -> None:
         """Count it as one whose client cannot be asked whether it still wants an answer."""

@@ -17,7 +17,7 @@ from typing import assert_never
 import msgspec
 from prometheus_client import Histogram
 
-from services.frontend.auth.accounts import Account
+from services.frontend.auth.accounts import NO_TOKENS, Account, TokenUse
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics, ModelMetrics
 from services.frontend.protocol.chat_chunks import CachedTokensByTier
@@ -33,7 +33,7 @@ from services.frontend.requests.way import WayLog
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
-from shared.errors import HeadraceError, RateLimited, Unavailable
+from shared.errors import HeadraceError, InvalidRequest, RateLimited, RequestTimeout, Unavailable
 from shared.messages import (
     CANCEL,
     STEP_FRAME,
@@ -104,6 +104,10 @@ class RequestService:
         self._idle.clear()
         try:
             yield permit
+        except (InvalidRequest, RequestTimeout, asyncio.CancelledError):
+            if permit.spent is NO_TOKENS:  # it was not charged before its tokens were made
+                permit.spent = TokenUse(refused=permit.made)
+            raise
         finally:
             self.admission.release(permit)
             if account is not None:

@@ -11,7 +11,6 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
@@ -23,8 +22,9 @@ from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics
 from services.frontend.models import preprocess
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
+from services.frontend.models.encode_pool import EncodePool, KeyPool
 from services.frontend.models.model import Model, ModelLimits
-from services.frontend.models.preprocess import Prompt
+from services.frontend.models.preprocess import TEXT_TOKENS_LIMIT, Prompt
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
@@ -41,7 +41,6 @@ from services.frontend.protocol.completions import (
     with_prompt_logprobs,
 )
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
-from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
@@ -50,7 +49,7 @@ from services.frontend.requests.request_trace import CallSpans, RequestTrace
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.choices import Choices, open_choices
-from services.frontend.serving.prompts import chat_prompt, plan_of_reasoning
+from services.frontend.serving.prompts import chat_prompt, key_pool, plan_of_reasoning
 from services.frontend.serving.reply import ChatReply
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.tokenize import detokenize
@@ -89,7 +88,7 @@ class ServingChat(Struct, frozen=True):
 
     service: RequestService
     models: ModelRegistry
-    pool: Executor
+    pool: EncodePool
     metrics: Metrics
     grammars: GrammarCompiler
     config: FrontendConfig
@@ -126,8 +125,8 @@ class ServingChat(Struct, frozen=True):
         try:
             async with asyncio.timeout_at(deadline.at):
                 with nullcontext() if trace is None else trace.span("tokenise"):
-                    prompts, plan = await self._prompts(request, model, limits, context.ignored, default_tokens)
-                    grammar = await self._grammar(request, model, limits, plan, context.ignored)
+                    prompts, plan = await self._prompts(request, model, limits, context, default_tokens)
+                    grammar = await self._grammar(request, model, limits, plan, context)
                     texts = await self._echoed_texts(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
@@ -166,7 +165,8 @@ class ServingChat(Struct, frozen=True):
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         try:
             async with asyncio.timeout_at(deadline.at):
-                tokens, _ = await chat_prompt(request, *self.models.find(request.model), self.pool, context.ignored)
+                pool = key_pool(self.pool, context.permit)
+                tokens, _ = await chat_prompt(request, *self.models.find(request.model), pool, context.ignored)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         return len(tokens) // 4
@@ -204,7 +204,7 @@ class ServingChat(Struct, frozen=True):
         request: TextRequest,
         model: Model,
         limits: ModelLimits,
-        ignored: IgnoredFields,
+        context: RequestContext,
         default_tokens: int | None,
     ) -> tuple[list[Prompt], ParsePlan]:
         """Tokenise the prompts; return them and what the answers are parsed for. Raise InvalidRequest."""
@@ -233,9 +233,11 @@ class ServingChat(Struct, frozen=True):
             chat.check_least_tokens(request, prompt.max_tokens)
             return prompt
 
+        pool = key_pool(self.pool, context.permit)
+        most = limits.context_length if request.truncate_prompt_tokens is None else TEXT_TOKENS_LIMIT
         if isinstance(request, ChatRequest):
             special = bool(request.add_special_tokens)
-            tokens, plan = await chat_prompt(request, model, limits, self.pool, ignored, special=special)
+            tokens, plan = await chat_prompt(request, model, limits, pool, context.ignored, special=special, most=most)
             prompt = fitted(tokens, self.config.default_max_tokens or None, "messages")
             chat.check_prompt_ids(request, prompt.count)
             return [prompt], plan
@@ -244,7 +246,9 @@ class ServingChat(Struct, frozen=True):
             if found:
                 await asyncio.sleep(0)  # each blocks the loop for a millisecond at most, all of them for 100
             special = request.add_special_tokens is not False
-            tokens = await self._text(given, request.suffix or "", model, limits, param, special=special)
+            tokens = await self._text(
+                given, request.suffix or "", model, limits, pool, param, special=special, most=most
+            )
             found.append(fitted(tokens, default_tokens, param))
         tokens_in_all = sum(prompt.count for prompt in found)
         chat.check_prompt_ids(request, tokens_in_all)
@@ -253,23 +257,32 @@ class ServingChat(Struct, frozen=True):
         return found, ParsePlan()
 
     async def _text(
-        self, given: str | Sequence[int], suffix: str, model: Model, limits: ModelLimits, param: str, *, special: bool
+        self,
+        given: str | Sequence[int],
+        suffix: str,
+        model: Model,
+        limits: ModelLimits,
+        pool: KeyPool,
+        param: str,
+        *,
+        special: bool,
+        most: int,
     ) -> bytes:
         if not isinstance(given, str):
             preprocess.check_vocabulary(given, limits, param=param)
             return pack_tokens(given)
         if suffix:
-            tokens = await preprocess.encode_between(model, given, suffix, self.pool, param=param)
+            tokens = await preprocess.encode_between(model, given, suffix, pool, param=param, most=most)
         else:
-            tokens = await preprocess.encode(model, given, self.pool, special=special, param=param)
+            tokens = await preprocess.encode(model, given, pool, special=special, param=param, most=most)
         preprocess.check_encoded(model, tokens, limits, param=param)
         return tokens
 
     async def _grammar(
-        self, request: TextRequest, model: Model, limits: ModelLimits, plan: ParsePlan, ignored: IgnoredFields
+        self, request: TextRequest, model: Model, limits: ModelLimits, plan: ParsePlan, context: RequestContext
     ) -> AnswerGrammar | None:
         """Return the grammar that constrains the answer; None if it is free. Raise InvalidRequest."""
-        thought = DEFAULT_REASONING
+        thought, ignored = DEFAULT_REASONING, context.ignored
         if isinstance(request, ChatRequest):
             thought = plan_of_reasoning(request, model, ignored)
         grammar = answer_grammar(
@@ -280,7 +293,10 @@ class ServingChat(Struct, frozen=True):
         if not limits.grammars:
             raise field_error(grammar.param, f"not every worker of {model.name!r} supports grammars", UNSUPPORTED)
         if grammar.checked:
-            await self.grammars.check(grammar.checked, grammar.param, grammar.parts)
+            permit = context.permit
+            await self.grammars.check(
+                grammar.checked, grammar.param, grammar.parts, key=permit.key, waiting=permit.waiting_grammar
+            )
         return grammar
 
     def _requests(

@@ -31,6 +31,7 @@ from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
 from services.frontend.serving.known_fields import OTHER, counted_name
+from services.frontend.serving.prompts import key_pool
 from services.frontend.serving.reply import ChatReply, EventReply
 from services.frontend.serving.request_context import (
     SALT_HEADER,
@@ -66,7 +67,7 @@ class Dispatcher:
         self._embeddings = ServingEmbeddings(chat.service, chat.models, chat.pool)
         self.foreign = ServingForeign(chat, self._embeddings)
         """The operations of other providers' APIs."""
-        self._tokenize = ServingTokenize(chat.models, chat.pool, chat.service.limits)
+        self._tokenize = ServingTokenize(chat.models, chat.service.limits)
 
     def context(
         self, id_: RequestId, permit: Permit, headers: Mapping[str, str], trace: RequestTrace | None = None
@@ -131,8 +132,9 @@ class Dispatcher:
                 del body
                 yield await embedding
             case "tokenize" | "detokenize":
+                pool = key_pool(self._chat.pool, context.permit)
                 yield await self._tokenize.answer(
-                    operation, body, context.ignored, deadline_header=context.deadline_header
+                    operation, body, pool, context.ignored, deadline_header=context.deadline_header
                 )
             case _:
                 answering = self.foreign.answer(operation, body, context)

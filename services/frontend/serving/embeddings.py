@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from binascii import b2a_base64
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import nullcontext
 from math import hypot
 from struct import pack, unpack
@@ -24,18 +23,21 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend.auth.accounts import TokenUse
+from services.frontend.models.encode_pool import EncodePool
 from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import CHARACTERS_PER_TURN, check_encoded, check_vocabulary, encode
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.output import Output
 from services.frontend.protocol import embeddings
 from services.frontend.protocol.errors import field_error
+from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.priority import served_priority
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.served import Served
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
+from services.frontend.serving.prompts import key_pool
 from services.frontend.serving.request_context import RequestContext
 from shared.errors import HeadraceError, InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
@@ -52,7 +54,7 @@ class ServingEmbeddings(Struct, frozen=True):
 
     service: RequestService
     models: ModelRegistry
-    pool: Executor
+    pool: EncodePool
 
     async def answer(
         self,
@@ -79,7 +81,7 @@ class ServingEmbeddings(Struct, frozen=True):
         try:
             async with asyncio.timeout_at(deadline.at):
                 with nullcontext() if trace is None else trace.span("tokenise"):
-                    prompts = await self._prompts(inputs, model, limits)
+                    prompts = await self._prompts(inputs, model, limits, context.permit)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its input was tokenised") from None
         as_text, salt, unique = request.encoding_format == "base64", context.salt(request.cache_salt), context.id.unique
@@ -116,10 +118,13 @@ class ServingEmbeddings(Struct, frozen=True):
         pieces = [piece async for piece in write_answer(found, *form, as_text=as_text, bare=bare is not None)]
         if sum(map(len, pieces)) < _JOINED_BYTES:
             return b"".join(pieces)
-        return await loop.run_in_executor(self.pool, b"".join, pieces)
+        return await loop.run_in_executor(self.pool.executor, b"".join, pieces)
 
-    async def _prompts(self, inputs: dict[str, embeddings.Input], model: Model, limits: ModelLimits) -> list[bytes]:
+    async def _prompts(
+        self, inputs: dict[str, embeddings.Input], model: Model, limits: ModelLimits, permit: Permit
+    ) -> list[bytes]:
         """Return the packed tokens of each input. Raise InvalidRequest that names the input."""
+        pool = key_pool(self.pool, permit)
         prompts: list[bytes] = []
         tokens, characters = 0, 0
         for name, given in inputs.items():
@@ -128,7 +133,7 @@ class ServingEmbeddings(Struct, frozen=True):
                 characters = 0
                 await asyncio.sleep(0)
             if isinstance(given, str):
-                prompt = await encode(model, given, self.pool, special=True, param=name)
+                prompt = await encode(model, given, pool, special=True, param=name, most=limits.context_length)
                 check_encoded(model, prompt, limits, param=name)
             else:
                 _check_length(len(given), limits, name)

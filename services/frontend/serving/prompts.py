@@ -8,17 +8,19 @@ A chat and /tokenize make prompts here, so that both accept the same fields and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Executor
 from typing import Any
 
 from services.frontend.models import preprocess
 from services.frontend.models.chat_template import ChatTemplate
+from services.frontend.models.encode_pool import EncodePool, KeyPool
 from services.frontend.models.model import Model, ModelLimits
+from services.frontend.models.preprocess import TEXT_TOKENS_LIMIT
 from services.frontend.protocol import chat
 from services.frontend.protocol.chat import ChatRequest, text_of
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import ReasoningPlan, plan_reasoning
+from services.frontend.requests.admission import Permit
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.parser import ParsePlan
 
@@ -27,13 +29,14 @@ async def chat_prompt(
     request: ChatRequest,
     model: Model,
     limits: ModelLimits,
-    pool: Executor,
+    pool: KeyPool,
     ignored: IgnoredFields,
     *,
     special: bool = False,
+    most: int = TEXT_TOKENS_LIMIT,
 ) -> tuple[bytes, ParsePlan]:
     """Return the packed tokens of a chat's prompt and what its answer is parsed for. `special`: with the tokens that
-    the tokenizer puts around a text. Raise InvalidRequest."""
+    the tokenizer puts around a text. Raise InvalidRequest, also for more than `most` tokens."""
     tools = chat.offered_tools(request)
     template = model.tool_template if tools else model.template
     more = read_kwargs(template, plan_of_reasoning(request, model, ignored).template_kwargs, ignored)
@@ -49,9 +52,14 @@ async def chat_prompt(
     continued = text_of(request.messages[-1]) if request.continue_final_message else ""
     is_open = reasoning.open_in(text) or reasoning.is_open(continued)
     plan = ParsePlan(model.tool_format if tools else None, model.thinks, is_open, reasoning.is_begun(continued))
-    tokens = await preprocess.encode(model, text, pool, special=special, param="messages")
+    tokens = await preprocess.encode(model, text, pool, special=special, param="messages", most=most)
     preprocess.check_encoded(model, tokens, limits, param="messages")
     return tokens, plan
+
+
+def key_pool(pool: EncodePool, permit: Permit) -> KeyPool:
+    """Return the pool for one request, which pays for what is made of its texts."""
+    return pool.of(permit.key, permit.count_made)
 
 
 def plan_of_reasoning(request: ChatRequest, model: Model, ignored: IgnoredFields) -> ReasoningPlan:

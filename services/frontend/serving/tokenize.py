@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import Literal
 
 import msgspec
@@ -19,6 +18,7 @@ from msgspec import Struct
 
 from services.frontend.config import LimitsConfig
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
+from services.frontend.models.encode_pool import KeyPool
 from services.frontend.models.model import Model
 from services.frontend.models.preprocess import check_encoded, check_vocabulary, encode, truncate
 from services.frontend.models.registry import ModelRegistry
@@ -40,36 +40,36 @@ class ServingTokenize(Struct, frozen=True):
     """Answers /tokenize and /detokenize."""
 
     models: ModelRegistry
-    pool: Executor
     limits: LimitsConfig
 
     async def answer(
         self,
         operation: TokenOperation,
         body: bytes,
+        pool: KeyPool,
         ignored: IgnoredFields = REFUSE,
         *,
         deadline_header: str | None = None,
     ) -> bytes:
-        """Return the JSON answer. Raise InvalidRequest, Unavailable and RequestTimeout."""
+        """Return the JSON answer. `pool` is the request's. Raise InvalidRequest, Unavailable and RequestTimeout."""
         try:
             async with asyncio.timeout(allowed_s(None, deadline_header, self.limits)):
                 if operation == "tokenize":
-                    return await self._tokenize(tokenize.decode_tokenize(body, ignored), ignored)
+                    return await self._tokenize(tokenize.decode_tokenize(body, ignored), pool, ignored)
                 return await self._detokenize(tokenize.decode_detokenize(body, ignored))
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its answer was complete") from None
 
-    async def _tokenize(self, request: tokenize.TokenizeRequest, ignored: IgnoredFields) -> bytes:
+    async def _tokenize(self, request: tokenize.TokenizeRequest, pool: KeyPool, ignored: IgnoredFields) -> bytes:
         model, limits = self.models.find(request.model)
         param = "prompt" if request.messages is None else "messages"
         special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
         if request.messages is None:
-            packed = await encode(model, request.prompt or "", self.pool, special=special, param=param)
+            packed = await encode(model, request.prompt or "", pool, special=special, param=param)
             check_encoded(model, packed, limits, param=param)
         else:
             asked = tokenize.chat_of(request, request.messages)
-            packed, _ = await chat_prompt(asked, model, limits, self.pool, ignored, special=special)
+            packed, _ = await chat_prompt(asked, model, limits, pool, ignored, special=special)
         tokens = token_array(truncate(packed, request.truncate_prompt_tokens, limits, None))
         if len(tokens) > tokenize.TOKENS_LIMIT:
             raise field_error(param, f"{len(tokens)} tokens, more than {tokenize.TOKENS_LIMIT}")

@@ -1,30 +1,36 @@
 """Checks that grammars compile, each once, before any part of its request is queued.
 
 check ─▶ verdict known ─▶ accepted, or InvalidRequest
-   └───▶ wait in line ─▶ structured/compiler_process.py ─▶ verdict known
-                          └── it ended: the grammar takes too much; the next grammar gets a new process
+   └───▶ wait for the key's turn ─▶ structured/compiler_process.py ─▶ verdict known
+                                     └── it ended: the grammar takes too much; the next grammar gets a new process
+
+There are two processes if the machine has several cores. API keys take turns (auth/turns.py), and one
+whose last grammar took too much never has both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
+from services.frontend.auth.turnstile import Turnstile
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.structured import ConstraintPart
 from services.frontend.structured.compiler_process import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
-from shared.errors import Overloaded, Unavailable
+from shared.errors import Unavailable
 
 VERDICTS_LIMIT = 4096
 """Verdicts that are remembered; the least recently used one is dropped."""
-WAITING_LIMIT = 64
-"""Requests that may wait for a verdict; further ones are refused."""
+PROCESSES_LIMIT = 2
+"""The largest number of processes; a machine with one core has one."""
 VERDICT_LIMIT_CHARACTERS = 300
 """Characters of a verdict; the library's messages may repeat the whole grammar."""
 SLOW_PARTS_LIMIT = 4
@@ -34,68 +40,90 @@ _TOO_MUCH = f"compiling its grammar takes more than {CPU_LIMIT_S} s or {MEMORY_L
 
 
 class GrammarCompiler:
-    """Compiles the grammars of one frontend in a process that starts when it is first needed."""
+    """Compiles the grammars of one frontend in processes that start when they are first needed."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar → what is wrong with it; empty if nothing is."""
-        self._lock = asyncio.Lock()
-        self._waiting = 0
-        self._process: Process | None = None
+        self._places = Turnstile(min(PROCESSES_LIMIT, len(os.sched_getaffinity(0))))
+        self._idle: list[Process] = []
+        """The processes that compile nothing now; one that has ended may be among them."""
 
-    async def check(self, grammar: str, param: str, parts: Sequence[ConstraintPart] = ()) -> None:
+    async def check(
+        self,
+        grammar: str,
+        param: str,
+        parts: Sequence[ConstraintPart] = (),
+        *,
+        key: str = "",
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Check a grammar. `param` is the field that it comes from; an error names the first of its `parts` that does
-        not compile alone. Raise InvalidRequest; Overloaded or Unavailable if it cannot be checked now."""
+        not compile alone. `key` is the name of its API key. `waiting` counts it while it waits, and raises Overloaded
+        at a limit. Raise InvalidRequest; Unavailable if it cannot be checked now."""
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self._known:
-            if self._waiting >= WAITING_LIMIT:
-                raise Overloaded(f"{WAITING_LIMIT} grammars already wait to be compiled")
-            self._waiting += 1
-            try:
-                async with self._lock:
+            with waiting():
+                await self._places.enter(key)
+                too_much = False
+                try:
                     if digest not in self._known:
-                        self._known[digest] = (await self._compiled(grammar))[:VERDICT_LIMIT_CHARACTERS]
-            finally:
-                self._waiting -= 1
+                        verdict = await self._compiled(grammar)
+                        too_much = verdict == _TOO_MUCH
+                        self._known[digest] = verdict[:VERDICT_LIMIT_CHARACTERS]
+                finally:
+                    self._places.leave(key, too_much=too_much)
         self._known.move_to_end(digest)
         wrong = self._known[digest]
         if len(self._known) > VERDICTS_LIMIT:
             self._known.popitem(last=False)
         if wrong:
             for part in parts[:SLOW_PARTS_LIMIT] if wrong == _TOO_MUCH else parts:
-                await self.check(msgspec.json.encode({"grammars": [part.piece]}).decode(), part.param)
+                piece = msgspec.json.encode({"grammars": [part.piece]}).decode()
+                await self.check(piece, part.param, key=key, waiting=waiting)
             raise field_error(param, wrong)
 
     async def aclose(self) -> None:
-        """End the process and wait until it has ended."""
-        process, self._process = self._process, None
-        if process is not None:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+        """End the processes and wait until they have ended."""
+        while self._idle:
+            await _end(self._idle.pop())
 
     async def _compiled(self, grammar: str) -> str:
         """Return what is wrong with a grammar. Cancelling the call ends the process, so that no answer is left
         unread."""
-        if self._process is None or self._process.returncode is not None:
-            program = (sys.executable, "-m", "services.frontend.structured.compiler_process")
-            try:
-                self._process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-            except OSError as wrong:  # no memory, or no files left
-                raise Unavailable(f"cannot start a process to compile the grammar: {wrong.strerror}") from None
-        process, answer = self._process, b""
+        process, answer = await self._process(), b""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdin.write(msgspec.json.encode(grammar) + b"\n")
             answer = await process.stdout.readline()
         finally:
-            if not answer.endswith(b"\n"):
-                await self.aclose()
+            if answer.endswith(b"\n"):
+                self._idle.append(process)
+            else:
+                await _end(process)
         return msgspec.json.decode(answer, type=str) if answer.endswith(b"\n") else _TOO_MUCH
+
+    async def _process(self) -> Process:
+        """Return a process that compiles nothing. Raise Unavailable if none can be started."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+        program = (sys.executable, "-m", "services.frontend.structured.compiler_process")
+        try:
+            return await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        except OSError as wrong:  # no memory, or no files left
+            raise Unavailable(f"cannot start a process to compile the grammar: {wrong.strerror}") from None
 
     def validate(self) -> None:
         """Assert every invariant."""
         assert len(self._known) <= VERDICTS_LIMIT
-        assert 0 <= self._waiting <= WAITING_LIMIT
+        assert len(self._idle) <= PROCESSES_LIMIT
         assert all(len(verdict) <= VERDICT_LIMIT_CHARACTERS for verdict in self._known.values())
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()

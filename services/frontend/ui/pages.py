@@ -26,14 +26,14 @@ _log = logging.getLogger(__name__)
 
 
 class Pages:
-    """The pages of one frontend, at most `limit`."""
+    """The pages of one frontend, at most `limit`, of which an API key has half at most."""
 
     def __init__(self, collector: Collector, tasks: asyncio.TaskGroup, limit: int) -> None:
         self._collector = collector
         self._tasks = tasks
         self._limit = limit
-        self._waiting: set[asyncio.Event] = set()
-        """For each page an event, set when there is a snapshot that it has not taken."""
+        self._waiting: dict[asyncio.Event, str] = {}
+        """For each page an event, set when there is a snapshot that it has not taken → the name of its key."""
         self._latest = b""
         self._making: asyncio.Task[None] | None = None
         self._closed = False
@@ -46,16 +46,20 @@ class Pages:
         self._closed = True
         self._wake()
 
-    async def snapshots(self) -> AsyncGenerator[bytes, None]:
-        """Yield snapshots as JSON, each time the latest one, until `close`. Close the iterator to leave. Raise
-        Unavailable if there are too many pages, or no more."""
+    async def snapshots(self, key: str = "") -> AsyncGenerator[bytes, None]:
+        """Yield snapshots as JSON, each time the latest one, until `close`. Close the iterator to leave. `key` is the
+        name of the API key; empty without one. Raise Unavailable if there are too many pages, or no more."""
         if self._closed:
             raise Unavailable("this frontend is about to end", retry_after_s=RETRY_S)
         if len(self._waiting) >= self._limit:
             why = f"{self._limit} pages are open at this frontend, and ui.pages allows no more"
             raise Unavailable(why, retry_after_s=RETRY_S)
+        most = max(1, self._limit // 2)
+        if key and list(self._waiting.values()).count(key) >= most:
+            why = f"{most} pages of the key {key} are open at this frontend, half of what ui.pages allows"
+            raise Unavailable(why, retry_after_s=RETRY_S)
         woken = asyncio.Event()
-        self._waiting.add(woken)
+        self._waiting[woken] = key
         if self._making is None:
             self._making = self._tasks.create_task(self._make(), name="snapshots for /ui")
         elif self._latest:
@@ -68,7 +72,7 @@ class Pages:
                     return
                 yield self._latest
         finally:
-            self._waiting.discard(woken)
+            self._waiting.pop(woken, None)
             if not self._waiting:
                 self._stop()
 

@@ -21,7 +21,7 @@ from services.frontend.protocol.errors import failure, failure_of, field_error
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.way import WayLog
 from services.frontend.server.cors import NOT_ALLOWED
-from services.frontend.server.middleware import error_response
+from services.frontend.server.middleware import account_of, error_response
 from services.frontend.server.sse import ResponseBody
 from services.frontend.ui.collector import Collector
 from services.frontend.ui.files import HEADERS, PATH, PageFile, page_files
@@ -93,7 +93,8 @@ class PageApi:
             if request.query:
                 raise InvalidRequest(f"{PATH}/events has no parameters")
             body = ResponseBody(request, _EVENT_HEADERS, unread_s=UNREAD_S)
-            async with aclosing(self._pages.snapshots()) as snapshots:
+            account = account_of(request)
+            async with aclosing(self._pages.snapshots("" if account is None else account.name)) as snapshots:
                 async for payload in snapshots:
                     await body.write(payload)
             if not body.begun:

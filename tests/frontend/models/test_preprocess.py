@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from services.frontend.models.preprocess import (
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, unpack_tokens
 from tests.frontend.cards import HERMES, card_of, with_template
+from tests.frontend.pools import encode_pool
 from tests.tiny_model import CHAT_TEMPLATE
 
 LIMITS = ModelLimits(context_length=100, vocab_size=320, grammars=False, biases=False)
@@ -64,7 +64,7 @@ async def test_texts_of_any_length_and_script_are_encoded_as_the_tokenizer_does(
     if not with_words:
         model = msgspec.structs.replace(model, words=None)
     texts = ["", "water ", "water is wet. ", "水", "<|im_end|>water", "water 水 " * 2, "eau \u0301 "]
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         for text in [*texts, *(text * INLINE_CHARACTERS for text in texts)]:
             assert await encode(model, text, pool, special=True, param="prompt") == by_tokenizer(
                 model, text, special=True
@@ -93,7 +93,7 @@ async def test_special_tokens_that_the_tokenizer_puts_around_a_text_are_there(co
     (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
     model = load_model(card_of(copy), copy)
     assert model.around == (pack_tokens([0]), pack_tokens([2]))
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         assert await encode(model, "water", pool, special=True, param="prompt") == by_tokenizer(
             model, "water", special=True
         )
@@ -114,7 +114,7 @@ async def test_a_tokenizer_that_does_more_than_to_put_tokens_around_a_text_is_as
     (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
     model = load_model(card_of(copy), copy)
     assert model.words is None
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         assert await encode(model, "water", pool, special=True, param="prompt") == by_tokenizer(
             model, "water", special=True
         )
@@ -123,7 +123,7 @@ async def test_a_tokenizer_that_does_more_than_to_put_tokens_around_a_text_is_as
 async def test_only_long_texts_that_are_left_to_the_tokenizer_go_to_the_pool(directory: Path) -> None:
     model = load_model(card_of(directory), directory)
     used: list[bool] = []
-    with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
+    with encode_pool(used) as pool:
         await encode(model, "water " * INLINE_CHARACTERS, pool, special=True, param="prompt")
         await encode(model, "水", pool, special=True, param="prompt")
         assert not used
@@ -143,7 +143,7 @@ async def test_a_long_text_lets_others_have_their_turns(directory: Path) -> None
 
     beside = asyncio.create_task(others())
     text = "water " * CHARACTERS_PER_TURN
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         await encode(model, text, pool, special=True, param="prompt")
     beside.cancel()
     assert turns >= len(text) // (2 * CHARACTERS_PER_TURN)
@@ -153,7 +153,7 @@ async def test_a_template_that_takes_many_steps_goes_to_the_pool_and_ends_there(
     model = load_model(card_of(directory), directory)
     messages = [{"role": "user", "content": "water"}]
     used: list[bool] = []
-    with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
+    with encode_pool(used) as pool:
         await render_chat(model, messages * INLINE_STEPS, pool)
         assert not used
         await render_chat(model, messages * (INLINE_STEPS + 1), pool)
@@ -186,7 +186,7 @@ async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Pat
     file["pre_tokenizer"] = None
     (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
     model = load_model(card_of(copy), copy)
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         assert await encode(model, "water", pool, special=True, param="prompt")
         with pytest.raises(InvalidRequest, match="tokenizer fails on the text") as refusal:
             await encode(model, "水", pool, special=True, param="prompt")
@@ -199,7 +199,7 @@ async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Pat
 async def test_a_model_without_a_template_has_no_chat(copy: Path) -> None:
     (copy / "tokenizer_config.json").unlink()
     model = load_model(card_of(copy), copy)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(InvalidRequest, match="no chat template"):
+    with encode_pool() as pool, pytest.raises(InvalidRequest, match="no chat template"):
         await render_chat(model, [{"role": "user", "content": "x"}], pool)
 
 
@@ -207,7 +207,7 @@ async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> N
     named = [{"name": "default", "template": "chat"}, {"name": "tool_use", "template": HERMES}]
     model = load_model(card_of(copy), with_template(copy, named))
     assert model.tool_format == "hermes"
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         assert await render_chat(model, [{"role": "user", "content": "x"}], pool) == "chat"
         assert "<tool_call>" in await render_chat(
             model, [{"role": "user", "content": "x"}], pool, [{"type": "function"}]
@@ -217,7 +217,7 @@ async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> N
 async def test_only_names_that_the_template_reads_are_taken(copy: Path) -> None:
     model = load_model(card_of(copy), with_template(copy, "{{ enable_thinking }} {{ tools }}"))
     hello = [{"role": "user", "content": "x"}]
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         assert await render_chat(model, hello, pool, more={"enable_thinking": False}) == "False None"
         for name in ("enable_thoughts", "tools", "messages", "add_generation_prompt", "raise_exception", "_step"):
             with pytest.raises(InvalidRequest) as refusal:
@@ -230,7 +230,7 @@ async def test_what_the_template_has_no_place_for_is_refused_by_name(copy: Path)
     called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
     silent = load_model(card_of(copy), with_template(copy, "{{ messages[0].content }}"))
     unclear = load_model(card_of(copy), with_template(copy, "{{ tools }}"))
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         for model, messages, tools, param in (
             (silent, [hello], 1, "tools"),
             (unclear, [hello], 1, "tools"),
@@ -271,14 +271,14 @@ TURNS: Any = [{"role": "user", "content": "Say"}, {"role": "assistant", "content
 )
 async def test_a_prompt_may_end_within_its_last_message(copy: Path, template: str, text: str) -> None:
     model = load_model(card_of(copy), with_template(copy, template))
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         assert await render_chat(model, TURNS, pool, continues=True) == text
         assert TURNS[-1]["content"] == "So it ", "the messages stay as they were"
 
 
 async def test_a_last_message_that_the_template_does_not_show_cannot_be_continued(copy: Path) -> None:
     model = load_model(card_of(copy), with_template(copy, "{{ messages[0].content }}"))
-    with ThreadPoolExecutor(1) as pool:
+    with encode_pool() as pool:
         with pytest.raises(InvalidRequest) as refusal:
             await render_chat(model, TURNS, pool, continues=True)
         assert refusal.value.param == "messages[1].content"

@@ -14,7 +14,7 @@ from services.frontend.requests.admission import SHARE_FACTOR, Admission, Permit
 from shared.api_keys import KeyEntry
 from shared.errors import Overloaded, Unavailable
 
-LIMITS = LimitsConfig(requests=3, body_bytes=100, tokenising_bytes=50, tokens=1000, unasked=2)
+LIMITS = LimitsConfig(requests=3, body_bytes=100, tokenising_bytes=50, tokens=1000, unasked=2, grammars=2)
 
 
 def admission(refused: Counter[str] | None = None, limits: LimitsConfig = LIMITS) -> Admission:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from shared.hashing import unpack_tokens
 from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.cards import card_of, with_template
 from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, NAMESPACE, VOCABULARY, clients, world
+from tests.frontend.pools import encode_pool
 
 HELLO: Any = [{"role": "user", "content": "grüße 🚰"}]
 RENDERED = "<|im_start|>user\ngrüße 🚰<|im_end|>\n"
@@ -166,12 +166,12 @@ class OneModel:
 async def test_a_text_much_longer_than_its_tokens_is_refused(directory: Path) -> None:
     long = TokenBytes([b" " * 1024] * VOCABULARY, [b" " * 1024] * VOCABULARY, strip_first_space=False)
     model = msgspec.structs.replace(load_model(card_of(directory), directory), token_bytes=long)
-    with ThreadPoolExecutor(1) as pool:
-        tokens = ServingTokenize(cast(ModelRegistry, OneModel(model)), pool, LimitsConfig())
-        fits = await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8192}))
+    with encode_pool() as pool:
+        tokens = ServingTokenize(cast(ModelRegistry, OneModel(model)), LimitsConfig())
+        fits = await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8192}), pool)
         assert len(msgspec.json.decode(fits)["prompt"]) == 8 << 20
         with pytest.raises(InvalidRequest) as refusal:
-            await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8193}))
+            await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8193}), pool)
         assert refusal.value.param == "tokens"
 
 

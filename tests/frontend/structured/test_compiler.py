@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from services.frontend.config import LimitsConfig
+from services.frontend.requests.admission import Admission, Permit
 from services.frontend.structured import compiler as grammars_module
 from services.frontend.structured.compiler import GrammarCompiler
 from shared.errors import InvalidRequest, Overloaded, Unavailable
@@ -257,12 +261,11 @@ async def test_a_process_that_has_ended_is_started_again() -> None:
     grammars = GrammarCompiler()
     try:
         await grammars.check(lark('start: "a"'), "x")
-        process = grammars._process
-        assert process is not None
+        [process] = grammars._idle
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
         await grammars.check(lark('start: "b"'), "x")
-        assert grammars._process is not process
+        assert grammars._idle != [process]
     finally:
         await grammars.aclose()
     grammars.validate()
@@ -296,20 +299,47 @@ async def test_verdicts_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) 
         await grammars.aclose()
 
 
-async def test_waiting_requests_are_bounded_and_one_that_is_cancelled_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(grammars_module, "WAITING_LIMIT", 2)
+async def test_waiting_grammars_are_bounded_and_one_that_is_cancelled_leaves_nothing() -> None:
     grammars = GrammarCompiler()
+    admission = Admission(LimitsConfig(grammars=2), lambda _: None)
+    permit, other = admission.reserve(), admission.reserve()
+    third = admission.reserve()
+
+    def check(name: str, of: Permit) -> Coroutine[Any, Any, None]:
+        return grammars.check(lark(f'start: "{name}"'), "x", waiting=of.waiting_grammar)
+
     try:
         async with asyncio.TaskGroup() as tasks:
-            waiting = [tasks.create_task(grammars.check(lark(f'start: "{name}"'), "x")) for name in "ab"]
+            waiting = [tasks.create_task(check("a", permit)), tasks.create_task(check("b", other))]
             await asyncio.sleep(0)
-            with pytest.raises(Overloaded):
-                await grammars.check(lark('start: "c"'), "x")
+            admission.validate()
+            with pytest.raises(Overloaded, match="2 grammars already wait"):
+                await check("c", third)
             waiting[0].cancel()
-        await grammars.check(lark('start: "c"'), "x")
+        await check("c", third)
+        await check("b", permit)
         grammars.validate()
-        assert grammars._waiting == 0
+        assert not admission.totals["grammars"]
     finally:
         await grammars.aclose()
+
+
+async def test_a_key_with_slow_grammars_waits_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "PROCESSES_LIMIT", 1)
+    grammars, ended = GrammarCompiler(), list[str]()
+
+    async def check(key: str, name: str, grammar: str) -> None:
+        with suppress(InvalidRequest):
+            await grammars.check(grammar, "x", key=key)
+        ended.append(name)
+
+    slow = [json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 10**6 + n}}]}) for n in (3, 33)]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for number, grammar in enumerate(slow):
+                tasks.create_task(check("greedy", f"slow {number}", grammar))
+            for name in ("first", "second"):
+                tasks.create_task(check("other", name, lark(f'start: "{name}"')))
+    finally:
+        await grammars.aclose()
+    assert ended == ["slow 0", "first", "second", "slow 1"]

@@ -1,0 +1,76 @@
+"""Whose turn it is at a few places that all API keys share. Pure.
+
+    join ──▶ waiting ──pop──▶ served ──end──▶ gone       leave: gives up waiting
+             one line a key     at most `places`
+
+The keys take turns, however many requests each has in its line. A key whose last turn took too much comes after all
+whose did not, and it never holds the last place if there are several. So one that only sends what takes long keeps
+nobody waiting longer than for what is served already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+W = TypeVar("W")
+
+
+class Turns(Generic[W]):
+    """The lines before some places. Requests without an API key share the line of the empty name."""
+
+    def __init__(self, places: int) -> None:
+        """Create it with this many places, at least one."""
+        self._places = places
+        self._lines: dict[str, deque[W]] = {}
+        """The waiting of each key; the key whose turn comes next is the first."""
+        self._served: dict[str, int] = {}
+        """How many places each key holds."""
+        self._slow: set[str] = set()
+        """The keys whose last turn took too much."""
+
+    def join(self, key: str, waiting: W) -> None:
+        """Put one at the end of its key's line."""
+        self._lines.setdefault(key, deque()).append(waiting)
+
+    def leave(self, key: str, waiting: W) -> None:
+        """Take one out of its line that gives up waiting."""
+        self._lines[key].remove(waiting)
+        if not self._lines[key]:
+            del self._lines[key]
+
+    def pop(self) -> Iterator[W]:
+        """Give the free places away, and yield those that get one."""
+        while (key := self._next()) is not None:
+            line = self._lines.pop(key)
+            self._served[key] = self._served.get(key, 0) + 1
+            yield line.popleft()
+            if line:
+                self._lines[key] = line  # at the end
+
+    def _next(self) -> str | None:
+        if sum(self._served.values()) >= self._places:
+            return None
+        for key in self._lines:
+            if key not in self._slow:
+                return key
+        held = sum(count for key, count in self._served.items() if key in self._slow)
+        return next(iter(self._lines), None) if held < max(1, self._places - 1) else None
+
+    def end(self, key: str, *, too_much: bool = False) -> None:
+        """Give one of a key's places back; `too_much`: what it was used for took too much."""
+        self._served[key] -= 1
+        if not self._served[key]:
+            del self._served[key]
+        if too_much and key:
+            self._slow.add(key)
+        else:
+            self._slow.discard(key)
+
+    def validate(self) -> None:
+        """Assert every invariant."""
+        assert all(self._lines.values())
+        assert all(count > 0 for count in self._served.values())
+        assert sum(self._served.values()) <= self._places
+        assert "" not in self._slow
