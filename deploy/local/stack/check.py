@@ -29,7 +29,7 @@ NOTICE_AFTER_S = 2.0
 BUILT_IN = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 """Policies of the router, which need no check; a test compares the two lists."""
 TEMPLATE_CHECK = "services.frontend.models.template_check"
-"""The program that checks a chat template: a frontend reads it only when a worker is there."""
+"""The program that checks chat template and tokenizer: a frontend reads them only when a worker is there."""
 CHECK_ALL, CHECK_SETTINGS = "--check", "--check-settings"
 
 
@@ -89,12 +89,12 @@ def _asked(options: UpOptions, model: bool) -> Mapping[ServiceName, str]:
 
 
 def _template_arguments(options: UpOptions, model: bool) -> list[str]:
-    """Return the arguments of the template's check; empty if the template is one of ours, or not on this machine."""
-    if options.chat_template in NAMES:
-        return []
-    if options.chat_template:
+    """Return the arguments of the check of template and tokenizer; empty if the template is one of ours and the
+    tokenizer not in a directory on this machine."""
+    here = model and Path(options.model).is_dir()
+    if options.chat_template and (here or options.chat_template not in NAMES):
         return [options.model, options.chat_template]
-    return [options.model] if model and Path(options.model).is_dir() else []
+    return [options.model] if here else []
 
 
 def _service(launch: Launch) -> ServiceName | None:

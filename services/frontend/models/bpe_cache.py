@@ -184,7 +184,10 @@ def read_words(
 def word_pattern(file: TokenizerJson) -> str | None:
     """Return the regex of a word in the letters of SPLITS; None if a cache of words would not be exact."""
     steps = file.steps()
-    if steps is None or file.model.type != "BPE" or file.model.dropout:
+    model = file.model
+    if steps is None or model.type != "BPE" or model.dropout:
+        return None
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
     normalizer, pre_tokenizer = steps
     if normalizer is not None and normalizer.type not in _NORMAL_FORMS:
@@ -194,18 +197,20 @@ def word_pattern(file: TokenizerJson) -> str | None:
     return None if pre_tokenizer is None else _word(pre_tokenizer)
 
 
-def has_unknown_regex(file: TokenizerJson) -> bool:
-    """Return whether a tokenizer searches texts with a regex that is not known here, so that a text may take any time.
-    One of an unknown form counts as such."""
+def unknown_regexes(file: TokenizerJson) -> list[str]:
+    """Return the regexes of a tokenizer that are not known here, so that a text may take any time. Steps of an unknown
+    form count as one."""
     steps = file.steps()
-    return steps is None or any(step is not None and _is_unknown(step) for step in steps)
+    if steps is None:
+        return [""]
+    return [regex for step in steps if step is not None for regex in _regexes(step) if regex not in SPLITS]
 
 
-def _is_unknown(step: TokenizerStep) -> bool:
-    regex = step.pattern.get("Regex")
-    return (regex is not None and regex not in SPLITS) or any(
-        map(_is_unknown, (*step.normalizers, *step.pretokenizers))
-    )
+def _regexes(step: TokenizerStep) -> Iterator[str]:
+    if "Regex" in step.pattern:
+        yield step.pattern["Regex"]
+    for one in (*step.normalizers, *step.pretokenizers):
+        yield from _regexes(one)
 
 
 def _word(step: TokenizerStep) -> str | None:

@@ -4,8 +4,10 @@ A template comes with the model and is a program. It runs in the sandbox, and it
 is an error of the request: templates refuse conversations with `raise_exception`.
 
 Its time is limited by counting: each turn of a loop and each call of a macro is a *step*, which the compiled template
-counts itself. Python cannot end a thread, so a clock would not help. The time of one step is not limited here: a filter
-over all messages, or a text multiplied, may take long. So template_trial.py tries templates first.
+counts itself. Python cannot end a thread, so a clock would not help. Products and powers are limited too. The time of
+other single steps is not limited here: a filter over all messages may take long. Nor is the time to compile a template,
+since Jinja computes constants then. So template_trial.py compiles and tries templates in a process of their own, and
+what it has compiled is what runs here.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import Struct
 
 from shared.errors import InvalidRequest, ModelError
 
@@ -29,6 +33,10 @@ RENDERED_LIMIT_CHARACTERS = 8 << 20
 STEPS_LIMIT = 250_000
 """The number of steps that a template may take: some 0.2 s of a thread that shares Python's lock. The largest body has
 fewer than half as many messages."""
+NUMBER_LIMIT_BITS = 65_536
+"""The largest product or power of whole numbers, in bits."""
+CODE_LIMIT_CHARACTERS = 512 << 10
+"""The largest compiled template, in characters: ten times that of a large real one."""
 _STEP = "0step"
 """The name of the step counter. It begins with a digit, so that no template can write it or change its meaning."""
 _OURS = {"messages", "add_generation_prompt"}
@@ -54,34 +62,84 @@ class Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
+class Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with the names that templates have in `transformers`, and without large products."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do", loopcontrols, Generation])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: now().strftime(form)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return a product or a power. Raise TemplateError if it is too large."""
+        sizes = [len(one) for one in (left, right) if isinstance(one, str | list | tuple)]
+        numbers = [one for one in (left, right) if isinstance(one, int)]
+        if operator == "**":
+            large = len(numbers) == 2 and right > 0 and left.bit_length() * right > NUMBER_LIMIT_BITS
+        elif sizes:
+            large = bool(numbers) and sizes[0] * numbers[0] > RENDERED_LIMIT_CHARACTERS
+        else:
+            large = sum(number.bit_length() for number in numbers) > NUMBER_LIMIT_BITS
+        if large:
+            raise TemplateError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+class CompiledTemplate(Struct, frozen=True):
+    """What Jinja makes of a template's source."""
+
+    source: str
+    code: str
+    """A Python module."""
+    names: frozenset[str]
+    """The names that the template reads and does not set."""
+
+
+def compile_template(source: str) -> CompiledTemplate:
+    """Compile a template. Nothing bounds the time and memory that it takes. Raise ModelError."""
+    environment = Environment()
+    try:
+        # A field that the template does not read would be missing in the prompt without an error.
+        names = meta.find_undeclared_variables(environment.parse(source))
+        code = environment.compile(_counting(environment, source), raw=True)
+    except TemplateSyntaxError as wrong:
+        raise ModelError(f"the chat template, line {wrong.lineno}: {wrong.message}") from None
+    except Exception as wrong:  # noqa: BLE001  a template is a plug-in: what Jinja makes of it may not compile
+        raise ModelError(f"the chat template: {type(wrong).__name__}: {wrong}") from None
+    if len(code) > CODE_LIMIT_CHARACTERS:
+        raise ModelError(f"the chat template: compiled, it has more than {CODE_LIMIT_CHARACTERS} characters")
+    return CompiledTemplate(source, code, frozenset(names - environment.globals.keys()))
+
+
 class ChatTemplate:
     """One model's compiled template."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
-        """Compile a template. `tokens` has names such as `bos_token`, as tokenizer_config.json gives them. Raise
-        ModelError."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do", loopcontrols, Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    def __init__(
+        self,
+        source: str | CompiledTemplate,
+        tokens: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Make it of a compiled template; a source is compiled here. `tokens` has names such as `bos_token`, as
+        tokenizer_config.json gives them. Raise ModelError."""
+        compiled = compile_template(source) if isinstance(source, str) else source
         self._tokens = dict(tokens)
-        self.source = source
+        self.source = compiled.source
+        self.reads = compiled.names - self._tokens.keys() - _OURS
+        self.sets = frozenset(self._tokens.keys() | _OURS | _CALL)
+        """The names that have their values from the call itself, or from the tokenizer."""
+        self.reads_calls = "tool_calls" in self.source
+        environment = Environment(now)
         try:
-            # A field that the template does not read would be missing in the prompt without an error.
-            named = meta.find_undeclared_variables(environment.parse(source))
-            self.reads = named - self._tokens.keys() - environment.globals.keys() - _OURS
-            self.sets = frozenset(self._tokens.keys() | _OURS | _CALL)
-            """The names that have their values from the call itself, or from the tokenizer."""
-            self.reads_calls = "tool_calls" in source
-            self._template = environment.from_string(_counting(environment, source))
-            # Each rendering copies them; out of Jinja's ChainMap that takes two thirds of a short chat's 19 µs.
-            self._template.globals = dict(self._template.globals)
-        except TemplateSyntaxError as wrong:
-            raise ModelError(f"the chat template, line {wrong.lineno}: {wrong.message}") from None
-        except Exception as wrong:  # noqa: BLE001  a template is a plug-in: what Jinja makes of it may not compile
+            code = compile(compiled.code, "<chat template>", "exec")
+        except Exception as wrong:  # noqa: BLE001  such as names that Python does not take
             raise ModelError(f"the chat template: {type(wrong).__name__}: {wrong}") from None
+        self._template = Template.from_code(environment, code, environment.make_globals(None))
+        # Each rendering copies them; out of Jinja's ChainMap that takes two thirds of a short chat's 19 µs.
+        self._template.globals = dict(self._template.globals)
 
     def render(
         self,

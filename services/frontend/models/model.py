@@ -14,10 +14,11 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from services.frontend.models import template_trial
-from services.frontend.models.bpe_cache import WordCache, has_unknown_regex, read_words
+from services.frontend.models.bpe_cache import WordCache, read_words, unknown_regexes
 from services.frontend.models.chat_template import ChatTemplate, pick_templates
 from services.frontend.models.fim import FimTokens, read_fim_tokens
 from services.frontend.models.token_lengths import characters_of_a_token
+from services.frontend.models.tokenizer_trial import try_tokenizer
 from services.frontend.output.detokenize import TokenBytes, read_token_bytes
 from services.frontend.output.tokenizer_json import TokenizerJson, parse_tokenizer_json
 from services.frontend.tool_parsers import reasoning
@@ -141,13 +142,14 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
     if digest != card.tokenizer_digest:
         raise ModelError(f"{path}: SHA-256 {digest[:16]}… is not the workers' {card.tokenizer_digest[:16]}…")
     template, tool_template = _templates_of_card(directory, card)  # first, since it takes least
+    file = parse_tokenizer_json(content)
+    try_tokenizer(content, file, digest)
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
         raise ModelError(f"{path}: {wrong}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    file = parse_tokenizer_json(content)
     words, around = _read_words(tokenizer, file)
     token_bytes = read_token_bytes(file)
     source = "" if tool_template is None else tool_template.source
@@ -176,7 +178,7 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
         block_size=card.block_size,
         template_digest=card.template_digest,
         characters_of_a_token=characters_of_a_token(file),
-        encodes_inline=words is not None or not has_unknown_regex(file),
+        encodes_inline=words is not None or not unknown_regexes(file),
     )
 
 
@@ -240,10 +242,10 @@ def read_templates(
     if not chat:
         return None, None
     named = _named_tokens(config)
-    for source in {chat, tools}:
-        template_trial.try_template(source, named)
-    template = ChatTemplate(chat, named)
-    return template, template if tools == chat else ChatTemplate(tools, named)
+    template = ChatTemplate(template_trial.try_template(chat, named), named)
+    if tools == chat:
+        return template, template
+    return template, ChatTemplate(template_trial.try_template(tools, named), named)
 
 
 def _template_of_file(directory: Path, given: str, expected: str | None) -> str | None:

@@ -1,18 +1,16 @@
 """Tries a chat template before it is used. `python -m services.frontend.models.template_trial` reads one as JSON.
 
 A template counts its steps (chat_template.py), but nothing bounds what one of them takes: a text of 10^9 characters, a
-source that takes minutes to compile. In a frontend such a step would hold Python's lock, again with each request. So
-each template is first compiled and rendered in a process of its own, with a few conversations. The process ends where
-that takes more than CPU_LIMIT_S or MEMORY_LIMIT_BYTES, and the model is refused.
+source that takes minutes to compile, a constant that Jinja computes then. In a frontend such a step would hold Python's
+lock, again with each request. So each template is first compiled and rendered in a process of its own, with a few
+conversations. The process ends where that takes more than CPU_LIMIT_S or MEMORY_LIMIT_BYTES, and the model is refused.
+A frontend runs what the process has compiled: with more memory, Jinja would compute other constants.
 
 A template that is slow only with other conversations, or at another time, is not found.
 """
 
 from __future__ import annotations
 
-import resource
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -20,23 +18,24 @@ from functools import lru_cache
 import msgspec
 from msgspec import Struct
 
-from services.frontend.models.chat_template import ChatTemplate, StepLimitReached
+from services.frontend.models.chat_template import (
+    ChatTemplate,
+    CompiledTemplate,
+    StepLimitReached,
+    compile_template,
+)
+from services.frontend.models.trial import CPU_LIMIT_S, begin_step, limit_process, run_trial
 from shared.errors import InvalidRequest, ModelError
 
-CPU_LIMIT_S = 2.0
-"""The processor time in seconds to compile a template, and again for each conversation. Large templates of real models
-take some 20 ms."""
 MEMORY_LIMIT_BYTES = 512 << 20
 """The address space of the process; Python and the libraries take 60 MB of it."""
-WALL_LIMIT_S = 60.0
-"""The time in seconds for the whole trial, on a machine that other processes keep busy."""
 STEPS = 10_000
 """The number of steps in each conversation; a template with more of them is stopped by its own counter later."""
 KNOWN = 32
-"""The number of cached verdicts: the latest used."""
-WHY_LIMIT_CHARACTERS = 200
-"""The length to which the last line of a failed process is cut."""
-_TOO_MUCH = f"compiling or rendering it takes more than {CPU_LIMIT_S:g} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
+"""The number of cached results: the latest used."""
+_TOO_MUCH = (
+    f"the chat template: compiling or rendering it takes more than {CPU_LIMIT_S:g} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
+)
 _TOOL: dict[str, object] = {
     "type": "function",
     "function": {
@@ -58,38 +57,31 @@ class TrialInput(Struct, frozen=True):
     tokens: dict[str, str]
 
 
-def try_template(source: str, tokens: Mapping[str, str]) -> None:
-    """Try a template in a process; blocks. Raise ModelError if it takes too much, or if the trial failed."""
-    if wrong := _verdict(source, tuple(sorted(tokens.items()))):
-        raise ModelError(f"the chat template: {wrong}")
+def try_template(source: str, tokens: Mapping[str, str]) -> CompiledTemplate:
+    """Compile and try a template in a process; blocks. Raise ModelError if it takes too much or does not compile, or if
+    the trial failed."""
+    found = _tried(source, tuple(sorted(tokens.items())))
+    if isinstance(found, str):
+        raise ModelError(found)
+    return found
 
 
 @lru_cache(KNOWN)
-def _verdict(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
-    """Return the objection to a template; empty if there is none. Raise ModelError if the trial failed."""
-    program = (sys.executable, "-m", "services.frontend.models.template_trial")
+def _tried(source: str, tokens: tuple[tuple[str, str], ...]) -> CompiledTemplate | str:
+    """Return the compiled template, or why it cannot be used. Raise ModelError if the trial failed."""
     given = msgspec.json.encode(TrialInput(source, dict(tokens)))
-    try:
-        ended = subprocess.run(program, input=given, capture_output=True, timeout=WALL_LIMIT_S, check=False)
-    except OSError as wrong:  # no memory, or no files left
-        raise ModelError(f"no process to try the chat template in: {wrong.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"the trial of the chat template did not end within {WALL_LIMIT_S:g} s") from None
-    if ended.returncode in (-signal.SIGPROF, -signal.SIGSEGV):  # too long, or too deep for Python's compiler
-        return _TOO_MUCH
-    if ended.returncode:
-        why = ": ".join(["", *ended.stderr.decode(errors="replace").splitlines()[-1:]])[:WHY_LIMIT_CHARACTERS]
-        raise ModelError(f"the process that tried the chat template ended with status {ended.returncode}{why}")
-    return msgspec.json.decode(ended.stdout, type=str)
+    output = run_trial("services.frontend.models.template_trial", given, "the chat template")
+    return _TOO_MUCH if output is None else msgspec.json.decode(output, type=CompiledTemplate | str)
 
 
-def objection(tried: TrialInput) -> str:
-    """Return why a template cannot be used; empty if no reason is found. The caller limits time and memory."""
+def compile_and_try(tried: TrialInput) -> CompiledTemplate | str:
+    """Return the compiled template, or why it cannot be used. The caller limits time and memory."""
     try:
-        _begin_step()
-        template = ChatTemplate(tried.source, tried.tokens)
+        begin_step()
+        compiled = compile_template(tried.source)
+        template = ChatTemplate(compiled, tried.tokens)
         for messages, tools in _conversations():
-            _begin_step()
+            begin_step()
             try:
                 template.render(messages, STEPS, tools=tools)
             except StepLimitReached:
@@ -97,14 +89,9 @@ def objection(tried: TrialInput) -> str:
             except InvalidRequest as wrong:  # it may refuse a conversation
                 if isinstance(wrong.__context__, MemoryError):
                     return _TOO_MUCH
-    except ModelError as wrong:  # loading the model reports it
-        return _TOO_MUCH if isinstance(wrong.__context__, MemoryError) else ""
-    return ""
-
-
-def _begin_step() -> None:
-    """Count processor time from here on; more than the limit ends the process."""
-    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    except ModelError as wrong:
+        return _TOO_MUCH if isinstance(wrong.__context__, MemoryError) else str(wrong)
+    return compiled
 
 
 def _conversations() -> Iterator[tuple[list[dict[str, object]], list[dict[str, object]]]]:
@@ -117,11 +104,10 @@ def _conversations() -> Iterator[tuple[list[dict[str, object]], list[dict[str, o
 
 
 def main() -> None:
-    """Read a TrialInput from standard input and write the objection to it."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    wrong = objection(msgspec.json.decode(sys.stdin.buffer.read(), type=TrialInput))
-    sys.stdout.buffer.write(msgspec.json.encode(wrong))
+    """Read a TrialInput from standard input and write what it becomes."""
+    limit_process(MEMORY_LIMIT_BYTES)
+    found = compile_and_try(msgspec.json.decode(sys.stdin.buffer.read(), type=TrialInput))
+    sys.stdout.buffer.write(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ class TokenizerModel(Struct):
     unk_token: str | None = None
     fuse_unk: bool = False
     byte_fallback: bool = False
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
 
 
 class DecoderStep(Struct):
