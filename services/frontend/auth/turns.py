@@ -3,9 +3,9 @@
     join ──▶ waiting ──pop──▶ served ──end──▶ gone       leave: gives up waiting
              one line a key     at most `places`
 
-The keys take turns, however many requests each has in its line. A key whose last turn took too much comes after all
-whose did not, and it never holds the last place if there are several. So one that only sends what takes long keeps
-nobody waiting longer than for what is served already.
+The keys take turns, however many requests each has in its line. A key whose last turn took too much is *slow*: it comes
+after all that are not, and slow keys together never hold the last place if there are several. So one that only sends
+what takes long keeps nobody waiting longer than for what is served already.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ W = TypeVar("W")
 class Turns(Generic[W]):
     """The lines before some places. Requests without an API key share the line of the empty name."""
 
-    def __init__(self, places: int) -> None:
-        """Create it with this many places, at least one."""
+    def __init__(self, places: int, own: int) -> None:
+        """Create it with this many places, of which one key may hold `own`; both are at least one."""
+        assert places > 0
+        assert own > 0
         self._places = places
+        self._own = own
         self._lines: dict[str, deque[W]] = {}
         """The waiting of each key; the key whose turn comes next is the first."""
         self._served: dict[str, int] = {}
@@ -50,13 +53,19 @@ class Turns(Generic[W]):
                 self._lines[key] = line  # at the end
 
     def _next(self) -> str | None:
+        """Return the key whose turn it is; None if no place is free or nobody may have it."""
         if sum(self._served.values()) >= self._places:
             return None
-        for key in self._lines:
+        ready = [key for key in self._lines if not key or self._served.get(key, 0) < self._own]
+        for key in ready:
             if key not in self._slow:
                 return key
         held = sum(count for key, count in self._served.items() if key in self._slow)
-        return next(iter(self._lines), None) if held < max(1, self._places - 1) else None
+        return next(iter(ready), None) if held < max(1, self._places - 1) else None
+
+    def is_slow(self, key: str) -> bool:
+        """Return whether the key's last turn took too much."""
+        return key in self._slow
 
     def end(self, key: str, *, too_much: bool = False) -> None:
         """Give one of a key's places back; `too_much`: what it was used for took too much."""
@@ -73,4 +82,5 @@ class Turns(Generic[W]):
         assert all(self._lines.values())
         assert all(count > 0 for count in self._served.values())
         assert sum(self._served.values()) <= self._places
+        assert all(count <= self._own for key, count in self._served.items() if key)
         assert "" not in self._slow

@@ -10,8 +10,9 @@ from services.frontend.auth.turns import Turns
 class Turnstile:
     """Some places and those that wait for one, in one event loop."""
 
-    def __init__(self, places: int) -> None:
-        self._turns: Turns[asyncio.Future[None]] = Turns(places)
+    def __init__(self, places: int, own: int) -> None:
+        """Create it with this many places, of which one key may hold `own`."""
+        self._turns: Turns[asyncio.Future[None]] = Turns(places, own)
 
     async def enter(self, key: str) -> None:
         """Wait for a place; `leave` gives it back. A cancelled call takes none."""
@@ -26,6 +27,10 @@ class Turnstile:
             else:
                 self._turns.leave(key, turn)
             raise
+
+    def is_slow(self, key: str) -> bool:
+        """Return whether what the key used its last place for took too much."""
+        return self._turns.is_slow(key)
 
     def leave(self, key: str, *, too_much: bool = False) -> None:
         """Give a place of this key back; `too_much`: what it was used for took too much."""

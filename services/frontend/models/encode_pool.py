@@ -26,8 +26,8 @@ class EncodePool:
     def __init__(self, executor: Executor, threads: int) -> None:
         """Create it with an executor that has this many threads."""
         self.executor = executor
-        self._any = Turnstile(threads)
-        self._large = Turnstile(1)
+        self._any = Turnstile(threads, threads)
+        self._large = Turnstile(1, 1)
 
     def of(self, key: str = "", made: Callable[[int], None] = lambda _: None) -> KeyPool:
         """Return the pool for one request of this API key. `made` is called with each count of tokens that were made

@@ -4,8 +4,8 @@ check ─▶ verdict known ─▶ accepted, or InvalidRequest
    └───▶ wait for the key's turn ─▶ structured/compiler_process.py ─▶ verdict known
                                      └── it ended: the grammar takes too much; the next grammar gets a new process
 
-There are two processes if the machine has several cores. API keys take turns (auth/turns.py), and one
-whose last grammar took too much never has both.
+There are two processes if the machine has several cores. API keys take turns (auth/turns.py), and none has both
+processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class GrammarCompiler:
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar → what is wrong with it; empty if nothing is."""
-        self._places = Turnstile(min(PROCESSES_LIMIT, len(os.sched_getaffinity(0))))
+        processes = min(PROCESSES_LIMIT, len(os.sched_getaffinity(0)))
+        self._places = Turnstile(processes, max(1, processes - 1))
         self._idle: list[Process] = []
         """The processes that compile nothing now; one that has ended may be among them."""
 
@@ -68,7 +69,7 @@ class GrammarCompiler:
                 too_much = False
                 try:
                     if digest not in self._known:
-                        verdict = await self._compiled(grammar)
+                        verdict = await self._compiled(grammar, fresh=self._places.is_slow(key))
                         too_much = verdict == _TOO_MUCH
                         self._known[digest] = verdict[:VERDICT_LIMIT_CHARACTERS]
                 finally:
@@ -88,25 +89,25 @@ class GrammarCompiler:
         while self._idle:
             await _end(self._idle.pop())
 
-    async def _compiled(self, grammar: str) -> str:
-        """Return what is wrong with a grammar. Cancelling the call ends the process, so that no answer is left
-        unread."""
-        process, answer = await self._process(), b""
+    async def _compiled(self, grammar: str, *, fresh: bool) -> str:
+        """Return what is wrong with a grammar; `fresh`: a new process compiles it, since that may have to end.
+        Cancelling the call ends the process, so that no answer is left unread."""
+        process, answer = await self._process(fresh=fresh), b""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdin.write(msgspec.json.encode(grammar) + b"\n")
             answer = await process.stdout.readline()
         finally:
-            if answer.endswith(b"\n"):
+            if answer.endswith(b"\n") and len(self._idle) < PROCESSES_LIMIT:
                 self._idle.append(process)
             else:
                 await _end(process)
         return msgspec.json.decode(answer, type=str) if answer.endswith(b"\n") else _TOO_MUCH
 
-    async def _process(self) -> Process:
+    async def _process(self, *, fresh: bool) -> Process:
         """Return a process that compiles nothing. Raise Unavailable if none can be started."""
-        while self._idle:
+        while self._idle and not fresh:
             process = self._idle.pop()
             if process.returncode is None:
                 return process

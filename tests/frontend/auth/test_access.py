@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import logging
+import re
 import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +20,14 @@ import pytest
 from services.frontend.auth import file_reload
 from services.frontend.auth.access import HEADER
 from services.frontend.config import AccessConfig, LimitsConfig
+from services.frontend.models import preprocess
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
 from shared.errors import ConfigError
 from shared.messages import SelectRefused
 from tests.fakes.memory_bus import MemoryBus
-from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
+from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, NAMESPACE, World, clients, world
+from tests.tiny_model import write_tiny_model
 
 ALICE, BOB = "hr-alices-own-key", "hr-bobs-own-key"
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 50}
@@ -382,6 +385,68 @@ async def test_all_choices_are_paid_for_and_each_prompt_once(directory: Path, ke
         async with http.post("/v1/completions", json=body, headers=bearer(ALICE)) as response:
             assert response.status == 429
             assert "Requested 150" in (await response.json())["error"]["message"]
+
+
+LONG = "7" * 200_000
+LONG_CHAT = [{"role": "user", "content": LONG}]
+TOO_LONG: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": LONG_CHAT}),
+    ("/v1/chat/completions", {"messages": CHAT["messages"] * 4000}),
+    ("/v1/chat/completions", {"messages": [*CHAT["messages"], *LONG_CHAT], "stream": True}),
+    ("/v1/completions", {"prompt": LONG}),
+    ("/v1/completions", {"prompt": ["hello", LONG]}),
+    ("/v1/completions", {"prompt": "hello", "suffix": LONG}),
+    ("/v1/responses", {"input": LONG}),
+    ("/v1/embeddings", {"input": ["hello", LONG]}),
+    ("/v1/messages", {"messages": LONG_CHAT, "max_tokens": 5}),
+    ("/v1/messages/count_tokens", {"messages": LONG_CHAT}),
+    ("/tokenize", {"prompt": LONG}),
+    ("/tokenize", {"messages": LONG_CHAT}),
+    ("/api/chat", {"messages": LONG_CHAT}),
+    ("/api/generate", {"prompt": LONG}),
+    ("/api/embed", {"input": LONG}),
+]
+"""Bodies at each door with a text that is too long for it."""
+
+
+async def test_a_text_that_is_too_long_is_not_tokenised_at_any_door_and_its_key_pays(
+    directory: Path, keys: KeysFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "TEXT_TOKENS_LIMIT", CONTEXT + 1)  # that of texts that are only counted
+    directory = write_tiny_model(directory.parent / "fim", marks=("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+    access = keys.write(tokens_per_minute=1_000_000)
+    async with world(directory, access=access, embedding_size=8) as w, clients(w) as (_, http):
+        w.say("fine")
+        left = 1_000_000
+        for path, body in TOO_LONG:
+            async with http.post(path, json={"model": MODEL, **body}, headers=bearer(ALICE)) as response:
+                assert response.status == 400, (path, await response.text())
+                assert re.search("more than 204[89] tokens", await response.text()), path
+                now = int(response.headers["x-ratelimit-remaining-tokens"])
+            assert now <= left - CONTEXT + FILLED, path
+            left = now
+        for operation, body in (("chat", {**CHAT, "messages": LONG_CHAT}), ("completions", {**BODY, "prompt": LONG})):
+            answer, headers = await ask_nats(w, operation, body, bearer(ALICE))
+            assert answer["error"]["code"] == "context_length_exceeded"
+            assert int(headers["x-ratelimit-remaining-tokens"]) <= left - CONTEXT + FILLED
+            left = int(headers["x-ratelimit-remaining-tokens"])
+        assert w.router.asked.all == []
+        for kind in ("prompt", "output"):
+            assert w.metric("headrace_key_tokens_total", key="alice", kind=kind) == 0, "nothing was computed"
+
+
+async def test_a_request_that_is_refused_after_it_was_tokenised_pays_and_one_that_is_counted_does_not(
+    directory: Path, keys: KeysFile
+) -> None:
+    access, text = keys.write(tokens_per_minute=100_000), "7" * 1000
+    async with world(directory, access=access) as w, clients(w) as (_, http):
+        async with http.post("/tokenize", json={"model": MODEL, "prompt": text}, headers=bearer(ALICE)) as response:
+            assert (response.status, response.headers["x-ratelimit-remaining-tokens"]) == (200, "100000")
+        refused = {**BODY, "prompt": text, "max_tokens": 2000}
+        async with http.post("/v1/completions", json=refused, headers=bearer(ALICE)) as response:
+            assert response.status == 400
+            left = int(response.headers["x-ratelimit-remaining-tokens"])
+            assert 0 <= left - (100_000 - 1000) < FILLED
 
 
 async def test_requests_at_once_are_bounded_and_a_client_that_goes_makes_room(directory: Path, keys: KeysFile) -> None:

@@ -37,6 +37,10 @@ def test_a_template_that_refuses_is_the_requests_error() -> None:
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{% for i in range(10000000) %}x{% endfor %}",
+        "{{ (messages[0].content * 10000000) | length }}",
+        "{{ (1000000000 * messages) | length }}",
+        "{{ (7 ** 9000000) % 10 }}",
+        "{% set n = namespace(x=7) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
     ],
 )
 def test_a_template_that_fails_or_leaves_the_sandbox_is_the_requests_error(source: str) -> None:
@@ -187,3 +191,10 @@ def test_a_generation_tag_without_its_end_names_its_line() -> None:
 )
 def test_what_transformers_gives_to_templates_is_there(source: str, rendered: str) -> None:
     assert ChatTemplate(source, {}).render(HELLO) == rendered
+
+
+def test_products_and_powers_of_usual_size_are_those_of_python() -> None:
+    source = (
+        "{{ '-' * 3 }} {{ 2 * '=' }} {{ [1] * 2 }} {{ 6 * 7 }} {{ 2 ** 10 }} {{ 2 ** -1 }} {{ 1.5 * 2 }}{{ 'x' * -1 }}"
+    )
+    assert ChatTemplate(source, {}).render(HELLO) == "--- == [1, 1] 42 1024 0.5 3.0"

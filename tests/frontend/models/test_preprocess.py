@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
+from tokenizers import Encoding, Tokenizer
 
+from services.frontend.models import preprocess
 from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.model import Model, ModelLimits, load_model
 from services.frontend.models.preprocess import (
     CHARACTERS_PER_TURN,
     INLINE_CHARACTERS,
     INLINE_STEPS,
+    PIECE_CHARACTERS,
     check_encoded,
     check_vocabulary,
     encode,
@@ -282,3 +285,83 @@ async def test_a_last_message_that_the_template_does_not_show_cannot_be_continue
         with pytest.raises(InvalidRequest) as refusal:
             await render_chat(model, TURNS, pool, continues=True)
         assert refusal.value.param == "messages[1].content"
+
+
+class Counting:
+    """A tokenizer that notes how many tokens it made of each text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.counts: list[int] = []
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        self.counts += map(len, found)
+        return found
+
+
+def counting(directory: Path, *, words: bool) -> tuple[Model, Counting]:
+    model = load_model(card_of(directory), directory)
+    tokenizer = Counting(model.tokenizer)
+    fields = {} if words else {"words": None}
+    return msgspec.structs.replace(model, tokenizer=cast(Tokenizer, tokenizer), **fields), tokenizer
+
+
+@pytest.mark.parametrize("words", [True, False])
+@pytest.mark.parametrize("part", ["7", "x", "\n", "水", "<|im_end|>", "!"])
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    directory: Path, part: str, words: bool
+) -> None:
+    model, tokenizer = counting(directory, words=words)
+    made: list[int] = []
+    text, too_long = part * 10**5, pytest.raises(InvalidRequest, match="more than 100 tokens")
+    with encode_pool(made=made.append) as pool, too_long as refusal:
+        await encode(model, text, pool, special=True, param="messages", most=100)
+    assert (refusal.value.code, refusal.value.param) == ("context_length_exceeded", "messages")
+    assert tokenizer.counts == []
+    assert made == [100]
+
+
+@pytest.mark.parametrize("words", [True, False])
+@pytest.mark.parametrize("character", ["7", "x", "\n", "水", "!", "e\u0301"])
+async def test_a_text_that_might_fit_is_tokenised_until_it_does_not(
+    directory: Path, character: str, words: bool
+) -> None:
+    model, tokenizer = counting(directory, words=words)
+    most = 20_000
+    assert model.characters_of_a_token is not None
+    text = character * (most * model.characters_of_a_token // len(character))
+    made: list[int] = []
+    with encode_pool(made=made.append) as pool, pytest.raises(InvalidRequest, match=f"more than {most} tokens"):
+        await encode(model, text, pool, special=True, param="prompt", most=most)
+    [paid] = made
+    assert most < paid < most + 4 * PIECE_CHARACTERS
+    assert max(tokenizer.counts, default=0) <= 3 * PIECE_CHARACTERS  # of a piece, not of the whole
+    assert sum(tokenizer.counts) <= most + 4 * PIECE_CHARACTERS
+
+
+async def test_a_large_text_that_fits_is_one_text_to_the_tokenizer(directory: Path) -> None:
+    model, tokenizer = counting(directory, words=False)
+    text = "water, " * PIECE_CHARACTERS
+    with encode_pool() as pool:
+        tokens = await encode(model, text, pool, special=True, param="prompt")
+    assert tokens == by_tokenizer(load_model(card_of(directory), directory), text, special=True)
+    assert tokenizer.counts[-1] == len(tokens) // 4
+
+
+async def test_no_text_has_more_tokens_than_a_bound_however_long_a_context_is(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "TEXT_TOKENS_LIMIT", 10)
+    model = load_model(card_of(directory), directory)
+    why = "prompt has more than 10 tokens, the most that one text may have"
+    with encode_pool() as pool, pytest.raises(InvalidRequest, match=why):
+        await encode(model, "7" * 1000, pool, special=True, param="prompt", most=1 << 40)
+
+
+async def test_a_tokenizer_that_may_take_long_for_a_short_text_runs_in_the_pool(directory: Path) -> None:
+    model = msgspec.structs.replace(load_model(card_of(directory), directory), words=None, encodes_inline=False)
+    used: list[bool] = []
+    with encode_pool(used) as pool:
+        await encode(model, "x", pool, special=True, param="prompt")
+    assert used

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given, settings
@@ -168,8 +169,8 @@ def test_a_key_that_takes_all_it_can_get_keeps_no_other_key_out(others: int) -> 
 
 
 def test_no_key_can_have_all_of_a_limit() -> None:
-    limits = LimitsConfig(requests=100, body_bytes=900, tokenising_bytes=90, tokens=9000, unasked=90)
-    for bound in ("body_bytes", "tokenising_bytes", "tokens", "unasked"):
+    limits = LimitsConfig(requests=100, body_bytes=900, tokenising_bytes=90, tokens=9000, unasked=90, grammars=90)
+    for bound in ("body_bytes", "tokenising_bytes", "tokens", "unasked", "grammars"):
         refused: Counter[str] = Counter()
         shared, greedy = admission(refused, limits), key("greedy")
         for _ in range(80 if bound != "tokenising_bytes" else 8):
@@ -178,6 +179,10 @@ def test_no_key_can_have_all_of_a_limit() -> None:
             take(shared, bound, greedy)
         take(shared, bound, key("other"))
         assert refused == {bound: 1}
+
+
+HELD = ExitStack()
+"""What is never given back."""
 
 
 def take(of: Admission, bound: str, account: Account) -> None:
@@ -190,6 +195,8 @@ def take(of: Admission, bound: str, account: Account) -> None:
         place.add_tokens(100)
     elif bound == "unasked":
         place.count_unasked()
+    elif bound == "grammars":
+        HELD.enter_context(place.waiting_grammar())
 
 
 def test_a_keys_first_request_is_asked_only_whether_it_fits_however_large() -> None:

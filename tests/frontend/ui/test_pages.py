@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
+from services.frontend.config import AccessConfig, FrontendConfig, UiConfig
 from services.frontend.ui import pages, routes
 from shared import subjects
+from shared.api_keys import key_digest
 from shared.bus.contract import Message
 from shared.errors import BusDown
 from shared.messages import JSON_HEADER, ROUTER_STATE, ModelState, RouterState, SourceState
@@ -118,3 +120,25 @@ async def test_pages_end_with_a_line_in_the_log_if_snapshots_cannot_be_made(
         async with http.get("/ui/events") as answer:
             assert answer.status == 200
     assert caplog.text.count("the pages at /ui are closed") == 2
+
+
+async def test_a_key_may_have_half_of_the_pages(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f'{name} = {{ sha256 = "{key_digest(name).hex()}" }}\n' for name in ("alice", "bob")))
+    access = AccessConfig(keys_file=str(file))
+    settings = FrontendConfig(ui=UiConfig(serve="api", pages=4))
+    async with (
+        world(directory, access=access, settings=settings) as w,
+        aiohttp.ClientSession(w.url) as http,
+        asyncio.timeout(DEADLINE_S),
+    ):
+
+        async def opened(key: str) -> int:
+            answers.append(await http.get("/ui/events", headers={"Authorization": f"Bearer {key}"}))
+            return answers[-1].status
+
+        answers: list[aiohttp.ClientResponse] = []
+        assert [await opened("alice") for _ in range(4)] == [200, 200, 503, 503]
+        assert [await opened("bob") for _ in range(3)] == [200, 200, 503]
+        for answer in answers:
+            answer.close()
