@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from services.frontend.app import serve
 from services.frontend.config import FrontendConfig
 from shared.runtime.lifecycle import run
@@ -17,6 +19,7 @@ def drain_limit_s(config: FrontendConfig) -> float:
 
 def main() -> None:
     """Run the frontend until it is stopped."""
+    os.environ["RUST_BACKTRACE"] = "0"  # a text on which a tokenizer panics is an error of its request
     run("frontend", FrontendConfig, serve, drain_limit_s, client_bus=True)
 
 

@@ -117,6 +117,13 @@ def test_services_may_drain_before_they_are_killed() -> None:
     assert frontend.http.drain_delay_s + frontend.limits.drain_s + FORCED_END_S < 40.0
 
 
+def test_a_frontend_cannot_take_the_machines_memory_and_has_room_for_its_own_bounds() -> None:
+    frontend = load(FrontendConfig, file=HERE / "frontend.toml", environ={})
+    bounded = frontend.limits.body_bytes + frontend.responses.kept_bytes + (512 << 20)
+    assert BASE["frontend"]["mem_limit"] == "2g"
+    assert bounded + (256 << 20) <= 2 << 30
+
+
 def test_passwords_come_from_the_env_file_or_the_start_fails() -> None:
     text = (HERE / "compose.yaml").read_text(encoding="utf-8")
     for name in re.findall(r"^(\w+)=", (HERE / ".env.example").read_text(encoding="utf-8"), re.MULTILINE):

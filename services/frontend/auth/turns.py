@@ -1,11 +1,11 @@
-"""Whose turn it is at a few places that all API keys share. Pure.
+"""The turns of API keys at a few places that all of them share. Pure.
 
     join ──▶ waiting ──pop──▶ served ──end──▶ gone       leave: gives up waiting
              one line a key     at most `places`
 
 The keys take turns, however many requests each has in its line. A key whose last turn took too much is *slow*: it comes
 after all that are not, and slow keys together never hold the last place if there are several. So one that only sends
-what takes long keeps nobody waiting longer than for what is served already.
+what takes long keeps the others waiting for what is served already, and no longer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Turns(Generic[W]):
                 self._lines[key] = line  # at the end
 
     def _next(self) -> str | None:
-        """Return the key whose turn it is; None if no place is free or nobody may have it."""
+        """Return the key whose turn it is; None if no place is free or none may have it."""
         if sum(self._served.values()) >= self._places:
             return None
         ready = [key for key in self._lines if not key or self._served.get(key, 0) < self._own]

@@ -59,7 +59,7 @@ class Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Scope:
         """Return the statements up to the end tag."""
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class Environment(ImmutableSandboxedEnvironment):
@@ -128,7 +128,7 @@ class ChatTemplate:
         compiled = compile_template(source) if isinstance(source, str) else source
         self._tokens = dict(tokens)
         self.source = compiled.source
-        self.reads = compiled.names - self._tokens.keys() - _OURS
+        self.reads = set(compiled.names) - self._tokens.keys() - _OURS
         self.sets = frozenset(self._tokens.keys() | _OURS | _CALL)
         """The names that have their values from the call itself, or from the tokenizer."""
         self.reads_calls = "tool_calls" in self.source
