@@ -38,16 +38,15 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("max_tokens", "max_tokens: must be at least 1, unless echo"),
     ("suffix", "suffix: "),  # texts, and a model that has marks for it
     # messages, by their roles
-    (r"messages\.(tool_calls|reasoning_content|tool_call_id)", ".*: only role"),
-    (r"messages\.tool_call_id", ".*: a message of role tool must name"),
+    (r"messages\.(tool_calls|reasoning(_content)?|refusal|function_call|tool_call_id)", ".*: only role"),
+    (r"messages\.tool_call_id", ".*: the message names no call"),
+    (r"messages\.tool_calls\.function", ".*: the call names no function"),
     (r"messages\.content", ".*: the message has no content"),
-    (r"messages\.tool_calls\.function\.arguments", ".*: not a JSON object"),
     ("input", "input.* is empty|input.*: a token id in a list of inputs|input: .* more than"),
     ("dimensions|pooling", ".*"),  # the model's
     # items
-    (r"input\.call_id", ".*: (there are two|no call)"),
-    (r"input\.arguments", ".*: not a JSON object"),
-    ("input", ".*: the message has no content"),
+    (r"input\.call_id", ".*: no call"),
+    ("input", ".*: (the message has no content|none of its items is a message)"),
     ("include", "include: .* is not supported together with tools|include: .*thinks"),
     ("top_logprobs", "top_logprobs needs include"),
     ("previous_response_id", ""),

@@ -13,74 +13,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Struct
 
+from services.frontend.anthropic.blocks import (
+    Block,
+    CompactionBlock,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from services.frontend.anthropic.tools import AnyTool, CallName, OfferedTools, decode_tools
 from services.frontend.protocol import chat
-from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage, ChatRequest
-from services.frontend.protocol.decoding import Harmless, NotBuilt
+from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.decoding import NotBuilt
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.foreign import Hint, Names, ThinkingSupport, ignore, names, placed, renaming, review
+from services.frontend.protocol.foreign import (
+    Hint,
+    IgnoredPart,
+    Names,
+    ThinkingSupport,
+    ignore,
+    names,
+    placed,
+    renaming,
+    review,
+)
 from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.messages import (
+    MESSAGES_LIMIT,
+    Call,
+    CalledFunction,
+    ChatMessage,
+)
+from services.frontend.protocol.parts import PARTS_LIMIT, joined
 from services.frontend.protocol.structured import JsonSchema, JsonSchemaFormat, NamedFunction, NamedTool, ToolChoice
 from services.frontend.protocol.tools import (
     TOOLS_LIMIT,
-    Call,
-    CalledFunction,
 )
-
-ToolUseId = Annotated[str, Meta(min_length=1, max_length=128)]
-Said = Annotated[str, Meta(min_length=1)]
-
-
-class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A text in a request."""
-
-    text: str
-    cache_control: Hint = UNSET
-    citations: Annotated[NotBuilt, Harmless([])] = None
-
-
-class ThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
-    """Thinking of the assistant that the client sends back; the chat template decides whether to render it."""
-
-    thinking: str
-    signature: str = ""
-    """The signature is not verified; answers have an empty one."""
-
-
-Texts = Annotated[list[TextBlock | ThinkingBlock], Meta(max_length=PARTS_LIMIT)]
-"""Texts. The other type is refused; it is here because msgspec asks for `type` only where there are several."""
-
-
-class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
-    """A call that the assistant made."""
-
-    id: ToolUseId
-    name: CallName
-    input: dict[str, Any]
-    cache_control: Hint = UNSET
-    caller: Hint = UNSET
-
-
-class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
-    """The result of a call."""
-
-    tool_use_id: ToolUseId
-    content: str | Texts = ""
-    is_error: Hint = UNSET
-    cache_control: Hint = UNSET
-
-
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class Turn(Struct, frozen=True, forbid_unknown_fields=True):
     """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Said | Annotated[list[Block], Meta(min_length=1, max_length=PARTS_LIMIT)]
+    content: str | Annotated[list[Block], Meta(max_length=PARTS_LIMIT)]
 
 
 class ToolChoiceConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,7 +98,7 @@ class CountTokensRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The body of POST /v1/messages/count_tokens."""
 
     model: str
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=chat.MESSAGES_LIMIT)]
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MESSAGES_LIMIT)]
     system: str | Texts | None = None
     tools: Annotated[list[AnyTool], Meta(max_length=TOOLS_LIMIT)] | None = None
     tool_choice: ToolChoiceConfig | None = None
@@ -266,20 +245,19 @@ def _choice(asked: ToolChoiceConfig | None, tools: OfferedTools) -> ToolChoice |
     return _CHOICES[asked.type]
 
 
-def _joined(content: str | Sequence[TextBlock | ThinkingBlock], where: str) -> str:
+def _joined(content: str | Sequence[TextBlock | ThinkingBlock | ToolReferenceBlock], where: str) -> str:
     """Return the text of blocks that must be texts. Raise InvalidRequest."""
     if isinstance(content, str):
         return content
     for at, block in enumerate(content):
-        if not isinstance(block, TextBlock):
+        if isinstance(block, ThinkingBlock):
             raise field_error(f"{where}[{at}].type", "only blocks of type text are served here")
-    return "\n".join(block.text for block in content if isinstance(block, TextBlock))
+    return joined((block.text for block in content if isinstance(block, TextBlock)), "user")
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:
     """Return the chat messages of a conversation. Raise InvalidRequest for a block in a wrong place."""
-    unanswered: dict[str, bool] = {}
-    """The ids of the calls so far → whether their result is missing."""
+    called: set[str] = set()
     for at, turn in enumerate(turns):
         if isinstance(turn.content, str):
             yield ChatMessage(turn.role, turn.content)
@@ -293,27 +271,28 @@ def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:
                 case ThinkingBlock() if turn.role == "assistant":
                     thoughts.append(block.thinking)
                 case ToolUseBlock() if turn.role == "assistant":
-                    if block.id in unanswered:
-                        raise field_error(f"{where}.id", f"there are two tool_use blocks with the id {block.id!r}")
-                    unanswered[block.id] = True
-                    arguments = msgspec.json.encode(block.input).decode()
-                    calls.append(Call(block.id, "function", CalledFunction(block.name, arguments)))
+                    called.add(block.id)
+                    calls.append(Call(block.id, "function", CalledFunction(block.name, block.input)))
                 case ToolResultBlock() if turn.role == "user":
-                    if not unanswered.get(block.tool_use_id):
-                        wrong = "already has a result" if block.tool_use_id in unanswered else "is not there before it"
-                        raise field_error(f"{where}.tool_use_id", f"the tool_use {block.tool_use_id!r} {wrong}")
-                    unanswered[block.tool_use_id] = False
+                    if block.tool_use_id not in called:
+                        raise field_error(f"{where}.tool_use_id", f"no tool_use {block.tool_use_id!r} is before it")
                     if texts:
-                        yield ChatMessage("user", "\n".join(texts))
+                        yield ChatMessage("user", joined(texts, "user"))
                         texts = []
-                    yield ChatMessage(
-                        "tool", _joined(block.content, f"{where}.content"), tool_call_id=block.tool_use_id
-                    )
+                    content = _joined(block.content or "", f"{where}.content")
+                    yield ChatMessage("tool", content, tool_call_id=block.tool_use_id)
+                case CompactionBlock():
+                    texts.append(block.content or "")
+                case IgnoredPart():
+                    pass
                 case _:
                     raise field_error(where, f"a message of role {turn.role} has no such block")
         if turn.role == "assistant":
             yield ChatMessage(
-                "assistant", "".join(texts), tool_calls=calls or None, reasoning_content="".join(thoughts) or None
+                "assistant",
+                joined(texts, "assistant"),
+                tool_calls=calls or None,
+                reasoning_content="".join(thoughts) or None,
             )
         elif texts:
-            yield ChatMessage(turn.role, "\n".join(texts))
+            yield ChatMessage(turn.role, joined(texts, turn.role))

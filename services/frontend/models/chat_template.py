@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -26,6 +26,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
+from services.frontend.models.message_list import TemplateRules
+from services.frontend.models.template_rules import find_rules
 from shared.errors import InvalidRequest, ModelError
 
 RENDERED_LIMIT_CHARACTERS = 8 << 20
@@ -37,6 +39,8 @@ NUMBER_LIMIT_BITS = 65_536
 """The largest product or power of whole numbers, in bits."""
 CODE_LIMIT_CHARACTERS = 512 << 10
 """The largest compiled template, in characters: ten times that of a large real one."""
+TRIAL_STEPS = 10_000
+"""The number of steps that a template may take with each conversation that its rules are found with."""
 _STEP = "0step"
 """The name of the step counter. It begins with a digit, so that no template can write it or change its meaning."""
 _OURS = {"messages", "add_generation_prompt"}
@@ -96,6 +100,8 @@ class CompiledTemplate(Struct, frozen=True):
     """A Python module."""
     names: frozenset[str]
     """The names that the template reads and does not set."""
+    rules: TemplateRules | None = None
+    """What lists of messages it does not take; None if that was not tried."""
 
 
 def compile_template(source: str) -> CompiledTemplate:
@@ -114,6 +120,10 @@ def compile_template(source: str) -> CompiledTemplate:
     return CompiledTemplate(source, code, frozenset(names - environment.globals.keys()))
 
 
+class MessagesRefused(InvalidRequest):
+    """A template refuses, or fails on, a list of messages."""
+
+
 class ChatTemplate:
     """One model's compiled template."""
 
@@ -127,6 +137,7 @@ class ChatTemplate:
         tokenizer_config.json gives them. Raise ModelError."""
         compiled = compile_template(source) if isinstance(source, str) else source
         self._tokens = dict(tokens)
+        self._rules = compiled.rules
         self.source = compiled.source
         self.reads = set(compiled.names) - self._tokens.keys() - _OURS
         self.sets = frozenset(self._tokens.keys() | _OURS | _CALL)
@@ -141,6 +152,18 @@ class ChatTemplate:
         # Each rendering copies them; out of Jinja's ChainMap that takes two thirds of a short chat's 19 µs.
         self._template.globals = dict(self._template.globals)
 
+    @cached_property
+    def rules(self) -> TemplateRules:
+        """What lists of messages the template does not take."""
+
+        def render(messages: Sequence[Mapping[str, object]]) -> str:
+            try:
+                return self.render(messages, TRIAL_STEPS)
+            except StepLimitReached:
+                return ""
+
+        return find_rules(render) if self._rules is None else self._rules
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -152,7 +175,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt; with `answer_begins` it ends where the assistant's answer begins. `more` has values for
         names that the template `reads`. Raise InvalidRequest, and StepLimitReached after `steps`."""
-        refused = partial(InvalidRequest, param="messages")
+        refused = partial(MessagesRefused, param="messages")
         pieces: list[str] = []
         size, left = 0, steps
 
@@ -176,7 +199,8 @@ class ChatTemplate:
                 pieces.append(piece)
                 size += len(piece)
                 if size > RENDERED_LIMIT_CHARACTERS:
-                    raise refused(f"the prompt is longer than {RENDERED_LIMIT_CHARACTERS} characters")
+                    too_long = f"the prompt is longer than {RENDERED_LIMIT_CHARACTERS} characters"
+                    raise InvalidRequest(too_long, param="messages")
         except (InvalidRequest, StepLimitReached):
             raise
         except TemplateError as wrong:

@@ -22,9 +22,10 @@ from typing import Any
 from msgspec import Struct
 from tokenizers import Encoding, Tokenizer
 
-from services.frontend.models.chat_template import STEPS_LIMIT, ChatTemplate, StepLimitReached
+from services.frontend.models.chat_template import STEPS_LIMIT, ChatTemplate, MessagesRefused, StepLimitReached
 from services.frontend.models.encode_pool import KeyPool, give_memory_back
 from services.frontend.models.fim import JOINT
+from services.frontend.models.message_list import fit
 from services.frontend.models.model import Model, ModelLimits
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array
@@ -77,9 +78,33 @@ async def render_chat(
     if continues:
         last = messages[-1]
         messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
-        text = await _rendered(template, model, messages, pool, tools, more, answer_begins=False)
+        text = await _fitted(template, model, messages, pool, tools, more, answer_begins=False)
         return _up_to_mark(text, f"messages[{len(messages) - 1}].content")
-    return await _rendered(template, model, messages, pool, tools, more, answer_begins=answer_begins)
+    return await _fitted(template, model, messages, pool, tools, more, answer_begins=answer_begins)
+
+
+async def _fitted(
+    template: ChatTemplate,
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    pool: KeyPool,
+    tools: Sequence[Mapping[str, Any]],
+    more: Mapping[str, Any],
+    *,
+    answer_begins: bool,
+) -> str:
+    """Render messages as the template takes them by its rules; if it refuses that, as the strictest would."""
+    fitted = fit(messages, template.rules)
+    try:
+        return await _rendered(template, model, fitted, pool, tools, more, answer_begins=answer_begins)
+    except MessagesRefused as refused:
+        strict = fit(messages, template.rules.strict())
+        if strict == fitted:
+            raise
+        try:
+            return await _rendered(template, model, strict, pool, tools, more, answer_begins=answer_begins)
+        except MessagesRefused:
+            raise refused from None
 
 
 async def _rendered(
@@ -129,7 +154,10 @@ def _template(model: Model, messages: Sequence[Mapping[str, Any]], *, with_tools
             wrong = f"the chat template of {model.name!r} shows no format of tool calls, and no `tool_parser` is set"
             raise _not_read(wrong, "tools")
         template = model.tool_template
-    if not template.reads_calls:
+    if not template.reads_calls and model.tool_template is not None and model.tool_template.reads_calls:
+        if any("tool_calls" in message for message in messages):
+            return model.tool_template
+    elif not template.reads_calls:
         for at, message in enumerate(messages):
             if "tool_calls" in message:
                 wrong = f"the chat template of {model.name!r} has no place for tool calls"

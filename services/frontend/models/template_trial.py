@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.frontend.models.chat_template import (
     ChatTemplate,
@@ -75,7 +76,7 @@ def _tried(source: str, tokens: tuple[tuple[str, str], ...]) -> CompiledTemplate
 
 
 def compile_and_try(tried: TrialInput) -> CompiledTemplate | str:
-    """Return the compiled template, or why it cannot be used. The caller limits time and memory."""
+    """Return the compiled template with its rules, or why it cannot be used. The caller limits time and memory."""
     try:
         begin_step()
         compiled = compile_template(tried.source)
@@ -89,9 +90,12 @@ def compile_and_try(tried: TrialInput) -> CompiledTemplate | str:
             except InvalidRequest as wrong:  # it may refuse a conversation
                 if isinstance(wrong.__context__, MemoryError):
                     return _TOO_MUCH
+        begin_step()
+        return replace(compiled, rules=template.rules)
+    except MemoryError:
+        return _TOO_MUCH
     except ModelError as wrong:
         return _TOO_MUCH if isinstance(wrong.__context__, MemoryError) else str(wrong)
-    return compiled
 
 
 def _conversations() -> Iterator[tuple[list[dict[str, object]], list[dict[str, object]]]]:

@@ -27,6 +27,7 @@ from services.frontend.protocol.embeddings import EmbeddingRequest
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.foreign import Hint, ThinkingSupport, ignore, names, renaming, review
 from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.messages import MESSAGES_LIMIT, CalledName
 from services.frontend.protocol.tools import TOOLS_LIMIT, Tools
 
 ModelName = Annotated[str, Meta(min_length=1)]
@@ -36,8 +37,8 @@ Images = Annotated[NotBuilt, Harmless([])]
 class OllamaFunction(Struct, frozen=True, forbid_unknown_fields=True):
     """The function that the model called."""
 
-    name: str
-    arguments: dict[str, Any]
+    name: CalledName
+    arguments: str | dict[str, Any] | None = None
     index: int | None = None
 
 
@@ -58,6 +59,8 @@ class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: Annotated[list[OllamaCall], Meta(max_length=TOOLS_LIMIT)] | None = None
     tool_name: str | None = None
     """The tool whose result a tool's message is."""
+    name: str | None = None
+    """The former name of `tool_name`."""
     tool_call_id: str | None = None
     images: Images = None
 
@@ -85,7 +88,7 @@ class OllamaBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class OllamaChatRequest(OllamaBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Meta(max_length=chat.MESSAGES_LIMIT)] | None = None
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MESSAGES_LIMIT)] | None = None
     """Without messages nothing is generated, as Ollama then only loads the model."""
     tools: Tools | None = None
 
@@ -258,7 +261,7 @@ def _think(asked: bool | str | None, support: ThinkingSupport) -> dict[str, Any]
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
-    """Return the messages of a chat. Raise InvalidRequest for the result of a call that is not there."""
+    """Return the messages of a chat."""
     named: dict[str, list[tuple[str | None, str | None]]] = {}
     """The calls without a result → what a result may name: the client's id and the tool, one of them, or neither."""
     waiting: dict[tuple[str | None, str | None], dict[str, None]] = {}
@@ -278,17 +281,15 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
             for key in named[own]:
                 for calls in (waiting, latest):
                     calls.setdefault(key, {})[own] = None
-            function = {"name": call.function.name, "arguments": msgspec.json.encode(call.function.arguments).decode()}
+            function = {"name": call.function.name, "arguments": call.function.arguments}
             turn.setdefault("tool_calls", []).append({"id": own, "type": "function", "function": function})
         if message.role == "tool":
-            given, tool = message.tool_call_id or None, message.tool_name or None
-            key = given, tool
+            key = message.tool_call_id or None, message.tool_name or message.name or None
             answered = next(iter(latest.get(key) or waiting.get(key) or ()), None)
-            if answered is None:
-                why = f"no call of {given or tool or 'a tool'} without a result is before it"
-                raise field_error(f"messages[{at}]", why)
-            turn["tool_call_id"] = answered
-            for key in named.pop(answered):
-                del waiting[key][answered]
-                latest.get(key, {}).pop(answered, None)
+            turn["tool_call_id"] = answered or f"call{next(numbers):05}"  # a result of no call is one, as in Ollama
+            if key[1] is not None:
+                turn["name"] = key[1]
+            for key in () if answered is None else named.pop(answered):
+                del waiting[key][turn["tool_call_id"]]
+                latest.get(key, {}).pop(turn["tool_call_id"], None)
         yield turn

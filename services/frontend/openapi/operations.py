@@ -45,15 +45,14 @@ _RULES: Sequence[Sequence[str]] = [
     line.split(": ", 1)
     for line in """\
 model: `model` may be left out if only one model is served; a model that is not served is 404
-messages: a message has content, calls or reasoning, the latter two only an assistant's; a message of role tool names \
-the call that it answers; the arguments of calls are JSON
+messages: a message of a user or with instructions has content; only an assistant's has calls, reasoning or a refusal; \
+a call names its function; a message of role tool names the call that it answers, or comes after one without a result
 echo: a prompt is not empty; a list holds token ids, which are one prompt, or prompts
 echo: `echo` together with `logprobs` is refused unless every worker of the model computes log-probabilities of \
 prompts, for more than 262,144 of them, and with `suffix` or `truncate_prompt_tokens`; `max_tokens` is 0 only with \
 `echo`
 echo: `suffix` needs prompts that are texts, and a model that can fill in the middle
-previous_response_id: calls have different ids, and JSON as arguments; each output comes after its call, and is the \
-only one
+previous_response_id: each output comes after its call; at least one item is a message
 previous_response_id: `previous_response_id` is a response of the same key that is still stored; its conversation and \
 this input have at most 4 MiB
 include: `include` accepts only `message.output_text.logprobs`, which excludes tools and models that reason; \

@@ -8,16 +8,15 @@ A field is in one of five classes:
     not built     would change the answer: accepted only if its value asks for nothing (null, false); else refused
     unknown       ignored and reported to the client, or refused (`unknown_fields`); nothing is ignored silently
 
-protocol/completions.py has the other fields of completions; protocol/decoding.py refuses what is not built.
-
-`developer` messages are rendered as `system`, since the templates of open models do not know the newer role.
+protocol/messages.py has the messages, protocol/completions.py the other fields of completions; protocol/decoding.py
+refuses what is not built.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -25,16 +24,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
+from services.frontend.protocol.messages import ChatMessage, Messages, check_message
+from services.frontend.protocol.parts import PARTS_LIMIT, Unread
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
 from services.frontend.protocol.structured import GrammarChoices, ResponseFormat, StructuredOutputs, Text, ToolChoice
-from services.frontend.protocol.tools import (
-    Calls,
-    Tools,
-    Unread,
-    calls_as_rendered,
-    check_tools,
-    tools_as_rendered,
-)
+from services.frontend.protocol.tools import Tools, check_tools, tools_as_rendered
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
 from shared.messages import Sampling, SamplingDefaults
@@ -42,9 +36,6 @@ from shared.messages import Sampling, SamplingDefaults
 if TYPE_CHECKING:
     from services.frontend.protocol.completions import CompletionRequest
 
-MESSAGES_LIMIT = 4096
-PARTS_LIMIT = 4096
-"""Content parts of one message."""
 STOPS_LIMIT = 256
 STOP_LIMIT_CHARACTERS = 256
 STOPS_LIMIT_CHARACTERS = 4096
@@ -103,40 +94,6 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's field: with `include_usage`, each chunk has the usage up to it."""
     include_obfuscation: Annotated[bool | None, Advisory(), Harmless(False)] = None
     """Padding against traffic analysis; there is none."""
-
-
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of a message's content; images, audio and files are not built."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One message of the conversation."""
-
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
-    """OpenAI's roles have rules here; others are left to the chat template."""
-    content: str | Annotated[list[TextPart], Meta(max_length=PARTS_LIMIT)] | None = None
-    name: str | None = None
-    tool_calls: Calls | None = None
-    """The calls that an assistant's message makes."""
-    reasoning_content: str | None = None
-    """The reasoning of an assistant's message; the chat template decides whether to render it."""
-    tool_call_id: Label | None = None
-    """The id of the call that a tool's message answers."""
-    parsed: Unread | UnsetType = UNSET
-    """The content in parsed form, which OpenAI's client adds to an assistant's message."""
-    provider_specific_fields: Unread | UnsetType = UNSET
-    """What LiteLLM adds to an assistant's message."""
-    # Fields of an answer that clients send back; our answers leave them empty.
-    refusal: Annotated[NotBuilt, Harmless([])] = None
-    annotations: Annotated[NotBuilt, Harmless([])] = None
-    audio: Annotated[NotBuilt, Harmless([])] = None
-    function_call: Annotated[NotBuilt, Harmless([])] = None
-
-
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_LIMIT)]
 
 
 class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -279,7 +236,7 @@ def check_chat(request: ChatRequest, ignored: IgnoredFields = REFUSE) -> None:
     """Check what the types of a chat do not. Raise InvalidRequest, naming the field."""
     check_common(request, ignored)
     for at, message in enumerate(request.messages):
-        check_message(message, f"messages[{at}]")
+        check_message(message, f"messages[{at}]", ignored)
     check_tools(request.tools or ())
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -306,50 +263,6 @@ def check_truncation(tokens: int | None) -> None:
     """Check a request's truncate_prompt_tokens. Raise InvalidRequest."""
     if tokens == 0:
         raise field_error("truncate_prompt_tokens", "0 would leave no prompt; -1 keeps as much as fits")
-
-
-def check_message(message: ChatMessage, where: str) -> None:
-    """Check what the type of a message does not; `where` is its place in the body. Raise InvalidRequest."""
-    check_not_built(message, f"{where}.")
-    for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
-        if getattr(message, field) and message.role != role:
-            raise field_error(f"{where}.{field}", f"only role {role} may have it")
-    if message.role == "tool" and not message.tool_call_id:
-        where = f"{where}.tool_call_id"
-        raise field_error(where, "a message of role tool must name the call that it answers")
-    if message.content is None and not message.tool_calls and not message.reasoning_content:
-        raise field_error(f"{where}.content", "the message has no content")
-
-
-def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages in the form that chat templates read. Raise InvalidRequest."""
-    called: dict[str, str] = {}
-    rendered: list[dict[str, Any]] = []
-    for at, message in enumerate(messages):
-        rendered.append(_turn(message, f"messages[{at}]"))
-        called |= {call.id: call.function.name for call in message.tool_calls or ()}
-        # Some templates need the name of the tool, which OpenAI's messages do not carry.
-        if message.tool_call_id in called:
-            rendered[-1].setdefault("name", called[message.tool_call_id])
-    return rendered
-
-
-def text_of(message: ChatMessage) -> str:
-    """Return the text of a message; empty if it has none."""
-    content = message.content or ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
-    turn = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": text_of(message),
-        "name": message.name,
-        "tool_calls": calls_as_rendered(message.tool_calls or (), f"{where}.tool_calls") or None,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
-    }
-    return {name: value for name, value in turn.items() if value is not None}
 
 
 def template_kwargs(request: ChatRequest) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from services.frontend.protocol.chat import CacheName, Priority, Seconds, TokenCount, TokenId
 from services.frontend.protocol.decoding import decode_body, texts_or_ids
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
-from services.frontend.protocol.tools import Unread
+from services.frontend.protocol.parts import Unread
 from shared.errors import InvalidRequest
 
 INPUTS_LIMIT = 2048

@@ -21,6 +21,7 @@ from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields, ItemCount
 from shared.errors import InvalidRequest
 
+_PLACE = re.compile(r"\[\d+\]")
 _NOTHING = tuple(map(msgspec.Raw, (b"null", b"false", b"[]", b"{}")))
 Hint = Annotated[
     msgspec.Raw | UnsetType,
@@ -29,6 +30,10 @@ Hint = Annotated[
     Meta(extra_json_schema={"description": "A hint; it has no effect."}),
 ]
 """The type of a field that is accepted and ignored. It stays undecoded."""
+
+
+class IgnoredPart(Struct, frozen=True):
+    """A part of a request that is ignored, whatever it holds. `review` notes it by its tag."""
 
 
 R = TypeVar("R")
@@ -57,6 +62,8 @@ def review(request: Struct, ignored: IgnoredFields) -> None:
     for struct, where in _nested(request, "", ItemCount()):
         if getattr(struct, "images", None):
             raise field_error(f"{where}images", "images are not served")
+        if isinstance(struct, IgnoredPart):
+            ignore(f"{where if ignored.refuse else _PLACE.sub('[]', where)}{struct.__struct_config__.tag}", ignored)
         check_not_built(struct, where, ignored)
 
 

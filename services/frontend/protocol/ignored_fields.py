@@ -135,8 +135,8 @@ def _stripped(raw: Raw, shape: _Shape, where: str, ignored: IgnoredFields, count
     fields = _OBJECT.decode(raw)
     tag = fields.get(shape.tag_field) if shape.tag_field is not None else None
     struct = shape.structs.get(None if tag is None else bytes(tag))
-    if struct is None:  # the decoder names the tags that there are
-        return raw
+    if struct is None or not struct.__struct_config__.forbid_unknown_fields:
+        return raw  # the decoder names the tags that there are, and takes what it does not read
     known, kept, changed = _fields(struct), {}, False
     for name, value in fields.items():
         place = f"{where}.{name}" if where else name

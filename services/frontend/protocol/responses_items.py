@@ -5,25 +5,28 @@
     references to items ─▶ items_by_id ─▶ decode_referenced ─▶ as items of the input
 
 An item without `type` is a message: OpenAI's easy form. With an `id`, and neither role nor content, it is a reference.
-Fields of an answer that clients send back (ids, status, annotations) are ignored if they ask for nothing.
+Fields of an answer that clients send back (ids, status, annotations) are ignored. So are items of tools that another
+server ran for its model: what the model made of them is in its messages. Calls that a client carried out are calls
+here too, whatever kind of tool they were of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage
 from services.frontend.protocol.chat_chunks import TokenLogprobs
-from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body, not_supported
+from services.frontend.protocol.decoding import Harmless, check_not_built, decode_body, not_supported
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
+from services.frontend.protocol.messages import Call, CalledFunction, CalledName, ChatMessage
+from services.frontend.protocol.parts import PARTS_LIMIT, Content, Unread, text_of_content
 from services.frontend.protocol.responses_tools import chat_name
-from services.frontend.protocol.tools import TOOLS_LIMIT, Call, CalledFunction, ToolName, Unread, decoded_object
+from services.frontend.protocol.tools import TOOLS_LIMIT
 
 ITEMS_LIMIT = 4096
 """Items of one input."""
@@ -37,31 +40,16 @@ Caller = Annotated[Hint, Harmless(msgspec.Raw(b'""'), msgspec.Raw(b'{"type":"dir
 """Whether a program made the call; programs cannot call tools here."""
 
 
-class InputText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
-    """A text in a message."""
-
-    text: str
-
-
-class PastText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
-    """A text in an assistant's message that the client sends back."""
-
-    text: str
-    annotations: Unread | UnsetType = UNSET
-    logprobs: Unread | UnsetType = UNSET
-    parsed: Unread | UnsetType = UNSET
-    """The text in parsed form, which OpenAI's client adds."""
-
-
 class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """A message of the user or the assistant, or instructions."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputText | PastText], Meta(max_length=PARTS_LIMIT)]
+    content: Content | None
     type: Literal["message"] = "message"
     id: str | None = None
-    status: Status | None = None
-    phase: Annotated[NotBuilt, _EMPTY] = None
+    status: str | None = None
+    phase: Hint = UNSET
+    """Whether the assistant's text was its last word."""
 
 
 class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,11 +57,11 @@ class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: ToolName
+    name: CalledName
     arguments: str
-    """A JSON object as a text, or an empty text."""
+    """A JSON object as a text; any other text if the model wrote that."""
     id: str | None = None
-    status: Status | None = None
+    status: str | None = None
     parsed_arguments: Unread | UnsetType = UNSET
     """The arguments in parsed form, which OpenAI's client adds."""
     namespace: Annotated[str, Meta(max_length=256)] | None = None
@@ -85,13 +73,94 @@ class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: str | Annotated[list[InputText], Meta(max_length=PARTS_LIMIT)]
+    output: Content | None
     id: str | None = None
-    status: Status | None = None
-    name: ToolName | None = None
+    status: str | None = None
+    name: CalledName | None = None
     """The tool's name; without it, chat templates that need one get the name in the call."""
     namespace: Annotated[str, Meta(max_length=256)] | None = None
     caller: Caller = UNSET
+
+
+class ClientCall(Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of a tool of the client's that is no function."""
+
+    type: Literal["custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"]
+    call_id: CallId
+    name: CalledName | None = None
+    """A custom tool's name. The others are called by their type."""
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    id: str | None = None
+    status: str | None = None
+    namespace: Hint = UNSET
+    caller: Caller = UNSET
+    environment: Hint = UNSET
+    created_by: Hint = UNSET
+
+    @property
+    def called(self) -> CalledFunction:
+        """The call as one of a function."""
+        given = self.action or self.operation or {"input": self.input or ""}
+        return CalledFunction(self.name or self.type.removesuffix("_call"), given)
+
+
+class ClientCallOutput(Struct, frozen=True, forbid_unknown_fields=True):
+    """The output of such a call."""
+
+    type: Literal["custom_tool_call_output", "local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
+    call_id: Annotated[CallId | None, Meta(description="Without it, `id` has the call's id.")] = None
+    output: Unread | UnsetType = UNSET
+    """A text, parts, or an object that goes to the model as JSON."""
+    id: str | None = None
+    status: str | None = None
+    name: CalledName | None = None
+    max_output_length: Hint = UNSET
+    caller: Caller = UNSET
+    created_by: Hint = UNSET
+
+
+class McpCall(Struct, frozen=True, forbid_unknown_fields=True):
+    """A call that another server made of an MCP server's tool, with its output."""
+
+    type: Literal["mcp_call"]
+    id: CallId
+    name: CalledName
+    arguments: str
+    output: str | None = None
+    error: Unread | UnsetType = UNSET
+    server_label: str | None = None
+    status: str | None = None
+    approval_request_id: str | None = None
+
+
+IgnoredType = Literal[
+    "code_interpreter_call",
+    "compaction",
+    "compaction_summary",
+    "compaction_trigger",
+    "computer_call",
+    "computer_call_output",
+    "context_compaction",
+    "file_search_call",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_list_tools",
+    "program",
+    "program_output",
+    "tool_search_call",
+    "tool_search_output",
+    "web_search_call",
+]
+IGNORED_ITEMS: tuple[IgnoredType, ...] = get_args(IgnoredType)
+
+
+class IgnoredItem(Struct, frozen=True):
+    """An item of a tool that another server ran, or one that only that server can read."""
+
+    type: IgnoredType
 
 
 class ThoughtText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
@@ -112,7 +181,7 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["reasoning"]
     id: str | None = None
     content: Annotated[list[ThoughtText], Meta(max_length=PARTS_LIMIT)] | None = None
-    status: Status | None = None
+    status: str | None = None
     summary: Annotated[list[SummaryText], Meta(max_length=PARTS_LIMIT)] | None = None
     """The reasoning, unless there is content; next to content it is ignored."""
     encrypted_content: Annotated[str | None, Advisory(), _EMPTY] = None
@@ -126,7 +195,17 @@ class ItemReference(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["item_reference"] | None = None
 
 
-InputItem = InputMessage | PastCall | CallOutput | PastThought | ItemReference
+InputItem = (
+    InputMessage
+    | PastCall
+    | CallOutput
+    | PastThought
+    | ItemReference
+    | ClientCall
+    | ClientCallOutput
+    | McpCall
+    | IgnoredItem
+)
 INPUT_ITEMS: tuple[type[InputItem], ...] = get_args(InputItem)
 AnyInputItem = Annotated[
     msgspec.Raw,
@@ -152,13 +231,13 @@ class _Kind(Struct, frozen=True):
 
 _KIND = msgspec.json.Decoder(_Kind)
 _DECODERS: dict[str | None, msgspec.json.Decoder[InputItem]] = {
-    None: msgspec.json.Decoder(InputMessage),
-    "message": msgspec.json.Decoder(InputMessage),
-    "function_call": msgspec.json.Decoder(PastCall),
-    "function_call_output": msgspec.json.Decoder(CallOutput),
-    "reasoning": msgspec.json.Decoder(PastThought),
-    "item_reference": msgspec.json.Decoder(ItemReference),
+    kind: msgspec.json.Decoder(item)
+    for item in INPUT_ITEMS
+    for kind in get_args(get_type_hints(item)["type"])
+    if isinstance(kind, str)
 }
+_DECODERS |= dict.fromkeys((None, "message"), msgspec.json.Decoder(InputMessage))
+_DECODERS["item_reference"] = msgspec.json.Decoder(ItemReference)
 
 
 def decode_items(given: str | Sequence[msgspec.Raw], ignored: IgnoredFields = REFUSE) -> list[InputItem]:
@@ -175,8 +254,10 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
         raise field_error(f"{where}.type", f"items of type {str(kind)[:64]!r} are not supported", UNSUPPORTED)
     item = decode_body(decoder, raw, ignored, where)
     check_not_built(item, f"{where}.", ignored)
-    if isinstance(item, PastCall):
-        decoded_object(item.arguments or "{}", f"{where}.arguments")
+    if isinstance(item, IgnoredItem):
+        if ignored.refuse:
+            raise field_error(f"{where}.type", f"items of type {item.type!r} are not supported", UNSUPPORTED)
+        ignored.add(f"input[].{item.type}")
     if isinstance(item, PastThought) and item.content and item.summary:
         if ignored.refuse:
             raise not_supported(f"{where}.summary")
@@ -279,45 +360,62 @@ def messages_of(
             case OutputMessage() | InputMessage(role="assistant"):
                 if said is not None or calls:
                     end_turn()
-                said = _text(item.content)
-            case PastCall() | OutputCall():
+                said = _said(item)
+            case PastCall() | OutputCall() | ClientCall() | McpCall():
                 if len(calls) == TOOLS_LIMIT:
                     end_turn()
-                space, name = item.namespace or "", item.name
-                if space:
-                    name = chat_names.get((space, name)) or chat_name(space, name)
-                calls.append(Call(item.call_id, "function", CalledFunction(name, item.arguments)))
-            case CallOutput():
+                if isinstance(item, ClientCall):
+                    called = item.called
+                else:
+                    space = "" if isinstance(item, McpCall) else item.namespace or ""
+                    name = chat_names.get((space, item.name)) or chat_name(space, item.name) if space else item.name
+                    called = CalledFunction(name, item.arguments)
+                call = item.id if isinstance(item, McpCall) else item.call_id
+                calls.append(Call(call, "function", called))
+                if isinstance(item, McpCall):
+                    end_turn()
+                    output = item.output or (bytes(item.error).decode() if item.error is not UNSET else "")
+                    messages.append(ChatMessage("tool", output, item.name, tool_call_id=item.id))
+            case CallOutput() | ClientCallOutput():
                 end_turn()
-                messages.append(ChatMessage("tool", _text(item.output), item.name, tool_call_id=item.call_id))
+                answered = item.call_id or item.id
+                messages.append(ChatMessage("tool", _output(item), item.name, tool_call_id=answered))
             case InputMessage():
                 end_turn()
-                messages.append(ChatMessage(item.role, _text(item.content)))
+                messages.append(ChatMessage(item.role, item.content))
+            case IgnoredItem():
+                pass
             case ItemReference():
                 raise AssertionError("references are replaced before")
     end_turn()
     return messages
 
 
-def _text(content: str | Sequence[InputText | PastText | OutputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _said(item: InputMessage | OutputMessage) -> str:
+    if isinstance(item, OutputMessage):
+        return "".join(part.text for part in item.content)
+    return text_of_content(item.content, item.role)
+
+
+_OUTPUT = msgspec.json.Decoder(Content)
+
+
+def _output(item: CallOutput | ClientCallOutput) -> str:
+    if isinstance(item, CallOutput):
+        return text_of_content(item.output, "tool")
+    if item.output is UNSET:
+        return ""
+    try:
+        return text_of_content(_OUTPUT.decode(item.output), "tool")
+    except msgspec.MsgspecError:
+        return bytes(item.output).decode()
 
 
 def check_calls(before: Iterable[ChatMessage], items: Sequence[InputItem]) -> None:
-    """Check that each call has an id of its own, and that each output is the only one of a call before it.
-
-    Raise InvalidRequest."""
+    """Check that each output comes after a call with its id. Raise InvalidRequest."""
     called = {call.id for message in before for call in message.tool_calls or ()}
-    answered = {message.tool_call_id for message in before if message.tool_call_id is not None}
     for at, item in enumerate(items):
-        where = f"input[{at}].call_id"
-        if isinstance(item, PastCall):
-            if item.call_id in called:
-                raise field_error(where, f"there are two calls with the id {item.call_id!r}")
+        if isinstance(item, PastCall | ClientCall):
             called.add(item.call_id)
-        elif isinstance(item, CallOutput):
-            if item.call_id not in called:
-                raise field_error(where, f"no call {item.call_id!r} comes before this output")
-            if item.call_id in answered:
-                raise field_error(where, f"there are two outputs of the call {item.call_id!r}")
-            answered.add(item.call_id)
+        elif isinstance(item, CallOutput | ClientCallOutput) and (item.call_id or item.id) not in called:
+            raise field_error(f"input[{at}].call_id", f"no call {item.call_id!r} comes before this output")

@@ -13,11 +13,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.frontend.protocol import chat, structured
-from services.frontend.protocol.chat import ChatMessage, ChatRequest
+from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.foreign import Names, names, placed, renaming
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
+from services.frontend.protocol.messages import MESSAGES_LIMIT, ChatMessage
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
 from services.frontend.protocol.responses_items import (
     ITEMS_LIMIT,
@@ -192,9 +193,11 @@ def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage], ignored: Ignor
     request = asked.request
     check_calls(before, asked.items)
     conversation = [*before, *messages_of(asked.items, asked.tools.chat_names)]
-    if len(conversation) > chat.MESSAGES_LIMIT:
+    if not conversation:
+        raise field_error("input", "none of its items is a message")
+    if len(conversation) > MESSAGES_LIMIT:
         param = "previous_response_id" if before else "input"
-        raise field_error(param, f"the whole conversation has more than {chat.MESSAGES_LIMIT} messages")
+        raise field_error(param, f"the whole conversation has more than {MESSAGES_LIMIT} messages")
     instructions = [] if request.instructions is None else [ChatMessage("system", request.instructions)]
     as_asked = ChatRequest(
         messages=[*instructions, *conversation],

@@ -12,7 +12,6 @@ from msgspec import Meta, Struct
 
 from services.frontend.protocol.chat import (
     ChatRequest,
-    Messages,
     TemplateKwargs,
     TokenId,
     TruncatedTokens,
@@ -22,6 +21,7 @@ from services.frontend.protocol.chat import (
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
+from services.frontend.protocol.messages import Messages
 from services.frontend.protocol.reasoning import Effort
 from services.frontend.protocol.structured import ToolChoice
 from services.frontend.protocol.tools import Tools

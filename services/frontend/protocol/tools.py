@@ -1,4 +1,4 @@
-"""Tools in a request: those it offers, the calls in its messages, and the form of both in chat templates. Pure."""
+"""Tools in a request: those it offers, and their form in chat templates. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from services.frontend.protocol.errors import field_error
 
@@ -41,33 +41,7 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
     function: Function
 
 
-Unread = Annotated[msgspec.Raw, Meta(extra_json_schema={"description": "Anything; it is not read."})]
-"""A field that clients add and that is not read. It stays undecoded, since 4 MiB of it could be a million objects."""
-
 Tools = Annotated[list[Tool], Meta(max_length=TOOLS_LIMIT)]
-
-
-class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The function that the model called, with its arguments."""
-
-    name: ToolName
-    arguments: str
-    """A JSON object as a text, or an empty text."""
-    parsed_arguments: Unread | UnsetType = UNSET
-    """The arguments in parsed form, which OpenAI's client adds."""
-
-
-class Call(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One of an assistant message's `tool_calls`."""
-
-    id: Annotated[str, Meta(min_length=1, max_length=128)]
-    type: Literal["function"]
-    function: CalledFunction
-    index: int | None = None
-    """The call's place in the message; clients that assemble a message from chunks leave it there."""
-
-
-Calls = Annotated[list[Call], Meta(max_length=TOOLS_LIMIT)]
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
@@ -120,16 +94,6 @@ def _function(function: Function) -> dict[str, Any]:
     described = {} if function.description is None else {"description": function.description}
     parameters = function.parameters or {"type": "object", "properties": {}}
     return {"name": function.name, **described, "parameters": parameters}
-
-
-def calls_as_rendered(calls: Sequence[Call], where: str) -> list[dict[str, Any]]:
-    """Return calls in the form that chat templates read: with their arguments as an object. Raise InvalidRequest."""
-    rendered: list[dict[str, Any]] = []
-    for at, call in enumerate(calls):
-        arguments = decoded_object(call.function.arguments or "{}", f"{where}[{at}].function.arguments")
-        function = {"name": call.function.name, "arguments": arguments}
-        rendered.append({"id": call.id, "type": "function", "function": function})
-    return rendered
 
 
 def decoded_object(written: str, where: str) -> dict[str, Any]:

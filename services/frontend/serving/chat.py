@@ -31,7 +31,7 @@ from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol import chat
-from services.frontend.protocol.chat import ChatRequest, text_of
+from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
 from services.frontend.protocol.completions import (
     DEFAULT_TOKENS,
@@ -41,6 +41,7 @@ from services.frontend.protocol.completions import (
     with_prompt_logprobs,
 )
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.messages import text_of
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
@@ -411,6 +412,7 @@ class ServingChat(Struct, frozen=True):
             draw_id,
             count=count_call,
             parallel=request.parallel_tool_calls is not False,
+            whole=not request.stream,
         )
         return ParsedOutput(output, AnswerParser(plan, result))
 

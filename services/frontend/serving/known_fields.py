@@ -10,6 +10,7 @@ from types import ModuleType
 
 from msgspec import Struct
 
+from services.frontend.anthropic import blocks as anthropic_blocks
 from services.frontend.anthropic import request as anthropic
 from services.frontend.anthropic import tools as anthropic_tools
 from services.frontend.ollama import request as ollama
@@ -17,6 +18,8 @@ from services.frontend.protocol import (
     chat,
     completions,
     embeddings,
+    messages,
+    parts,
     responses_items,
     responses_request,
     responses_tools,
@@ -62,7 +65,7 @@ OTHERS = frozenset(
 
 _MODULES = (
     *(chat, completions, embeddings, responses_items, responses_request, responses_tools, structured, tokenize),
-    *(tools, anthropic, anthropic_tools, ollama),
+    *(messages, parts, tools, anthropic, anthropic_blocks, anthropic_tools, ollama),
 )
 _DATE = re.compile(r"_\d{8}$")
 """The date of a version, at the end of a name."""
@@ -73,12 +76,13 @@ def _fields(module: ModuleType) -> set[str]:
     """Return the names of all fields of a module's Structs that bodies are decoded to."""
     structs = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Struct)]
     named = {name for struct in structs for name in struct.__struct_encode_fields__}
-    return named | {field for struct in structs if (field := struct.__struct_config__.tag_field) is not None}
+    tags = {tag for struct in structs if isinstance(tag := struct.__struct_config__.tag, str)}
+    return named | tags | {field for struct in structs if (field := struct.__struct_config__.tag_field) is not None}
 
 
 OTHER = "other"
 """What the metric has for all names that no known API has."""
-KNOWN = OTHERS.union(ollama.OPTIONS, *map(_fields, _MODULES))
+KNOWN = OTHERS.union(ollama.OPTIONS, responses_items.IGNORED_ITEMS, *map(_fields, _MODULES))
 
 
 def counted_name(name: str) -> str:

@@ -16,9 +16,10 @@ from services.frontend.models.encode_pool import EncodePool, KeyPool
 from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import TEXT_TOKENS_LIMIT
 from services.frontend.protocol import chat
-from services.frontend.protocol.chat import ChatRequest, text_of
+from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.messages import messages_as_rendered, text_of
 from services.frontend.protocol.reasoning import ReasoningPlan, plan_reasoning
 from services.frontend.requests.admission import Permit
 from services.frontend.tool_parsers import reasoning
@@ -42,7 +43,7 @@ async def chat_prompt(
     more = read_kwargs(template, plan_of_reasoning(request, model, ignored).template_kwargs, ignored)
     text = await preprocess.render_chat(
         model,
-        chat.messages_as_rendered(request.messages),
+        messages_as_rendered(request.messages),
         pool,
         tools,
         more,

@@ -16,10 +16,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.frontend.protocol import responses_request
-from services.frontend.protocol.chat import ChatMessage, ChatRequest
+from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.decoding import BODY_LIMIT_BYTES
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.foreign import ignore, name_here, renaming
+from services.frontend.protocol.messages import ChatMessage
 from services.frontend.protocol.responses_events import Response, ResponseDeleted, new_response
 from services.frontend.protocol.responses_items import (
     InputItem,

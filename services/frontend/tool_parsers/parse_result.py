@@ -6,6 +6,9 @@ The states of a call, as its parser drives them:
        │                                    └── Malformed ──▶ broken or unfinished: the rest is content
        └── Malformed ──▶ its text is content; nothing was sent as a call
 
+If the answer is sent whole, a call is passed on when it is complete, or cut off with the answer. So nothing of a broken
+one was sent, and all of its text is content.
+
 White space before the first content is held back, and dropped if a call comes.
 """
 
@@ -54,10 +57,12 @@ class ParseResult:
         *,
         count: Callable[[str], None] = lambda _outcome: None,
         parallel: bool = True,
+        whole: bool = False,
     ) -> None:
         """`names` are the tools of the request. `count` is called with the outcome of each attempt to parse a call:
         complete, unfinished (the text ended), broken; or, if it is text, malformed, unknown_tool, too_long. Without
-        `parallel`, the end of the first call raises CallLimitReached."""
+        `parallel`, the end of the first call raises CallLimitReached. `whole`: the answer is sent when it is
+        complete."""
         self.reader = TextReader()
         """The text that parsers read."""
         self.calls_begun = 0
@@ -69,8 +74,13 @@ class ParseResult:
         self._count = count
         self.parallel = parallel
         """Whether the answer may have several calls."""
+        self._whole = whole
         self._open = False
         """Whether a call has begun and not ended."""
+        self._held: list[CallPiece] = []
+        """The pieces of the open call, if the answer is sent whole."""
+        self._held_text: list[str] = []
+        """The text that these pieces were read from, and the white space before it."""
         self._white = ""
         self._discarding = False
         """Whether further content and reasoning are dropped."""
@@ -114,8 +124,11 @@ class ParseResult:
         except Malformed as why:
             unfinished = reader.at_end and str(why) == "malformed"
             self._count("unfinished" if unfinished else "broken" if self._open else str(why))
-            self._open = False
-            self.add_text(reader.take_marked())
+            if not (unfinished and reader.is_short):
+                self._withdraw_call()
+            self._close_call()
+            self.add_text("".join((*self._held_text, reader.take_marked())))
+            self._held_text.clear()
             return False
         return True
 
@@ -134,20 +147,41 @@ class ParseResult:
 
     def begin_call(self, name: str) -> None:
         """Begin a call of a tool whose name has been checked; its arguments follow."""
+        if self._whole:
+            self._held_text.append(self._white)
         self._white, self._open = "", True
-        self._pieces.append(CallPiece(self.calls_begun, "", self._draw_id(), name, self.content_characters))
+        self._add_piece(CallPiece(self.calls_begun, "", self._draw_id(), name, self.content_characters))
         self.calls_begun += 1
-        self.reader.mark()
 
     def add_arguments(self, text: str) -> None:
         """Add characters to the arguments of the current call."""
+        self._add_piece(CallPiece(self.calls_begun - 1, text))
+
+    def _add_piece(self, piece: CallPiece) -> None:
+        if self._whole:
+            self._held.append(piece)
+            self._held_text.append(self.reader.take_marked())
+        else:
+            self._pieces.append(piece)
         self.reader.mark()
-        self._pieces.append(CallPiece(self.calls_begun - 1, text))
+
+    def _withdraw_call(self) -> None:
+        """Take back the open call, if the answer is sent whole."""
+        if self._held:
+            self._held.clear()
+            self.calls_begun -= 1
+
+    def _close_call(self) -> None:
+        if self._held:
+            self._held_text.clear()
+        self._pieces += self._held
+        self._held.clear()
+        self._open = False
 
     def end_call(self) -> None:
         """End the current call, whose arguments are complete. Raise CallLimitReached if no other may follow."""
         self.reader.release()
-        self._open = False
+        self._close_call()
         self._count("complete")
         if not self.parallel:
             raise CallLimitReached
@@ -177,6 +211,7 @@ class ParseResult:
         assert self._no_content or not self._white
         assert len(self._white) <= WHITE_LIMIT_CHARACTERS
         assert not self._open or self.calls_begun
+        assert not self._held or (self._open and self._whole)
 
 
 def join_pieces(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.protocol.chat import MESSAGES_LIMIT, PARTS_LIMIT, ChatRequest, decode_chat
+from services.frontend.protocol.chat import ChatRequest, decode_chat
 from services.frontend.protocol.ignored_fields import (
     ITEMS_LIMIT,
     MORE,
@@ -18,6 +18,8 @@ from services.frontend.protocol.ignored_fields import (
     IgnoredFields,
     without_unknown,
 )
+from services.frontend.protocol.messages import MESSAGES_LIMIT
+from services.frontend.protocol.parts import PARTS_LIMIT
 from shared.errors import InvalidRequest
 
 MESSAGES = [{"role": "user", "content": "x"}]

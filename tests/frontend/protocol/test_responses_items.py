@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.protocol.chat import ChatMessage, check_message, messages_as_rendered
 from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.messages import CalledFunction, ChatMessage, check_message, messages_as_rendered
 from services.frontend.protocol.responses_items import (
+    IGNORED_ITEMS,
     InputItem,
     OutputCall,
     OutputItem,
@@ -85,10 +86,10 @@ def test_a_tools_name_goes_with_its_output() -> None:
 def test_calls_and_outputs_are_paired_with_those_of_the_former_conversation() -> None:
     former = messages_of(items(call("a"), call("b"), output("a")))
     check_calls(former, items(output("b"), call("c"), output("c")))
-    for wrong in (output("a"), call("b"), output("d")):
-        with pytest.raises(InvalidRequest) as refused:
-            check_calls(former, items({"role": "user", "content": "x"}, wrong))
-        assert refused.value.param == "input[1].call_id"
+    check_calls(former, items(output("a"), call("b"), output("b")))  # servers that number calls anew in each turn
+    with pytest.raises(InvalidRequest) as refused:
+        check_calls(former, items({"role": "user", "content": "x"}, output("d")))
+    assert refused.value.param == "input[1].call_id"
 
 
 @given(
@@ -109,3 +110,63 @@ def test_whatever_an_answer_was_can_be_kept_and_rendered(answer: list[OutputItem
     assert len(messages_as_rendered(found)) == len(found)
     calls = [one for message in found for one in message.tool_calls or ()]
     assert len(calls) == sum(isinstance(item, OutputCall) for item in answer)
+
+
+def test_a_refusal_a_phase_and_an_empty_answer_are_the_assistants() -> None:
+    refusal = {"role": "assistant", "phase": "final_answer", "content": [{"type": "refusal", "refusal": "No."}]}
+    ignored = IgnoredFields()
+    given = [refusal | {"status": "incomplete", "id": "msg_x"}, {"role": "assistant", "content": None}, SAID]
+    found = messages_of(decode_items([msgspec.Raw(json.dumps(one).encode()) for one in given], ignored))
+    assert [one.content for one in found] == ["No.", "", "I look."]
+    assert ignored.names == ("input[].phase",)
+
+
+def test_calls_of_other_tools_of_a_client_are_calls_with_their_outputs() -> None:
+    found = messages_of(
+        items(
+            {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "x", "status": "completed"},
+            {"type": "custom_tool_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "done"}]},
+            {"type": "local_shell_call", "call_id": "b", "action": {"type": "exec", "command": ["ls"]}, "id": "l"},
+            {"type": "local_shell_call_output", "id": "b", "output": '{"output": "a.py"}'},
+            {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a.py", "stderr": ""}]},
+            {"type": "apply_patch_call", "call_id": "d", "operation": {"type": "delete_file", "path": "a"}},
+            {"type": "apply_patch_call_output", "call_id": "d", "status": "completed"},
+            {"type": "mcp_call", "id": "e", "name": "find", "arguments": "{}", "output": "it", "server_label": "x"},
+            {"type": "mcp_call", "id": "f", "name": "find", "arguments": "{}", "error": {"code": 1}},
+        )
+    )
+    rendered = messages_as_rendered(found)
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in _calls(rendered)] == [
+        *(("patch", '{"input":"x"}'), ("local_shell", '{"type":"exec","command":["ls"]}')),
+        *(("shell", '{"commands":["ls"]}'), ("apply_patch", '{"type":"delete_file","path":"a"}')),
+        *(("find", "{}"), ("find", "{}")),
+    ]
+    assert [one["content"] for one in rendered if one["role"] == "tool"] == [
+        *("done", '{"output": "a.py"}', '[{"stdout": "a.py", "stderr": ""}]', "", "it", '{"code": 1}'),
+    ]
+
+
+def _calls(rendered: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [call for message in rendered for call in message.get("tool_calls", ())]
+
+
+@pytest.mark.parametrize("kind", IGNORED_ITEMS)
+def test_items_that_only_another_server_can_read_are_ignored_and_named(kind: str) -> None:
+    given: list[dict[str, Any]] = [
+        {"type": kind, "id": "x", "status": "completed", "encrypted_content": "x", "action": {"a": [1]}},
+        SAID,
+    ]
+    ignored = IgnoredFields()
+    found = messages_of(decode_items([msgspec.Raw(json.dumps(one).encode()) for one in given], ignored))
+    assert found == [ChatMessage("assistant", "I look.")]
+    assert ignored.names == (f"input[].{kind}",)
+    with pytest.raises(InvalidRequest) as refused:
+        items(*given)
+    assert refused.value.param == "input[0].type"
+
+
+def test_text_that_is_no_json_is_the_arguments_of_a_call() -> None:
+    broken = call("a") | {"arguments": '{"at": "i', "status": "incomplete", "name": "mcp.look"}
+    [found] = messages_of(items(broken))
+    assert [one.called for one in found.tool_calls or ()] == [CalledFunction("mcp.look", '{"at": "i')]

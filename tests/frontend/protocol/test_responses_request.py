@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.frontend.protocol.chat import MESSAGES_LIMIT, ChatMessage, ChatRequest, decode_chat
+from services.frontend.protocol.chat import ChatRequest, decode_chat
 from services.frontend.protocol.foreign import with_names
+from services.frontend.protocol.messages import MESSAGES_LIMIT, ChatMessage
 from services.frontend.protocol.responses_request import NAMES, ResponseRequest, as_chat, decode_response
 from shared.errors import InvalidRequest
 

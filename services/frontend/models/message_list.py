@@ -1,0 +1,237 @@
+"""Makes a list of messages one that the model's chat template takes. Pure.
+
+    messages ─▶ fit(messages, rules) ─▶ ChatTemplate.render
+
+The rules of a template say what it refuses, or leaves out of its prompt; template_rules.py finds them by trial. What a
+template takes stays as the client wrote it. The other changes are those that peers make for strict templates.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+Turn = dict[str, Any]
+"""A message in the form that chat templates read. The arguments of its calls are still a text."""
+
+BETWEEN = "\n\n"
+"""What stands between the texts of messages that become one."""
+DONE = "Done."
+"""The answer that stands between a tool's result and the next message of the user, for templates that demand one."""
+_SHORT_ID = re.compile(r"[0-9A-Za-z]{9}")
+
+
+class TemplateRules(Struct, frozen=True):
+    """What a template does not take. Each rule names what is done about it."""
+
+    content_parts: bool = False
+    """Texts become lists with one part, as templates of models for images may demand."""
+    one_system: bool = False
+    """The system messages at the beginning become one."""
+    system_in_user: bool = False
+    """The system message is put before the text of the first user."""
+    late_system_as_user: bool = False
+    """System messages after the beginning become messages of the user, at their place."""
+    user_first: bool = False
+    """An empty message of the user comes first, if another message would."""
+    some_user: bool = False
+    """An empty message of the user comes first, if the list has none of the user."""
+    alternating: bool = False
+    """Neighbouring messages of the user become one, and so do those of the assistant."""
+    answered_results: bool = False
+    """Results come directly after their calls, and an answer before the user's next message."""
+    no_empty_answers: bool = False
+    """Messages of the assistant with neither text nor calls are left out."""
+    calls_apart: bool = False
+    """A message with calls has no content; its text is a message before it."""
+    text_arguments: bool = False
+    """The arguments of a call are the text that the model wrote, in place of an object."""
+    one_call: bool = False
+    """Calls of one message are messages of their own, each with its result after it."""
+    short_ids: bool = False
+    """Ids of calls are nine letters and digits."""
+
+    def strict(self) -> TemplateRules:
+        """Return these rules with all those that templates of alternating roles may have."""
+        names = ("one_system", "late_system_as_user", "user_first", "some_user", "alternating")
+        also = ("answered_results", "no_empty_answers", "one_call", "short_ids")
+        return msgspec.structs.replace(self, **dict.fromkeys((*names, *also), True))
+
+
+def fit(messages: Sequence[Mapping[str, Any]], rules: TemplateRules) -> list[Turn]:
+    """Return the messages as a template with these rules takes them. The last message stays the last, even if it is
+    empty, unless it has to go by a rule."""
+    turns = [dict(message) for message in messages]
+    if rules.no_empty_answers:
+        turns = [turn for turn in turns if turn["role"] != "assistant" or turn["content"] or turn.get("tool_calls")]
+    if rules.one_system or rules.system_in_user:
+        turns = _one_system(turns)
+    if rules.late_system_as_user or rules.system_in_user:
+        turns = list(_late_systems_as_users(turns))
+    if rules.answered_results:
+        turns = _results_after_calls(turns)
+    if rules.user_first or (rules.some_user and all(turn["role"] != "user" for turn in turns)):
+        turns = _user_first(turns)
+    if rules.system_in_user:
+        turns = _system_in_user(turns)
+    if rules.alternating:
+        turns = _alternating(turns)
+    if rules.answered_results:
+        turns = list(_answered(turns))
+    if rules.one_call:
+        turns = list(_single_calls(turns))
+    if rules.calls_apart:
+        turns = list(_calls_apart(turns))
+    return [_written(turn, rules) for turn in turns]
+
+
+def _one_system(turns: list[Turn]) -> list[Turn]:
+    count = next((at for at, turn in enumerate(turns) if turn["role"] != "system"), len(turns))
+    return turns if count < 2 else [turns[0] | {"content": _joined(turns[:count], "content")}, *turns[count:]]
+
+
+def _late_systems_as_users(turns: list[Turn]) -> Iterable[Turn]:
+    begun = False
+    for turn in turns:
+        begun = begun or turn["role"] != "system"
+        yield turn | {"role": "user"} if begun and turn["role"] == "system" else turn
+
+
+def _user_first(turns: list[Turn]) -> list[Turn]:
+    at = next((at for at, turn in enumerate(turns) if turn["role"] != "system"), len(turns))
+    if at < len(turns) and turns[at]["role"] == "user":
+        return turns
+    return [*turns[:at], {"role": "user", "content": ""}, *turns[at:]]
+
+
+def _system_in_user(turns: list[Turn]) -> list[Turn]:
+    if not turns or turns[0]["role"] != "system":
+        return turns
+    first, *rest = turns
+    if not rest or rest[0]["role"] != "user":
+        return [first | {"role": "user"}, *rest]
+    return [rest[0] | {"content": _joined((first, rest[0]), "content")}, *rest[1:]]
+
+
+def _alternating(turns: list[Turn]) -> list[Turn]:
+    found: list[Turn] = []
+    for turn in turns:
+        last = found[-1] if found else {}
+        if turn["role"] not in ("user", "assistant") or last.get("role") != turn["role"]:
+            found.append(turn)
+            continue
+        calls = [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]
+        joined = {field: text for field in ("content", "reasoning_content") if (text := _joined((last, turn), field))}
+        found[-1] = {"role": turn["role"], "content": "", **joined, **({"tool_calls": calls} if calls else {})}
+    return found
+
+
+def _joined(turns: Iterable[Turn], field: str) -> str:
+    return BETWEEN.join(filter(None, (turn.get(field) for turn in turns)))
+
+
+def _results_after_calls(turns: list[Turn]) -> list[Turn]:
+    """Move results up to the calls that they belong to. Those of no call stay where they are."""
+    found: list[Turn] = []
+    callers: dict[str, int] = {}
+    """The id of each call → the place of its message in `found`."""
+    results: dict[int, list[Turn]] = defaultdict(list)
+    for turn in turns:
+        caller = callers.get(turn.get("tool_call_id", "")) if turn["role"] == "tool" else None
+        if caller is not None:
+            results[caller].append(turn)
+            continue
+        callers |= dict.fromkeys((call["id"] for call in turn.get("tool_calls", ())), len(found))
+        found.append(turn)
+    return [one for at, turn in enumerate(found) for one in (turn, *results.get(at, ()))]
+
+
+def _answered(turns: list[Turn]) -> Iterable[Turn]:
+    for at, turn in enumerate(turns):
+        if turn["role"] == "user" and at and (turns[at - 1]["role"] == "tool" or turns[at - 1].get("tool_calls")):
+            yield {"role": "assistant", "content": DONE}
+        yield turn
+
+
+def _single_calls(turns: list[Turn]) -> Iterable[Turn]:
+    at = 0
+    while at < len(turns):
+        turn, at = turns[at], at + 1
+        calls = turn.get("tool_calls", ())
+        if len(calls) < 2:
+            yield turn
+            continue
+        results: dict[str, list[Turn]] = defaultdict(list)
+        while at < len(turns) and turns[at]["role"] == "tool":
+            results[turns[at].get("tool_call_id", "")].append(turns[at])
+            at += 1
+        for number, call in enumerate(calls):
+            yield (turn if number == 0 else {"role": "assistant", "content": ""}) | {"tool_calls": [call]}
+            yield from results.pop(call["id"], ())
+        yield from chain.from_iterable(results.values())
+
+
+def _calls_apart(turns: list[Turn]) -> Iterable[Turn]:
+    for turn in turns:
+        if not turn.get("tool_calls"):
+            yield turn
+            continue
+        if turn["content"]:
+            yield {field: value for field, value in turn.items() if field != "tool_calls"}
+        yield turn | {"content": None}
+
+
+def _written(turn: Turn, rules: TemplateRules) -> Turn:
+    """Return one message with its calls, ids and content in the form that the template reads."""
+    if rules.short_ids and "tool_call_id" in turn:
+        turn["tool_call_id"] = _short_id(turn["tool_call_id"])
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = [_call(call, rules) for call in turn["tool_calls"]]
+    if rules.content_parts and turn["content"] is not None:
+        turn["content"] = [{"type": "text", "text": turn["content"]}]
+    return turn
+
+
+def _call(call: Turn, rules: TemplateRules) -> Turn:
+    function = call["function"]
+    if not rules.text_arguments:
+        function = function | {"arguments": arguments_of(function["arguments"])}
+    return call | {"id": _short_id(call["id"]) if rules.short_ids else call["id"], "function": function}
+
+
+def _short_id(given: str) -> str:
+    """Return an id as Mistral's templates demand it: the same for the same id, whatever else is in the conversation."""
+    if _SHORT_ID.fullmatch(given):
+        return given
+    return base64.b32encode(hashlib.blake2b(given.encode(), digest_size=6).digest()).decode()[:9]
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object, which is what most templates read, and what they iterate over.
+
+    Text that is none becomes an empty one, as in vLLM: a model that saw a text there would write texts itself."""
+    found = _decoded(text)
+    if isinstance(found, str):  # models also write the object as JSON in a text
+        found = _decoded(found)
+    return found if isinstance(found, dict) else {}
+
+
+def _decoded(text: str) -> object:
+    """Decode JSON, also with raw line ends in its texts, which models write. Return None if it is none."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,180 @@
+"""The messages of a chat, and the form in which chat templates read them. Pure.
+
+    messages of a body ─▶ check_message ─▶ messages_as_rendered ─▶ models/message_list.py: as the template takes them
+
+A message of the assistant may be an answer of any server, whole, cut off or empty: what this server answered can always
+be sent back. Arguments of calls are any text, ids may be missing or repeated, names are those of other tools.
+
+`developer` messages are rendered as `system`, since the templates of open models do not know the newer role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from services.frontend.protocol.decoding import check_not_built
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
+from services.frontend.protocol.parts import Content, Unread, text_of_content, thinking_of_content
+from services.frontend.protocol.tools import TOOLS_LIMIT
+
+MESSAGES_LIMIT = 4096
+
+CallId = Annotated[str, Meta(max_length=512)]
+CalledName = Annotated[str, Meta(min_length=1, max_length=256)]
+"""The name of a tool that was called. Other servers allow more than OpenAI does."""
+
+
+class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The function that the model called, with its arguments."""
+
+    name: CalledName
+    arguments: str | dict[str, Any] | None = ""
+    """A JSON object as a text; any other text if the model wrote that. Some servers send the object itself."""
+    parsed_arguments: Unread | UnsetType = UNSET
+    """The arguments in parsed form, which OpenAI's client adds."""
+
+
+class CalledCustom(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The custom tool that the model called, with its input."""
+
+    name: CalledName
+    input: str
+
+
+class Call(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of an assistant message's `tool_calls`."""
+
+    id: CallId | None = None
+    type: Literal["function", "custom"] | None = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+    index: int | None = None
+    """The call's place in the message; clients that assemble a message from chunks leave it there."""
+
+    @property
+    def called(self) -> CalledFunction:
+        """The call as one of a function: a custom tool's input is the argument `input`."""
+        if self.function is not None:
+            return self.function
+        assert self.custom is not None, "check_message refuses a call of nothing"
+        return CalledFunction(self.custom.name, {"input": self.custom.input})
+
+
+Calls = Annotated[list[Call], Meta(max_length=TOOLS_LIMIT)]
+
+
+class PastAudio(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The sound of an answer. Its transcript is the text of the message."""
+
+    transcript: str | None = None
+    id: Unread | UnsetType = UNSET
+    data: Unread | UnsetType = UNSET
+    expires_at: Unread | UnsetType = UNSET
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One message of the conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    """OpenAI's roles have rules here; others are left to the chat template."""
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Calls | None = None
+    """The calls that an assistant's message makes."""
+    reasoning_content: str | None = None
+    """The reasoning of an assistant's message; the chat template decides whether to render it."""
+    tool_call_id: CallId | None = None
+    """The id of the call that a tool's message answers. Without it, the message answers the first call without one."""
+    parsed: Unread | UnsetType = UNSET
+    """The content in parsed form, which OpenAI's client adds to an assistant's message."""
+    provider_specific_fields: Unread | UnsetType = UNSET
+    """What LiteLLM adds to an assistant's message."""
+    # of other servers' answers
+    reasoning: str | None = None
+    """What newer versions of vLLM, and OpenRouter, call `reasoning_content`."""
+    refusal: str | None = None
+    """What an assistant said in place of an answer; it is part of the message's text."""
+    annotations: Unread | UnsetType = UNSET
+    audio: Annotated[PastAudio | None, Advisory()] = None
+    function_call: CalledFunction | None = None
+    """The one call of an assistant's message, as OpenAI's API had it before `tool_calls`."""
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_LIMIT)]
+
+
+def check_message(message: ChatMessage, where: str, ignored: IgnoredFields = REFUSE) -> None:
+    """Check what the type of a message does not; `where` is its place in the body. Raise InvalidRequest."""
+    check_not_built(message, f"{where}.", ignored)
+    of_assistant = ("tool_calls", "reasoning_content", "reasoning", "refusal", "function_call")
+    for field, role in (*((one, "assistant") for one in of_assistant), ("tool_call_id", "tool")):
+        if getattr(message, field) and message.role != role:
+            raise field_error(f"{where}.{field}", f"only role {role} may have it")
+    for at, call in enumerate(message.tool_calls or ()):
+        if call.function is None and call.custom is None:
+            raise field_error(f"{where}.tool_calls[{at}].function", "the call names no function")
+    if message.content is None and message.role in ("system", "developer", "user"):
+        raise field_error(f"{where}.content", "the message has no content")
+
+
+def text_of(message: ChatMessage) -> str:
+    """Return the text of a message; empty if it has none."""
+    text = text_of_content(message.content, message.role)
+    said = text or (message.audio.transcript if message.audio is not None else None) or ""
+    return "\n".join(filter(None, (said, message.refusal)))
+
+
+def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return the messages in the form that chat templates read, with the arguments of calls as texts. Raise
+    InvalidRequest for a result that belongs to no call."""
+    names: dict[str, str] = {}
+    """The ids of calls → the names of their tools."""
+    waiting: dict[str, str] = {}
+    """Calls without a result, oldest first, with the names of their tools."""
+    rendered: list[dict[str, Any]] = []
+    for at, message in enumerate(messages):
+        turn = _turn(message)
+        if turn["role"] == "tool":
+            call = message.tool_call_id or _answered(waiting, message, f"messages[{at}].tool_call_id")
+            turn["tool_call_id"] = call
+            waiting.pop(call, None)
+            if call in names:  # some templates need it
+                turn.setdefault("name", names[call])
+        calls = list(message.tool_calls or ())
+        if message.function_call is not None:
+            calls.append(Call(function=message.function_call))
+        for number, one in enumerate(calls):
+            name = one.id or f"c{at:05}{number:03}"  # nine letters and digits: Mistral's templates accept no other
+            names[name] = waiting[name] = one.called.name
+            function = {"name": one.called.name, "arguments": _written(one.called.arguments)}
+            turn.setdefault("tool_calls", []).append({"id": name, "type": "function", "function": function})
+        rendered.append(turn)
+    return rendered
+
+
+def _answered(waiting: Mapping[str, str], message: ChatMessage, where: str) -> str:
+    """Return the oldest call without a result that a result without an id may belong to. Raise InvalidRequest."""
+    for call, name in waiting.items():
+        if message.name in (None, name):
+            return call
+    raise field_error(where, "the message names no call, and no call without a result is before it")
+
+
+def _written(arguments: str | dict[str, Any] | None) -> str:
+    return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    roles = {"developer": "system", "function": "tool"}
+    turn = {
+        "role": roles.get(message.role, message.role),
+        "content": text_of(message),
+        "name": message.name,
+        "reasoning_content": message.reasoning_content or message.reasoning or thinking_of_content(message.content),
+    }
+    return {field: value for field, value in turn.items() if value or field == "content"}

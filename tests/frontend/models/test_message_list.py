@@ -1,0 +1,129 @@
+"""Each rule of a template, and what becomes of messages by it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.frontend.models.message_list import DONE, TemplateRules, arguments_of, fit
+
+
+def turn(role: str, content: str = "", /, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def calls(*ids: str, arguments: str = "{}") -> dict[str, Any]:
+    return {
+        "tool_calls": [{"id": i, "type": "function", "function": {"name": "f", "arguments": arguments}} for i in ids]
+    }
+
+
+def shown(messages: list[dict[str, Any]], **rules: bool) -> list[str]:
+    return [f"{one['role'][0]}:{one['content']}" for one in fit(messages, TemplateRules(**rules))]
+
+
+S, D, U, V, A, B = (
+    *(turn("system", "s"), turn("system", "d"), turn("user", "u"), turn("user", "v")),
+    *(turn("assistant", "a"), turn("assistant", "b")),
+)
+CALL, RESULT = turn("assistant", "", **calls("1")), turn("tool", "r", tool_call_id="1")
+
+
+@pytest.mark.parametrize(
+    ("rule", "messages", "found"),
+    [
+        ("one_system", [S, D, U, S], ["s:s\n\nd", "u:u", "s:s"]),
+        ("system_in_user", [S, D, U, A, S], ["u:s\n\nd\n\nu", "a:a", "u:s"]),
+        ("system_in_user", [S, A], ["u:s", "a:a"]),
+        ("late_system_as_user", [S, U, A, D], ["s:s", "u:u", "a:a", "u:d"]),
+        ("user_first", [S, A, U], ["s:s", "u:", "a:a", "u:u"]),
+        ("user_first", [S, U], ["s:s", "u:u"]),
+        ("some_user", [S], ["s:s", "u:"]),
+        ("some_user", [A, U], ["a:a", "u:u"]),
+        ("alternating", [U, V, A, B, U], ["u:u\n\nv", "a:a\n\nb", "u:u"]),
+        ("alternating", [U, A, CALL, RESULT, RESULT], ["u:u", "a:a", "t:r", "t:r"]),
+        ("answered_results", [U, CALL, V, RESULT], ["u:u", "a:", "t:r", f"a:{DONE}", "u:v"]),
+        ("answered_results", [U, CALL, V], ["u:u", "a:", f"a:{DONE}", "u:v"]),
+        ("no_empty_answers", [U, turn("assistant"), V, CALL], ["u:u", "u:v", "a:"]),
+        ("calls_apart", [U, A | calls("1"), RESULT], ["u:u", "a:a", "a:None", "t:r"]),
+    ],
+)
+def test_a_rule_changes_what_its_template_does_not_take(rule: str, messages: Any, found: list[str]) -> None:
+    assert shown(messages, **{rule: True}) == found
+    assert shown(messages) == [f"{one['role'][0]}:{one['content']}" for one in messages]
+
+
+def test_calls_that_are_made_one_have_their_results_after_them() -> None:
+    second, stranger = turn("tool", "q", tool_call_id="2"), turn("tool", "x", tool_call_id="9")
+    found = fit([A | calls("1", "2", "3"), second, RESULT, stranger, U], TemplateRules(one_call=True))
+    assert [(one["content"], [call["id"] for call in one.get("tool_calls", ())]) for one in found] == [
+        *(("a", ["1"]), ("r", []), ("", ["2"]), ("q", []), ("", ["3"]), ("x", []), ("u", [])),
+    ]
+
+
+def test_texts_and_calls_of_neighbours_are_joined_and_so_is_their_thinking() -> None:
+    thought = {"reasoning_content": "hm"}
+    [_, found] = fit(
+        [U, A | thought, B | calls("1") | thought, turn("assistant", **calls("2"))], TemplateRules(alternating=True)
+    )
+    assert (found["content"], found["reasoning_content"]) == ("a\n\nb", "hm\n\nhm")
+    assert [call["id"] for call in found["tool_calls"]] == ["1", "2"]
+
+
+def test_short_ids_follow_from_the_ids_alone_and_those_that_fit_stay() -> None:
+    rules = TemplateRules(short_ids=True)
+    [call, answered] = fit(
+        [turn("assistant", **calls("toolu_1", "abcDEF123")), turn("tool", tool_call_id="toolu_1")], rules
+    )
+    first, second = (one["id"] for one in call["tool_calls"])
+    assert first == answered["tool_call_id"] != "toolu_1"
+    assert first.isalnum()
+    assert (len(first), second) == (9, "abcDEF123")
+
+
+def test_contents_are_parts_and_arguments_are_texts_for_templates_that_expect_them() -> None:
+    [found] = fit(
+        [turn("assistant", "a", **calls("1", arguments='{"a": '))],
+        TemplateRules(content_parts=True, text_arguments=True),
+    )
+    assert found["content"] == [{"type": "text", "text": "a"}]
+    assert found["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_messages_that_came_are_not_changed() -> None:
+    messages = [S, D, U, A | calls("toolu_1", "2"), RESULT, V]
+    before = json.dumps(messages)
+    fit(messages, TemplateRules(**dict.fromkeys(TemplateRules.__struct_fields__, True)))
+    assert json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        *(('{"a": {"b": [1]}}', {"a": {"b": [1]}}), ("", {}), ("null", {}), ("[1]", {}), ("7", {}), ('"x"', {})),
+        *(('{"a": "cut o', {}), ('{"a": "line\nend"}', {"a": "line\nend"}), ('"{\\"a\\": 1}"', {"a": 1})),
+        *(('{"a":' * 100_000, {}), ("9" * 5000, {}), ("no JSON", {})),
+    ],
+    ids=lambda text: str(text)[:12],
+)
+def test_arguments_are_an_object_whatever_the_model_wrote(text: str, found: dict[str, Any]) -> None:
+    assert arguments_of(text) == found
+
+
+ROLES = st.sampled_from([S, U, V, A, turn("assistant"), CALL, RESULT, turn("assistant", "a", **calls("1", "2"))])
+
+
+@given(
+    st.lists(ROLES, max_size=12), st.fixed_dictionaries(dict.fromkeys(TemplateRules.__struct_fields__, st.booleans()))
+)
+def test_no_rule_loses_a_text_a_call_or_a_result(messages: list[dict[str, Any]], rules: dict[str, bool]) -> None:
+    found = fit(messages, TemplateRules(**rules))
+    text = json.dumps([one["content"] for one in found])
+    assert all(one["content"] in text for one in messages)
+    for field in ("tool_calls",):
+        assert sum(len(one.get(field, ())) for one in found) == sum(len(one.get(field, ())) for one in messages)
+    assert sum(one["role"] == "tool" for one in found) == sum(one["role"] == "tool" for one in messages)

@@ -1,0 +1,102 @@
+"""Messages that other servers' answers and older clients leave in a conversation, as templates read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.frontend.protocol.chat import decode_chat
+from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.messages import messages_as_rendered
+from shared.errors import InvalidRequest
+
+USER = {"role": "user", "content": "ask"}
+CALLED = {"name": "look", "arguments": "{}"}
+
+
+def rendered(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    body = json.dumps({"messages": messages}).encode()
+    return messages_as_rendered(decode_chat(body, IgnoredFields()).messages)
+
+
+def assistant(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", **fields}
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (assistant(content=None, refusal="I cannot."), "I cannot."),
+        (assistant(content=[{"type": "refusal", "refusal": "I cannot."}]), "I cannot."),
+        (assistant(content="Yes.", refusal="But no."), "Yes.\nBut no."),
+        (assistant(content=None), ""),
+        (assistant(), ""),
+        (assistant(content=[]), ""),
+        (assistant(content="a", refusal=None, audio=None, function_call=None, tool_calls=None, annotations=[{}]), "a"),
+        (assistant(content=None, audio={"id": "audio_1", "data": "AAAA", "transcript": "Hello."}), "Hello."),
+        (assistant(content=[{"type": "output_text", "text": "a"}, {"type": "text", "text": "b"}]), "ab"),
+        ({"role": "user", "content": [{"type": "text", "text": one} for one in ("a", "", "b")]}, "a\nb"),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a"}]}, "a"),
+    ],
+)
+def test_the_text_of_an_answer_is_all_that_was_said(message: dict[str, Any], text: str) -> None:
+    assert rendered(USER, message)[-1] == {"role": message["role"], "content": text}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": "a", "reasoning": "hm"},
+        {"content": "a", "reasoning": "hm", "reasoning_content": None, "reasoning_details": [{"type": "x"}]},
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
+        {
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                {"type": "text", "text": "a"},
+            ]
+        },
+    ],
+)
+def test_reasoning_of_other_servers_is_reasoning(fields: dict[str, Any]) -> None:
+    assert rendered(USER, assistant(**fields))[-1] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+
+
+def test_calls_of_other_servers_may_have_any_name_and_no_id_and_their_results_none_either() -> None:
+    calls = [{"function": CALLED}, {"id": "", "type": None, "function": CALLED | {"name": "functions.look:0"}}]
+    found = rendered(
+        *(USER, assistant(content="", tool_calls=calls)),
+        *({"role": "tool", "content": None}, {"role": "tool", "content": "b", "name": "functions.look:0"}),
+    )
+    first, second = (call["id"] for call in found[1]["tool_calls"])
+    assert first != second
+    assert [(one["tool_call_id"], one["name"], one["content"]) for one in found[2:]] == [
+        *((first, "look", ""), (second, "functions.look:0", "b")),
+    ]
+    with pytest.raises(InvalidRequest, match="no call without a result is before it"):
+        rendered(USER, {"role": "tool", "content": "x"})
+
+
+def test_a_repeated_id_means_the_latest_call() -> None:
+    turns = [
+        turn
+        for name in ("look", "listen")
+        for call in [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {"a": 1}}}]
+        for turn in (assistant(tool_calls=[call]), {"role": "tool", "tool_call_id": "call_0", "content": "x"})
+    ]
+    found = rendered(USER, *turns)
+    assert [one["name"] for one in found if one["role"] == "tool"] == ["look", "listen"]
+    assert found[1]["tool_calls"][0]["function"]["arguments"] == '{"a":1}'
+
+
+def test_calls_of_the_former_form_and_of_custom_tools_are_calls() -> None:
+    custom = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    found = rendered(
+        *(USER, assistant(content=None, function_call=CALLED), {"role": "function", "name": "look", "content": "seen"}),
+        *(assistant(tool_calls=[custom]), {"role": "tool", "tool_call_id": "c", "content": "done"}),
+    )
+    [call], [patch] = found[1]["tool_calls"], found[3]["tool_calls"]
+    assert call["function"] == CALLED
+    assert (found[2]["role"], found[2]["tool_call_id"], found[2]["name"]) == ("tool", call["id"], "look")
+    assert patch["function"] == {"name": "patch", "arguments": '{"input":"*** Begin"}'}
