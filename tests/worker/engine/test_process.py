@@ -62,7 +62,7 @@ def test_a_directory_for_metrics_of_several_processes_is_not_passed_to_vllm(monk
 
 
 def set_for(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The variables that an engine gets beside those of its shell."""
+    """The variables that an engine gets in addition to those of its shell."""
     monkeypatch.setattr(process, "environment", dict)
     return engine_environment(config)
 
