@@ -272,6 +272,17 @@ def _fleet(flags: AddressFlags) -> Iterator[FleetConfig]:
         yield config
     except DiscoveryDown as wrong:
         raise DiscoveryDown(f"{wrong}; does `./headrace up` run? (--state, or --nats and --etcd)") from None
+    except ConfigError as wrong:
+        raise _as_typed(wrong, flags) from None
+
+
+def _as_typed(wrong: ConfigError, flags: AddressFlags) -> ConfigError:
+    """Return an error of a setting as one of the flag that has set it."""
+    text = str(wrong)
+    for setting, flag, value in (("nats.url", "--nats", flags.nats), ("discovery.endpoints", "--etcd", flags.etcd)):
+        if value and text.startswith(setting):
+            return ConfigError(flag + text.removeprefix(setting))
+    return wrong
 
 
 def _fleet_config(flags: AddressFlags, running: dict[str, Any]) -> FleetConfig:
@@ -318,7 +329,10 @@ def _check(flags: CheckFlags) -> int:
         disk_named=flags.kvbm_disk is not None,
         peer=address["peer"],
     )
-    return check(options, as_json=flags.json)
+    try:
+        return check(options, as_json=flags.json)
+    except ConfigError as wrong:
+        raise _as_typed(wrong, flags) from None
 
 
 def _watch(flags: StatusFlags, every_s: float) -> int:
@@ -346,6 +360,7 @@ def _top(flags: TopFlags) -> int:
 
 def _bench(flags: BenchFlags, words: Sequence[str]) -> int:
     from deploy.local.bench import aiperf, plan, sweep
+    from deploy.local.chat.api import connection_to
 
     at_least = {"words": 1, "output_tokens": 1, "shared_words": 0, "warmup": 0, "timeout_s": 0.001}
     for name, least in at_least.items():
@@ -355,8 +370,9 @@ def _bench(flags: BenchFlags, words: Sequence[str]) -> int:
         raise ConfigError("--shared-words must not exceed --words")
     if not Path(flags.out).parent.is_dir():
         raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
+    connection_to(url := _url(flags))  # checks the address
     options = sweep.BenchOptions(
-        **asdict(replace(flags, url=_url(flags))),
+        **asdict(replace(flags, url=url)),
         points=plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
         command=" ".join(("headrace", *words)),
         given=[] if flags.prompts is None else plan.lines(_text(flags.prompts), str(flags.prompts)),

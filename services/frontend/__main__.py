@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from services.frontend.app import serve
 from services.frontend.config import FrontendConfig
+from services.frontend.server.tls import tls_context
+from shared.api_keys import FILE_LIMIT_BYTES, read_keys
+from shared.errors import ConfigError, ModelError
+from shared.model_file import read_model_file
 from shared.runtime.lifecycle import run
+from shared.runtime.observe import check_host
 
 FORCED_END_S = 10.0
 """Seconds added to `drain_delay_s` and `drain_s` before the process is ended by force."""
@@ -17,10 +23,38 @@ def drain_limit_s(config: FrontendConfig) -> float:
     return config.http.drain_delay_s + config.limits.drain_s + FORCED_END_S
 
 
+def check_files(config: FrontendConfig) -> None:
+    """Check the address of the port, its certificate and the keys file. Raise ConfigError or ModelError."""
+    http, keys_file = config.http, config.access.keys_file
+    check_host("http.host", http.host)
+    for name, file in (("tls_cert", http.tls_cert), ("tls_key", http.tls_key)):
+        if file:
+            _read(f"http.{name}", file)
+    try:
+        if http.tls_cert:
+            tls_context(Path(http.tls_cert), Path(http.tls_key))
+    except ConfigError as wrong:
+        raise ConfigError(f"http.tls_cert {http.tls_cert}, http.tls_key {http.tls_key}: {wrong}") from None
+    if keys_file:
+        content = _read("access.keys_file", keys_file)
+        try:
+            read_keys(content)
+        except ConfigError as wrong:
+            raise ConfigError(f"access.keys_file {keys_file}: {wrong}") from None
+
+
+def _read(setting: str, file: str) -> bytes:
+    """Return the file that a setting names. Raise ConfigError."""
+    try:
+        return read_model_file(Path(file), FILE_LIMIT_BYTES)
+    except ModelError as wrong:
+        raise ConfigError(f"{setting} {wrong}") from None
+
+
 def main() -> None:
     """Run the frontend until it is stopped."""
     os.environ["RUST_BACKTRACE"] = "0"  # a text on which a tokenizer panics is an error of its request
-    run("frontend", FrontendConfig, serve, drain_limit_s, client_bus=True)
+    run("frontend", FrontendConfig, serve, drain_limit_s, client_bus=True, check=check_files)
 
 
 if __name__ == "__main__":

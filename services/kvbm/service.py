@@ -33,7 +33,7 @@ from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.peers.cache import Bringing, PeerCache
-from services.kvbm.peers.peers import KvbmPeers
+from services.kvbm.peers.peers import KvbmPeers, check_peers
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.owners import MOST_OWNERS
 from services.kvbm.pool.prefault import Prefault
@@ -82,6 +82,12 @@ def check_policies(config: KvbmConfig) -> None:
     attaches."""
     for name in (config.tiers.host_policy, config.tiers.disk_policy):
         policies.make_policy(name, 1)
+
+
+def check_settings(config: KvbmConfig) -> None:
+    """Check what the settings need: policies, and for other machines files and an address. Raise ConfigError."""
+    check_policies(config)
+    check_peers(config.peers)
 
 
 @asynccontextmanager

@@ -52,6 +52,7 @@ from shared.runtime.control import answer_control
 from shared.runtime.observe import ProcessHealth
 from shared.runtime.scrape_targets import scrape_targets
 from shared.runtime.usage import usage
+from shared.tracing.exporter import open_exporter
 from shared.tracing.tracer import Tracer, open_tracer
 from shared.version import VERSION
 
@@ -178,6 +179,9 @@ def run(
         if not subjects.is_id(config.namespace):
             raise ConfigError(f"namespace: {config.namespace!r} must be 1 to 64 letters, digits, - and _")
         if CHECK in checks:
+            observe.check_host("observe.host", config.observe.host)
+            if config.trace.endpoint:
+                open_exporter(config.trace)
             check(config)
         if checks:
             sys.exit(0)

@@ -122,6 +122,17 @@ def advertised(host: str) -> str:
     return socket.gethostname() if host in _EVERYWHERE else host
 
 
+def check_host(setting: str, host: str) -> None:
+    """Check that this machine can listen at `host`. Raise ConfigError, which names the setting."""
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except (OSError, UnicodeError) as wrong:
+        why = (getattr(wrong, "strerror", None) or "no name of a host").partition(" (")[
+            0
+        ]  # Python names the address again
+        raise ConfigError(f"{setting}: {host} is no address of this machine: {why}") from None
+
+
 @asynccontextmanager
 async def serving(config: ObserveConfig, health: ProcessHealth, registry: CollectorRegistry) -> AsyncIterator[str]:
     """Serve these paths at `config`'s host and port, and yield the base URL. Raise ConfigError if that fails."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import re
 import signal
 import ssl
 import sys
@@ -17,13 +19,14 @@ import nats
 import pytest
 from tokenizers import Tokenizer
 
-from services.frontend.__main__ import drain_limit_s
-from services.frontend.config import FrontendConfig, HttpConfig, LimitsConfig
+from services.frontend.__main__ import check_files, drain_limit_s
+from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
 from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
 from shared.discovery.file import FileDiscovery
+from shared.errors import ConfigError
 from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedRouter, ScriptedWorker, card_entry, instance_entry
 from tests.servers import free_port
 
@@ -204,3 +207,31 @@ async def says(url: str, reason: str) -> None:
 def test_a_frontend_is_ended_by_force_only_after_its_delay_and_its_drain() -> None:
     config = FrontendConfig(http=HttpConfig(drain_delay_s=30.0), limits=LimitsConfig(drain_s=100.0))
     assert drain_limit_s(config) > 130.0
+
+
+def with_files(*, cert: str = "", key: str = "", keys: str = "", host: str = "127.0.0.1") -> FrontendConfig:
+    return FrontendConfig(http=HttpConfig(host=host, tls_cert=cert, tls_key=key), access=AccessConfig(keys_file=keys))
+
+
+def test_the_check_passes_files_that_the_frontend_can_use(tmp_path: Path) -> None:
+    check_files(with_files())
+    (keys := tmp_path / "keys.toml").write_text(f'alice = {{ sha256 = "{"0" * 64}" }}\n')
+    check_files(with_files(cert=str(CERTIFICATES / "one.pem"), key=str(CERTIFICATES / "one.key"), keys=str(keys)))
+
+
+def test_the_check_names_each_file_that_the_frontend_cannot_use(tmp_path: Path) -> None:
+    good, key = str(CERTIFICATES / "one.pem"), str(CERTIFICATES / "one.key")
+    missing, pipe, text = (str(tmp_path / name) for name in ("missing", "pipe", "text"))
+    os.mkfifo(pipe)
+    Path(text).write_text("[[[")
+    for config, said in (
+        (with_files(cert=missing, key=key), f"http.tls_cert {missing}: No such file"),
+        (with_files(cert=good, key=pipe), f"http.tls_key {pipe}: not a regular file"),
+        (with_files(cert=good, key=str(CERTIFICATES / "two.key")), "not a certificate and its key"),
+        (with_files(keys=missing), f"access.keys_file {missing}: No such file"),
+        (with_files(keys=pipe), f"access.keys_file {pipe}: not a regular file"),
+        (with_files(keys=text), f"access.keys_file {text}: the file is not TOML"),
+        (with_files(host="192.0.2.1"), "http.host: 192.0.2.1 is no address of this machine"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            check_files(config)

@@ -56,8 +56,18 @@ class ChatApi(Struct, frozen=True):
         if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
             raise ChatError(f"{self.url}/models does not answer with a list of models: is it an OpenAI endpoint?")
         if not models:
-            raise ChatError("no model is served yet; see ./headrace status")
+            raise ChatError(f"no model is served{self._why_unready()}; see ./headrace status")
         return [str(model["id"]) for model in models]
+
+    def _why_unready(self) -> str:
+        """Return what the server's /health says against it, after a colon; else ` yet`."""
+        root = ChatApi(self.url.removesuffix("/v1"))
+        try:
+            with root._open("GET", "/health", LIST_LIMIT_S, any_status=True) as (answer, _):
+                reasons = _read(answer, LIST_LIMIT_BYTES, "").get("reasons")
+        except ChatError:  # of another server
+            reasons = None
+        return f": {'; '.join(map(str, reasons))}" if isinstance(reasons, list) and reasons else " yet"
 
     def ask(self, messages: Sequence[Mapping[str, str]], **parameters: object) -> Chunks:
         """Yield the chunks of the answer. Closing the iterator ends the connection, which cancels the request.
@@ -85,11 +95,11 @@ class ChatApi(Struct, frozen=True):
 
     @contextmanager
     def _open(
-        self, method: str, path: str, limit_s: float, body: bytes | None = None
+        self, method: str, path: str, limit_s: float, body: bytes | None = None, *, any_status: bool = False
     ) -> Iterator[tuple[http.client.HTTPResponse, Deadline]]:
-        """Yield the answer of a request, if its status is 200, and its deadline, which `limit_s` sets at first."""
+        """Yield the answer of a request, if its status is 200 or may be any, and its deadline, at first `limit_s`."""
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        connection, start = _connection(self.url)
+        connection, start = connection_to(self.url)
         with closing(connection), ExitStack() as entered:
             deadline = None
             try:
@@ -107,7 +117,7 @@ class ChatApi(Struct, frozen=True):
                     raise ChatError(
                         f"nothing answers at {self.url}: {reason}; does `./headrace up` run? (--state)"
                     ) from None
-                if answer.status != HTTPStatus.OK:
+                if answer.status != HTTPStatus.OK and not any_status:
                     status = f"status {answer.status} from {self.url}{path}"
                     refusal = _error(_read(answer, LINE_LIMIT_BYTES, f"{status}, whose text"), status)
                     keyless = answer.status == HTTPStatus.UNAUTHORIZED
@@ -120,7 +130,7 @@ class ChatApi(Struct, frozen=True):
                 raise ChatError(f"{self.url}{path} did not go on within {limit_s:g} s")
 
 
-def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
+def connection_to(url: str) -> tuple[http.client.HTTPConnection, str]:
     """Return a connection that is not open yet, and the beginning of its paths. Raise ConfigError."""
     try:
         parts = urlsplit(url)

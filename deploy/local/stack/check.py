@@ -30,6 +30,8 @@ BUILT_IN = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 """Policies of the router, which need no check; a test compares the two lists."""
 TEMPLATE_CHECK = "services.frontend.models.template_check"
 """The program that checks chat template and tokenizer: a frontend reads them only when a worker is there."""
+ACCESS_FLAGS = {"http.tls_cert": "--tls-cert", "http.tls_key": "--tls-key", "access.keys_file": "--keys"}
+"""Setting of a frontend → the flag of `up` that sets it."""
 CHECK_ALL, CHECK_SETTINGS = "--check", "--check-settings"
 
 
@@ -79,6 +81,8 @@ def check(
 def _asked(options: UpOptions, model: bool) -> Mapping[ServiceName, str]:
     """Map each service that the user has configured to the flag of its check."""
     asked: dict[ServiceName, str] = dict.fromkeys(options.overrides, CHECK_ALL)
+    if options.access.keys or options.access.tls_cert:
+        asked["frontend"] = CHECK_ALL
     if options.policy not in BUILT_IN:
         asked["router"] = CHECK_ALL
     if model:
@@ -140,6 +144,9 @@ def _translated_line(service: ServiceName, line: str, aside: str) -> str:
     line = re.sub(r"^\w+Config: (?=[^\s:]+: )", f"{service}.", line)
     if line.startswith("--"):
         line = re.sub(r"(?<!\S)--(?=\w)", f"{service}.", line)
+    line = re.sub(r"^(?=(access|http|observe|peers)\.)", f"{service}.", line)
+    for setting, flag in ACCESS_FLAGS.items():
+        line = re.sub(rf"(frontend\.)?\b{re.escape(setting)}\b", flag, line)
     if service == "kvbm" and ": no such setting; " in line:
         line += "; those of workers for it begin with worker.kvbm"
     return line.replace("`--help`", f"`.venv/bin/python -m services.{service} --help`")

@@ -83,7 +83,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ())) if flags.engine == "vllm" else ()
     workers = len(vllm_gpus) or workers
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
-        if address and not servers.answers(address):
+        if address and not servers.answers(flag, address):
             raise ConfigError(f"{flag} {address}: no server answers there")
     options = UpOptions(
         model="",
@@ -119,6 +119,11 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
     if flags.prefill is None and flags.decode is None:
         return 0, 0
     joins = bool(flags.nats and flags.etcd)
+    for name, number in (("prefill", flags.prefill), ("decode", flags.decode)):
+        if number is not None and number < 1 and not joins:
+            raise ConfigError(
+                f"--{name} {number}: at least 1; leave --prefill and --decode out, and each worker does both"
+            )
     if not joins and (flags.prefill is None or flags.decode is None):
         if flags.decode is None:
             raise ConfigError(f"--prefill needs --decode: without a worker that decodes nothing is answered; {JOIN}")

@@ -66,7 +66,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def answers(address: str) -> bool:
+def answers(flag: str, address: str) -> bool:
     """Return whether something listens at `host:port` or at a URL with both. Raise ConfigError if it is neither."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     try:
@@ -74,7 +74,7 @@ def answers(address: str) -> bool:
     except ValueError:
         host, port = None, None
     if not host or not port:
-        raise ConfigError(f"{address}: not a host and a port")
+        raise ConfigError(f"{flag} {address}: not HOST:PORT")
     try:
         socket.create_connection((host, port), ANSWER_LIMIT_S).close()
     except OSError:

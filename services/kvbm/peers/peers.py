@@ -28,10 +28,20 @@ from services.kvbm.peers.tls import peer_tls
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.kvbm_messages import PeerRates
 from shared.runtime.lifecycle import Runtime
-from shared.runtime.observe import advertised
+from shared.runtime.observe import advertised, check_host
 
 _EPOCH_BITS = 63
 _LOAN_BITS = 48
+
+
+def check_peers(config: PeersConfig) -> None:
+    """Check what `KvbmPeers` needs of this machine. Raise ConfigError."""
+    peer_tls(config)
+    if config.backend == "nixl":
+        require_nixl()
+        nixl_environment(config)
+    if config.listen:
+        check_host("peers.listen", config.address[0])
 
 
 class KvbmPeers:

@@ -11,7 +11,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from services.kvbm.config import PeersConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelError
+from shared.model_file import read_model_file
+
+FILE_LIMIT_BYTES = 1 << 20
+"""The maximum size of a file with a certificate, a key or authorities."""
 
 
 class PeerTls(Struct, frozen=True):
@@ -26,6 +30,11 @@ def peer_tls(config: PeersConfig) -> PeerTls | None:
     if not config.tls_cert:
         return None
     cert, key, authority = Path(config.tls_cert), Path(config.tls_key), Path(config.tls_ca)
+    for name, path in (("tls_cert", cert), ("tls_key", key), ("tls_ca", authority)):
+        try:
+            read_model_file(path, FILE_LIMIT_BYTES)
+        except ModelError as wrong:
+            raise ConfigError(f"peers.{name}: {wrong}") from None
     made = PeerTls(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     for context in (made.lender, made.reader):
         context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -41,6 +41,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.status, self.body, self.models = 200, b"", MODELS
+        self.health = b""
         self.announced: int | None = None
         """The length that is announced for every body; None: its end is that of the connection."""
         self.repeated = b""
@@ -53,7 +54,10 @@ class Peer:
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 peer.keys.append(self.headers["Authorization"])
-                self._answer(200, peer.models)
+                if self.path == "/health":
+                    self._answer(503, peer.health)
+                else:
+                    self._answer(200, peer.models)
 
             def do_POST(self) -> None:
                 peer.keys.append(self.headers["Authorization"])
@@ -204,6 +208,21 @@ def test_chunks_of_other_servers_without_choices_or_delta_are_passed_over(
 def test_no_model_yet_is_said(peer: Peer) -> None:
     peer.models = b'{"data": []}'
     with pytest.raises(ChatError, match="no model is served yet"):
+        chat(peer.url, "Where?")
+
+
+def test_why_no_model_is_served_is_said_in_the_words_of_health(peer: Peer) -> None:
+    peer.models = b'{"object": "list", "data": []}'
+    why = ["model tiny: none of its workers decodes", "router: silent"]
+    peer.health = json.dumps({"ready": False, "reasons": why}).encode()
+    with pytest.raises(ChatError, match=rf"^no model is served: {why[0]}; {why[1]}; see ./headrace status$"):
+        chat(peer.url, "Where?")
+
+
+@pytest.mark.parametrize("health", [b"<html>not found</html>", b'{"reasons": []}', b'{"reasons": 3}', b"[]"])
+def test_a_server_whose_health_says_nothing_serves_no_model_yet(peer: Peer, health: bytes) -> None:
+    peer.models, peer.health = b'{"object": "list", "data": []}', health
+    with pytest.raises(ChatError, match=r"^no model is served yet; see ./headrace status$"):
         chat(peer.url, "Where?")
 
 

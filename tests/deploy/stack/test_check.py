@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from deploy.local.stack.check import BUILT_IN, check
-from deploy.local.stack.stack import BlockStoreOptions, ServiceName, Setting, UpOptions
+from deploy.local.stack.stack import AccessFiles, BlockStoreOptions, ServiceName, Setting, UpOptions
 from deploy.local.state import StateDirectory
 from services.router.selection import policy
 from shared.errors import ConfigError
@@ -108,6 +108,22 @@ def test_a_setting_that_a_service_would_not_start_with_is_named_as_it_was_typed(
         DEFAULT, overrides={service: [(f"--{setting}", "many")]}, store=BlockStoreOptions(str(tmp_path), 1 << 20)
     )
     assert refused(tmp_path, options).startswith(said)
+
+
+def test_files_without_a_certificate_are_named_by_ups_flags(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no certificate")
+    file = str(tmp_path / "text")
+    with_tls = msgspec.structs.replace(DEFAULT, access=AccessFiles(tls_cert=file, tls_key=file))
+    assert refused(tmp_path, with_tls).startswith(f"--tls-cert {file}, --tls-key {file}: not a certificate and its key")
+
+
+def test_an_address_for_peers_that_is_another_machines_is_named(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(
+        DEFAULT,
+        overrides={"kvbm": [("--peers.listen", "192.0.2.1:7000")]},
+        store=BlockStoreOptions(str(tmp_path), 1 << 20),
+    )
+    assert refused(tmp_path, options).startswith("kvbm.peers.listen: 192.0.2.1 is no address of this machine")
 
 
 def test_each_fault_has_a_line_of_its_own(tmp_path: Path) -> None:

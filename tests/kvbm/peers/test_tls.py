@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -83,13 +84,14 @@ def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
     good = secured(tmp_path, "l", fleet, fleet)
     assert peer_tls(PEERS) is None
     assert peer_tls(good) is not None
-    for wrong in (
-        {"tls_cert": str(tmp_path / "missing")},
-        {"tls_ca": str(tmp_path / "l.key")},
-        {"tls_key": str(fleet)},
-    ):
+    for wrong in ({"tls_ca": str(tmp_path / "l.key")}, {"tls_key": str(fleet)}):
         with pytest.raises(ConfigError, match="tls_ca"):
             peer_tls(replace(good, **wrong))
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        for file, said in (("missing", "No such file or directory"), ("pipe", "not a regular file")):
+            with pytest.raises(ConfigError, match=rf"^peers\.{name}: {tmp_path / file}: {said}$"):
+                peer_tls(replace(good, **{name: str(tmp_path / file)}))
 
 
 @pytest.mark.parametrize("names", [["tls_cert"], ["tls_cert", "tls_key"], ["tls_ca"]])

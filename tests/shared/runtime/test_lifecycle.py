@@ -268,6 +268,8 @@ async def test_wrong_settings_are_one_line_and_2(
         (("--check-settings", "--mode", "model"), ""),
         (("--check-settings", "--unknown", "flag"), "--unknown: no such setting"),
         (("--namespace", "prod.>", "--check"), "namespace"),
+        (("--observe-host", "192.0.2.1", "--check"), "observe.host: 192.0.2.1 is no address of this machine"),
+        (("--trace-endpoint", "http://127.0.0.1:1/v1/traces", "--check"), ""),
     ],
 )
 async def test_a_service_that_is_asked_to_check_starts_nothing(

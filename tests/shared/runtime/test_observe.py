@@ -6,12 +6,14 @@ import asyncio
 import socket
 from urllib.parse import urlsplit
 
+import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from shared.config import ObserveConfig
-from shared.runtime.observe import ProcessHealth, add_routes, advertised, serving, takes_openmetrics
+from shared.errors import ConfigError
+from shared.runtime.observe import ProcessHealth, add_routes, advertised, check_host, serving, takes_openmetrics
 from tests.servers import free_port
 
 DEADLINE_S = 10.0
@@ -39,6 +41,17 @@ def test_a_process_that_drains_is_never_ready_again() -> None:
 def test_a_socket_at_any_address_is_advertised_by_the_machines_name() -> None:
     assert advertised("0.0.0.0") == advertised("::") == socket.gethostname()
     assert advertised("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "localhost", ""])
+def test_an_address_of_this_machine_passes_the_check(host: str) -> None:
+    check_host("http.host", host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "nowhere.invalid", "a" * 70 + ".b"])
+def test_an_address_of_another_machine_is_refused_by_the_name_of_its_setting(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^http\.host: {host} is no address of this machine: [^()]+$"):
+        check_host("http.host", host)
 
 
 async def test_a_service_may_serve_the_paths_itself() -> None:
