@@ -15,7 +15,8 @@ from shared import hashing, subjects
 from shared.chat_templates import NAMES, template_file
 from shared.discovery.announcement import Announcement
 from shared.messages import JSON_HEADER, MODEL_CARD, EventSource, ModelCard, Role
-from shared.model_file import LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_files.templates import read_templates
 from shared.runtime.lifecycle import Runtime
 
 DEFAULT_SAMPLING = SamplingConfig()
@@ -39,8 +40,8 @@ def card_of(
     """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
     directory. Reads some MB. Raise ModelError."""
     path, digest = _tokenizer(Path(facts.path or model))
-    template = template_file(path, chat_template)
-    content = read_model_file(template, LIST_LIMIT_BYTES, missing=b"")
+    templates = read_templates(path, chat_template)
+    named = not chat_template or chat_template in NAMES
     return ModelCard(
         model=model_name,
         instance=instance,
@@ -65,17 +66,15 @@ def card_of(
         pooling=(facts.pooling or read_pooling(Path(model))) if facts.embedding_size else "",
         device=device,
         sampling=read_sampling(path, sampling),
-        chat_template=chat_template if chat_template in NAMES or not chat_template else str(template.resolve()),
-        template_digest=hashlib.sha256(content).hexdigest(),
-        template_text=_carried(content) if chat_template else "",
+        chat_template=chat_template if named else str(template_file(chat_template).resolve()),
+        template_digest=templates.digest,
+        template_text=_carried(templates.chat) if chat_template else "",
     )
 
 
-def _carried(template: bytes) -> str:
-    """Return a chat template for the card; empty if it is too long, or no text: frontends then read the file."""
-    text = template.decode(errors="ignore")
-    fits = len(msgspec.json.encode(text)) <= TEMPLATE_LIMIT_BYTES
-    return text if fits and text.encode() == template else ""
+def _carried(template: str) -> str:
+    """Return a chat template for the card. Empty if it is too long: frontends then read the file."""
+    return template if len(msgspec.json.encode(template)) <= TEMPLATE_LIMIT_BYTES else ""
 
 
 def served_name(config: WorkerConfig) -> str:

@@ -7,15 +7,17 @@ from pathlib import Path
 
 from services.worker.config import WorkerConfig
 from services.worker.model_facts import facts_of, read_pooling, read_sampling
-from shared.chat_templates import template_file
 from shared.errors import ModelError
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_files.templates import read_templates
+from shared.model_files.tokenizer import complete_tokenizer
 
 
 def check_files(config: WorkerConfig) -> None:
     """Check the model's files. Raise ModelError or ConfigError, as the engine's start would."""
     source = Path(config.model)
-    template_file(source, config.chat_template)
+    if config.chat_template or source.is_dir():
+        read_templates(source, config.chat_template)
     if config.engine == "native" or not source.is_dir():
         from services.worker.native.prepare import check_source  # here: it imports NumPy, which the shell does not need
 
@@ -34,7 +36,7 @@ def _check_directory(source: Path, config: WorkerConfig) -> None:
     from tokenizers import Tokenizer
 
     file = source / "tokenizer.json"
-    content = read_model_file(file, TOKENIZER_LIMIT_BYTES)
+    content = complete_tokenizer(source, read_model_file(file, TOKENIZER_LIMIT_BYTES))
     try:
         Tokenizer.from_buffer(content)
     except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception; its panics are no Exception

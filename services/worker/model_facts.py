@@ -4,18 +4,20 @@ pooled."""
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from services.worker.config import Natural, Positive, SamplingConfig
 from services.worker.messages import Ready
+from services.worker.native.architectures import ARCHITECTURES
 from shared.errors import ModelError
 from shared.messages import KvLayout, Pooling, SamplingDefaults
 from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json
+from shared.model_files.config_json import read_config_json
+from shared.model_files.special_tokens import read_end_tokens
 
 _DEFAULT_CAPACITY_BLOCKS = 4096
 _MODULES = frozenset(("Transformer", "Pooling", "Normalize"))
@@ -28,14 +30,7 @@ class _Config(Struct):
 
     max_position_embeddings: Positive
     vocab_size: Positive
-    eos_token_id: Natural | Annotated[list[Natural], Meta(min_length=1)]
     hidden_size: Natural = 0
-
-
-class _Generation(Struct):
-    """The fields of generation_config.json that are needed here."""
-
-    eos_token_id: Natural | list[Natural] | None = None
 
 
 class _Module(Struct):
@@ -45,37 +40,29 @@ class _Module(Struct):
 def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready:
     """Return the sizes in the model's config.json, of its text part where it has several. A `capacity_blocks` of 0
     becomes 4096. Raise ModelError."""
-    file = directory / "config.json"
-    content = read_model_file(file, CONFIG_LIMIT_BYTES)
+    file = read_config_json(directory)
+    described = ARCHITECTURES.get(str((file.outer.get("architectures") or [""])[0]))
+    defaults = {} if described is None else described.defaults
+    said = {name: value for name, value in file.settings.items() if value is not None}
     try:
-        table = json.loads(content)
-        text = table.get("text_config") if isinstance(table, dict) else None
-        config = msgspec.convert(table | text if isinstance(text, dict) else table, _Config)
-    except ValueError as wrong:  # UTF-8's, JSON's and msgspec's
-        raise ModelError(f"{file}: {wrong}") from wrong
-    except RecursionError:
-        raise ModelError(f"{file}: nested too deeply") from None
-    generation = read_model_json(directory / "generation_config.json", _Generation, missing=b"{}")
+        config = msgspec.convert({**defaults, **said}, _Config)
+    except msgspec.ValidationError as wrong:
+        raise ModelError(f"{file.path}: {wrong}") from None
+    ends = read_end_tokens(directory, file, config.vocab_size, described and described.eos_token_id)
+    if not ends:
+        raise ModelError(f"{file.path}: eos_token_id is missing, and no other file names a token that ends an answer")
     return Ready(
         context_length=config.max_position_embeddings,
         vocab_size=config.vocab_size,
-        eos_token_ids=join_ids(config.eos_token_id, generation.eos_token_id),
+        eos_token_ids=ends,
         block_size=block_size,
         capacity_blocks=capacity_blocks or _DEFAULT_CAPACITY_BLOCKS,
         kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
         path=str(directory),
         min_tokens=True,
         embedding_size=config.hidden_size,
-        weights=hashlib.sha256(b"none computed " + content).hexdigest()[:16],
+        weights=hashlib.sha256(b"none computed " + file.content).hexdigest()[:16],
     )
-
-
-def join_ids(*given: list[int] | int | None) -> tuple[int, ...]:
-    """Return all token ids of fields that hold one id, several or none, each once and in order."""
-    found: list[int] = []
-    for ids in given:
-        found.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return tuple(dict.fromkeys(found))
 
 
 def read_sampling(directory: Path, settings: SamplingConfig) -> SamplingDefaults:

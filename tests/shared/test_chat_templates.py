@@ -26,7 +26,7 @@ FORMATS = {"chatml": None, "hermes": "hermes", "smollm2": "hermes", "llama3": "l
 
 
 def rendered(name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-    source = template_file(Path(), name).read_text()
+    source = template_file(name).read_text()
     return ChatTemplate(source, TOKENS).render(messages, tools=tools or [])
 
 
@@ -36,7 +36,7 @@ def test_every_template_is_named_here() -> None:
 
 @pytest.mark.parametrize(("name", "form"), FORMATS.items())
 def test_a_template_is_bounded_and_shows_its_format(name: str, form: str | None) -> None:
-    source = template_file(Path(), name).read_text()
+    source = template_file(name).read_text()
     try_template(source, TOKENS)
     assert detect_format(source) == form
 
@@ -105,18 +105,14 @@ def test_llama3_and_mistral_write_their_families_marks() -> None:
 
 
 def test_a_file_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
-    assert template_file(tmp_path) == tmp_path / "tokenizer_config.json"
-    own = tmp_path / "chat_template.jinja"
-    own.touch()
-    assert template_file(tmp_path) == own
     other = tmp_path / "other.jinja"
     other.touch()
-    assert template_file(tmp_path, str(other)) == other
+    assert template_file(str(other)) == other
     with pytest.raises(ModelError, match="neither a file nor one of chatml, hermes"):
-        template_file(tmp_path, "hermse")
+        template_file("hermse")
 
 
 def test_a_name_that_no_file_system_takes_is_an_error_of_the_model(tmp_path: Path) -> None:
     for name in (f"{tmp_path}/{'x' * 300}", "a\0b"):
         with pytest.raises(ModelError, match="chat template"):
-            template_file(tmp_path, name)
+            template_file(name)

@@ -3,10 +3,13 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pytest
+
 from services.worker.model_card import TEMPLATE_LIMIT_BYTES, card_of
 from services.worker.model_facts import facts_of
 from shared.chat_templates import template_file
 from shared.discovery.intake import DEFAULT
+from shared.errors import ModelError
 from shared.messages import JSON_HEADER, MODEL_CARD, ModelCard
 from tests.tiny_model import write_tiny_model
 
@@ -19,7 +22,7 @@ def card_with(directory: Path, template: str) -> ModelCard:
 def test_a_template_that_replaces_the_models_own_is_in_the_card(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     named = card_with(tmp_path, "hermes")
-    assert (named.chat_template, named.template_text) == ("hermes", template_file(tmp_path, "hermes").read_text())
+    assert (named.chat_template, named.template_text) == ("hermes", template_file("hermes").read_text())
     file = tmp_path / "other.jinja"
     file.write_bytes(b"Z\xc3\xbcrich\r\n{{ messages }}")
     given = card_with(tmp_path, str(file))
@@ -28,7 +31,7 @@ def test_a_template_that_replaces_the_models_own_is_in_the_card(tmp_path: Path) 
     assert card_with(tmp_path, "").template_text == ""
 
 
-def test_a_template_that_is_too_long_or_no_text_stays_in_its_file(tmp_path: Path) -> None:
+def test_a_template_that_is_too_long_stays_in_its_file_and_one_that_is_no_text_is_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     file = tmp_path / "other.jinja"
     longest = "\0" * ((TEMPLATE_LIMIT_BYTES - 2) // 6)  # each is six bytes as JSON
@@ -36,11 +39,13 @@ def test_a_template_that_is_too_long_or_no_text_stays_in_its_file(tmp_path: Path
     card = card_with(tmp_path, str(file))
     assert card.template_text == longest
     assert len(MODEL_CARD.encode(card, JSON_HEADER)) < DEFAULT.value_bytes * 3 // 4
-    for content in (longest.encode() + b"\0", b"\xff"):
-        file.write_bytes(content)
-        card = card_with(tmp_path, str(file))
-        assert (card.template_text, card.chat_template) == ("", str(file))
-        assert card.template_digest == hashlib.sha256(content).hexdigest()
+    file.write_text(longest + "\0")
+    card = card_with(tmp_path, str(file))
+    assert (card.template_text, card.chat_template) == ("", str(file))
+    assert card.template_digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    file.write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"other\.jinja: 'utf-8' codec"):
+        card_with(tmp_path, str(file))
 
 
 def test_a_relative_path_of_a_template_is_absolute_in_the_card(tmp_path: Path) -> None:

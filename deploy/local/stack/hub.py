@@ -35,17 +35,13 @@ from deploy.local.stack.hub_files import (
 )
 from deploy.local.stack.model import WAITING, Progress
 from shared.errors import ConfigError, ModelError
-from shared.model_file import CONFIG_LIMIT_BYTES, LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_file import CONFIG_LIMIT_BYTES, LIST_LIMIT_BYTES, read_model_file
+from shared.model_files.names import FILES
 
 SMALL = {
-    "config.json": CONFIG_LIMIT_BYTES,
-    "generation_config.json": CONFIG_LIMIT_BYTES,
-    "chat_template.jinja": CONFIG_LIMIT_BYTES,
+    **FILES,
     "modules.json": CONFIG_LIMIT_BYTES,
     "1_Pooling/config.json": CONFIG_LIMIT_BYTES,
-    "special_tokens_map.json": LIST_LIMIT_BYTES,
-    "tokenizer_config.json": LIST_LIMIT_BYTES,
-    "tokenizer.json": TOKENIZER_LIMIT_BYTES,
     INDEX: LIST_LIMIT_BYTES,
 }
 """The files that are fetched in addition to weights, with the largest size of each. Other files stay on the hub."""

@@ -225,20 +225,6 @@ def _counting(environment: Environment, source: str) -> nodes.Template:
     return template
 
 
-def pick_templates(given: object, where: str) -> tuple[str, str]:
-    """Return the templates of tokenizer_config.json's `chat_template`, a text or a list of named ones: the template for
-    requests without tools, and that for requests with tools; empty if there is none. Raise ModelError."""
-    if given is None or isinstance(given, str):
-        return given or "", given or ""
-    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
-        named = {one.get("name"): one.get("template") for one in given}
-        default = named.get("default")
-        tools = named.get("tool_use", default)
-        if isinstance(default, str) and isinstance(tools, str):
-            return default, tools
-    raise ModelError(f"{where}: chat_template is neither a text nor a list with one named default")
-
-
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 

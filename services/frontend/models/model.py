@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from services.frontend.models import template_trial
 from services.frontend.models.bpe_cache import WordCache, read_words, unknown_regexes
-from services.frontend.models.chat_template import ChatTemplate, pick_templates
+from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.fim import FimTokens, read_fim_tokens
 from services.frontend.models.token_lengths import characters_of_a_token
 from services.frontend.models.tokenizer_trial import try_tokenizer
@@ -24,10 +24,13 @@ from services.frontend.output.tokenizer_json import TokenizerJson, parse_tokeniz
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName, ReasoningName, detect_format, detect_reasoning
 from shared import model_file
-from shared.chat_templates import NAMES, template_file
+from shared.chat_templates import NAMES
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
 from shared.messages import ModelCard, Pooling, SamplingDefaults
+from shared.model_files import templates
+from shared.model_files.special_tokens import read_named_tokens
+from shared.model_files.tokenizer import complete_tokenizer
 
 
 class ParserNames(Struct, frozen=True):
@@ -135,7 +138,7 @@ def is_template_text_true(card: ModelCard) -> bool:
 
 
 def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPLATE) -> Model:
-    """Load a model from tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raise ModelError."""
+    """Load a model from the files of its tokenizer and its templates. Blocks. Raise ModelError."""
     path = directory / "tokenizer.json"
     content = model_file.read_model_file(path, model_file.TOKENIZER_LIMIT_BYTES)
     digest = hashlib.sha256(content).hexdigest()
@@ -144,6 +147,10 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
     template, tool_template = _templates_of_card(directory, card)  # first, since it takes least
     file = parse_tokenizer_json(content)
     try_tokenizer(content, file, digest)
+    completed = complete_tokenizer(directory, content)
+    if completed is not content:
+        content, file = completed, parse_tokenizer_json(completed)
+        try_tokenizer(content, file)
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
@@ -231,45 +238,17 @@ def read_templates(
     """Return the template for requests without tools and that for requests with tools, mostly the same. `given` names
     the one that replaces the model's own, and `text` is its text if it is known; `digest`, if it is known, is that of
     its file. Raise ModelError."""
-    path = directory / "tokenizer_config.json"
-    config: dict[str, object] = {}
-    if directory.is_dir():
-        config = model_file.read_model_json(
-            path, dict[str, object], limit_bytes=model_file.LIST_LIMIT_BYTES, missing=b"{}"
-        )
-    own = text or _template_of_file(directory, given, digest)
-    chat, tools = pick_templates(config.get("chat_template") if own is None else own, str(path))
+    if text:
+        chat = tools = text
+    else:
+        found = templates.read_templates(directory, given)
+        chat, tools = found.chat, found.tools
+        if given and digest is not None and found.digest != digest:
+            raise ModelError(f"{given}: SHA-256 {found.digest[:16]}… is not the workers' {digest[:16]}…")
     if not chat:
         return None, None
-    named = _named_tokens(config)
+    named = read_named_tokens(directory)
     template = ChatTemplate(template_trial.try_template(chat, named), named)
     if tools == chat:
         return template, template
     return template, ChatTemplate(template_trial.try_template(tools, named), named)
-
-
-def _template_of_file(directory: Path, given: str, expected: str | None) -> str | None:
-    """Return the template that is a file of its own, which takes precedence as in transformers; None if there is none.
-    Raise ModelError."""
-    file = template_file(directory, given)
-    if file == directory / "tokenizer_config.json":
-        return None
-    content = model_file.read_model_file(file, model_file.CONFIG_LIMIT_BYTES)
-    digest = hashlib.sha256(content).hexdigest()
-    if given and expected is not None and digest != expected:
-        raise ModelError(f"{file}: SHA-256 {digest[:16]}… is not the workers' {expected[:16]}…")
-    try:
-        return content.decode()
-    except UnicodeDecodeError as wrong:
-        raise ModelError(f"{file}: {wrong}") from None
-
-
-def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    """Return bos_token, eos_token and the like. A file has them as a text, or as an added token with its content."""
-    named: dict[str, str] = {}
-    for key, value in config.items():
-        if key.endswith("_token"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                named[key] = text
-    return named

@@ -21,9 +21,13 @@ Sliding = Literal["none", "all", "upper", "pattern"]
 """Which layers have a sliding window if `layer_types` does not say: none, all, those from `max_window_layers` on, or
 all but every `sliding_window_pattern`th."""
 
-_SILU: Mapping[str, Activation] = MappingProxyType({"silu": "silu"})
+_SILU: Mapping[str, Activation] = MappingProxyType({"swish": "silu", "silu": "silu"})
 _GELU: Mapping[str, Activation] = MappingProxyType({"gelu_pytorch_tanh": "gelu_tanh"})
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_SHAPE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings"),
+)
 _LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
@@ -32,8 +36,17 @@ class Architecture(Struct, frozen=True):
 
     reads: tuple[str, ...] = ()
     """The settings that only some architectures have. transformers ignores them in the others' files, and so do we."""
-    defaults: Mapping[str, Any] = _NONE
-    """transformers' values for settings that a file does not have."""
+    shape: tuple[int, ...] = (32_000, 4096, 11_008, 32, 32, 0, 2048)
+    """transformers' values for the settings of _SHAPE that a file does not have. 0 key-value heads means as many as
+    heads."""
+    others: Mapping[str, Any] = _NONE
+    """transformers' values for other settings that a file does not have."""
+    rope_theta: float = 10_000.0
+    """transformers' base of the rotation for a file that has none."""
+    local_rope_theta: float | None = None
+    """The same for layers that slide, if these have a rotation of their own."""
+    eos_token_id: int | None = 2
+    """transformers' end of an answer for a model none of whose files names one."""
     activations: Mapping[str, Activation] = _SILU
     """The values of `hidden_act` or `hidden_activation` that are served."""
     qkv_bias: bool = False
@@ -52,18 +65,26 @@ class Architecture(Struct, frozen=True):
     gguf: str = ""
     """The architecture's name in GGUF files; empty if such files are refused."""
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """transformers' values for all settings that a file may lack."""
+        return {"rms_norm_eps": 1e-6, **dict(zip(_SHAPE, self.shape, strict=True)), **self.others}
+
 
 _GEMMA_3 = Architecture(
     reads=(
         *("attention_bias", "use_bidirectional_attention", "hidden_activation", "query_pre_attn_scalar"),
         *("sliding_window", "layer_types", "final_logit_softcapping", "attn_logit_softcapping"),
-        *("sliding_window_pattern", "rope_local_base_freq"),
+        "sliding_window_pattern",
     ),
-    defaults={
+    others={
         **{"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
         **{"query_pre_attn_scalar": 256.0, "sliding_window": 4096, "sliding_window_pattern": 6},
-        **{"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
     },
+    shape=(262_208, 2304, 9216, 26, 8, 4, 131_072),
+    rope_theta=1_000_000.0,
+    local_rope_theta=10_000.0,
+    eos_token_id=1,
     activations=_GELU,
     norms="around",
     norm_offset=1.0,
@@ -75,24 +96,35 @@ _GEMMA_3 = Architecture(
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": Architecture(reads=("attention_bias", "mlp_bias"), gguf="llama"),
-        "MistralForCausalLM": Architecture(reads=("sliding_window",), defaults={"sliding_window": 4096}, sliding="all"),
+        "MistralForCausalLM": Architecture(
+            reads=("sliding_window",),
+            shape=(32_000, 4096, 14_336, 32, 32, 8, 131_072),
+            others={"sliding_window": 4096},
+            sliding="all",
+        ),
         "Qwen2ForCausalLM": Architecture(
             reads=_LAYERS,
-            defaults={"sliding_window": 4096, "max_window_layers": 28},
+            shape=(151_936, 4096, 22_016, 32, 32, 32, 32_768),
+            eos_token_id=None,
+            others={"sliding_window": 4096, "max_window_layers": 28},
             qkv_bias=True,
             sliding="upper",
             gguf="qwen2",
         ),
         "Qwen3ForCausalLM": Architecture(
             reads=("attention_bias", *_LAYERS),
-            defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+            shape=(151_936, 4096, 22_016, 32, 32, 32, 32_768),
+            eos_token_id=None,
+            others={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
             query_norm="heads",
             sliding="upper",
             gguf="qwen3",
         ),
         "GemmaForCausalLM": Architecture(
             reads=("attention_bias", "use_bidirectional_attention"),
-            defaults={"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+            shape=(256_000, 3072, 24_576, 28, 16, 16, 8192),
+            eos_token_id=1,
+            others={"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
             activations={**_GELU, "gelu": "gelu_tanh"},  # the first releases say gelu and mean the approximation
             norm_offset=1.0,
             scaled_embedding=True,
@@ -102,7 +134,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 *("attention_bias", "use_bidirectional_attention", "hidden_activation", "query_pre_attn_scalar"),
                 *("sliding_window", "layer_types", "final_logit_softcapping", "attn_logit_softcapping"),
             ),
-            defaults={
+            shape=(256_000, 2304, 9216, 26, 8, 4, 8192),
+            eos_token_id=1,
+            others={
                 **{"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
                 **{"query_pre_attn_scalar": 256.0, "sliding_window": 4096, "sliding_window_pattern": 2},
                 **{"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
@@ -114,18 +148,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             sliding="pattern",
         ),
         "Gemma3ForCausalLM": _GEMMA_3,
-        "Gemma3ForConditionalGeneration": structs.replace(
-            _GEMMA_3,
-            nested=True,
-            defaults={
-                **_GEMMA_3.defaults,
-                **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208},
-                **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-6},
-            },
-        ),
+        "Gemma3ForConditionalGeneration": structs.replace(_GEMMA_3, nested=True),
         "Phi3ForCausalLM": Architecture(
             reads=("sliding_window", "partial_rotary_factor"),
-            defaults={"original_max_position_embeddings": 4096},
+            shape=(32_064, 3072, 8192, 32, 32, 0, 4096),
+            eos_token_id=32_000,
+            others={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
             fused=True,
             sliding="all",
         ),
@@ -134,14 +162,22 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 *("attention_bias", "mlp_bias", "embedding_multiplier", "logits_scaling"),
                 *("residual_multiplier", "attention_multiplier"),
             ),
-            defaults={"attention_multiplier": 1.0},
+            others={"attention_multiplier": 1.0},
         ),
         "SmolLM3ForCausalLM": Architecture(
             reads=("attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"),
-            defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "no_rope_layer_interval": 4},
+            shape=(128_256, 2048, 11_008, 36, 16, 4, 32_768),
+            rope_theta=2_000_000.0,
+            eos_token_id=128_001,
+            others={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
         ),
         "Olmo2ForCausalLM": Architecture(
-            reads=("attention_bias",), defaults={"rms_norm_eps": 1e-5}, norms="after", query_norm="whole"
+            reads=("attention_bias",),
+            shape=(50_304, 4096, 11_008, 32, 32, 0, 2048),
+            eos_token_id=50_279,
+            others={"rms_norm_eps": 1e-5},
+            norms="after",
+            query_norm="whole",
         ),
     }
 )

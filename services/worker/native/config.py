@@ -1,8 +1,7 @@
-"""Reads and checks config.json, which has the shape of the decoder.
+"""Makes the shape of the decoder of config.json, which shared/model_files reads.
 
-It reads Hugging Face's files as written by transformers 4 (`rope_theta` and `rope_scaling`) and by transformers 5
-(`rope_parameters`), of the architectures of architectures.py. A setting that would change the arithmetic and is not
-implemented is refused, never ignored.
+The architectures are those of architectures.py. A setting that would change the arithmetic and is not implemented is
+refused, never ignored.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from services.worker.native.architectures import (
 )
 from services.worker.native.rope import LongRope, NoRope, Rope, parse_rope
 from shared.errors import ModelError
-from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json
+from shared.model_file import decode_model_json
+from shared.model_files.config_json import FULL, SLIDING, ConfigJson, read_config_json, rope_parameters
+from shared.model_files.special_tokens import read_end_tokens
 
 _LAYERS_LIMIT = 1000
 """The most layers, far beyond any real model. A damaged file must not make us list a billion tensors."""
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-"""The entries of `layer_types`, which are also keys of `rope_parameters` if these differ."""
 
 
 class _Named(Struct, frozen=True):
@@ -54,11 +53,7 @@ class _Json(Struct, frozen=True):
     use_sliding_window: bool = False
     is_causal: bool = True
     """False for an embedding model in which a position attends to later positions too."""
-    rope_theta: float = 10_000.0
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
-    eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
 
 
@@ -73,7 +68,6 @@ class _AllJson(_Json, frozen=True):
     sliding_window_pattern: int = 1
     max_window_layers: int = 0
     layer_types: list[str] | None = None
-    rope_local_base_freq: float | None = None
     partial_rotary_factor: float = 1.0
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: int = 0
@@ -86,8 +80,13 @@ class _AllJson(_Json, frozen=True):
     logits_scaling: float = 1.0
 
 
-class _Generation(Struct, frozen=True):
-    eos_token_id: int | list[int] | None = None
+_NULL_SAYS = frozenset(
+    (
+        *("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "no_rope_layers"),
+        *("attn_logit_softcapping", "final_logit_softcapping"),
+    )
+)
+"""The settings in which null is a value. Of others it means that the file does not say it."""
 
 
 class ModelConfig(Struct, frozen=True):
@@ -170,30 +169,38 @@ class ModelConfig(Struct, frozen=True):
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read config.json and generation_config.json (may be missing). Raise ModelError naming file and field."""
-    path = directory / "config.json"
-    content = read_model_file(path, CONFIG_LIMIT_BYTES)
-    name = ", ".join(decode_model_json(path, content, _Named).architectures) or "none"
+    """Read config.json, and the tokens that end an answer from the files next to it. Raise ModelError naming file and
+    field."""
+    file = read_config_json(directory)
+    path = file.path
+    name = ", ".join(decode_model_json(path, file.content, _Named).architectures) or "none"
     architecture = ARCHITECTURES.get(name)
     if architecture is None:
         raise ModelError(
             f"{path}: architecture {name} is not supported; {', '.join(ARCHITECTURES)} are. docs/models.md lists them;"
             " others, such as mixtures of experts, need another engine, such as vLLM"
         )
-    raw = _settings(path, content, architecture)
+    raw = _settings(file, architecture)
     _refuse_unknown_arithmetic(path, raw, architecture)
     _check_numbers(path, raw)
-    generation = read_model_json(directory / "generation_config.json", _Generation, missing=b"{}")
-    eos = raw.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     head_dim = raw.head_dim or raw.hidden_size // max(raw.num_attention_heads, 1)
     sliding = _sliding_layers(path, raw, architecture)
-    parameters, local = _rope_parameters(raw)
+    parameters, local = rope_parameters(
+        file.settings if architecture.nested else file.outer,
+        str(path),
+        default_theta=architecture.rope_theta,
+        default_local_theta=architecture.local_rope_theta,
+    )
     rotary_dim = head_dim
     if "partial_rotary_factor" in architecture.reads:
         share = _positive(path, "partial_rotary_factor", parameters.pop("partial_rotary_factor", None))
         rotary_dim = int(head_dim * (share or raw.partial_rotary_factor))
     rope, context_length = parse_rope(
-        str(path), parameters, raw.max_position_embeddings, raw.original_max_position_embeddings
+        str(path),
+        parameters,
+        raw.max_position_embeddings,
+        raw.original_max_position_embeddings,
+        outer_first="original_max_position_embeddings" in architecture.others,
     )
     other_rope, other_rope_layers = _other_rope(path, raw, local, sliding)
     query_scale = raw.attention_multiplier or 0.0
@@ -214,7 +221,7 @@ def read_config(directory: Path) -> ModelConfig:
         tied=raw.tie_word_embeddings,
         qkv_bias=architecture.qkv_bias or raw.attention_bias,
         output_bias=raw.attention_bias,
-        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
+        eos_token_ids=read_end_tokens(directory, file, raw.vocab_size, architecture.eos_token_id),
         activation=architecture.activations[raw.hidden_activation or raw.hidden_act],
         norms=architecture.norms,
         norm_offset=architecture.norm_offset,
@@ -235,24 +242,19 @@ def read_config(directory: Path) -> ModelConfig:
     return config
 
 
-def _settings(path: Path, content: bytes, architecture: Architecture) -> _AllJson:
-    """Decode the settings that the architecture reads, with its defaults for those that are missing."""
+def _settings(file: ConfigJson, architecture: Architecture) -> _AllJson:
+    """Decode the settings that the architecture reads, with transformers' defaults for those that are missing."""
     read = {*_Json.__struct_fields__, *architecture.reads}
-    stored = decode_model_json(path, content, dict[str, Any])
+    if architecture.nested and file.text is None:
+        raise ModelError(f"{file.path}: text_config is missing; it has the settings of the model's text part")
+    stored = {**(file.settings if architecture.nested else file.outer)}
     if architecture.nested:
-        text = stored.get("text_config")
-        if not isinstance(text, dict):
-            raise ModelError(f"{path}: text_config is missing; it has the settings of the model's text part")
-        outer: dict[str, Any] = {
-            name: stored[name] for name in ("eos_token_id", "quantization_config") if name in stored
-        }
-        stored = {**outer, **text}
+        stored["tie_word_embeddings"] = file.tied
+    said = {name: value for name, value in stored.items() if name in read and (value is not None or name in _NULL_SAYS)}
     try:
-        return msgspec.convert(
-            {**architecture.defaults, **{name: value for name, value in stored.items() if name in read}}, _AllJson
-        )
+        return msgspec.convert({**architecture.defaults, **said}, _AllJson)
     except msgspec.ValidationError as wrong:
-        raise ModelError(f"{path}: {wrong}") from None
+        raise ModelError(f"{file.path}: {wrong}") from None
 
 
 def _refuse_unknown_arithmetic(path: Path, raw: _AllJson, architecture: Architecture) -> None:
@@ -279,6 +281,8 @@ def _check_numbers(path: Path, raw: _AllJson) -> None:
     if not 1 <= raw.num_hidden_layers <= _LAYERS_LIMIT:
         bound = "at least 1" if raw.num_hidden_layers < 1 else f"at most {_LAYERS_LIMIT}"
         raise ModelError(f"{path}: layers is {raw.num_hidden_layers}; expected {bound}")
+    if raw.vocab_size < 1:
+        raise ModelError(f"{path}: vocab is {raw.vocab_size}; expected at least 1")
     for field in (
         *("sliding_window", "sliding_window_pattern", "partial_rotary_factor", "query_pre_attn_scalar"),
         *("attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier", "embedding_multiplier"),
@@ -313,21 +317,9 @@ def _sliding_layers(path: Path, raw: _AllJson, architecture: Architecture) -> tu
             assert_never(architecture.sliding)
     if raw.layer_types is None:
         return slides
-    if len(raw.layer_types) != len(layers) or not {_FULL, _SLIDING}.issuperset(raw.layer_types):
-        raise ModelError(f"{path}: layer_types must say {_FULL} or {_SLIDING} of each of {len(layers)} layers")
-    return tuple(kind == _SLIDING for kind in raw.layer_types)
-
-
-def _rope_parameters(raw: _AllJson) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the parameters of the rotation, and those of layers that slide if these differ."""
-    parameters = raw.rope_parameters or {"rope_theta": raw.rope_theta, **(raw.rope_scaling or {})}
-    if raw.rope_local_base_freq is None:
-        return dict(parameters), None
-    local = {"rope_theta": raw.rope_local_base_freq}
-    if raw.rope_parameters is None:
-        return parameters, local
-    full, sliding = parameters.get(_FULL), parameters.get(_SLIDING)  # transformers 5 writes both
-    return {"rope_theta": raw.rope_theta, **(full or {})}, {**local, **(sliding or {})}
+    if len(raw.layer_types) != len(layers) or not {FULL, SLIDING}.issuperset(raw.layer_types):
+        raise ModelError(f"{path}: layer_types must say {FULL} or {SLIDING} of each of {len(layers)} layers")
+    return tuple(kind == SLIDING for kind in raw.layer_types)
 
 
 def _other_rope(
@@ -340,14 +332,14 @@ def _other_rope(
         rotates = raw.no_rope_layers or [
             int((layer + 1) % raw.no_rope_layer_interval != 0) for layer in range(raw.num_hidden_layers)
         ]
-        if len(rotates) != raw.num_hidden_layers:
+        if len(rotates) < raw.num_hidden_layers:
             raise ModelError(f"{path}: no_rope_layers must have a number for each of {raw.num_hidden_layers} layers")
-        return NoRope(), tuple(not each for each in rotates)
+        return NoRope(), tuple(not each for each in rotates[: raw.num_hidden_layers])
     return None, ()
 
 
 def _check(path: Path, config: ModelConfig) -> None:
-    for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context_length"):
+    for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "context_length"):
         if getattr(config, field) < 1:
             raise ModelError(f"{path}: {field} is {getattr(config, field)}; expected at least 1")
     if config.heads % config.kv_heads:
@@ -363,5 +355,3 @@ def _check(path: Path, config: ModelConfig) -> None:
         raise ModelError(
             f"{path}: short_factor has {len(config.rope.short_factor)} numbers; expected {config.rotated // 2}"
         )
-    if not all(0 <= token < config.vocab for token in config.eos_token_ids):
-        raise ModelError(f"{path}: eos_token_id {config.eos_token_ids} is outside the vocabulary of {config.vocab}")

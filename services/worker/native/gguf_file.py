@@ -45,9 +45,6 @@ _IN_LAYERS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")
-"""Texts of control tokens that end a turn, as in llama.cpp: older files do not name the tokens in their metadata."""
-
 _MAGIC = b"GGUF"
 _ARRAY = int(GGUFValueType.ARRAY)  # looking up an enumeration's member for each entry takes long
 _HEAD = struct.Struct("<4sIQQ")
@@ -104,6 +101,12 @@ class GgufFile:
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError):
             raise torn from None  # the package's messages are about its own arrays
         self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        parts = self._field("split.count", int, 1)
+        if parts > 1:
+            raise ModelError(
+                f"{path}: part {self._field('split.no', int, 0) + 1} of {parts} of a model that was split;"
+                " llama-gguf-split --merge joins the parts to one file, which can be served"
+            )
         self._kind = self._field("general.architecture", str)
         if self._kind not in _ARCHITECTURES:
             raise ModelError(
@@ -141,11 +144,9 @@ class GgufFile:
         }
 
     def eos_token_ids(self) -> list[int]:
-        """Return the tokens that end an answer: eos, eot, eom, and those known by their text."""
-        named = [self._fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-        vocabulary = self.vocabulary()
-        by_text = [vocabulary.tokens.index(text) for text in _END_OF_TURN if text in vocabulary.control_tokens()]
-        return sorted({token for token in [*named, *by_text] if token is not None})
+        """Return the tokens that the file names as the end of a text, a turn or a message."""
+        named = (self._fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
+        return sorted({token for token in named if token is not None})
 
     def vocabulary(self) -> GgufVocabulary:
         """Return the tokenizer's parts. Raise ModelError if the tokenizer is not a byte-level BPE."""
@@ -155,13 +156,13 @@ class GgufFile:
         tokens = self._field("tokenizer.ggml.tokens", list)
         return GgufVocabulary(
             where=str(self.path),
-            splitter=self._field("tokenizer.ggml.pre", str),
+            splitter=self._field("tokenizer.ggml.pre", str, "" if self._kind == "llama" else "qwen2"),
             tokens=tokens,
             types=self._field("tokenizer.ggml.token_type", list, [1] * len(tokens)),
             merges=self._field("tokenizer.ggml.merges", list),
             bos=self._fields.get("tokenizer.ggml.bos_token_id"),
             eos=self._fields.get("tokenizer.ggml.eos_token_id"),
-            adds_bos=self._field("tokenizer.ggml.add_bos_token", bool, False),
+            adds_bos=self._fields.get("tokenizer.ggml.add_bos_token"),
             chat_template=self._field("tokenizer.chat_template", str, ""),
         )
 

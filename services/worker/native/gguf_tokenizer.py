@@ -34,16 +34,18 @@ class _Splitter:
     normalizer: Normalizer | None = None
     ignore_merges: bool = False
     """Whether a word that is a token skips the merges (Llama 3)."""
+    adds_bos: bool = False
+    """Whether a text begins with bos if the file does not say it, as in llama.cpp."""
 
 
 def _splitter(name: str) -> _Splitter | None:
     match name:
-        case "smollm":  # digits one by one, then GPT-2's pattern
+        case "smollm" | "starcoder" | "refact" | "codeshell" | "minerva-7b":  # digits one by one, then GPT-2's pattern
             digits = pre_tokenizers.Digits(individual_digits=True)
             return _Splitter(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]))
-        case "llama-bpe":
-            return _Splitter(_by_pattern(_words(r"\p{N}{1,3}")), ignore_merges=True)
-        case "qwen2":
+        case "llama-bpe" | "llama3" | "llama-v3" | "falcon3" | "midm-2.0":
+            return _Splitter(_by_pattern(_words(r"\p{N}{1,3}")), ignore_merges=True, adds_bos=True)
+        case "qwen2" | "deepseek-r1-qwen" | "megrez" | "kormo" | "f2llmv2":
             return _Splitter(_by_pattern(_words(r"\p{N}")), normalizers.NFC())
         case _:
             return None
@@ -66,7 +68,8 @@ class GgufVocabulary:
     merges: list[str]
     bos: int | None
     eos: int | None
-    adds_bos: bool
+    adds_bos: bool | None
+    """Whether a text begins with bos; None if the file does not say it."""
     chat_template: str
 
     def __post_init__(self) -> None:
@@ -76,15 +79,16 @@ class GgufVocabulary:
         if len(set(self.tokens)) != len(self.tokens) or len(self.types) != len(self.tokens):
             raise ModelError(f"{self.where}: the vocabulary names a token twice, or not every token has a type")
 
-    def control_tokens(self) -> set[str]:
-        """Return the texts of control tokens, which a request's text must not produce."""
-        return {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _CONTROL}
-
     def tokenizer_json(self) -> str:
         """Return the content of tokenizer.json. Raise ModelError if the pre-tokenizer is unknown."""
         splitter = _splitter(self.splitter)
         if splitter is None:
-            raise ModelError(f"{self.where}: pre-tokenizer {self.splitter!r} is not supported")
+            named = (
+                f"pre-tokenizer {self.splitter!r} is not supported"
+                if self.splitter
+                else "tokenizer.ggml.pre is missing"
+            )
+            raise ModelError(f"{self.where}: {named}; take a newer file of the model, or its Hugging Face directory")
         tokenizer = Tokenizer(self._merging(splitter.ignore_merges))
         if splitter.normalizer is not None:
             tokenizer.normalizer = splitter.normalizer
@@ -95,7 +99,7 @@ class GgufVocabulary:
                 tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
             elif kind == _USER_DEFINED:
                 tokenizer.add_tokens([AddedToken(token, normalized=False)])
-        if self.adds_bos:
+        if self.adds_bos or (self.adds_bos is None and splitter.adds_bos and self.bos is not None):
             bos = self._text(self.bos, "bos_token_id")
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, self.bos)]
@@ -104,7 +108,7 @@ class GgufVocabulary:
 
     def tokenizer_config(self) -> dict[str, Any]:
         """Return the content of tokenizer_config.json."""
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.bos is not None:
             config["bos_token"] = self._text(self.bos, "bos_token_id")
         if self.eos is not None:

@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from shared.errors import ModelError
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_files.tokenizer import complete_tokenizer
 
 KEPT = 64
 """The most compiled grammars that are kept; the least recently used goes first."""
@@ -58,7 +59,8 @@ class GrammarCache:
         """
         file = directory / "tokenizer.json"
         try:
-            return GrammarCache(read_model_file(file, TOKENIZER_LIMIT_BYTES).decode(), vocab, eos_token_ids)
+            content = complete_tokenizer(directory, read_model_file(file, TOKENIZER_LIMIT_BYTES))
+            return GrammarCache(content.decode(), vocab, eos_token_ids)
         except (ValueError, ModelError) as wrong:
             _log.warning("%s cannot be used for grammars, so requests with a grammar are refused: %s", file, wrong)
             return None

@@ -38,17 +38,11 @@ from services.worker.native.tensor_file import Floats, write_tensors
 from services.worker.native.tensor_header import Shape
 from services.worker.native.weights import Checkpoint, checkpoint_files, tensor_shapes
 from shared.errors import ModelError
-from shared.model_file import CONFIG_LIMIT_BYTES, LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_file import read_model_file
+from shared.model_files.names import FILES
 
-_FORMAT = b"headrace 1"
+_FORMAT = b"headrace 2"
 """A part of every key. Change it whenever a conversion writes something else."""
-_COPIED = {
-    "generation_config.json": CONFIG_LIMIT_BYTES,
-    "tokenizer.json": TOKENIZER_LIMIT_BYTES,
-    "tokenizer_config.json": LIST_LIMIT_BYTES,
-    "special_tokens_map.json": LIST_LIMIT_BYTES,
-    "chat_template.jinja": CONFIG_LIMIT_BYTES,
-}
 WEIGHTS = "model.safetensors"
 CACHE_LIMIT_BYTES = 64 << 30
 _RECENT_S = 3600.0
@@ -71,7 +65,7 @@ def prepare(
         checkpoint = _checkpoint(source)
         if as_stored or checkpoint.mapped:
             return source
-        files = [source / "config.json", *checkpoint_files(source), *_existing(source)]
+        files = [*checkpoint_files(source), *(source / name for name in FILES if (source / name).exists())]
         return _converted(
             source,
             files,
@@ -152,9 +146,11 @@ def _target(source: Path, files: list[Path], cache: Path) -> Path:
 
 
 def _convert_directory(source: Path, checkpoint: Checkpoint, target: Path, progress: Progress) -> None:
-    for name, limit_bytes in {"config.json": CONFIG_LIMIT_BYTES, **_COPIED}.items():
+    for name, limit_bytes in FILES.items():
         if (source / name).exists():
-            (target / name).write_bytes(read_model_file(source / name, limit_bytes))
+            content = read_model_file(source / name, limit_bytes)
+            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).write_bytes(content)
     _write_weights(source, checkpoint.shapes, checkpoint.floats, target, progress)
 
 
@@ -211,10 +207,6 @@ def _key(source: Path, files: list[Path]) -> str:
             raise ModelError(f"{file}: {wrong.strerror}") from None
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _existing(source: Path) -> list[Path]:
-    return [source / name for name in _COPIED if (source / name).exists()]
 
 
 @contextmanager

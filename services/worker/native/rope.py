@@ -89,12 +89,19 @@ Rope = PlainRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope |
 
 
 def parse_rope(
-    where: str, parameters: dict[str, Any], max_positions: int, original_positions: int | None
+    where: str,
+    parameters: dict[str, Any],
+    max_positions: int,
+    original_positions: int | None,
+    *,
+    outer_first: bool = False,
 ) -> tuple[Rope, int]:
     """Return a config's rope parameters, and the context length that they serve. Raise ModelError.
 
-        `where` names the file in errors. YaRN configs state the original length as max_position_embeddings and serve
-    factor times that; LongRoPE serves the original length; the others state the length that they serve.
+    `where` names the file in errors. `original_positions` is original_max_position_embeddings outside of the
+    parameters, which counts before that inside with `outer_first`. YaRN configs state the
+    original length as max_position_embeddings and serve factor times that; LongRoPE serves the original length; the
+    others state the length that they serve.
     """
     named: Any = parameters.get("rope_type") or parameters.get("type") or "default"
     if "short_factor" in parameters:
@@ -102,9 +109,11 @@ def parse_rope(
     known = ["default", "dynamic", "linear", "llama3", "longrope", "yarn"]
     if named not in known:
         raise ModelError(f"{where}: rope type {named!r} is not supported; {', '.join(known)} are")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if named != "default" and parameters.get("partial_rotary_factor", 1.0) != 1.0:  # the default one does not read it
         raise ModelError(f"{where}: partial_rotary_factor is not supported")
-    original: Any = original_positions or parameters.get("original_max_position_embeddings") or max_positions
+    inner = parameters.get("original_max_position_embeddings")
+    given = (original_positions, inner) if outer_first else (inner, original_positions)
+    original: Any = given[0] or given[1] or max_positions
     if not isinstance(original, int) or original < 1:
         raise ModelError(f"{where}: original_max_position_embeddings is {original!r}; expected a positive number")
     filled = {**parameters, "original_max_position_embeddings": original}

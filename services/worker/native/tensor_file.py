@@ -15,10 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.native.tensor_header import Shape, TensorEntry, read_header
+from services.worker.native.tensor_header import ITEM_BYTES, Shape, TensorEntry, read_header
 from shared.errors import ModelError
 
 _ALIGNMENT_BYTES = 64
+PIECE_ELEMENTS = 1 << 22
+"""The number of elements of the largest piece that `float_pieces` yields."""
 Floats = NDArray[np.float32]
 
 
@@ -48,18 +50,29 @@ class TensorFile:
     def floats(self, name: str) -> Floats:
         """Return the tensor as float32: a view of the mapped file if it is stored so, otherwise a converted copy."""
         entry = self.entries[name]
-        first, end = (self._start + offset for offset in entry.data_offsets)
-        stored = np.asarray(self._bytes)[first:end]
-        if entry.dtype == "F32":
-            if first % 4:
-                stored = stored.copy()  # a header whose length is no multiple of 4 is legal but rare
-            return stored.view("<f4").reshape(entry.shape)
-        if entry.dtype == "F16":
-            return np.frombuffer(stored.tobytes(), "<f2").astype(np.float32).reshape(entry.shape)
-        if entry.dtype == "BF16":  # the upper half of a float32
-            bits = np.frombuffer(stored.tobytes(), "<u2").astype(np.uint32) << 16
-            return bits.view(np.float32).reshape(entry.shape)
-        raise ModelError(f"{self.path}: {name} is stored as {entry.dtype}; expected float32, float16 or bfloat16")
+        return self._floats(name, *entry.data_offsets).reshape(entry.shape)
+
+    def float_pieces(self, name: str) -> Iterator[Floats]:
+        """Yield the elements of a tensor as float32 in order, in pieces of at most PIECE_ELEMENTS."""
+        first, end = self.entries[name].data_offsets
+        step = PIECE_ELEMENTS * ITEM_BYTES.get(self.entries[name].dtype, 1)
+        for start in range(first, end, step):
+            yield self._floats(name, start, min(start + step, end))
+
+    def _floats(self, name: str, first: int, end: int) -> Floats:
+        """Return the elements between two offsets, in one dimension."""
+        stored = np.asarray(self._bytes)[self._start + first : self._start + end]
+        match self.entries[name].dtype:
+            case "F32":
+                if (self._start + first) % 4:
+                    stored = stored.copy()  # a header whose length is no multiple of 4 is legal but rare
+                return stored.view("<f4")
+            case "F16":
+                return np.frombuffer(stored.tobytes(), "<f2").astype(np.float32)
+            case "BF16":  # the upper half of a float32
+                return (np.frombuffer(stored.tobytes(), "<u2").astype(np.uint32) << 16).view(np.float32)
+            case other:
+                raise ModelError(f"{self.path}: {name} is stored as {other}; expected float32, float16 or bfloat16")
 
 
 def write_tensors(

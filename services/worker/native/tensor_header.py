@@ -23,7 +23,7 @@ from shared.model_file import open_model_file
 HEADER_LIMIT_BYTES = 16 << 20
 """The largest header that is read. The format allows 100 MB, which take 12 s and 1 GiB to read; a thousand layers of a
 supported model have 2 MB."""
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """The size of an element of each supported type. A file may hold tensors of other types if they are never read."""
 
 Shape = tuple[int, ...]
@@ -70,7 +70,7 @@ def _parse(path: Path, header: bytes, data_bytes: int) -> dict[str, TensorEntry]
         raise ModelError(f"{path}: the header is not that of a safetensors file: {wrong}") from None
     end = 0
     for name, start, stop in _in_file_order(entries.items()):
-        item_bytes = _ITEM_BYTES.get(entries[name].dtype)
+        item_bytes = ITEM_BYTES.get(entries[name].dtype)
         stated = stop - start if item_bytes is None else prod(entries[name].shape) * item_bytes
         if start != end or stop - start != stated or stop < start or min(entries[name].shape, default=0) < 0:
             raise ModelError(

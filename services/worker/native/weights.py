@@ -17,7 +17,7 @@ from services.worker.native.architectures import NormPlaces
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.tensor_file import Floats, TensorFile
-from services.worker.native.tensor_header import Shape, TensorEntry
+from services.worker.native.tensor_header import ITEM_BYTES, Shape, TensorEntry
 from shared.errors import ModelError
 from shared.model_file import LIST_LIMIT_BYTES, read_model_json
 
@@ -62,6 +62,9 @@ NORM_NAMES: dict[NormPlaces, dict[str, str]] = {
 """The fields of `Layer` that have a layer's norms, and the names of their tensors."""
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """All of a decoder's weights."""
@@ -82,10 +85,16 @@ class Checkpoint:
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         """Map and check the files. Raise ModelError that names the file, the tensor and what was expected."""
-        self.shapes = tensor_shapes(config)
         self._norm_offset = config.norm_offset
         self._files, self._where = _open(directory)
         self._stored = {text_name(stored): stored for stored in self._where}
+        if config.tied and HEAD in self._stored:  # a tied model may be stored by its head alone
+            self._stored.setdefault(EMBEDDING, self._stored[HEAD])
+        self.tied = config.tied and not self._has_other_head((config.vocab, config.hidden))
+        """Whether the output projection is the embedding."""
+        self.shapes = tensor_shapes(config)
+        if not self.tied:
+            self.shapes[HEAD] = self.shapes[EMBEDDING]
         for name, shape in self.shapes.items():
             stored = self._stored.get(name, name)
             file = self._where.get(stored)
@@ -98,10 +107,22 @@ class Checkpoint:
                 raise ModelError(f"{directory / file}: tensor {stored} is missing; the index says it is here")
             if entry.shape != shape:
                 raise ModelError(f"{directory / file}: tensor {name} has shape {entry.shape}; expected {shape}")
-            if entry.dtype not in ("F32", "F16", "BF16"):
+            if entry.dtype not in ITEM_BYTES:
                 raise ModelError(
                     f"{directory / file}: tensor {name} is {entry.dtype}; expected float32, float16 or bfloat16"
                 )
+
+    def _has_other_head(self, shape: Shape) -> bool:
+        """Return whether a model that says that it is tied has two different matrices. Then transformers uses both."""
+        stored = [self._stored.get(name, "") for name in (EMBEDDING, HEAD)]
+        files = [self._files.get(self._where.get(name, "")) for name in stored]
+        entries = [None if file is None else file.entries.get(name) for file, name in zip(files, stored, strict=True)]
+        if any(entry is None or entry.shape != shape or entry.dtype not in ITEM_BYTES for entry in entries):
+            return False
+        if stored[0] == stored[1]:
+            return False
+        pieces = zip(*(self.float_pieces(name) for name in (EMBEDDING, HEAD)), strict=True)
+        return not all(np.array_equal(*pair) for pair in pieces)
 
     @property
     def mapped(self) -> bool:
@@ -117,6 +138,11 @@ class Checkpoint:
         """Yield pieces of one tensor's bytes, as `TensorFile.pieces` does."""
         stored = self._stored[name]
         return self._files[self._where[stored]].pieces(stored, most, piece_bytes)
+
+    def float_pieces(self, name: str) -> Iterator[Floats]:
+        """Yield the elements of one tensor as `TensorFile.float_pieces` does."""
+        stored = self._stored[name]
+        return self._files[self._where[stored]].float_pieces(stored)
 
     def floats(self, name: str) -> Floats:
         """Return one tensor as float32."""
@@ -170,12 +196,12 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
             fed_norm=norms.get("fed_norm"),
         )
 
-    embedding = checkpoint.floats("model.embed_tokens.weight")
+    embedding = checkpoint.floats(EMBEDDING)
     return Weights(
         embedding=embedding,
         layers=tuple(layer(number) for number in range(config.layers)),
         norm=checkpoint.norm("model.norm.weight"),
-        head=embedding if config.tied else checkpoint.floats("lm_head.weight"),
+        head=embedding if checkpoint.tied else checkpoint.floats(HEAD),
     )
 
 
@@ -199,9 +225,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         layer |= {"self_attn.v_proj.bias": (keys,)}
     if config.output_bias:
         layer |= {"self_attn.o_proj.bias": (hidden,)}
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab, hidden), "model.norm.weight": (hidden,)}
     if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab, hidden)
+        shapes[HEAD] = (config.vocab, hidden)
     for number in range(config.layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return shapes

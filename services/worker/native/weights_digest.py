@@ -44,8 +44,10 @@ def check_digest(directory: Path, config: ModelConfig, digest: str) -> None:
 
 
 def _said(config: ModelConfig) -> bytes:
-    """Return the config without fields that have their defaults, so that a new field changes no digest."""
+    """Return the config without fields that have their defaults, so that a new field changes no digest, and without the
+    tokens that end an answer, which change no block."""
     fields = msgspec.to_builtins(config)
+    del fields["eos_token_ids"]
     for field in msgspec.structs.fields(config):
         if getattr(config, field.name) == field.default:
             del fields[field.name]

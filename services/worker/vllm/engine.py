@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, assert_never
 
 from vllm.config import VllmConfig
@@ -45,7 +46,6 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.model_facts import join_ids
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.kv_transfer import connector_stats
 from services.worker.vllm.loras import EngineLoras
@@ -59,6 +59,8 @@ from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
 from shared.errors import Unavailable
 from shared.hashing import token_array
 from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling
+from shared.model_files.config_json import token_ids
+from shared.model_files.special_tokens import read_tokenizer_ends
 
 TICK_S = 0.1
 """Seconds between two looks at deadlines, the engine's health, and its idleness."""
@@ -92,6 +94,7 @@ class VllmEngine:
         self._readers = readers
         vllm_config: VllmConfig = llm.vllm_config
         self._pooling = vllm_config.model_config.runner_type == "pooling"
+        self._ends = eos_token_ids(vllm_config)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._ranks = EngineRanks(
             len(readers),
@@ -188,7 +191,10 @@ class VllmEngine:
         sampling = submit.sampling
         try:
             params: Any
-            params = to_pooling_params(sampling) if self._pooling else to_sampling_params(sampling, continued=continued)
+            if self._pooling:
+                params = to_pooling_params(sampling)
+            else:
+                params = to_sampling_params(sampling, continued=continued, ends=self._ends)
             collector = await self._llm.add_request(
                 key,
                 prompt,
@@ -440,10 +446,13 @@ class VllmEngine:
 
 
 def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:
-    """Return the ids of all end-of-sequence tokens that vLLM stops at: config.json's and generation_config.json's."""
+    """Return the ids of all tokens that end an answer: those of the model's configuration as vLLM has it, with its
+    overrides, and those of the tokenizer's files."""
     model = config.model_config
     of_model = getattr(model.hf_text_config, "eos_token_id", None)
-    return join_ids(of_model, model.try_get_generation_config().get("eos_token_id"))
+    of_generation = model.try_get_generation_config().get("eos_token_id")
+    ids = [*token_ids(of_model, "eos_token_id", model.model), *token_ids(of_generation, "eos_token_id", model.model)]
+    return tuple(dict.fromkeys((*ids, *read_tokenizer_ends(Path(model.tokenizer), model.get_vocab_size()))))
 
 
 def _waited_s(metrics: Any) -> tuple[float, float] | None:

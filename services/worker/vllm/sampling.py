@@ -13,7 +13,7 @@ What is different on vLLM:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.worker.vllm.grammar_text import lark_text
@@ -78,9 +78,10 @@ def refusal(sampling: Sampling, *, continued: int) -> str:
     return ""
 
 
-def to_sampling_params(sampling: Sampling, *, continued: int) -> Any:
+def to_sampling_params(sampling: Sampling, *, continued: int, ends: Sequence[int] = ()) -> Any:
     """Return vllm.SamplingParams, whose outputs are new token ids only. Its limits count from the attempt's first
-    token, ours from the request's.
+    token, ours from the request's. `ends` are the tokens that end an answer unless it ignores its end; vLLM by itself
+    knows only some of them.
 
     Raise InvalidRequest, naming the field: also for a grammar that vLLM's guidance backend does not accept. Its check
     has no tokenizer, so errors that only the tokens show come later."""
@@ -95,6 +96,8 @@ def to_sampling_params(sampling: Sampling, *, continued: int) -> Any:
     given: dict[str, Any] = {}
     for row in ROWS.values():
         given |= row(sampling, continued)
+    if not sampling.ignore_eos:
+        given["stop_token_ids"] = [*dict.fromkeys((*given["stop_token_ids"], *ends))]
     param = "sampling"
     try:
         params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA, detokenize=False)

@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from services.frontend.models import chat_template
-from services.frontend.models.chat_template import ChatTemplate, StepLimitReached, pick_templates
+from services.frontend.models.chat_template import ChatTemplate, StepLimitReached
 from shared.errors import InvalidRequest, ModelError
 
 HELLO = [{"role": "user", "content": "<hello> & 'you'"}]
@@ -102,17 +102,6 @@ def test_the_rendered_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_that_does_not_parse_names_its_line() -> None:
     with pytest.raises(ModelError, match="line 2"):
         ChatTemplate("fine\n{% if %}", {})
-
-
-def test_of_named_templates_the_default_is_taken_and_one_for_tools_where_there_is_one() -> None:
-    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    assert pick_templates(named, "file") == ("d", "t")
-    assert pick_templates(named[1:], "file") == ("d", "d")
-    assert pick_templates("text", "file") == ("text", "text")
-    assert pick_templates(None, "file") == ("", "")
-    for wrong in (7, [], [{"name": "tool_use", "template": "t"}]):
-        with pytest.raises(ModelError, match="file"):
-            pick_templates(wrong, "file")
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,6 @@ def test_missing_optional_fields_have_transformers_defaults(tmp_path: Path) -> N
     assert (config.kv_heads, config.head_dim, config.tied) == (4, 16, False)
 
 
-def test_the_ends_of_an_answer_come_from_generation_config_first(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    assert read_config(tmp_path).eos_token_ids == (0, 2)
-    (tmp_path / "generation_config.json").write_text("{}")
-    assert read_config(tmp_path).eos_token_ids == (2,)
-    (tmp_path / "generation_config.json").unlink()
-    assert read_config(tmp_path).eos_token_ids == (2,)
-
-
 @pytest.mark.parametrize(
     ("parameters", "rope", "context_length"),
     [
@@ -136,10 +127,9 @@ def test_unsupported_settings_are_refused_by_name(tmp_path: Path, changes: dict[
         read_config(changed(tmp_path, changes))
 
 
-@pytest.mark.parametrize("field", ["architectures", "hidden_size", "vocab_size", "rms_norm_eps"])
-def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
-    with pytest.raises(ModelError, match=f"config.json: .*`{field}`"):
-        read_config(changed(tmp_path, {}, field))
+def test_a_file_without_architectures_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: .*`architectures`"):
+        read_config(changed(tmp_path, {}, "architectures"))
 
 
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "Qwen3MoeForCausalLM", "Mistral3ForConditionalGeneration"])
@@ -167,13 +157,6 @@ def test_a_torn_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: No such file"):
-        read_config(tmp_path)
-
-
-def test_end_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 320]}')
-    with pytest.raises(ModelError, match=r"eos_token_id \(2, 320\) is outside the vocabulary of 320"):
         read_config(tmp_path)
 
 

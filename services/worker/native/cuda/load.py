@@ -20,7 +20,8 @@ from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.weights import load_cuda_weights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.prepare import prepare
-from services.worker.native.weights import tensor_shapes
+from services.worker.native.tensor_header import Shape
+from services.worker.native.weights import Checkpoint
 from services.worker.native.weights_digest import weights_digest
 from services.worker.transfer.device_memory import DeviceMemory
 from shared.messages import KvLayout
@@ -39,7 +40,8 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
     config = read_config(directory)
     with no_room_as_model_error(str(directory), "CUDA itself"):
         free_bytes, total_bytes = runtime.memGetInfo()
-    capacity_blocks, lora_bytes = _capacity(settings, config, str(directory), free_bytes, total_bytes)
+    shapes = Checkpoint(directory, config).shapes
+    capacity_blocks, lora_bytes = _capacity(settings, config, shapes, str(directory), free_bytes, total_bytes)
     # Free memory stays in the pool: a step whose sampling allocates must not have to ask the driver.
     memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
     cp.cuda.set_allocator(memory.allocator())
@@ -69,7 +71,12 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
 
 
 def _capacity(
-    settings: WorkerConfig, config: ModelConfig, model: str, free_bytes: int, total_bytes: int
+    settings: WorkerConfig,
+    config: ModelConfig,
+    shapes: dict[str, Shape],
+    model: str,
+    free_bytes: int,
+    total_bytes: int,
 ) -> tuple[int, int]:
     """Return the number of KV blocks, and the bytes that are left for LoRAs. Raise ModelError."""
     dtype, block_size = settings.cuda.dtype, settings.block_size
@@ -81,7 +88,7 @@ def _capacity(
     room = GpuRoom(
         total_bytes,
         free_bytes,
-        weight_bytes(tensor_shapes(config), element_bytes),
+        weight_bytes(shapes, element_bytes),
         step_bytes(config, limits, element_bytes),
     )
     lora_bytes = room.lora_bytes_of(settings.lora_bytes, settings.cuda.memory_share)

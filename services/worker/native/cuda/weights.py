@@ -19,7 +19,7 @@ from services.worker.native.bfloat16 import to_bfloat16
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.tensor_file import Floats
-from services.worker.native.weights import NORM_NAMES, Checkpoint
+from services.worker.native.weights import HEAD, NORM_NAMES, Checkpoint
 
 _STORED: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPES: dict[Dtype, type[np.generic]] = {
@@ -133,7 +133,7 @@ def load_cuda_weights(
         embedding=embedding,
         layers=tuple(layer(number) for number in range(config.layers)),
         norm=vector("model.norm.weight", read=checkpoint.norm),
-        head=embedding if config.tied else matrix("lm_head.weight"),
+        head=embedding if checkpoint.tied else matrix(HEAD),
     )
 
 

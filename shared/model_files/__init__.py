@@ -1,0 +1,1 @@
+"""One reader of a model's files: which of them says what, and which counts first (docs/model_files.md)."""
