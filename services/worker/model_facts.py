@@ -48,7 +48,8 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
         config = msgspec.convert({**defaults, **said}, _Config)
     except msgspec.ValidationError as wrong:
         raise ModelError(f"{file.path}: {wrong}") from None
-    ends = read_end_tokens(directory, file, config.vocab_size, described and described.eos_token_id)
+    default = None if described is None else described.eos_token_id
+    ends = read_end_tokens(directory, file, config.vocab_size, default)
     if not ends:
         raise ModelError(f"{file.path}: eos_token_id is missing, and no other file names a token that ends an answer")
     return Ready(

@@ -88,7 +88,7 @@ def _table(value: Any, name: str, where: str) -> dict[str, Any]:
 
 def token_ids(value: object, name: str, where: str) -> Sequence[int]:
     """Return the ids of a setting that holds one id, several or null. Raise ModelError. *Pure.*"""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(each) is int for each in ids):
         raise ModelError(f"{where}: {name} is {value!r}; expected a token id or a list of token ids")
     return ids

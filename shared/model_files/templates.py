@@ -34,7 +34,8 @@ def read_templates(directory: Path, given: str = "") -> Templates:
     if given:
         file = chat_templates.template_file(given)
         content = read_model_file(file, FILES[TEMPLATE])
-        return Templates(*[_text(file, content)] * 2, hashlib.sha256(content).hexdigest())
+        text = _text(file, content)
+        return Templates(text, text, hashlib.sha256(content).hexdigest())
     texts = {"default": directory / TEMPLATE, "tool_use": directory / TOOL_TEMPLATE}
     texts = {name: file for name, file in texts.items() if file.exists()}
     objects = [] if "default" in texts else [directory / PROCESSOR_TEMPLATE, directory / TOKENIZER_CONFIG]

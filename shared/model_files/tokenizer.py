@@ -32,7 +32,7 @@ class AddedToken(Struct, frozen=True):
 
     @property
     def settled(self) -> AddedToken:
-        """The same token with `normalized` decided."""
+        """This token with `normalized` decided."""
         given = self.normalized
         return msgspec.structs.replace(self, normalized=not self.special if given is None else given)
 

@@ -44,7 +44,7 @@ class Architecture(Struct, frozen=True):
     rope_theta: float = 10_000.0
     """transformers' base of the rotation for a file that has none."""
     local_rope_theta: float | None = None
-    """The same for layers that slide, if these have a rotation of their own."""
+    """transformers' base for layers that slide. None if these have no rotation of their own."""
     eos_token_id: int | None = 2
     """transformers' end of an answer for a model none of whose files names one."""
     activations: Mapping[str, Activation] = _SILU

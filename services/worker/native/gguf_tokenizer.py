@@ -51,6 +51,11 @@ def _splitter(name: str) -> _Splitter | None:
             return None
 
 
+def is_known_split(name: str) -> bool:
+    """Return whether the split that has this name in GGUF files is served."""
+    return _splitter(name) is not None
+
+
 def _by_pattern(pattern: str) -> PreTokenizer:
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

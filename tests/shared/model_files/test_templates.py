@@ -67,7 +67,8 @@ def test_the_template_is_that_of_the_file_that_counts_first(tmp_path: Path, case
         return
     if case in CASES:
         theirs = AutoTokenizer.from_pretrained(tmp_path)
-        asked = [theirs.get_chat_template(tools=tools) if theirs.chat_template else "" for tools in (None, [{}])]
+        given: tuple[Any, ...] = (None, [{}])
+        asked = [theirs.get_chat_template(tools=tools) if theirs.chat_template else "" for tools in given]
         assert tuple(asked) == expected
 
 

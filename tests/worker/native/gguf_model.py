@@ -106,7 +106,8 @@ def _add_tokenizer(writer: GGUFWriter, source: Path, pre: str) -> None:
     special = {token["content"] for token in tokenizer["added_tokens"]}
     tokens = sorted(ids, key=ids.__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if pre:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])

@@ -84,3 +84,18 @@ def test_the_table_of_kv_has_the_sizes_that_follow_from_the_shapes(tmp_path: Pat
         )
         expected.append(f"| {name} | {sizes} |")
     assert "\n".join(expected) in page
+
+
+def test_settings_that_a_file_lacks_are_those_of_transformers_classes() -> None:
+    auto = pytest.importorskip("transformers").AutoConfig
+    for architecture, described in ARCHITECTURES.items():
+        theirs = auto.for_model(MODEL_TYPES[architecture])
+        text = theirs.get_text_config()
+        ours = {**described.defaults, "num_key_value_heads": described.defaults["num_key_value_heads"] or 32}
+        for name in ours.keys() - {"sliding_window", "sliding_window_pattern"}:  # not kept as they are written
+            assert getattr(text, name, None) == ours[name], (architecture, name)
+        assert text.eos_token_id == described.eos_token_id
+        assert theirs.tie_word_embeddings is ours.get("tie_word_embeddings", False)
+        rope = text.rope_parameters
+        nested = [rope.get(kind, {}).get("rope_theta") for kind in ("full_attention", "sliding_attention")]
+        assert [nested[0] or rope["rope_theta"], nested[1]] == [described.rope_theta, described.local_rope_theta]

@@ -69,7 +69,32 @@ def test_quantised_weights_are_near_the_originals(tmp_path: Path, kind: str) -> 
 def test_the_chat_template_and_the_ends_of_an_answer_come_along(tmp_path: Path) -> None:
     gguf = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "source"))
     assert read_config(converted(gguf)).eos_token_ids == (0, 2)  # eos as stored, and <|im_end|> by its text
+    fields = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 5}
+    named = write_gguf(tmp_path / "y.gguf", tmp_path / "source", fields=fields)
+    assert read_config(converted(named)).eos_token_ids == (0, 5, 7, 2)
     assert "<|im_start|>" in GgufFile(gguf).vocabulary().tokenizer_config()["chat_template"]
+
+
+def test_a_part_of_a_split_file_is_named_before_anything_that_it_lacks(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source")
+    part = write_gguf(
+        tmp_path / "x.gguf", source, fields={"split.no": 0, "split.count": 2}, left_out=("output_norm.weight",)
+    )
+    with pytest.raises(ModelError, match=r"x\.gguf: part 1 of 2 of a model that was split"):
+        GgufFile(part)
+    whole = write_gguf(tmp_path / "y.gguf", source, fields={"split.no": 0, "split.count": 1})
+    assert GgufFile(whole).config()["vocab_size"] == 320
+
+
+def test_a_qwen_file_without_the_name_of_its_splitting_has_qwens(tmp_path: Path) -> None:
+    for architecture, expected in (
+        ("Qwen2ForCausalLM", "qwen2"),
+        ("Qwen3ForCausalLM", "qwen2"),
+        ("LlamaForCausalLM", ""),
+    ):
+        source = write_tiny_model(tmp_path / architecture, architecture=architecture)
+        file = write_gguf(tmp_path / f"{architecture}.gguf", source, pre="")
+        assert GgufFile(file).vocabulary().splitter == expected
 
 
 def test_llama_3_scaling_is_derived_from_its_divisors(tmp_path: Path) -> None:
@@ -101,6 +126,10 @@ def test_yarn_scaling_is_read_from_the_metadata(tmp_path: Path) -> None:
         (
             {"fields": {"general.architecture": "gemma"}},
             "architecture gemma is not supported in GGUF files; llama, qwen2, qwen3 are. docs/models.md lists",
+        ),
+        (
+            {"fields": {"split.no": 1, "split.count": 3}},
+            "part 2 of 3 of a model that was split; llama-gguf-split --merge",
         ),
         ({"fields": {"tokenizer.ggml.model": "llama"}}, "tokenizer llama is not supported"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not supported"),

@@ -71,8 +71,32 @@ def test_a_beginning_token_is_added_only_where_the_file_says_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "same"),
+    [
+        (("llama3", "llama-v3", "falcon3", "midm-2.0"), "llama-bpe"),
+        (("deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), "qwen2"),
+        (("starcoder", "refact", "codeshell", "minerva-7b"), "smollm"),
+    ],
+)
+def test_names_that_llama_cpp_splits_alike_are_served(names: tuple[str, ...], same: str) -> None:
+    expected = replace(VOCABULARY, splitter=same).tokenizer_json()
+    assert [replace(VOCABULARY, splitter=name).tokenizer_json() for name in names] == [expected] * len(names)
+
+
+@pytest.mark.parametrize(
+    ("splitter", "adds"), [("llama-bpe", True), ("llama3", True), ("qwen2", False), ("smollm", False)]
+)
+def test_a_file_that_does_not_say_whether_bos_is_added_has_llama_cpps_default(splitter: str, adds: bool) -> None:
+    vocabulary = replace(VOCABULARY, splitter=splitter, adds_bos=None)
+    assert tokenizer(vocabulary).encode("he").tokens[:1] == (["<s>"] if adds else ["he"])
+    assert tokenizer(replace(vocabulary, bos=None)).encode("he").tokens == ["he"]
+    assert tokenizer(replace(vocabulary, adds_bos=False)).encode("he").tokens == ["he"]
+
+
+@pytest.mark.parametrize(
     ("changes", "complaint"),
     [
+        ({"splitter": ""}, r"x\.gguf: tokenizer\.ggml\.pre is missing; take a newer file of the model"),
         ({"splitter": "gpt-5"}, r"x\.gguf: pre-tokenizer 'gpt-5' is not supported"),
         ({"tokens": ["he", *TOKENS[1:]]}, "names a token twice"),
         ({"tokens": [7, *TOKENS[1:]]}, "must be strings"),

@@ -23,6 +23,7 @@ from services.worker.native.config import read_config
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import Checkpoint
 from shared.errors import ModelError
+from shared.model_files.names import FILES
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.gguf_model import write_gguf
 
@@ -77,6 +78,20 @@ def test_sixteen_bit_weights_are_converted_once(tmp_path: Path, shards: int) -> 
     assert prepare(source, tmp_path / "cache", again) == directory
     assert again.lines == []
     assert prepare(directory, tmp_path / "cache", again) == directory
+
+
+def test_all_files_that_say_something_of_the_model_come_along(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="float16")
+    for name in FILES:
+        (source / name).parent.mkdir(exist_ok=True)
+        if not (source / name).exists():
+            (source / name).write_text("{}")
+    directory = prepare(source, tmp_path / "cache", Told())
+    assert {name: (directory / name).read_bytes() for name in FILES} == {
+        name: (source / name).read_bytes() for name in FILES
+    }
+    (source / "chat_template.json").write_text('{"chat_template": "x"}')
+    assert prepare(source, tmp_path / "cache", Told()) != directory
 
 
 def test_a_source_that_changed_is_converted_again(tmp_path: Path) -> None:

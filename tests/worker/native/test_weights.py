@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from services.worker.native.config import read_config
-from services.worker.native.weights import Checkpoint, load_weights
+from services.worker.native.prepare import prepare
+from services.worker.native.tensor_file import write_tensors
+from services.worker.native.weights import EMBEDDING, HEAD, Checkpoint, load_weights
 from shared.errors import ModelError
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import DType, write_tiny_model
 
 
 def rewrite_index(directory: Path, weight_map: object) -> None:
@@ -32,6 +34,56 @@ def test_float32_is_used_in_place_and_sixteen_bits_are_not(tmp_path: Path) -> No
     for dtype, mapped in (("float32", True), ("float16", False), ("bfloat16", False)):
         directory = write_tiny_model(tmp_path / dtype, dtype=dtype)  # type: ignore[arg-type]
         assert Checkpoint(directory, read_config(directory)).mapped is mapped
+
+
+def set_tied(directory: Path) -> Path:
+    """Let the config.json say that the output projection is the embedding."""
+    config = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def store(directory: Path, source: Path, names: dict[str, str]) -> None:
+    """Write the tensors of `source`, some of them under other names: name → its tensor's name there."""
+    checkpoint = Checkpoint(source, read_config(source))
+    shapes = {name: checkpoint.shapes[there] for name, there in names.items()}
+    write_tensors(directory / "model.safetensors", shapes, lambda name: checkpoint.floats(names[name]), lambda _: None)
+
+
+@pytest.mark.parametrize(("dtype", "shards"), [("float32", 1), ("bfloat16", 3)])
+def test_a_head_of_its_own_is_used_though_the_config_ties_it_as_in_transformers(
+    tmp_path: Path, dtype: DType, shards: int
+) -> None:
+    untied = write_tiny_model(tmp_path / "untied", tied=False, dtype=dtype, shards=shards)
+    tied = set_tied(write_tiny_model(tmp_path / "tied", tied=False, dtype=dtype, shards=shards))
+    expected, found = load_weights(untied, read_config(untied)), load_weights(tied, read_config(tied))
+    np.testing.assert_array_equal(found.head, expected.head)
+    np.testing.assert_array_equal(found.embedding, expected.embedding)
+    converted = prepare(tied, tmp_path / "cache", lambda _: None)
+    np.testing.assert_array_equal(load_weights(converted, read_config(converted)).head, expected.head)
+
+
+def test_a_tied_model_that_stores_the_same_matrix_twice_or_its_head_alone_has_one(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", tied=False)
+    names = {name: name for name in Checkpoint(source, read_config(source)).shapes}
+    directory = set_tied(write_tiny_model(tmp_path / "tied"))
+    store(directory, source, {**names, HEAD: EMBEDDING})
+    twice = load_weights(directory, read_config(directory))
+    assert twice.head is twice.embedding
+    del names[EMBEDDING]
+    store(directory, source, names)
+    alone = load_weights(directory, read_config(directory))
+    assert alone.head is alone.embedding
+    np.testing.assert_array_equal(alone.embedding, Checkpoint(source, read_config(source)).floats(HEAD))
+
+
+def test_a_head_that_no_engine_could_use_is_passed_over_in_a_tied_model(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", tied=False)
+    names = {name: name for name in Checkpoint(source, read_config(source)).shapes}
+    directory = set_tied(write_tiny_model(tmp_path / "tied"))
+    store(directory, source, {**names, HEAD: "model.norm.weight"})
+    weights = load_weights(directory, read_config(directory))
+    assert weights.head is weights.embedding
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
