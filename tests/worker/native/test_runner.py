@@ -108,7 +108,7 @@ def test_the_facts_are_those_of_the_directory(tiny: NativeRunner) -> None:
     facts = tiny.facts
     assert facts.kv_layout == KvLayout("float32", 2, 2, 16, 16)
     assert (facts.capacity_blocks, facts.block_size, facts.vocab_size) == (32, 16, 320)
-    assert facts.eos_token_ids == (0, 2)
+    assert facts.eos_token_ids == (2, 0)
     assert facts.grammars
     assert facts.biases
     assert facts.min_tokens
