@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from shared.errors import ModelError
+from shared.regular_file import open_regular_file
 
 CONFIG_LIMIT_BYTES = 1 << 20
 """The maximum size of a file of settings; known models have up to 10 KB."""
@@ -37,20 +37,12 @@ def open_model_file(path: Path) -> BinaryIO:
 def _opened(path: Path) -> BinaryIO | None:
     """Open a file. Return None if there is none. Raise ModelError."""
     try:
-        # A pipe that nothing writes to would hold a plain open() up for ever.
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    except IsADirectoryError:
-        raise ModelError(f"{path}: not a regular file") from None
+        return open_regular_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as wrong:
-        raise ModelError(f"{path}: {wrong.strerror}") from None
-    except ValueError as wrong:  # the path comes from a model card and may contain anything
-        raise ModelError(f"{str(path)!r}: {wrong}") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ModelError(f"{path}: not a regular file")
-    return file
+    except OSError as wrong:  # the path comes from a model card and may contain anything
+        named = str(path) if str(path).isprintable() else repr(str(path))
+        raise ModelError(f"{named}: {wrong.strerror}") from None
 
 
 def read_model_file(path: Path, limit_bytes: int, *, missing: bytes | None = None) -> bytes:

@@ -14,6 +14,7 @@ from deploy.local.keys_file import add_entry, line, remove_entry
 from deploy.local.table import table
 from shared.api_keys import FILE_LIMIT_BYTES, NAME, NAME_RULE, key_digest, read_keys
 from shared.errors import ConfigError
+from shared.regular_file import read_regular_file
 
 T = TypeVar("T")
 PREFIX = "hr-"
@@ -103,14 +104,9 @@ def _write_new(file: Path, text: str) -> None:
 
 def _read(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            content = opened.read(FILE_LIMIT_BYTES + 1)
+        return read_regular_file(file, FILE_LIMIT_BYTES).decode("utf-8")
     except OSError as wrong:
         raise ConfigError(f"{file}: {wrong.strerror}") from None
-    if len(content) > FILE_LIMIT_BYTES:
-        raise ConfigError(f"{file}: larger than {FILE_LIMIT_BYTES} bytes")
-    try:
-        return content.decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: not UTF-8") from None
 

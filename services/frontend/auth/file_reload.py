@@ -4,6 +4,8 @@
                ▲                                          │
                └── the former value stays in use ◀────────┘ error: logged once a minute, and a metric is 1
 
+A file must be a regular one. While a file system hangs, one thread waits for it, and the files count as stale.
+
 The bytes are compared, not the times. That works for files that are replaced, written in place, mounted or linked.
 """
 
@@ -11,18 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from msgspec import Struct, field
 from prometheus_client import Gauge
 
 from shared.errors import ConfigError
 from shared.rate_limited_log import RateLimitedLog
+from shared.regular_file import read_regular_file
 
 POLL_S = 2.0
 """Seconds between two looks at the files."""
+READ_S = 10.0
+"""Seconds after which files that are still being read count as stale."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +50,8 @@ class FileReloader(Struct, Generic[T]):
     stale: Gauge
     """A gauge that is 1 while the files cannot be used and the former value is."""
     _seen: list[bytes] = []
+    _reading: asyncio.Future[tuple[list[bytes], T] | None] | None = None
+    """What the thread that reads the files will return; None if there is no such thread."""
     _limited_log: RateLimitedLog = field(default_factory=RateLimitedLog)
 
     async def start(self, tasks: asyncio.TaskGroup, name: str) -> None:
@@ -58,7 +67,12 @@ class FileReloader(Struct, Generic[T]):
             raise ConfigError(f"{self.what}: {wrong}") from None
 
     async def _load(self) -> None:
-        changed = await asyncio.to_thread(self._read_if_changed)
+        reading = self._reading = self._reading or _start(self._read_if_changed)
+        await asyncio.wait((reading,), timeout=READ_S)
+        if not reading.done():  # the next call waits for the same thread
+            raise ConfigError(f"not read within {READ_S:g} s; is its file system there?")
+        self._reading = None
+        changed = reading.result()
         if changed is not None:
             self._seen, value = changed
             self.use(value)
@@ -85,10 +99,30 @@ class FileReloader(Struct, Generic[T]):
 
     def _read(self, file: Path) -> bytes:
         try:
-            with file.open("rb") as opened:
-                content = opened.read(self.limit_bytes + 1)
+            return read_regular_file(file, self.limit_bytes)
         except OSError as wrong:
             raise ConfigError(f"{file}: {wrong.strerror}") from None
-        if len(content) > self.limit_bytes:
-            raise ConfigError(f"{file}: larger than {self.limit_bytes} bytes")
-        return content
+
+
+def _start(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Begin work in a thread that the end of the process does not wait for, since a file system may hang."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(error: Exception | None, value: T | None) -> None:
+        if error is None:
+            done.set_result(cast(T, value))
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error, value = None, None
+        try:
+            value = work()
+        except Exception as wrong:  # noqa: BLE001 - raised where the future is awaited
+            error = wrong
+        with suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(settle, error, value)
+
+    threading.Thread(target=run, name="reload files", daemon=True).start()
+    return done

@@ -252,7 +252,9 @@ async def test_keys_come_and_go_while_it_runs(directory: Path, keys: KeysFile, m
         await w.workers[0].send(generate, 0, [*w.ids("whole"), 2], "stop")
         async with await running as response:
             assert response.status == 200, "what runs goes on"
-        keys.path.write_text("this is no keys' file")
+        broken = keys.path.with_name("broken")
+        broken.write_text("this is no keys' file")
+        broken.rename(keys.path)  # in place it could be seen empty, which refuses all keys
         await w.counted("headrace_inflight_requests", 0)
         await stale(w, 1)
         await until(BOB, 200)

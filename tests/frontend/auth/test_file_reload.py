@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -102,7 +103,7 @@ async def test_two_files_are_one_thing(tmp_path: Path) -> None:
     assert numbers.used.all == [2, 6]
 
 
-@pytest.mark.parametrize("how", ["broken", "gone", "a directory", "huge"])
+@pytest.mark.parametrize("how", ["broken", "gone", "a directory", "huge", "a pipe", "a device"])
 async def test_a_file_that_cannot_be_read_keeps_the_former_value_in_use_and_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -117,13 +118,18 @@ async def test_a_file_that_cannot_be_read_keeps_the_former_value_in_use_and_is_l
                 file.write_text("one")
             case "a directory":
                 file.mkdir()
+            case "a pipe":
+                os.mkfifo(file)
+            case "a device":
+                file.symlink_to("/dev/zero")
             case "huge":
                 file.write_text("1" * (LIMIT_BYTES + 1))
         await until(numbers, stale=True)
         assert numbers.used.all == [1]
         if file.is_dir():
             file.rmdir()
-        file.write_text("2")
+        (tmp_path / "new").write_text("2")
+        (tmp_path / "new").rename(file)
         await numbers.used.at_least(2)
         await until(numbers, stale=False)
     [error] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
@@ -151,3 +157,26 @@ async def test_a_file_that_is_again_what_it_was_is_logged_too(
 async def test_a_file_that_cannot_be_read_at_the_start_ends_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^numbers: .*file: No such file or directory$"):
         await Followers(tmp_path / "file").followed.load()
+
+
+async def test_a_file_system_that_hangs_makes_the_files_stale_and_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parsing stands for reading: both are in the thread."""
+    file, answers = tmp_path / "file", threading.Event()
+    file.write_text("1")
+    numbers = Followers(file)
+    await numbers.followed.load()
+    make, numbers.followed.parse = numbers.followed.parse, lambda contents: answers.wait() and make(contents)
+    monkeypatch.setattr(file_reload, "READ_S", 0.02)
+    async with running(numbers, monkeypatch):
+        file.write_text("2")
+        await until(numbers, stale=True)
+        threads = [each for each in threading.enumerate() if each.name == "reload files"]
+        assert [each.daemon for each in threads] == [True], "one waits, and the process can end without it"
+        answers.set()
+        await numbers.used.at_least(2)
+        await until(numbers, stale=False)
+    assert numbers.used.all == [1, 2]
+    [error] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert "not read within 0.02 s" in error
