@@ -15,7 +15,7 @@ _KINDS = ("chatcmpl-", "cmpl-", "embd-", "msg_")
 
 def bare_id(name: str) -> str:
     """Return a request's id from what a user gives, which may be an answer's `id`."""
-    request = name.strip().strip('"')
+    request = name.strip('" \t\r\n')
     if request.startswith("resp_"):  # before the point is the frontend that keeps the response
         return request.partition(".")[2] or request
     for kind in _KINDS:

@@ -27,6 +27,7 @@ from services.frontend.ui.collector import Collector
 from services.frontend.ui.files import HEADERS, PATH, PageFile, page_files
 from services.frontend.ui.pages import Pages
 from shared.errors import HeadraceError, InvalidRequest, Unavailable
+from shared.request_names import bare_id
 from shared.runtime.lifecycle import Runtime
 from shared.runtime.origin import OriginRule
 
@@ -134,7 +135,7 @@ def _asked_for(request: web.Request) -> str:
     if stranger := next((name for name in request.query if name != "request"), ""):
         raise field_error(ascii(stranger[:80]), "there is no such parameter; there is `request`")
     names = request.query.getall("request", [])
-    if len(names) != 1 or not names[0].strip() or not names[0].isprintable():
+    if len(names) != 1 or not bare_id(names[0]) or not names[0].isprintable():
         raise field_error("request", "must be the id of one request")
     if len(names[0]) > REQUEST_LIMIT_CHARACTERS:
         raise field_error("request", f"has more than {REQUEST_LIMIT_CHARACTERS} characters")

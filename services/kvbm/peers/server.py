@@ -1,7 +1,8 @@
 """The port at which other machines' kvbms read blocks: a thread for each connection, which asks the event loop.
 
     thread   hello ──▶ question ──▶ loop: KvbmLender.answer ──▶ the answer, or a SendOrder: blocks from the pool
-    loop     a timer for each connection: it is cut when no question comes, or what it is sent does not go out
+    loop     a timer for each connection: it is cut when no question comes, or what it is sent does not go out;
+             silent connections make room for others
 
 A connection is closed, with all that the kernel has queued for it, before the loop is informed: from then on its slots
 may be used again.
@@ -41,8 +42,12 @@ from services.kvbm.peers.tls import PeerTls
 from shared.errors import ConfigError, ProtocolError
 from shared.rate_limited_log import RateLimitedLog
 
-HANDSHAKE_S = 10.0
-"""Seconds for TLS and the first question of a connection."""
+HANDSHAKE_S = 2.0
+"""Seconds for TLS; without it, for the first question."""
+QUESTION_S = 10.0
+"""Seconds from the end of TLS to the first question of a connection."""
+SILENT_LIMIT = 8
+"""Connections of one address that have not asked yet; one more has the oldest of them cut."""
 IDLE_S = 120.0
 """Seconds without a question, after which a connection is closed."""
 CLOSE_S = 5.0
@@ -59,8 +64,14 @@ _log = logging.getLogger(__name__)
 class _Connection(Struct, eq=False):
     number: int
     stream: PeerStream
+    host: str
+    heard_s: float
+    """When it was made, or asked last, on the loop's clock."""
+    asked: bool = False
     timer: asyncio.TimerHandle | None = None
     late: bool = False
+    leaves: bool = False
+    """Set once it is cut to make room; its thread ends soon."""
 
 
 class PeerServer:
@@ -127,10 +138,13 @@ class PeerServer:
                 self.faults.error("peers", f"cannot accept a connection: {wrong.strerror}")
                 await asyncio.sleep(_NO_CONNECTION)
                 continue
-            if len(self._connections) >= self._config.connections:
+            self._make_room(address[0])
+            places = self._config.connections
+            staying = sum(not each.leaves for each in self._connections.values())
+            if staying >= places or len(self._connections) >= 2 * places:
                 self._metrics.peer_faults.labels("lend", "full").inc()
                 self.faults.warn(
-                    "peers", f"a connection of {address[0]} was closed, as there are {len(self._connections)}"
+                    "peers", f"a connection of {address[0]} was closed, as {len(self._connections)} are in use"
                 )
                 accepted.close()
                 continue
@@ -143,10 +157,8 @@ class PeerServer:
     def _begin(self, stream: PeerStream, host: str) -> None:
         """Serve a connection in a thread. Raise RuntimeError where there can be none."""
         self._numbers += 1
-        connection = _Connection(self._numbers, stream)
-        thread = threading.Thread(
-            target=self._serve, args=(connection, host), name=f"peer-{connection.number}", daemon=True
-        )
+        connection = _Connection(self._numbers, stream, host, self._loop.time())
+        thread = threading.Thread(target=self._serve, args=(connection,), name=f"peer-{connection.number}", daemon=True)
         self._connections[connection.number] = connection
         self._none_left.clear()
         self._arm(connection, HANDSHAKE_S)
@@ -154,10 +166,28 @@ class PeerServer:
             thread.start()
         except RuntimeError:
             stream.close()
-            self._closed(connection, host, PeerFault("closed", "there can be no further thread"))
+            self._closed(connection, PeerFault("closed", "there can be no further thread"))
             raise
 
     # --- in the event loop
+
+    def _make_room(self, host: str) -> None:
+        """Cut the oldest connection without a question if an address has too many of them, and one that has been idle
+        longest if all places are taken: those without a question first. None that sends is cut."""
+        there = [each for each in self._connections.values() if not each.leaves]
+        silent = [each for each in there if not each.asked and each.host == host]
+        if len(silent) >= SILENT_LIMIT:
+            self._leave(silent[0], "the address has too many that do not ask")
+        elif len(there) >= self._config.connections:
+            idle = [each for each in there if not self.lender.loans.is_busy(each.number)]
+            if idle:
+                self._leave(min(idle, key=lambda each: (each.asked, each.heard_s)), "another one needs its place")
+
+    def _leave(self, connection: _Connection, why: str) -> None:
+        self._metrics.peer_faults.labels("lend", "full").inc()
+        self.faults.warn("peers", f"a connection of {connection.host} was cut: {why}")
+        connection.leaves = True
+        connection.stream.cut()
 
     def _cut(self, number: int) -> None:
         connection = self._connections.get(number)
@@ -175,6 +205,7 @@ class PeerServer:
 
     def _answer(self, connection: _Connection, body: bytes) -> PeerAnswer | SendOrder | None:
         question = PEER_QUESTION.decode(body)
+        connection.asked, connection.heard_s = True, self._loop.time()
         answer = self.lender.answer(connection.number, question)
         self._arm(connection, self._config.lend_s if isinstance(answer, SendOrder) else IDLE_S)
         if isinstance(answer, PeerRefused):
@@ -182,28 +213,34 @@ class PeerServer:
             self.faults.warn("peers", f"a peer was refused: {answer.reason}")
         return answer
 
-    def _closed(self, connection: _Connection, host: str, fault: PeerFault) -> None:
+    def _hello(self, connection: _Connection) -> PeerAnswer:
+        if self._tls is not None:
+            self._arm(connection, QUESTION_S)
+        return self.lender.hello()
+
+    def _closed(self, connection: _Connection, fault: PeerFault) -> None:
         if connection.timer is not None:
             connection.timer.cancel()
         self._connections.pop(connection.number, None)
         sending = self.lender.loans.is_busy(connection.number)
         self.lender.closed(connection.number)
-        if sending or fault.code != "closed":  # an idle connection may be closed at any time
+        expected = fault.code == "closed" and not sending  # an idle connection may be closed at any time
+        if not (expected or connection.leaves):
             code = "late" if connection.late and fault.code == "closed" else fault.code
             self._metrics.peer_faults.labels("lend", code).inc()
-            self.faults.warn("peers", f"the connection of {host} was closed: {code}: {fault}")
+            self.faults.warn("peers", f"the connection of {connection.host} was closed: {code}: {fault}")
         if not self._connections:
             self._none_left.set()
 
     # --- in a connection's thread
 
-    def _serve(self, connection: _Connection, host: str) -> None:
+    def _serve(self, connection: _Connection) -> None:
         stream = connection.stream
         fault = PeerFault("closed", "closed")
         try:
             if self._tls is not None:
                 stream.encrypt(self._tls.lender, server=True)
-            stream.send_frame(PEER_ANSWER.encode(self._in_loop(self.lender.hello)))
+            stream.send_frame(PEER_ANSWER.encode(self._in_loop(lambda: self._hello(connection))))
             while True:
                 body = stream.receive_frame(QUESTION_BYTES_MOST)
                 answer = self._in_loop(lambda body=body: self._answer(connection, body))  # type: ignore[misc]
@@ -224,7 +261,7 @@ class PeerServer:
         finally:
             stream.close()
             with suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._closed, connection, host, fault)
+                self._loop.call_soon_threadsafe(self._closed, connection, fault)
 
     def _send(self, stream: PeerStream, order: SendOrder) -> None:
         summed: dict[int, int] = {}

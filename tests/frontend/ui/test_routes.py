@@ -158,6 +158,8 @@ async def test_without_a_router_that_answers_a_decision_is_503(directory: Path) 
         ("request=a&request=b", "request"),
         ("request=%00", "request"),
         ("request=" + "x" * (REQUEST_LIMIT_CHARACTERS + 1), "request"),
+        ("request=%22", "request"),
+        ("request=%20%22%20%22%20", "request"),
         ("request=a&evil=1", "'evil'"),
     ],
 )

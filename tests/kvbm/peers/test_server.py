@@ -225,12 +225,45 @@ async def test_garbage_ends_a_connection_and_nothing_else(tmp_path: Path, garbag
         assert faults(store, "garbage", "lend") + faults(store, "closed", "lend") == 1
 
 
-async def test_a_connection_beyond_the_bound_is_closed(tmp_path: Path) -> None:
-    async with lender(tmp_path, replace(PEERS, connections=1)) as (store, _), client(store):
+async def test_a_connection_beyond_the_bound_is_closed_if_none_is_idle(tmp_path: Path) -> None:
+    async with lender(tmp_path, replace(PEERS, connections=1)) as (store, _), client(store) as one:
+        await one.borrow()
         with pytest.raises(PeerFault):
             async with client(store):
                 pass
         assert faults(store, "full", "lend") == 1
+
+
+async def test_the_connection_that_is_idle_longest_makes_room_for_another(tmp_path: Path) -> None:
+    question = Count(1, LAYOUT.digest, b"".join(keys(CONTENTS)))
+    async with AsyncExitStack() as opened:
+        store, _ = await opened.enter_async_context(lender(tmp_path, replace(PEERS, connections=3)))
+        asked = [await opened.enter_async_context(client(store)) for _ in range(2)]
+        for one in reversed(asked):
+            assert await one.ask(question) is not None
+        silent = await opened.enter_async_context(client(store))
+        others = [await opened.enter_async_context(client(store))]
+        await silent.closed()
+        for one in (others[0], asked[1], asked[0]):
+            await one.ask(question)
+        others.append(await opened.enter_async_context(client(store)))
+        await others[0].closed()
+        assert await asked[0].ask(question) is not None
+        assert faults(store, "full", "lend") == 2
+        assert faults(store, "closed", "lend") == 0
+
+
+async def test_silent_connections_of_one_address_keep_none_of_its_real_peers_out(tmp_path: Path) -> None:
+    async with AsyncExitStack() as opened:
+        store, _ = await opened.enter_async_context(lender(tmp_path, replace(PEERS, connections=64)))
+        silent = [await opened.enter_async_context(client(store)) for _ in range(server.SILENT_LIMIT)]
+        peer = await opened.enter_async_context(client(store))
+        await silent[0].closed()
+        await peer.borrow()
+        silent += [await opened.enter_async_context(client(store)) for _ in range(2)]
+        await silent[1].closed()
+        await peer.borrow()
+        assert faults(store, "full", "lend") == 2
 
 
 async def test_a_connection_without_a_question_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
