@@ -49,6 +49,7 @@ class CollectorSession(requests.Session):
         """
         timeout_s = options["timeout"]
         self._socket = None
+        answer = requests.Response()
         with Deadline(timeout_s, self._cut) as deadline:
             self._deadline = deadline
             try:
