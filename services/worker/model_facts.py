@@ -41,7 +41,8 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
     """Return the sizes in the model's config.json, of its text part where it has several. A `capacity_blocks` of 0
     becomes 4096. Raise ModelError."""
     file = read_config_json(directory)
-    described = ARCHITECTURES.get(str((file.outer.get("architectures") or [""])[0]))
+    named = file.outer.get("architectures")
+    described = ARCHITECTURES.get(str(named[0])) if isinstance(named, list) and named else None
     defaults = {} if described is None else described.defaults
     said = {name: value for name, value in file.settings.items() if value is not None}
     try:

@@ -143,7 +143,8 @@ def read_tokenizer_ends(directory: Path, vocab: int) -> tuple[int, ...]:
     """Return the ids of the tokens below `vocab` that end an answer as the tokenizer's files say. Raise ModelError."""
     tokenizer = read_model_json(directory / TOKENIZER, _Tokenizer, limit_bytes=FILES[TOKENIZER], missing=b"{}")
     added = {token.content: token.id for token in tokenizer.added_tokens}
-    for number, token in (read_tokenizer_config(directory).get("added_tokens_decoder") or {}).items():
+    decoder = read_tokenizer_config(directory).get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
         if number.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
             added.setdefault(token["content"], int(number))
     ends = list(end_of_turn_ids(added))

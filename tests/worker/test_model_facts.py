@@ -42,6 +42,15 @@ def test_the_ends_of_generation_config_count_too_and_a_text_part_goes_first(tmp_
     assert facts(tmp_path, {"vocab_size": 9, "text_config": SOUND}).vocab_size == 300
 
 
+def test_sizes_that_a_known_architecture_leaves_out_are_those_of_transformers(tmp_path: Path) -> None:
+    found = facts(tmp_path, {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 2, "hidden_size": 64})
+    assert (found.context_length, found.vocab_size, found.embedding_size) == (32_768, 151_936, 64)
+    assert facts(tmp_path, {"architectures": ["LlamaForCausalLM"]}).eos_token_ids == (2,)
+    for names in ("LlamaForCausalLM", {"0": "x"}, [], [7], ["NewForCausalLM"]):
+        with pytest.raises(ModelError, match=r"config\.json: .*max_position_embeddings"):
+            facts(tmp_path, {"architectures": names, "vocab_size": 9})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -78,6 +78,11 @@ def refusal(sampling: Sampling, *, continued: int) -> str:
     return ""
 
 
+def stop_token_ids(sampling: Sampling, ends: Sequence[int]) -> list[int]:
+    """Return the tokens at which vLLM stops: the request's, and the model's `ends` unless the request ignores them."""
+    return [*dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else ends)))]
+
+
 def to_sampling_params(sampling: Sampling, *, continued: int, ends: Sequence[int] = ()) -> Any:
     """Return vllm.SamplingParams, whose outputs are new token ids only. Its limits count from the attempt's first
     token, ours from the request's. `ends` are the tokens that end an answer unless it ignores its end; vLLM by itself
@@ -96,8 +101,7 @@ def to_sampling_params(sampling: Sampling, *, continued: int, ends: Sequence[int
     given: dict[str, Any] = {}
     for row in ROWS.values():
         given |= row(sampling, continued)
-    if not sampling.ignore_eos:
-        given["stop_token_ids"] = [*dict.fromkeys((*given["stop_token_ids"], *ends))]
+    given["stop_token_ids"] = stop_token_ids(sampling, ends)
     param = "sampling"
     try:
         params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA, detokenize=False)

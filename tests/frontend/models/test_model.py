@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def test_a_template_file_wins_and_tokens_may_be_objects(copy: Path) -> None:
     model = load_model(card_of(copy), copy)
     assert model.template is not None
     assert model.template.render([]) == "new<b>"
+
+
+def test_named_and_added_tokens_of_other_files_are_the_tokenizers_and_the_templates(copy: Path) -> None:
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    mark = file["added_tokens"].pop()["content"]
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    (copy / "tokenizer_config.json").write_text('{"chat_template": "{{ eos_token }}"}')
+    (copy / "special_tokens_map.json").write_text(json.dumps({"eos_token": mark}))
+    model = load_model(card_of(copy), copy)
+    assert model.template is not None
+    assert model.template.render([]) == mark
+    [token] = model.tokenizer.encode(mark, add_special_tokens=False).ids
+    assert model.tokenizer.id_to_token(token) == mark
+    assert model.token_bytes.bytes_of(token) == b""
 
 
 def test_another_tokenizer_than_the_workers_is_refused(directory: Path, copy: Path) -> None:

@@ -175,3 +175,5 @@ def test_added_tokens_that_only_tokenizer_config_has_count_too(tmp_path: Path) -
     )
     assert read_tokenizer_ends(directory, 320) == (300,)
     assert read_tokenizer_ends(directory, 300) == ()
+    (directory / "tokenizer_config.json").write_text('{"added_tokens_decoder": ["<|eot_id|>"]}')
+    assert read_tokenizer_ends(directory, 320) == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import fields
 
-from services.worker.vllm.sampling import ROWS, refusal, seed_for
+from services.worker.vllm.sampling import ROWS, refusal, seed_for, stop_token_ids
 from shared.messages import Sampling
 
 
@@ -25,3 +25,8 @@ def test_what_cannot_be_continued_is_refused() -> None:
     assert refusal(Sampling(max_tokens=5), continued=5).startswith("sampling.max_tokens: ")
     assert refusal(Sampling(max_tokens=5, grammar="start: /a/"), continued=0) == ""
     assert refusal(Sampling(max_tokens=5, grammar="start: /a/"), continued=1).startswith("sampling.grammar: ")
+
+
+def test_an_answer_of_vllm_ends_at_all_ends_of_the_model_unless_the_request_ignores_them() -> None:
+    assert stop_token_ids(Sampling(max_tokens=5, stop_token_ids=(7, 2)), (2, 0)) == [7, 2, 0]
+    assert stop_token_ids(Sampling(max_tokens=5, stop_token_ids=(7,), ignore_eos=True), (2, 0)) == [7]
