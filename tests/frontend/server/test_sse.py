@@ -66,7 +66,7 @@ async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 def texts(events: bytes) -> list[str]:
     """Return the text of each event of a completion."""
-    *shown, done, rest = events.decode().split("\n\n")
+    *shown, done, rest = (event for event in events.decode().split("\n\n") if not event.startswith(":"))
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in shown]
 
@@ -246,7 +246,7 @@ async def test_an_error_after_the_headers_is_an_event_of_the_doors_api(directory
 
 
 async def test_an_error_that_comes_soon_is_a_status_also_for_a_stream(directory: Path) -> None:
-    async with world(directory) as w, clients(w) as (_, http):
+    async with world(directory, http=HttpConfig()) as w, clients(w) as (_, http):
         for worker in w.workers:
             worker.answer = lambda one: Refused(one.request, one.attempt, "overloaded", "full")
         for path, asked, _ in DOORS.values():
