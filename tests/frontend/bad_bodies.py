@@ -190,7 +190,10 @@ BAD_BODIES = [
     _chat("129 tools", "tools", tools=[_tool(f"a{at}") for at in range(129)]),
     _chat("a tool without a function", "tools[0].function", tools=[{"type": "function"}]),
     _chat("a tool without a type", "tools[0].type", tools=[{"function": {"name": "a"}}]),
-    _chat("a custom tool", "tools[0].type", code=_NOT_SERVED, tools=[{"type": "custom", "custom": {"name": "a"}}]),
+    _chat("a custom tool", "tools", code=_NOT_BUILT, tools=[{"type": "custom", "custom": {"name": "a"}}]),
+    _chat("a custom tool without itself", "tools[0].custom", tools=[{"type": "custom", "function": {"name": "a"}}]),
+    _chat("a custom tool's bad name", "tools[0].custom.name", tools=[{"type": "custom", "custom": {"name": "a b"}}]),
+    _chat("custom tools of one name", "tools[1].custom.name", tools=[{"type": "custom", "custom": {"name": "a"}}] * 2),
     _chat("a tool without a name", "tools[1].function.name", tools=[_tool("a"), {"type": "function", "function": {}}]),
     *(
         _chat(f"the name {name[:9]!r}", "tools[3].function.name", tools=[*map(_tool, "abc"), _tool(name)])
@@ -210,9 +213,7 @@ BAD_BODIES = [
     _chat("a tool required of none", "tool_choice", tool_choice="required"),
     _chat("a tool required of a model without", "tools", code=_NOT_BUILT, tools=[_tool("a")], tool_choice="required"),
     _chat("an unknown tool_choice", "tool_choice", tool_choice="perhaps"),
-    _chat(
-        "another tool_choice", "tool_choice.type", code=_NOT_SERVED, tools=[_tool("a")], tool_choice={"type": "custom"}
-    ),
+    _chat("another tool_choice", "tool_choice.custom", tools=[_tool("a")], tool_choice={"type": "custom"}),
     _chat("a format beside calls", "response_format", code=_NOT_BUILT, tool_choice="required", response_format=_ANY),
     _chat("parallel_tool_calls no flag", "parallel_tool_calls", parallel_tool_calls=2),
     _chat("a word that the template has not", "chat_template_kwargs.x", code=_NOT_BUILT, chat_template_kwargs={"x": 1}),

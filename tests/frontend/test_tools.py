@@ -144,6 +144,35 @@ async def test_calls_stream_in_openais_chunks(templated: Templated) -> None:
         assert [(call.function.name, call.function.arguments) for call in calls] == added_up(chunks)["tool_calls"]
 
 
+async def test_a_custom_tool_is_called_with_a_text_streamed_and_not(templated: Templated) -> None:
+    grammar = {"syntax": "regex", "definition": "[+-].*\\n"}
+    patch: Any = {
+        "type": "custom",
+        "custom": {"name": "patch", "description": "Patches.", "format": {"type": "grammar", "grammar": grammar}},
+    }
+    async with world(templated(TEMPLATE), grammars=True) as w, clients(w) as (client, _):
+        w.say('<tool_call>{"name": "patch", "arguments": {"input": "+\\"ü\\n"}}</tool_call>')
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=[patch])
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.type == "custom"
+        assert (call.custom.name, call.custom.input) == ("patch", '+"ü\n')
+        assert "[+-].*" in w.workers[0].generates.all[-1].sampling.grammar
+        assert "The input follows this regex grammar" in w.latest_prompt()
+        pieces = [
+            piece
+            for chunk in await chunks_of(client, tools=[patch])
+            for choice in chunk.choices
+            for piece in choice.delta.tool_calls or []
+        ]
+        assert (pieces[0].index, pieces[0].type) == (0, "custom")
+        written = [(piece.model_extra or {})["custom"] for piece in pieces]
+        assert "".join(piece["input"] for piece in written) == '+"ü\n'
+        assert [piece["name"] for piece in written if "name" in piece] == ["patch"]
+        choice: Any = {"type": "custom", "custom": {"name": "patch"}}
+        await client.chat.completions.create(model=MODEL, messages=HELLO, tools=[patch, *TOOLS], tool_choice=choice)
+        assert "get_time" not in w.workers[0].generates.all[-1].sampling.grammar
+
+
 async def test_a_conversation_with_calls_and_results_goes_through_the_template(templated: Templated) -> None:
     async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
         w.say(CALL)

@@ -51,10 +51,12 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("top_logprobs", "top_logprobs needs include"),
     ("previous_response_id", ""),
     # tools
-    (r"tools(\.function|\.tools)?\.name", ".*: there are two tools"),
+    (r"tools(\.function|\.custom|\.tools)?\.name", ".*: there are two tools"),
     (r"tools(\.function|\.tools)?\.parameters", ".*: (nested deeper|longer) than"),
     (r"tools(\.function|\.tools)?\.parameters\..*", ".*"),
     ("tools", "tools: longer than"),
+    (r"tools\.(function|custom)|tool_choice\.(function|custom)", ".*missing required field"),
+    (r"tools(\.tools|\.custom|\.function)?\.format", ".*"),
     (r"tools(\.tools)?\.type", ".*(are not served|no other namespace)"),
     (r"tool_choice(\.tools)?", ".*: (there are no tools|there is no tool|allowed_tools needs|Object|Expected)"),
     (r"tool_choice(\.tools)?\.type", ".*are not served"),

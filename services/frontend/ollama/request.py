@@ -210,6 +210,9 @@ def as_chat(
             fields["messages"] = [*system, {"role": "user", "content": request.prompt or ""}]
         else:
             messages = list(_messages(request.messages or ()))
+            for at, tool in enumerate(request.tools or ()):
+                if tool.custom is not None:
+                    raise field_error(f"tools[{at}].type", "Ollama's API has no custom tools", "unsupported_value")
             fields |= {"messages": messages, "tools": request.tools}
             last = messages[-1]
             if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:

@@ -161,19 +161,27 @@ class FunctionCall(Struct, frozen=True):
     arguments: str
 
 
+class CustomCall(Struct, frozen=True):
+    name: str | UnsetType
+    input: str
+
+
 class ToolCall(Struct, frozen=True):
     """A call of a tool. In chunks, only the first piece of a call has its id, type and name."""
 
     index: int | UnsetType
     id: str | UnsetType
     type: str | UnsetType
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
 
     @staticmethod
     def of_piece(piece: CallPiece) -> ToolCall:
-        if piece.name:
-            return ToolCall(piece.index, piece.id, "function", FunctionCall(piece.name, piece.arguments))
-        return ToolCall(piece.index, UNSET, UNSET, FunctionCall(UNSET, piece.arguments))
+        name, kind = piece.name or UNSET, "custom" if piece.custom else "function"
+        called = ToolCall(piece.index, piece.id or UNSET, kind if piece.name else UNSET)
+        if piece.custom:
+            return replace(called, custom=CustomCall(name, piece.arguments))
+        return replace(called, function=FunctionCall(name, piece.arguments))
 
 
 class ChatDelta(Struct, frozen=True):

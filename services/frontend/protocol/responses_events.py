@@ -230,6 +230,20 @@ class ArgumentsDelta(_InItem, frozen=True, tag="response.function_call_arguments
     sequence_number: int
 
 
+class InputDelta(_InItem, frozen=True, tag="response.custom_tool_call_input.delta"):
+    """The next text of a custom tool's input."""
+
+    delta: str
+    sequence_number: int
+
+
+class InputDone(_InItem, frozen=True, tag="response.custom_tool_call_input.done"):
+    """The complete input of a custom tool."""
+
+    input: str
+    sequence_number: int
+
+
 class TextDone(_InItem, frozen=True, tag="response.output_text.done"):
     """The whole text of a message."""
 
@@ -297,10 +311,12 @@ ResponseEvent = (
     | ThoughtDelta
     | SummaryDelta
     | ArgumentsDelta
+    | InputDelta
     | TextDone
     | ThoughtDone
     | SummaryDone
     | ArgumentsDone
+    | InputDone
     | PartDone
     | SummaryPartDone
     | ItemDone

@@ -94,7 +94,7 @@ class ClientCall(Struct, frozen=True, forbid_unknown_fields=True):
     operation: dict[str, Any] | None = None
     id: str | None = None
     status: str | None = None
-    namespace: Hint = UNSET
+    namespace: Annotated[str, Meta(max_length=256)] | None = None
     caller: Caller = UNSET
     environment: Hint = UNSET
     created_by: Hint = UNSET
@@ -330,7 +330,23 @@ class OutputCall(Struct, frozen=True, tag_field="type", tag="function_call"):
     namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputThought | OutputMessage | OutputCall
+class OutputCustomCall(Struct, frozen=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Status
+    namespace: str | UnsetType = UNSET
+
+    @property
+    def called(self) -> CalledFunction:
+        """The call as one of a function."""
+        return CalledFunction(self.name, {"input": self.input})
+
+
+OutputItem = OutputThought | OutputMessage | OutputCall | OutputCustomCall
 
 
 # --- as chat messages
@@ -361,15 +377,16 @@ def messages_of(
                 if said is not None or calls:
                     end_turn()
                 said = _said(item)
-            case PastCall() | OutputCall() | ClientCall() | McpCall():
+            case PastCall() | OutputCall() | OutputCustomCall() | ClientCall() | McpCall():
                 if len(calls) == TOOLS_LIMIT:
                     end_turn()
-                if isinstance(item, ClientCall):
+                if isinstance(item, ClientCall | OutputCustomCall):
                     called = item.called
                 else:
-                    space = "" if isinstance(item, McpCall) else item.namespace or ""
-                    name = chat_names.get((space, item.name)) or chat_name(space, item.name) if space else item.name
-                    called = CalledFunction(name, item.arguments)
+                    called = CalledFunction(item.name, item.arguments)
+                if space := "" if isinstance(item, McpCall) else item.namespace or "":
+                    name = chat_names.get((space, called.name)) or chat_name(space, called.name)
+                    called = CalledFunction(name, called.arguments)
                 call = item.id if isinstance(item, McpCall) else item.call_id
                 calls.append(Call(call, "function", called))
                 if isinstance(item, McpCall):

@@ -238,7 +238,7 @@ NAMES = names(
         r"^max_(completion_)?tokens$": "max_output_tokens",
         r"^response_format(\.json_schema)?": "text.format",
         r"^reasoning_effort$": "reasoning.effort",
-        r"^(tools\[\d+\]|tool_choice)\.function": r"\1",
+        r"^(tools\[\d*\]|tool_choice)\.function": r"\1",
         r"^messages.*$": "input",
     }
 )

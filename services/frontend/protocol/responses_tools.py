@@ -23,7 +23,16 @@ from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.structured import NamedFunction, NamedTool, ToolChoice
-from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS, TOOLS_LIMIT, Function, Tool, ToolName
+from services.frontend.protocol.tools import (
+    DESCRIPTION_LIMIT_CHARACTERS,
+    TOOLS_LIMIT,
+    AnyInput,
+    Function,
+    GrammarInput,
+    Tool,
+    ToolName,
+    custom_function,
+)
 from shared.errors import InvalidRequest
 
 Description = Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)]
@@ -50,18 +59,28 @@ def _raw(*kinds: str) -> Meta:
     return Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]})
 
 
+class CustomTool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"):
+    """A tool that takes a text."""
+
+    name: ToolName
+    description: Description | None = None
+    format: AnyInput | GrammarInput | None = None
+    allowed_callers: Callers = UNSET
+    defer_loading: Hint = UNSET
+
+
 class NamespaceTool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="namespace"):
     """A group of functions."""
 
     name: Namespace
-    tools: Annotated[list[Annotated[msgspec.Raw, _raw("FunctionTool")]], Meta(max_length=TOOLS_LIMIT)]
-    """Functions; tools of other types are ignored."""
+    tools: Annotated[list[Annotated[msgspec.Raw, _raw("FunctionTool", "CustomTool")]], Meta(max_length=TOOLS_LIMIT)]
+    """Functions and custom tools; those of other types are ignored."""
     description: Description | None = None
 
 
-ResponseTool = FunctionTool | NamespaceTool
-RESPONSE_TOOLS: tuple[type[ResponseTool], ...] = (FunctionTool, NamespaceTool)
-AnyTool = Annotated[msgspec.Raw, _raw("FunctionTool", "NamespaceTool")]
+ResponseTool = FunctionTool | CustomTool | NamespaceTool
+RESPONSE_TOOLS: tuple[type[ResponseTool], ...] = (FunctionTool, CustomTool, NamespaceTool)
+AnyTool = Annotated[msgspec.Raw, _raw("FunctionTool", "CustomTool", "NamespaceTool")]
 """A tool that is not decoded yet. Its `type` says which it is."""
 
 
@@ -113,6 +132,7 @@ class _Kind(Struct, frozen=True):
 _KIND = msgspec.json.Decoder(_Kind)
 _DECODERS: Mapping[str, msgspec.json.Decoder[ResponseTool]] = {
     "function": msgspec.json.Decoder(FunctionTool),
+    "custom": msgspec.json.Decoder(CustomTool),
     "namespace": msgspec.json.Decoder(NamespaceTool),
 }
 _ODD = re.compile(r"[^a-zA-Z0-9_-]")
@@ -135,7 +155,7 @@ def decode_tools(
     tools = [
         (f"tools[{at}]", tool) for at, raw in enumerate(given or ()) if (tool := _decoded(raw, f"tools[{at}]", ignored))
     ]
-    taken = [tool.name for _, tool in tools if isinstance(tool, FunctionTool)]
+    taken = [tool.name for _, tool in tools if not isinstance(tool, NamespaceTool)]
     found = ResponseTools([], [], {}, [tool for _, tool in tools], None)
     called: dict[str, CalledTool] = {}
     for place, tool in tools:
@@ -144,9 +164,7 @@ def decode_tools(
             if namespace is not None:
                 name = chat_name(namespace, function.name, [*taken, *called])
                 called[name] = CalledTool(function.name, namespace)
-            found.offered.append(
-                Tool("function", Function(name, function.description, function.parameters, function.strict))
-            )
+            found.offered.append(Tool("function", _function(function, name)))
             found.places.append(where)
     return _chosen(replace(found, called=called), choice)
 
@@ -165,12 +183,18 @@ def _decoded(raw: msgspec.Raw, where: str, ignored: IgnoredFields) -> ResponseTo
     return tool
 
 
+def _function(tool: FunctionTool | CustomTool, name: str) -> Function:
+    if isinstance(tool, FunctionTool):
+        return Function(name, tool.description, tool.parameters, tool.strict)
+    return custom_function(name, tool.description, tool.format if isinstance(tool.format, GrammarInput) else None)
+
+
 def _functions(
     place: str, tool: ResponseTool, ignored: IgnoredFields
-) -> Iterator[tuple[str, str | None, FunctionTool]]:
+) -> Iterator[tuple[str, str | None, FunctionTool | CustomTool]]:
     """Yield the functions of a tool, each with its place and its namespace. The first of a namespace is described with
     it. Raise InvalidRequest."""
-    if isinstance(tool, FunctionTool):
+    if not isinstance(tool, NamespaceTool):
         yield place, None, tool
         return
     about = f"{tool.description}\n\n" if tool.description else ""
@@ -221,7 +245,7 @@ def _chosen(tools: ResponseTools, choice: ResponseToolChoice | None) -> Response
 
 def _choice_name(tools: ResponseTools, choice: ChosenTool, where: str) -> str:
     """Return the name in a chat of a chosen tool. Raise InvalidRequest."""
-    if choice.type != "function":
+    if choice.type not in ("function", "custom"):
         raise not_served(f"{where}.type", choice.type)
     name = choice.name or ""
     if choice.namespace is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from services.frontend.protocol.closed_schema import closed_schema
 from services.frontend.protocol.errors import field_error
@@ -81,10 +82,19 @@ class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """The one tool that must be called."""
+    """The one tool that must be called. A custom one has its name in both fields."""
 
-    type: Literal["function"]
-    function: NamedFunction
+    type: Literal["function", "custom"]
+    function: NamedFunction = NamedFunction("")
+    custom: NamedFunction | None = None
+
+    def __post_init__(self) -> None:
+        """Set the name of a custom tool. Raise ValueError, which msgspec turns into an error of its own."""
+        is_custom = self.custom is not None
+        if is_custom != (self.type == "custom") or not (is_custom or self.function.name):
+            raise ValueError(f"Object missing required field `{self.type}`")
+        if is_custom:
+            force_setattr(self, "function", self.custom)
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool

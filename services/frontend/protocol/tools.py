@@ -1,4 +1,11 @@
-"""Tools in a request: those it offers, and their form in chat templates. Pure."""
+"""Tools in a request: those it offers, and their form in chat templates. Pure.
+
+The input of a custom tool is a text instead of a JSON object. Open models write calls as JSON. So a custom tool reaches
+the model as a function with one parameter, `input`, and what a call has there is the tool's input.
+
+    {"type": "custom", "custom": {"name": "apply_patch", …}}                ─▶ CustomFunction
+    {"name": "apply_patch", "arguments": {"input": "*** Begin Patch…"}}     ─▶ the text: tool_parsers/call_input.py
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from services.frontend.protocol.errors import field_error
 
@@ -34,11 +42,80 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether arguments must follow the schema. They always do if `tool_choice` forces a call."""
 
 
-class Tool(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of `tools`; custom tools are not built."""
+INPUT = "input"
+"""The parameter of a custom tool."""
 
-    type: Literal["function"]
-    function: Function
+
+class InputGrammar(Struct, frozen=True, forbid_unknown_fields=True):
+    """A grammar that an input follows."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)]
+
+
+class AnyInput(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """An input of any text."""
+
+
+class GrammarInput(InputGrammar, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    """An input that follows a grammar. It has the fields of a InputGrammar, inherited by msgspec."""
+
+
+class ChatGrammarInput(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    """An input that follows a grammar, with the second level that chats have."""
+
+    grammar: InputGrammar
+
+
+class CustomInput(Struct, frozen=True, forbid_unknown_fields=True):
+    """A custom tool."""
+
+    name: ToolName
+    description: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)] | None = None
+    format: AnyInput | ChatGrammarInput | None = None
+
+
+class CustomFunction(Function, frozen=True, forbid_unknown_fields=True):
+    """The function that the model knows a custom tool as."""
+
+    grammar: InputGrammar | None = None
+
+
+def custom_function(name: str, description: str | None, grammar: InputGrammar | None) -> CustomFunction:
+    """Return the function for a custom tool. With a grammar its calls are held to it."""
+    about = description or ""
+    if grammar is not None:
+        about = f"{about}\n\nThe input follows this {grammar.syntax} grammar:\n{grammar.definition}".lstrip()
+    return CustomFunction(name, about or None, input_schema(), True if grammar else None, grammar)
+
+
+def input_schema(**more: str) -> dict[str, Any]:
+    """Return the schema of the parameters; `more` is what the input's own schema has in addition."""
+    text = {"type": "string", "description": "The input of the tool, as it is.", **more}
+    return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of `tools`: a function, or a custom tool, which then has its function, too."""
+
+    type: Literal["function", "custom"]
+    function: Function = Function("")
+    custom: CustomInput | None = None
+
+    def __post_init__(self) -> None:
+        """Set the function of a custom tool. Raise ValueError, which msgspec turns into an error of its own."""
+        is_custom = self.custom is not None
+        if is_custom != (self.type == "custom") or not (is_custom or self.function.name):
+            raise ValueError(f"Object missing required field `{self.type}`")
+        if self.custom is not None:
+            form = self.custom.format
+            grammar = form.grammar if isinstance(form, ChatGrammarInput) else None
+            force_setattr(self, "function", custom_function(self.custom.name, self.custom.description, grammar))
+
+    @property
+    def place(self) -> str:
+        """The field of the tool that says what it is."""
+        return "function" if self.custom is None else "custom"
 
 
 Tools = Annotated[list[Tool], Meta(max_length=TOOLS_LIMIT)]
@@ -49,7 +126,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
     names: set[str] = set()
     left = TOOLS_LIMIT_BYTES
     for at, tool in enumerate(tools):
-        where, function = f"tools[{at}].function", tool.function
+        where, function = f"tools[{at}].{tool.place}", tool.function
         if function.name in names:
             raise field_error(f"{where}.name", f"there are two tools named {function.name!r}")
         names.add(function.name)

@@ -43,6 +43,7 @@ from services.frontend.protocol.completions import (
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.messages import text_of
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
+from services.frontend.protocol.tools import CustomFunction
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.priority import served_priority
@@ -413,6 +414,9 @@ class ServingChat(Struct, frozen=True):
             count=count_call,
             parallel=request.parallel_tool_calls is not False,
             whole=not request.stream,
+            customs=frozenset(
+                tool.function.name for tool in request.tools or () if isinstance(tool.function, CustomFunction)
+            ),
         )
         return ParsedOutput(output, AnswerParser(plan, result))
 

@@ -26,6 +26,7 @@ from services.frontend.protocol.foreign import Ended, arguments_of
 from services.frontend.protocol.responses_events import Response
 from services.frontend.protocol.responses_items import (
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputText,
@@ -44,6 +45,7 @@ _DELTAS = {
     OutputMessage: (b"output_text", b',"content_index":0', b',"logprobs":[]'),
     OutputThought: (b"reasoning_text", b',"content_index":0', b""),
     OutputCall: (b"function_call_arguments", b"", b""),
+    OutputCustomCall: (b"custom_tool_call_input", b"", b""),
 }
 """For each kind of item the name of its delta event, and that event's other fields before and after the text."""
 _SUMMARY_DELTA = (b"reasoning_summary_text", b',"summary_index":0', b"")
@@ -76,6 +78,8 @@ class _OpenItem:
             if arguments_of(text) is None:
                 status = "incomplete"  # the model did not finish it
             return replace(self.item, arguments=text, status=status)
+        if isinstance(self.item, OutputCustomCall):
+            return replace(self.item, input=text, status=status)
         if isinstance(self.item, OutputThought):
             if self.is_summary:
                 return replace(self.item, summary=[SummaryText(text)], status=status)
@@ -133,7 +137,8 @@ class ResponseWriter:
                 self._say_text(text[:before])
                 text = text[before:]
                 tool = self._called.get(piece.name) or CalledTool(piece.name)
-                self._begin(OutputCall(self._name("fc"), piece.id, tool.name, "", "in_progress", tool.namespace))
+                kind, prefix = (OutputCustomCall, "ctc") if piece.custom else (OutputCall, "fc")
+                self._begin(kind(self._name(prefix), piece.id, tool.name, "", "in_progress", tool.namespace))
             if piece.arguments:
                 assert self._open is not None, "a call's first piece begins it"
                 self._grow(self._open, piece.arguments)
@@ -192,7 +197,7 @@ class ResponseWriter:
             return self._event(grown.plain, text) if kind is OutputMessage and not (calls or delta.reasoning) else None
         if delta.reasoning:
             return self._event(grown.plain, delta.reasoning) if kind is OutputThought and not calls else None
-        if len(calls) == 1 and not calls[0].name and kind is OutputCall:
+        if len(calls) == 1 and not calls[0].name and kind in (OutputCall, OutputCustomCall):
             return self._event(grown.plain, calls[0].arguments)
         return None
 
@@ -242,6 +247,8 @@ class ResponseWriter:
             case OutputThought(content=[thought]):
                 self._say(events.ThoughtDone(item.id, index, thought.text, self._sequence))
                 self._say(events.PartDone(item.id, index, thought, self._sequence))
+            case OutputCustomCall():
+                self._say(events.InputDone(item.id, index, item.input, self._sequence))
             case OutputCall():
                 self._say(events.ArgumentsDone(item.id, index, item.name, item.arguments, self._sequence))
         self._items.append(item)

@@ -9,6 +9,7 @@ The text is llguidance's JSON: a list of grammars, of which the first is the sta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan
 from services.frontend.protocol.structured import Constraint, ConstraintPart, json_grammar
-from services.frontend.protocol.tools import Tool
+from services.frontend.protocol.tools import CustomFunction, InputGrammar, Tool, input_schema
+from services.frontend.structured.lark_regex import NotRegular, lark_regex
 from services.frontend.tool_parsers import lark, reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.parser import ParsePlan
@@ -150,7 +152,11 @@ def _calls(
     how: lark.AnswerKind = "any" if content is None else "or"
     if forced:
         how = "one" if named is not None or request.parallel_tool_calls is False else "some"
-    places = {tool.function.name: f"tools[{at}].function.parameters" for at, tool in enumerate(tools)}
+    places = {
+        tool.function.name: f"tools[{at}].{tool.place}."
+        + ("format" if isinstance(tool.function, CustomFunction) else "parameters")
+        for at, tool in enumerate(tools)
+    }
     calls = [
         lark.CallableTool(
             tool.function.name, _arguments(tool, places[tool.function.name], ignored, forced=forced, close=close)
@@ -175,9 +181,26 @@ def _arguments(tool: Tool, where: str, ignored: IgnoredFields, *, forced: bool, 
     parameters = tool.function.parameters
     if not forced and not tool.function.strict:
         return None
+    if isinstance(tool.function, CustomFunction):
+        return _input(tool.function.grammar, where, ignored)
     if not parameters:
         return NO_ARGUMENTS
     return {"type": "object", "properties": {}, **structured.grammar_schema(parameters, where, ignored, close=close)}
+
+
+def _input(grammar: InputGrammar | None, where: str, ignored: IgnoredFields) -> dict[str, Any]:
+    """Return the schema of a custom tool's arguments. A grammar that no regular expression can stand for is ignored.
+    Raise InvalidRequest."""
+    if grammar is None:
+        return input_schema()
+    try:
+        regex = lark_regex(grammar.definition) if grammar.syntax == "lark" else grammar.definition
+    except NotRegular as why:
+        if ignored.refuse:
+            raise field_error(where, f"the grammar is not served: {why}") from None
+        ignored.add(re.sub(r"\[\d+\]", "[]", where))
+        return input_schema()
+    return input_schema(pattern=f"^(?:{regex})$")
 
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

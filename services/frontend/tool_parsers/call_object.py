@@ -76,16 +76,19 @@ def _arguments(reader: TextReader, result: ParseResult, call: _Call) -> Reading[
         yield from json_text.value(reader, result.add_arguments)
         call.has_arguments = True
     else:
-        call.arguments = yield from whole_arguments(reader)
+        call.arguments = yield from whole_arguments(reader, takes_text=result.takes_text(call.name))
 
 
-def whole_arguments(reader: TextReader) -> Reading[str]:
-    """Read arguments in any of their forms; return them as a JSON object. Raise Malformed."""
+def whole_arguments(reader: TextReader, *, takes_text: bool = False) -> Reading[str]:
+    """Read arguments in any of their forms; return them as a JSON object. `takes_text`: a text is the tool's input.
+    Raise Malformed."""
     if (yield from reader.peek()) not in _BEGINNINGS:
         raise Malformed("malformed")
     written: list[str] = []
     yield from json_text.value(reader, written.append)
     text = "".join(written)
+    if text.startswith('"') and takes_text:
+        return f'{{"input": {text}}}'
     if text.startswith('"'):
         text = json_text.whole_value(json_text.decoded(text).strip())
     if text in _NONE:

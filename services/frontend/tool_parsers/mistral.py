@@ -58,7 +58,7 @@ def _named(reader: TextReader, result: ParseResult) -> Reading[None]:
         result.begin_call(name)
         result.add_arguments("{}")
     else:
-        arguments = yield from whole_arguments(reader)
+        arguments = yield from whole_arguments(reader, takes_text=result.takes_text(name))
         result.begin_call(name)
         result.add_arguments(arguments)
     result.end_call()

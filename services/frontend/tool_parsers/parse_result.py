@@ -21,6 +21,7 @@ from itertools import groupby
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.frontend.tool_parsers.call_input import CallInput
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 NAME = re.compile(r"[0-9A-Za-z_.-]+")
@@ -41,6 +42,8 @@ class CallPiece(Struct, frozen=True):
     """The tool's name. Only the first piece of a call has id and name."""
     content_before: int = 0
     """Characters of content before the call; only in its first piece."""
+    custom: bool = False
+    """Whether the tool takes a text, which `arguments` then are instead of JSON."""
 
 
 class CallLimitReached(Exception):
@@ -58,11 +61,12 @@ class ParseResult:
         count: Callable[[str], None] = lambda _outcome: None,
         parallel: bool = True,
         whole: bool = False,
+        customs: frozenset[str] = frozenset(),
     ) -> None:
-        """`names` are the tools of the request. `count` is called with the outcome of each attempt to parse a call:
-        complete, unfinished (the text ended), broken; or, if it is text, malformed, unknown_tool, too_long. Without
-        `parallel`, the end of the first call raises CallLimitReached. `whole`: the answer is sent when it is
-        complete."""
+        """`names` are the tools of the request, `customs` those of them that take a text. `count` is called with the
+        outcome of each attempt to parse a call: complete, unfinished (the text ended), broken; or, if it is text,
+        malformed, unknown_tool, too_long. Without `parallel`, the end of the first call raises CallLimitReached.
+        `whole`: the answer is sent when it is complete."""
         self.reader = TextReader()
         """The text that parsers read."""
         self.calls_begun = 0
@@ -70,6 +74,9 @@ class ParseResult:
         self.content_characters = self.reasoning_characters = 0
         """Characters found so far of content and of reasoning."""
         self._names = names
+        self._customs = customs
+        self._input: CallInput | None = None
+        """The input of the current call, if its tool takes a text."""
         self._draw_id = draw_id
         self._count = count
         self.parallel = parallel
@@ -145,24 +152,31 @@ class ParseResult:
                 return one
         raise Malformed("unknown_tool")
 
+    def takes_text(self, name: str) -> bool:
+        """Return whether a tool takes a text instead of an object."""
+        return name in self._customs
+
     def begin_call(self, name: str) -> None:
         """Begin a call of a tool whose name has been checked; its arguments follow."""
         if self._whole:
             self._held_text.append(self._white)
         self._white, self._open = "", True
-        self._add_piece(CallPiece(self.calls_begun, "", self._draw_id(), name, self.content_characters))
+        custom = self.takes_text(name)
+        self._input = CallInput() if custom else None
+        self._add_piece(CallPiece(self.calls_begun, "", self._draw_id(), name, self.content_characters, custom))
         self.calls_begun += 1
 
     def add_arguments(self, text: str) -> None:
         """Add characters to the arguments of the current call."""
-        self._add_piece(CallPiece(self.calls_begun - 1, text))
+        if self._input is not None:
+            text = self._input.push(text)
+        self._add_piece(CallPiece(self.calls_begun - 1, text, custom=self._input is not None))
 
     def _add_piece(self, piece: CallPiece) -> None:
+        if piece.name or piece.arguments:
+            (self._held if self._whole else self._pieces).append(piece)
         if self._whole:
-            self._held.append(piece)
             self._held_text.append(self.reader.take_marked())
-        else:
-            self._pieces.append(piece)
         self.reader.mark()
 
     def _withdraw_call(self) -> None:

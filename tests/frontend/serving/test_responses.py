@@ -273,6 +273,62 @@ async def test_functions_of_a_namespace_are_called_streamed_and_not_and_their_ca
             w.say(CALL.replace("weather", "earth__weather"))
 
 
+async def test_a_custom_tool_is_called_with_a_text_streamed_and_not_and_its_call_goes_back(
+    templated: Templated,
+) -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "+" /[a-z]+/ LF\n%import common.LF'}
+    patch: Any = {"type": "custom", "name": "patch", "description": "Patches.", "format": grammar}
+    written = 'I look.<tool_call>{"name": "patch", "arguments": {"input": "+\\"ü\\n"}}</tool_call>'
+    async with world(templated(TEMPLATE), grammars=True) as w, clients(w) as (client, _):
+        asked: Any = ASK | {"tools": [patch]}
+        w.say(written)
+        answer = await client.responses.create(**asked)
+        assert "[a-z]+" in w.workers[0].generates.all[-1].sampling.grammar
+        async with client.responses.stream(**asked) as stream:
+            told = [event async for event in stream]
+            streamed = await stream.get_final_response()
+        pieces = [event.delta for event in told if event.type == "response.custom_tool_call_input.delta"]
+        [done] = [event.input for event in told if event.type == "response.custom_tool_call_input.done"]
+        assert "".join(pieces) == done == '+"ü\n'
+        for each in (answer, streamed):
+            _, call = cast("Any", each.output)
+            assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", '+"ü\n')
+            w.say("Done.")
+            output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "patched"}
+            items: Any = [{"role": "user", "content": "hello"}, *each.output, output]
+            await client.responses.create(model=MODEL, tools=[patch], input=items)
+            by_hand = w.latest_prompt()
+            outputs: Any = [output]
+            more: Any = {"model": MODEL, "tools": [patch], "previous_response_id": each.id}
+            await client.responses.create(input=outputs, **more)
+            assert w.latest_prompt() == by_hand
+            assert '{"name": "patch", "arguments": {"input": "+\\"ü\\n"}}' in by_hand
+            assert "[tool]patched" in by_hand
+            w.say(written)
+
+
+async def test_a_grammar_that_no_text_in_json_can_be_held_to_is_ignored_and_a_wrong_one_refused(
+    templated: Templated,
+) -> None:
+    def patch(syntax: str, definition: str) -> Any:
+        grammar = {"type": "grammar", "syntax": syntax, "definition": definition}
+        return [WEATHER, {"type": "custom", "name": "patch", "format": grammar}]
+
+    async with world(templated(TEMPLATE), grammars=True) as w, clients(w) as (client, _):
+        w.say("fine")
+        nested = patch("lark", 'start: "(" start ")" | "x"')
+        raw = await client.responses.with_raw_response.create(**ASK, tools=nested)
+        assert raw.headers[IGNORED_HEADER] == "tools[].format"
+        await client.responses.create(**ASK, tools=patch("regex", "[0-9]{3}"), tool_choice="required")
+        assert "[0-9]{3}" in w.workers[0].generates.all[-1].sampling.grammar
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(**ASK, tools=patch("regex", "[0-9"))
+        assert refused.value.param == "tools[1].format"
+        choice: Any = {"type": "custom", "name": "patch"}
+        named = await client.responses.create(**ASK, tools=patch("regex", "[0-9]{3}"), tool_choice=choice)
+        assert cast("Any", named.tool_choice).name == "patch"
+
+
 async def test_tools_that_only_openai_runs_are_ignored_and_named(templated: Templated) -> None:
     async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
         w.say("fine")
