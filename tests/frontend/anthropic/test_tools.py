@@ -15,7 +15,7 @@ from services.frontend.protocol.ignored_fields import IgnoredFields
 from shared.errors import InvalidRequest
 from tests.frontend.foreign import HELLO, PLAIN, WEATHER
 
-SERVER_TOOLS = [
+SERVER_TOOLS: list[dict[str, Any]] = [
     {"type": "web_search_20250305", "name": "web_search", "max_uses": 5, "allowed_domains": ["a.example"]},
     {"type": "web_fetch_20250910", "name": "web_fetch", "citations": {"enabled": True}},
     {"type": "code_execution_20250825", "name": "code_execution"},
