@@ -6,6 +6,7 @@ is done with it. The number is an upper bound: for tokenizers that can drop any 
 
 from __future__ import annotations
 
+import unicodedata
 from math import ceil
 
 from services.frontend.output.tokenizer_json import BYTE_OF_CHARACTER, AddedToken, TokenizerJson, TokenizerStep
@@ -34,7 +35,9 @@ def characters_of_a_token(file: TokenizerJson) -> int | None:
 
 
 def _characters(token: AddedToken, joined: int) -> int:
-    return len(token.content) * (joined if token.normalized else 1)
+    if not token.normalized:
+        return len(token.content)
+    return len(unicodedata.normalize("NFKD", token.content)) * joined  # it is searched in its normal form
 
 
 def _joined(step: TokenizerStep) -> int | None:
