@@ -14,7 +14,7 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from services.frontend.models import template_trial
-from services.frontend.models.bpe_cache import WordCache, read_words, unknown_regexes
+from services.frontend.models.bpe_cache import WordCache, read_words
 from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.fim import FimTokens, read_fim_tokens
 from services.frontend.models.token_lengths import characters_of_a_token
@@ -146,11 +146,11 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
         raise ModelError(f"{path}: SHA-256 {digest[:16]}… is not the workers' {card.tokenizer_digest[:16]}…")
     template, tool_template = _templates_of_card(directory, card)  # first, since it takes least
     file = parse_tokenizer_json(content)
-    try_tokenizer(content, file, digest)
+    is_quick = try_tokenizer(content, file, digest)
     completed = complete_tokenizer(directory, content)
     if completed is not content:
         content, file = completed, parse_tokenizer_json(completed)
-        try_tokenizer(content, file)
+        is_quick = try_tokenizer(content, file)
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
@@ -185,7 +185,7 @@ def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPL
         block_size=card.block_size,
         template_digest=card.template_digest,
         characters_of_a_token=characters_of_a_token(file),
-        encodes_inline=words is not None or not unknown_regexes(file),
+        encodes_inline=is_quick,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from services.frontend.models import trial
 from services.frontend.models.model import load_model
 from services.frontend.models.template_check import main
-from services.frontend.models.tokenizer_trial import KNOWN, RUN_CHARACTERS, _verdicts, texts, try_tokenizer
+from services.frontend.models.tokenizer_trial import KNOWN, RUN_CHARACTERS, Verdict, _verdicts, texts, try_tokenizer
 from services.frontend.output.tokenizer_json import parse_tokenizer_json
 from shared.errors import ModelError
 from tests.frontend.cards import card_of
@@ -66,7 +66,7 @@ def test_a_tokenizer_with_an_unknown_regex_is_tried_once_and_never_runs_on_the_e
     monkeypatch.setattr(trial, "WALL_LIMIT_S", 0.0)
     load_model(card_of(copy), copy)
     [verdict] = _verdicts.values()
-    assert verdict == ""
+    assert verdict == Verdict()
 
 
 def test_texts_have_runs_of_what_the_regexes_name() -> None:
@@ -83,9 +83,15 @@ def test_a_tokenizer_of_a_known_form_needs_no_trial(directory: Path, monkeypatch
     assert not _verdicts
 
 
+def test_a_tokenizer_that_takes_long_for_a_short_text_does_not_run_on_the_event_loop_either(copy: Path) -> None:
+    for content, quick in (("b", True), ("b " * 40, False)):
+        with_steps(copy, normalizer={"type": "Replace", "pattern": {"String": "."}, "content": content})
+        assert load_model(card_of(copy), copy).encodes_inline == quick
+
+
 def test_verdicts_are_kept_up_to_a_bound(copy: Path) -> None:
     content = (with_steps(copy, split("x")) / "tokenizer.json").read_bytes()
-    _verdicts.update((str(number), "") for number in range(KNOWN))
+    _verdicts.update((str(number), Verdict()) for number in range(KNOWN))
     try_tokenizer(content, parse_tokenizer_json(content))
     assert len(_verdicts) == KNOWN
     assert "0" not in _verdicts
