@@ -63,6 +63,7 @@ _TRIALS: Sequence[tuple[tuple[str, ...], Sequence[Turn]]] = (
     (("text_arguments",), (_USER, _CALL, _RESULT)),
     (("calls_apart",), (_USER, _CALL, _RESULT)),
     (("calls_apart", "text_arguments"), (_USER, _CALL, _RESULT)),
+    (("content_parts",), (_USER, _CALL, _RESULT)),
     (("one_call",), (_USER, _BOTH, _RESULT, _result(_TWO, "qzend"))),
     (("answered_results",), (_USER, _CALL, _RESULT, _AGAIN)),
     (("short_ids",), (_USER, _calling(("qz-1", "qzarg")), _result("qz-1", "qzout"))),

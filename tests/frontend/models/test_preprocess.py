@@ -10,6 +10,7 @@ from tokenizers import Encoding, Tokenizer
 
 from services.frontend.models import preprocess
 from services.frontend.models.chat_template import ChatTemplate
+from services.frontend.models.message_list import TemplateRules
 from services.frontend.models.model import Model, ModelLimits, load_model
 from services.frontend.models.preprocess import (
     CHARACTERS_PER_TURN,
@@ -27,6 +28,7 @@ from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, unpack_tokens
 from tests.frontend.cards import HERMES, card_of, with_template
 from tests.frontend.pools import encode_pool
+from tests.frontend.strict_templates import LLAMA_3_1
 from tests.tiny_model import CHAT_TEMPLATE
 
 LIMITS = ModelLimits(context_length=100, vocab_size=320, grammars=False, biases=False)
@@ -215,6 +217,33 @@ async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> N
         assert "<tool_call>" in await render_chat(
             model, [{"role": "user", "content": "x"}], pool, [{"type": "function"}]
         )
+
+
+async def test_calls_in_a_history_are_rendered_by_the_template_for_tools_also_without_tools(copy: Path) -> None:
+    named = [{"name": "default", "template": "chat"}, {"name": "tool_use", "template": HERMES}]
+    model = load_model(card_of(copy), with_template(copy, named))
+    function = {"name": "look", "arguments": "{}"}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    with encode_pool() as pool:
+        assert "look" in await render_chat(model, [called], pool)
+
+
+async def test_a_list_that_a_template_refuses_against_its_rules_is_tried_as_the_strictest_takes_it(
+    directory: Path,
+) -> None:
+    model = load_model(card_of(directory), directory)
+    templates = [ChatTemplate(source, {}) for source in (LLAMA_3_1, "{{ raise_exception('for ' ~ messages|length) }}")]
+    tool = {"type": "function", "function": {"name": "look"}}
+    with encode_pool() as pool:
+        for template in templates:
+            assert template.rules == TemplateRules(one_call=template is templates[0])
+            model = msgspec.structs.replace(model, template=template, tool_template=template, tool_format="hermes")
+            asked = render_chat(model, [{"role": "system", "content": "be"}], pool, [tool])
+            if template is templates[0]:
+                assert "look" in await asked
+                continue
+            with pytest.raises(InvalidRequest, match="for 1"):  # as the client wrote it, not as it was tried then
+                await asked
 
 
 async def test_only_names_that_the_template_reads_are_taken(copy: Path) -> None:

@@ -8,10 +8,12 @@ import pytest
 
 from services.frontend.models import template_trial, trial
 from services.frontend.models.chat_template import ChatTemplate
+from services.frontend.models.message_list import TemplateRules
 from services.frontend.models.model import load_model
 from services.frontend.models.template_trial import try_template
 from shared.errors import ModelError
 from tests.frontend.cards import HERMES, card_of, with_template
+from tests.frontend.strict_templates import QWEN_3_5
 
 REAL = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
@@ -49,6 +51,7 @@ def test_a_template_whose_steps_are_small_is_used_and_may_refuse_a_conversation(
         "{{ 'x'.center(3000000000) }}",
         "{% if messages | length > 1 %}{{ 'x' | indent(2000000000) }}{% endif %}",
         "{% if tools %}{{ 'x' | center(2000000000) }}{% endif %}",
+        "{% if messages[1].role == 'system' %}{{ 'x' | center(2000000000) }}{% endif %}",
         pytest.param("{{ 1 " + "+ 1" * 1_000_000 + " }}", id="long source"),
     ],
 )
@@ -73,6 +76,11 @@ def test_what_was_not_computed_in_the_trial_is_not_computed_where_there_is_more_
 def test_a_constant_that_fits_the_trial_but_is_large_is_no_template() -> None:
     with pytest.raises(ModelError, match="compiled, it has more than"):
         try_template("{{ '' | center(1000000) }}", {})
+
+
+def test_the_trial_finds_the_rules_of_a_template_for_the_frontend() -> None:
+    compiled = try_template(QWEN_3_5, {})
+    assert compiled.rules == ChatTemplate(QWEN_3_5, {}).rules == ChatTemplate(compiled, {}).rules != TemplateRules()
 
 
 def test_a_model_with_such_a_template_is_not_loaded_whichever_of_its_templates_it_is(copy: Path) -> None:
