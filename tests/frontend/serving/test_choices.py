@@ -211,10 +211,10 @@ async def test_three_choices_are_three_requests_to_the_workers_and_one_to_the_cl
         worker = w.workers[0]
         worker.output, worker.cached_tokens = None, 16
         asking = asyncio.create_task(
-            client.chat.completions.create(model=MODEL, messages=HELLO, n=3, seed=-1, stop="!", service_tier="flex")
+            client.chat.completions.create(model=MODEL, messages=HELLO, n=3, seed=-2, stop="!", service_tier="flex")
         )
         generates = await _three(w)
-        assert [one.sampling.seed for one in generates] == [(1 << 64) - 1, 0, 1]
+        assert [one.sampling.seed for one in generates] == [(1 << 64) - 2, (1 << 64) - 1, 0]
         assert len({one.tokens for one in generates}) == 1
         name = generates[0].request.removesuffix("/0")
         assert [one.request for one in generates] == [f"{name}/{index}" for index in range(3)]
