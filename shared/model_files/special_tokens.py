@@ -35,7 +35,7 @@ _GEMMA = {
     "pad_token": "<pad>",
     "mask_token": "<mask>",
 }
-_GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+_GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 _OF_CLASS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"Qwen2Tokenizer": _QWEN, "GemmaTokenizer": _GEMMA, "GPT2Tokenizer": _GPT2}
 )
