@@ -198,6 +198,12 @@ def test_the_models_former_field_is_name() -> None:
             _ = decode(OllamaShowRequest, msgspec.json.encode(one)).asked
 
 
+def test_a_custom_tool_is_refused_since_ollama_has_none() -> None:
+    with pytest.raises(InvalidRequest, match="has no custom tools") as wrong:
+        chat(tools=[{"type": "custom", "custom": {"name": "patch"}}])
+    assert wrong.value.param == "tools[0].type"
+
+
 def test_options_lose_their_decimals_where_ollama_drops_them() -> None:
     asked, ignored = chat(options={"top_k": 40.9, "seed": 7.0, "num_predict": -1.5, "temperature": 1})
     assert (asked.top_k, asked.seed, asked.max_tokens, asked.temperature, ignored) == (40, 7, None, 1, ())
