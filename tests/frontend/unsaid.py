@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 UNSAID: tuple[tuple[str, str], ...] = (
-    (".*", ".*Expected `.*int.*`, got `float`"),  # 5.0 is an integer to JSON Schema
     ("model", ""),  # which are served
     ("deadline_s|Headrace-Deadline-S", ".*: a deadline of"),
     ("priority", "priority: .* is lower than"),
@@ -18,7 +17,9 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("top_logprobs", "top_logprobs needs logprobs: true"),
     ("max_tokens", "max_tokens and max_completion_tokens contradict"),
     ("ignore_eos", "ignore_eos: cannot be combined"),
-    ("enable_thinking", "enable_thinking: .* contradicts it"),
+    ("enable_thinking|documents", ".*: chat_template_kwargs.* contradicts it"),
+    ("best_of", "best_of: (must not be less than n|this value is not supported)"),
+    ("stop", "stop: more than .* characters together"),
     ("guided_(json|regex|choice|grammar)|guided", "guided.*: (set exactly one of|cannot be combined)"),
     ("response_format|structured_outputs", ".*: cannot be combined with tools"),
     ("structured_outputs", "structured_outputs: (set exactly one of|cannot be combined)"),
@@ -29,6 +30,7 @@ UNSAID: tuple[tuple[str, str], ...] = (
         ".*: only allowed with messages",
     ),
     ("min_tokens", "min_tokens: .* is more than|min_tokens: not every worker"),
+    ("allowed_token_ids", "allowed_token_ids: not every worker"),
     ("truncate_prompt_tokens", "truncate_prompt_tokens: (0 would|.* is more than|cannot be combined)"),
     ("return_token_ids", "return_token_ids: the prompts of all answers"),
     ("continue_final_message", "continue_final_message: add_generation_prompt"),
@@ -61,12 +63,13 @@ UNSAID: tuple[tuple[str, str], ...] = (
     (r"tool_choice(\.tools)?", ".*: (there are no tools|there is no tool|allowed_tools needs|Object|Expected)"),
     (r"tool_choice(\.tools)?\.type", ".*are not served"),
     # what an answer is held to
+    (r"response_format\.(schema(\..*)?|json_schema)", ".*"),
     (r"response_format\.json_schema\.schema(\..*)?|text\.format(\..*)?", ".*"),
     (r"(structured_outputs\.|guided_)(json|regex|grammar|choice)(\..*)?|tools", ".*"),
     (r"reasoning_effort|reasoning\.effort|thinking_token_budget", ".*"),
     # the model, its template, its context and its workers
     ("messages|input|prompt|max_tokens|max_completion_tokens|max_output_tokens", ".*(context|tokens|empty).*"),
-    ("prompt|input|stop_token_ids|tokens|logit_bias", "token id .* is outside the vocabulary"),
+    ("prompt|input|stop_token_ids|tokens|logit_bias|allowed_token_ids", "token id .* is outside the vocabulary"),
     (r"tools|messages\.tool_calls|chat_template_kwargs\..*|messages", ".*(template|model).*"),
 )
 _PLACE = re.compile(r"\[[^\]]*\]")
