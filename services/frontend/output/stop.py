@@ -18,6 +18,7 @@ class StopScanner:
         assert all(stops), "an empty stop string would stop at once"
         self._stops = tuple(stops)
         self._include = include
+        self._longest_first = sorted(stops, key=len, reverse=True)
         self._first = frozenset(stop[0] for stop in stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
@@ -55,9 +56,19 @@ class StopScanner:
         """Return where the earliest stop string that is still possible would begin."""
         for at in range(max(0, len(text) - self._longest + 1), len(text)):
             begun = text[at:]
-            if text[at] in self._first and any(stop.startswith(begun) and stop != begun for stop in self._stops):
+            if text[at] in self._first and self._begins(begun):
                 return at
         return len(text)
+
+    def _begins(self, begun: str) -> bool:
+        """Return whether a longer stop string begins with a text. Shorter ones are not looked at, so that `_candidate`
+        compares as many as there are characters in all stop strings."""
+        for stop in self._longest_first:
+            if len(stop) <= len(begun):
+                return False
+            if stop.startswith(begun):
+                return True
+        return False
 
     def validate(self) -> None:
         """Assert the invariants."""

@@ -34,7 +34,8 @@ OTHERS = frozenset(
         *("async", "background_options", "custom", "format", "prompt_cache_breakpoint", "prompt_cache_options"),
         # Anthropic's
         *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "block_binding", "container"),
-        *("compaction", "fallback_credit_token", "fallbacks", "task_budget", "toolset_name", "user_profile_id", "workspace_id"),
+        *("compaction", "fallback_credit_token", "fallbacks", "task_budget", "toolset_name", "user_profile_id"),
+        "workspace_id",
         # Ollama's
         *("_debug_render_only", "height", "steps", "width"),
         # vLLM's and SGLang's

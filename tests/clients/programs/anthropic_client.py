@@ -119,7 +119,7 @@ def what_is_wrong_is_the_clients_error() -> None:
     ):
         refused(*bad, why, messages=[{"role": "user", "content": [block]}])
     refused(*bad, "messages: Expected", messages=[])
-    refused(*bad, "container", container="c")
+    refused(*bad, "thread", extra_body={"thread": {"type": "create"}})
     search: Any = {"type": "web_search_20250305", "name": "web_search"}
     refused(*bad, "tool_choice.name", tools=[search], tool_choice={"type": "tool", "name": "web_search"})
 

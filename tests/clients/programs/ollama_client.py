@@ -107,7 +107,7 @@ def what_is_wrong_is_the_clients_error() -> None:
     assert "does not exist" in error_of(404, model="nobody")
     assert "images are not served" in error_of(400, messages=[{"role": "user", "content": "x", "images": ["AAAA"]}])
     assert "no call of multiply" in error_of(400, messages=[{"role": "tool", "tool_name": "multiply", "content": "1"}])
-    assert "options.mirostat" in error_of(400, options={"mirostat": 1})
+    assert "options.typical_p" in error_of(400, options={"typical_p": 0.5})
     assert "think" in error_of(400, model="speaker", think=True)
     assert "API key" in error_of(401, ollama.Client(host=GUARDED))
     known = ollama.Client(host=GUARDED, headers={"Authorization": f"Bearer {KEY}"})

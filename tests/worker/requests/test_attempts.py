@@ -277,3 +277,18 @@ def test_a_least_number_of_tokens_is_refused_by_name_where_it_would_be_passed_ov
         reply, _ = attempts().admit(least(wrong), able)
         assert isinstance(reply, Refused)
         assert reply.reason == f"sampling.min_tokens: {wrong}"
+
+
+def test_allowed_tokens_are_refused_by_name_where_they_would_be_passed_over_or_are_none() -> None:
+    def allowed(packed: bytes) -> Generate:
+        return msgspec.structs.replace(generate("a"), sampling=Sampling(max_tokens=8, allowed_tokens=packed))
+
+    reply, _ = attempts().admit(allowed(pack_tokens([1])), FACTS)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.allowed_tokens: this engine does not support it")
+    able = msgspec.structs.replace(FACTS, allowed_tokens=True)
+    assert code(attempts(), allowed(pack_tokens([0, FACTS.vocab_size - 1])), able) == "accepted"
+    for wrong in (b"123", pack_tokens([FACTS.vocab_size]), pack_tokens([1] * 16385)):
+        reply, _ = attempts().admit(allowed(wrong), able)
+        assert isinstance(reply, Refused)
+        assert reply.reason == f"sampling.allowed_tokens: {len(wrong)} bytes"
