@@ -11,6 +11,7 @@ import json
 import pytest
 from msgspec import Struct
 
+from services.frontend.anthropic import blocks
 from services.frontend.anthropic import request as anthropic
 from services.frontend.anthropic import tools as anthropic_tools
 from services.frontend.ollama import request as ollama
@@ -18,6 +19,8 @@ from services.frontend.protocol import (
     chat,
     completions,
     embeddings,
+    messages,
+    parts,
     responses_items,
     responses_request,
     responses_tools,
@@ -34,10 +37,11 @@ ROLES = ("Assistant", "Developer", "Function", "System", "Tool", "User")
 STRUCTS: dict[str, dict[str, type[Struct]]] = {
     "chat": {
         "": chat.ChatRequest,
-        **dict.fromkeys([f"ChatCompletion{role}MessageParam" for role in ROLES], chat.ChatMessage),
-        "ChatCompletionContentPartTextParam": chat.TextPart,
+        **dict.fromkeys([f"ChatCompletion{role}MessageParam" for role in ROLES], messages.ChatMessage),
+        "ChatCompletionContentPartRefusalParam": parts.RefusalPart,
+        "ChatCompletionContentPartTextParam": parts.TextPart,
         "ChatCompletionFunctionToolParam": tools.Tool,
-        "ChatCompletionMessageFunctionToolCallParam": tools.Call,
+        "ChatCompletionMessageFunctionToolCallParam": messages.Call,
         "ChatCompletionNamedToolChoiceParam": structured.NamedTool,
         "ChatCompletionStreamOptionsParam": chat.StreamOptions,
         "FunctionDefinition": tools.Function,
@@ -57,9 +61,9 @@ STRUCTS: dict[str, dict[str, type[Struct]]] = {
         "Reasoning": responses_request.ReasoningConfig,
         "ResponseFormatTextJSONSchemaConfigParam": responses_request.SchemaFormat,
         "ResponseFunctionToolCallParam": responses_items.PastCall,
-        "ResponseInputTextParam": responses_items.InputText,
+        "ResponseInputTextParam": parts.InputText,
         "ResponseOutputMessageParam": responses_items.InputMessage,
-        "ResponseOutputTextParam": responses_items.PastText,
+        "ResponseOutputTextParam": parts.PastText,
         "ResponseReasoningItemParam": responses_items.PastThought,
         "ResponseTextConfigParam": responses_request.TextConfig,
         "StreamOptions": chat.StreamOptions,
@@ -74,8 +78,8 @@ STRUCTS: dict[str, dict[str, type[Struct]]] = {
         "AssistantMessageParam": anthropic.Turn,
         "JSONOutputFormatParam": anthropic.SchemaOutput,
         "OutputConfigParam": anthropic.OutputConfig,
-        "TextBlockParam": anthropic.TextBlock,
-        "ThinkingBlockParam": anthropic.ThinkingBlock,
+        "TextBlockParam": blocks.TextBlock,
+        "ThinkingBlockParam": blocks.ThinkingBlock,
         "ThinkingConfigAdaptiveParam": anthropic.ThinkingConfig,
         "ThinkingConfigDisabledParam": anthropic.ThinkingConfig,
         "ThinkingConfigEnabledParam": anthropic.ThinkingConfig,
@@ -84,8 +88,9 @@ STRUCTS: dict[str, dict[str, type[Struct]]] = {
         "ToolChoiceNoneParam": anthropic.ToolChoiceConfig,
         "ToolChoiceToolParam": anthropic.ToolChoiceConfig,
         "ToolParam": anthropic_tools.ClientTool,
-        "ToolResultBlockParam": anthropic.ToolResultBlock,
-        "ToolUseBlockParam": anthropic.ToolUseBlock,
+        "ToolResultBlockParam": blocks.ToolResultBlock,
+        "CompactionBlockParam": blocks.CompactionBlock,
+        "ToolUseBlockParam": blocks.ToolUseBlock,
         "UserMessageParam": anthropic.Turn,
     },
     "count_tokens": {"": anthropic.CountTokensRequest},

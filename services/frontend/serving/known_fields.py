@@ -33,7 +33,8 @@ OTHERS = frozenset(
         # OpenAI's
         *("async", "background_options", "custom", "format", "prompt_cache_breakpoint", "prompt_cache_options"),
         # Anthropic's
-        *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "block_binding", "container"),
+        *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "block_binding"),
+        *("encrypted_content", "signature", "tool_changes"),
         *("compaction", "fallback_credit_token", "fallbacks", "task_budget", "toolset_name", "user_profile_id"),
         "workspace_id",
         # Ollama's
