@@ -59,7 +59,7 @@ def _rewritten(schema: Any, dropped: list[str]) -> Any:
         return schema
     found: dict[str, Any] = {}
     for written, value in schema.items():
-        word: str = _RENAMED.get(written, written)
+        word = str(_RENAMED.get(written, written))
         if word in _DATA:
             found[word] = value
         elif word in _OF_NAMES and isinstance(value, dict):

@@ -129,19 +129,19 @@ def response_format_constraint(
 ) -> Constraint | None:
     """Return the constraint of `response_format`; None if any text is allowed. `close`: whether objects in schemas are
     closed. Note the keywords of a schema that are ignored. Raise InvalidRequest."""
+    where = "response_format.schema"
     match asked:
         case None | TextFormat():
             return None
-        case JsonObjectFormat(None):
-            return Constraint(json_grammar({"type": "object"}), "response_format")
-        case JsonSchemaFormat(None, None):
-            raise field_error("response_format.json_schema", "needed for type json_schema")
-        case JsonSchemaFormat(JsonSchema() as named):
-            where = "response_format.json_schema.schema"
-            return Constraint(_schema(named.schema or {}, where, ignored, close=close), where)
-        case JsonObjectFormat(schema) | JsonSchemaFormat(None, schema):
-            where = "response_format.schema"
-            return Constraint(_schema(schema or {}, where, ignored, close=close), where)
+        case JsonObjectFormat(schema):
+            if schema is None:
+                return Constraint(json_grammar({"type": "object"}), "response_format")
+        case JsonSchemaFormat(named, schema):
+            if named is not None:
+                schema, where = named.schema or {}, "response_format.json_schema.schema"
+            elif schema is None:
+                raise field_error("response_format.json_schema", "needed for type json_schema")
+    return Constraint(_schema(schema, where, ignored, close=close), where)
 
 
 def structured_outputs_constraint(
