@@ -79,7 +79,7 @@ def a_real_model_is_held_to_a_call_and_to_a_schema() -> None:
 
 def a_text_streams_and_stops() -> None:
     asked: Any = {"model": "echo", "max_tokens": 99, "messages": says("one, two; three"), "stop_sequences": [";", "x"]}
-    with client.messages.stream(**asked, system="Be kind.", metadata={"user_id": "u"}) as stream:
+    with client.messages.stream(**asked, metadata={"user_id": "u"}) as stream:
         assert "".join(stream.text_stream) == "one, two"
         end = stream.get_final_message()
     assert (end.stop_reason, end.stop_sequence) == ("stop_sequence", ";"), end

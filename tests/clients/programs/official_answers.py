@@ -25,7 +25,7 @@ URL = sys.argv[1]
 OURS = {
     *("cached_tokens_by_tier", "reasoning_content", "token_ids", "prompt_token_ids", "id", "max_model_len"),
     *("sampling_defaults", "root", "parent", "context_length", "index", "size_vram", "expires_at", "thinking"),
-    *("store", "name"),
+    *("store", "name", "bytes"),
 }
 """Fields that an answer may have beyond the clients' types."""
 HELLO = [{"role": "user", "content": "one, two"}]

@@ -106,7 +106,6 @@ def error_of(status: int, asking: ollama.Client = client, **more: Any) -> str:
 def what_is_wrong_is_the_clients_error() -> None:
     assert "does not exist" in error_of(404, model="nobody")
     assert "images are not served" in error_of(400, messages=[{"role": "user", "content": "x", "images": ["AAAA"]}])
-    assert "no call of multiply" in error_of(400, messages=[{"role": "tool", "tool_name": "multiply", "content": "1"}])
     assert "options.typical_p" in error_of(400, options={"typical_p": 0.5})
     assert "think" in error_of(400, model="speaker", think=True)
     assert "API key" in error_of(401, ollama.Client(host=GUARDED))
