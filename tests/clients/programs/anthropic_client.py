@@ -115,7 +115,7 @@ def what_is_wrong_is_the_clients_error() -> None:
     for block, why in (
         (image, "images are not served"),
         (document, "files are not served"),
-        (result, "tool_use 'toolu_1' is not there"),
+        (result, "no tool_use 'toolu_1' is before it"),
     ):
         refused(*bad, why, messages=[{"role": "user", "content": [block]}])
     refused(*bad, "messages: Expected", messages=[])
