@@ -122,7 +122,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     top_p: chat.TopP | None = None
     top_k: chat.TopK | None = None
     cache_salt: chat.CacheName | None = None
-    """As in a chat; Anthropic has no such field."""
+    """A chat has the same; Anthropic has no such field."""
     diagnostics: Hint = UNSET
     metadata: Hint = UNSET
     service_tier: Hint = UNSET

@@ -76,7 +76,7 @@ class OllamaBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """False: one JSON object in place of lines."""
     think: bool | Literal["low", "medium", "high"] | None = None
     cache_salt: chat.CacheName | None = None
-    """As in a chat; Ollama has no such field."""
+    """A chat has the same; Ollama has no such field."""
     keep_alive: Hint = UNSET
     truncate: Hint = UNSET
     """A conversation that does not fit the context is refused."""
@@ -115,7 +115,7 @@ class OllamaEmbedRequest(Struct, frozen=True, forbid_unknown_fields=True):
     dimensions: chat.LeastTokens | None = None
     """0: as many as the model has."""
     cache_salt: chat.CacheName | None = None
-    """As in OpenAI's embeddings; Ollama has no such field."""
+    """Embeddings at OpenAI's door have the same; Ollama has no such field."""
     options: Hint = UNSET
     keep_alive: Hint = UNSET
     truncate: Hint = UNSET

@@ -47,7 +47,7 @@ class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, k
     """The text that follows the answer, so that the answer fills the gap between prompt and suffix. Empty: no
     suffix."""
     best_of: Choices | None = None
-    """As many as `n` ask for nothing, since all answers are returned; more are not built."""
+    """Number of answers to choose `n` from. `n` itself asks for nothing, since all are returned; more is not built."""
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)

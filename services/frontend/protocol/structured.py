@@ -56,7 +56,7 @@ class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
-    """The same as `json_schema.schema`, where llama.cpp and others have it."""
+    """Same as `json_schema.schema`: llama.cpp and others have it here."""
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat

@@ -27,7 +27,7 @@ async def test_keys_take_turns_at_the_threads() -> None:
     assert order == [*"aabaaa"], "the second was next when the other came"
 
 
-async def test_a_job_holds_its_place_until_it_ends_also_if_nobody_waits_for_it() -> None:
+async def test_a_job_holds_its_place_until_it_ends_also_if_no_caller_waits_for_it() -> None:
     begun, go_on, second = threading.Event(), threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as threads:
         pool = EncodePool(threads, 2).of("a")

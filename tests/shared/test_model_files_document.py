@@ -9,7 +9,7 @@ from services.worker.native.gguf_tokenizer import is_known_split
 from shared.model_files.names import FILES
 from shared.model_files.special_tokens import END_OF_TURN
 
-PAGE = (Path(__file__).parents[3] / "docs" / "model_files.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "model_files.md").read_text(encoding="utf-8")
 
 
 def test_all_files_that_are_read_are_named() -> None:
