@@ -33,6 +33,12 @@ NAME_RULE = "a name has 1 to 64 of the characters a-z, 0-9, - and _, and begins 
 """What a message says of a name that is refused."""
 _LONG = re.compile(r"[0-9A-Za-z_-]{33,}")
 """What could be a key in a parser's error message, written in place of a field's name; no field's name is as long."""
+_PATTERN = re.compile(r"^Expected `str` matching regex '.*'(?= - at `\$\.(?P<field>sha256|salt)`$)")
+_EXPECTED = {
+    "sha256": "64 digits of 0-9 and a-f",
+    "salt": "`own`, or 1 to 64 of the characters a-z, 0-9, - and _, beginning with a letter or digit",
+}
+"""A field of an entry → its form in words, for a message."""
 _MOST = 10**12
 
 _INT32_MAX = (1 << 31) - 1
@@ -74,7 +80,8 @@ def read_keys(file: bytes) -> dict[str, KeyEntry]:
         try:
             entry = msgspec.convert(given, KeyEntry)
         except msgspec.ValidationError as wrong:
-            raise ConfigError(f"{name}: {_LONG.sub('…', str(wrong))}") from None
+            said = _PATTERN.sub(lambda found: f"Expected {_EXPECTED[found['field']]}", str(wrong))
+            raise ConfigError(f"{name}: {_LONG.sub('…', said)}") from None
         if (other := owners.setdefault(entry.sha256, name)) != name:
             raise ConfigError(f"{name}: this is the same key as that of {other}")
         entries[name] = entry

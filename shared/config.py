@@ -27,6 +27,7 @@ from msgspec.structs import FieldInfo, fields
 from shared.errors import ConfigError
 
 PREFIX = "HEADRACE_"
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
 SECRETS = ("password", "token")
 """The names of fields that no flag sets."""
 
@@ -60,6 +61,13 @@ class DiscoveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The TTL of a lease in etcd, in seconds; at least 2."""
 
 
+def check_hosts(hosts: Iterable[str]) -> None:
+    """Raise ValueError for an entry of a setting `hosts` that equals no header `Host`, such as a URL."""
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise ValueError(f"hosts: {host} is no host name such as llm.example, without scheme, port and path")
+
+
 class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The address of /live, /health and /metrics, and of KV events. A frontend serves them on its API's port too."""
 
@@ -78,6 +86,10 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The least level that is logged: debug, info, warning or error. `headrace log` changes it at run time."""
     log_format: Literal["text", "json"] = "text"
     """The form of a line: text, `name=value` pairs; json, one object."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which becomes a ConfigError, for a name that no client asks for."""
+        check_hosts(self.hosts)
 
 
 class TraceConfig(Struct, frozen=True, forbid_unknown_fields=True):

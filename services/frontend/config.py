@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from services.frontend.tool_parsers.formats import FormatName, ReasoningName
-from shared.config import ServiceConfig
+from shared.config import ServiceConfig, check_hosts
 from shared.runtime.origin import ANY_ORIGIN
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{1,31}://([a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
@@ -65,6 +65,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
                 wrong = f"{origin} is neither * nor an origin such as https://example.org, http://x:3000 or app://x"
                 raise ValueError(f"cors_origins: {wrong}")
+        check_hosts(self.hosts)
 
 
 class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,6 +83,10 @@ class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
     hosts: tuple[str, ...] = ()
     """Host names by which browsers may reach the page, in addition to `http.hosts`, addresses, localhost and names
     without a dot. If the API needs keys, any name is accepted."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which becomes a ConfigError, for a name that no browser asks for."""
+        check_hosts(self.hosts)
 
     def place(self, *, keys: bool) -> Literal["off", "api", "port"]:
         """Return where the page is; `keys`: whether the API needs them."""

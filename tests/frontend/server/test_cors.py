@@ -86,3 +86,15 @@ def test_origins_are_taken_from_the_settings(origin: str) -> None:
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="cors_origins: "):
         load(FrontendConfig, environ={"HEADRACE_HTTP_CORS_ORIGINS": origin})
+
+
+@pytest.mark.parametrize("table", ["HTTP", "UI", "OBSERVE"])
+@pytest.mark.parametrize("host", ["https://llm.example", "llm.example:8443", "llm.example/", "*.example", "*"])
+def test_a_name_of_the_host_that_no_client_asks_for_is_refused(table: str, host: str) -> None:
+    with pytest.raises(ConfigError, match=r"hosts: .* is no host name such as llm\.example"):
+        load(FrontendConfig, environ={f"HEADRACE_{table}_HOSTS": host})
+
+
+def test_names_of_the_host_are_taken_from_the_settings() -> None:
+    config = load(FrontendConfig, environ={"HEADRACE_HTTP_HOSTS": "LLM.example, box, 10.1.2.3, [::1]"})
+    assert config.http.hosts == ("LLM.example", "box", "10.1.2.3", "[::1]")
