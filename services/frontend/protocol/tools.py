@@ -20,7 +20,10 @@ from services.frontend.protocol.errors import field_error
 
 TOOLS_LIMIT = 128
 """OpenAI's limit of tools in one request."""
-DESCRIPTION_LIMIT_CHARACTERS = 16 << 10
+DESCRIPTION_LIMIT_CHARACTERS = 128 << 10
+"""Characters of the description of one tool. Claude Code has one of 19,000."""
+INPUT_GRAMMAR_LIMIT_CHARACTERS = 16 << 10
+"""Characters of the grammar of a custom tool's input."""
 SCHEMA_LIMIT_BYTES = 64 << 10
 """Bytes of the JSON Schema of one tool's parameters."""
 TOOLS_LIMIT_BYTES = 512 << 10
@@ -50,7 +53,7 @@ class InputGrammar(Struct, frozen=True, forbid_unknown_fields=True):
     """A grammar that an input follows."""
 
     syntax: Literal["lark", "regex"]
-    definition: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)]
+    definition: Annotated[str, Meta(max_length=INPUT_GRAMMAR_LIMIT_CHARACTERS)]
 
 
 class AnyInput(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):

@@ -16,6 +16,7 @@ from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.decoding import advisory_fields, fields_not_built
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.messages import messages_as_rendered
+from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
 from shared.messages import Sampling
@@ -181,6 +182,16 @@ def test_calls_are_rendered_with_their_arguments_as_they_came() -> None:
     }
     assert answered == {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "7"}
     assert thought == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+
+
+def test_a_tool_may_be_described_at_length_as_agents_do() -> None:
+    """Claude Code's tool Workflow has 18,780 characters."""
+    long = {"type": "function", "function": {"name": "f", "description": "x" * DESCRIPTION_LIMIT_CHARACTERS}}
+    assert chat(tools=[long]).tools
+    long["function"] = {"name": "f", "description": "x" * (DESCRIPTION_LIMIT_CHARACTERS + 1)}
+    with pytest.raises(InvalidRequest, match=r"tools\[0\].function.description"):
+        chat(tools=[long])
+    assert DESCRIPTION_LIMIT_CHARACTERS > 6 * 18_780
 
 
 def test_tools_are_rendered_as_they_were_given_and_not_at_all_with_tool_choice_none() -> None:
