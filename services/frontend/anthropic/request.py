@@ -148,6 +148,8 @@ NAMES = names(
     }
 )
 """The names of a chat's fields in this body."""
+_FORMER_NAMES = [*names({r"^response_format(\.json_schema)?": "output_format"}), *NAMES]
+"""The same, for a body with the former name of `output_config.format`."""
 
 
 def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: IgnoredFields) -> tuple[ChatRequest, Names]:
@@ -165,11 +167,11 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
     if continues:
         _check_continued(request.messages[-1], f"messages[{len(request.messages) - 1}].content")
     thinking = _thinking(request, support, ignored)
-    schema = request.output_format
+    schema, own_names = request.output_format, NAMES if request.output_format is None else _FORMER_NAMES
     if request.output_config is not None and request.output_config.format is not None:
         if schema not in (None, request.output_config.format):
             raise field_error("output_format", "output_config.format contradicts it")
-        schema = request.output_config.format
+        schema, own_names = request.output_config.format, NAMES
     more: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
         same = ("stream", "max_tokens", "temperature", "top_p", "top_k", "cache_salt")
@@ -185,7 +187,7 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
         **thinking,
         **more,
     )
-    table = placed(NAMES, tools.places, "input_schema")
+    table = placed(own_names, tools.places, "input_schema")
     with renaming(table):
         chat.check_chat(asked, ignored)
     return asked, table

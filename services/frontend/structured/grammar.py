@@ -146,7 +146,11 @@ def _calls(
     named = choice.function.name if isinstance(choice, structured.NamedTool) else None
     callable_ = [tool for tool in tools if named in (None, tool.function.name)]
     if not callable_:
-        wrong = "there are no tools to call" if named is None else f"there is no tool named {named!r}"
+        wrong = (
+            "there is no tool to call: none was sent, or none of them is served"
+            if named is None
+            else f"there is no tool named {named!r}"
+        )
         raise field_error("tool_choice", wrong)
     assert written is not None, "a request with tools for such a model has been refused"
     how: lark.AnswerKind = "any" if content is None else "or"

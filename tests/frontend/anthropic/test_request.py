@@ -9,7 +9,7 @@ import pytest
 
 from services.frontend.anthropic.request import CountTokensRequest, MessagesRequest, as_chat
 from services.frontend.protocol.chat import ChatRequest
-from services.frontend.protocol.foreign import ThinkingSupport, decode
+from services.frontend.protocol.foreign import ThinkingSupport, decode, name_here
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.messages import ChatMessage, messages_as_rendered
 from services.frontend.protocol.structured import JsonSchemaFormat, NamedTool
@@ -167,6 +167,18 @@ def test_a_schema_holds_the_answer() -> None:
         assert (asked.response_format.json_schema.schema, ignored) == (CITY, ())
     with pytest.raises(InvalidRequest, match=r"^output_format: "):
         chat(output_format={**form, "schema": {}}, output_config={"format": form})
+
+
+def test_errors_and_what_is_ignored_of_a_schema_have_the_name_that_the_client_wrote() -> None:
+    form = {"type": "json_schema", "schema": CITY}
+    for fields, name in (
+        ({"output_format": form}, "output_format"),
+        ({"output_config": {"format": form}}, "output_config.format"),
+        ({"output_format": form, "output_config": {"format": form}}, "output_config.format"),
+    ):
+        body = {"model": "m", "max_tokens": 5, "messages": HELLO, **fields}
+        _, table = as_chat(decode(MessagesRequest, msgspec.json.encode(body)), PLAIN, REFUSE)
+        assert name_here("response_format.json_schema.schema.format", table) == f"{name}.schema.format"
 
 
 def test_fields_about_how_and_where_an_answer_is_made_are_ignored_and_named() -> None:
