@@ -1,7 +1,8 @@
 """Parses a call written as a JSON object, {"name": …, "arguments": {…}}, with its keys in either order. Pure.
 
 The name may also be under "function", as a text or in an object that holds the whole call. Llama calls the arguments
-"parameters", other models "args" or "input". Other keys that models write ("type", "id") are ignored.
+"parameters", other models "args" or "input". Without any of these, the other members are the arguments, but for those
+that describe a call ("type", "id"), which are ignored.
 
     arguments that are missing, null, "", [] or {}       {}
     an object, also as Python writes it                  the object, character by character (json_text.py)
@@ -10,6 +11,8 @@ The name may also be under "function", as a text or in an object that holds the 
 
 from __future__ import annotations
 
+import json
+
 from services.frontend.tool_parsers import json_text
 from services.frontend.tool_parsers.lark import WHITE
 from services.frontend.tool_parsers.parse_result import ParseResult
@@ -17,6 +20,8 @@ from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 _NAMES = ("name", "function")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
+_OF_CALLS = ("type", "id", "index", "call_id", "tool_call_id", "description")
+"""Members that describe a call."""
 _NONE = ("", "null", "[]", "{}")
 """What models write for no arguments."""
 _BEGINNINGS = ("{", "[", '"', "'", "n", "N")
@@ -34,6 +39,8 @@ class _Call:
         self.arguments: str | None = None
         """The arguments that wait for the name."""
         self.has_arguments = False
+        self.others: list[str] = []
+        """The other members, which are the arguments if there are no others."""
 
 
 def call_object(reader: TextReader, result: ParseResult) -> Reading[None]:
@@ -45,7 +52,7 @@ def call_object(reader: TextReader, result: ParseResult) -> Reading[None]:
         raise Malformed("malformed")
     if not call.has_arguments:
         result.begin_call(call.name)
-        result.add_arguments(call.arguments or "{}")
+        result.add_arguments(call.arguments or "{" + ", ".join(call.others) + "}")
     result.end_call()
 
 
@@ -62,8 +69,12 @@ def _members(reader: TextReader, result: ParseResult, call: _Call) -> Reading[No
             call.name = result.tool_name((yield from json_text.short_text(reader)))
         elif key in _ARGUMENTS and call.arguments is None and not call.has_arguments:
             yield from _arguments(reader, result, call)
-        else:
+        elif key in _OF_CALLS:
             yield from json_text.value(reader, drop)
+        else:
+            written = [json.dumps(key, ensure_ascii=False), ": "]
+            yield from json_text.value(reader, written.append)
+            call.others.append("".join(written))
         if not (yield from reader.optional_spaced(",")):
             break
     if not (yield from reader.optional("}")) and not call.has_arguments:

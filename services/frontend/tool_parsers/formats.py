@@ -51,7 +51,9 @@ FORMATS: Mapping[FormatName, ToolCallFormat] = {
     "mistral": ToolCallFormat(
         mistral.parse, mistral.rules, re.compile(r"\[TOOL_CALLS\]"), mistral.MARKS, id_prefix="", id_digits=9
     ),
-    "pythonic": ToolCallFormat(pythonic.parse, pythonic.rules, re.compile(r"\[func_name1\("), pythonic.MARKS),
+    "pythonic": ToolCallFormat(
+        pythonic.parse, pythonic.rules, re.compile(r"\[func_name1\(|<function_calls>(?!(?:\\n|\s)*<)"), pythonic.MARKS
+    ),
 }
 
 

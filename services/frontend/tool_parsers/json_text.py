@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 import sys
 from collections.abc import Callable
 
@@ -22,7 +23,6 @@ KEY_LIMIT_CHARACTERS = 512
 """Characters at most, as written, of a text whose value is needed."""
 
 _PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in "\"'"}
-_HEX = re.compile(r"[0-9A-Fa-f]{4}")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -99,18 +99,24 @@ def _escape(reader: TextReader) -> Reading[str]:
     kind = yield from reader.peek()
     reader.read()
     if kind == "u":
-        digits = ""
-        for _ in range(4):
-            digits += yield from reader.peek()
-            reader.read()
-        if _HEX.fullmatch(digits) is None:
-            raise Malformed("malformed")
-        return f"\\u{digits}"
+        digits = yield from hex_digits(reader, 4)
+        return f"\\u{digits}" if len(digits) == 4 else _quoted(f"\\u{digits}")
     if not kind:
         raise Malformed("malformed")
     if kind in '"\\/bfnrt':
         return f"\\{kind}"
     return kind if kind == "'" else _quoted(f"\\{kind}")
+
+
+def hex_digits(reader: TextReader, most: int) -> Reading[str]:
+    """Read hexadecimal digits, perhaps fewer than `most`: a path such as C:\\users has none. Raise Malformed at the end
+    of the text."""
+    digits = ""
+    while len(digits) < most and (digit := (yield from reader.peek())) in string.hexdigits:
+        if not digit:
+            raise Malformed("malformed")
+        digits += reader.read()
+    return digits
 
 
 def _quoted(text: str) -> str:

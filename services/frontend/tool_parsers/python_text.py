@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 
-from services.frontend.tool_parsers.json_text import DEPTH_LIMIT, SCALAR_LIMIT_CHARACTERS
+from services.frontend.tool_parsers.json_text import DEPTH_LIMIT, SCALAR_LIMIT_CHARACTERS, hex_digits
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 _PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
@@ -19,7 +19,6 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
 _ESCAPES |= {one: one for one in "\\'\""}
-_HEX = re.compile(r"[0-9A-Fa-f]+")
 _DIGITS = {"x": 2, "u": 4, "U": 8}
 
 Out = Callable[[str], None]
@@ -86,13 +85,10 @@ def _escape(reader: TextReader) -> Reading[str]:
     reader.read()
     if kind not in _DIGITS:
         return _quoted(_ESCAPES.get(kind, "\\" + kind))
-    digits = ""
-    for _ in range(_DIGITS[kind]):
-        digits += yield from reader.peek()
-        reader.read()
-    code = int(digits, 16) if _HEX.fullmatch(digits) else -1
+    digits = yield from hex_digits(reader, _DIGITS[kind])
+    code = int(digits, 16) if len(digits) == _DIGITS[kind] else -1
     if not 0 <= code <= 0x10FFFF:
-        raise Malformed("malformed")
+        return _quoted(f"\\{kind}{digits}")
     if code > 0xFFFF:
         return chr(code)
     return f"\\u{code:04x}"  # perhaps half a surrogate pair, which only a JSON escape can express

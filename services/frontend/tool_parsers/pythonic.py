@@ -1,14 +1,19 @@
-"""Calls of Llama 4, Llama 3.2, ToolACE and OLMo 3: the answer begins with a Python list, [f(a=1, b="x"), g()]. Pure.
+"""Calls of Llama 4, Llama 3.2 and ToolACE: the answer begins with a Python list, [f(a=1, b="x"), g()]. Pure.
 
 Values are literals, passed on as JSON, character by character. Llama 4 may write <|python_start|> before the list and
-<|python_end|> after it.
+<|python_end|> after it. OLMo 3 writes calls anywhere in an answer, each in a line:
+
+    <function_calls>
+    f(a=1, b="x")
+    g()
+    </function_calls>
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.frontend.tool_parsers import lark, python_text
@@ -16,32 +21,47 @@ from services.frontend.tool_parsers.call_object import FENCE, read_fence, read_r
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
-MARKS = ("<|python_start|>", "<|python_end|>")
-_START, _END = MARKS
+MARKS = ("<|python_start|>", "<|python_end|>", "<function_calls>", "</function_calls>")
+_START, _END, _LINES, _LINES_END = MARKS
 _KEYWORD = re.compile(r"\w+")
 _KEYWORD_LIMIT_CHARACTERS = 256
 
+CallReader = Callable[[TextReader, ParseResult], Reading[None]]
+
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """Read calls, then text. An answer that does not begin with a list is text."""
+    """Read calls, then text. An answer that does not begin with a list is text, up to calls in lines."""
     yield from reader.read_white(result.add_text)
-    if (yield from reader.peek()) in ("[", "<", "`"):
-        further = yield from result.attempt_call(_first)
-        while further:
-            further = yield from reader.optional_spaced(",")
-            if further and (yield from reader.peek()) != "]":
-                further = yield from result.attempt_call(_call)
-            else:
-                further = False
-                yield from read_rest_of_calls(reader)
-                yield from reader.optional_spaced(_END)
-    yield from reader.read_rest(result.add_text)
+    first = yield from reader.peek()
+    if first in ("[", "`") or (first == "<" and not (yield from reader.goes_on_with(_LINES))):
+        yield from _calls(reader, result, _first, _END)
+    while (yield from reader.read_until(_LINES, result.add_text)):
+        yield from _calls(reader, result, _first_line, _LINES_END)
+
+
+def _calls(reader: TextReader, result: ParseResult, first: CallReader, end: str) -> Reading[None]:
+    """Read calls, with commas or, in lines, nothing between them."""
+    further = yield from result.attempt_call(first)
+    while further:
+        further = (yield from reader.optional_spaced(",")) or end == _LINES_END
+        if further and (yield from reader.peek()) not in ("", "]", "<"):
+            further = yield from result.attempt_call(_call)
+        else:
+            further = False
+            yield from read_rest_of_calls(reader)
+            yield from reader.optional_spaced(end)
 
 
 def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
     yield from reader.optional(_START)
     yield from read_fence(reader)
     yield from reader.expect_spaced("[")
+    yield from _call(reader, result)
+
+
+def _first_line(reader: TextReader, result: ParseResult) -> Reading[None]:
+    yield from reader.expect(_LINES)
+    yield from reader.optional_spaced("[")
     yield from _call(reader, result)
 
 
@@ -94,13 +114,14 @@ def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.Ans
     Arguments come in the order of the schema, and it must name all of them. Their values are JSON, which the parser
     also accepts, except for booleans, which models write as Python does. Raise lark.UnsupportedSchema.
     """
-    before, after = (f"({lark.mark_symbol(one, tokens)})? " if one in tokens else "" for one in MARKS)
+    before, after = (f"({lark.mark_symbol(one, tokens)})? " if one in tokens else "" for one in (_START, _END))
     further = lark.further('", " call', how)
     first = f"({'|'.join(re.escape(one) for one in ('[', _START))})"
     return [
-        "start: calls | TEXT" if how == "any" else "start: calls",
+        "start: calls | (upto lines)* TEXT" if how == "any" else "start: calls",
         f'calls: {before}"[" call {further} "]" {after}',
-        f"TEXT: {lark.text_pattern(not_first=lark.WHITE + FENCE + first)}",
+        f'lines: "\\n"? call ("\\n" call)* "\\n"? {lark.mark_symbol(_LINES_END, tokens)}',
+        *lark.upto(_LINES, tokens, not_first=lark.WHITE + FENCE + first),
         lark.either("call", len(calls)),
         *(rule for at, call in enumerate(calls) for rule in _call_rules(f"call_{at}", call)),
     ]

@@ -121,16 +121,20 @@ class TextReader:
         """Whether the text has ended and all of it was read."""
         return self._ended and self._at == len(self._text)
 
-    def optional(self, literal: str) -> Reading[bool]:
-        """Read `literal` if the text goes on with it; return whether it does."""
+    def goes_on_with(self, literal: str) -> Reading[bool]:
+        """Return whether the text goes on with `literal`, which is not read."""
         while True:
             here = self._text[self._at : self._at + len(literal)]
-            if here == literal:
-                self._advance(self._at + len(literal))
-                return True
-            if self._ended or not literal.startswith(here):
-                return False
+            if here == literal or self._ended or not literal.startswith(here):
+                return here == literal
             yield
+
+    def optional(self, literal: str) -> Reading[bool]:
+        """Read `literal` if the text goes on with it; return whether it does."""
+        found = yield from self.goes_on_with(literal)
+        if found:
+            self._advance(self._at + len(literal))
+        return found
 
     def expect(self, literal: str) -> Reading[None]:
         """Read `literal`. Raise Malformed if the text does not go on with it."""

@@ -42,6 +42,10 @@ TABLE = [
     ('{"name": "get_time", "KEY": {"a": True, "b": [None, False,]}}', '{"a": true, "b": [null, false]}'),
     ('{"name": "get_time", "KEY": {"a": "it\\\'s"}}', '{"a": "it\'s"}'),
     ('{"name": "get_time", "KEY": {"a": "one\ntwo\t\\d"}}', '{"a": "one\\ntwo\\t\\\\d"}'),
+    ('{"name": "get_time", "KEY": {"a": "C:\\users\\me \\u12 \\u00e4"}}', r'{"a": "C:\\users\\me \\u12 \u00e4"}'),
+    ('{"name": "get_time", "city": "Rome"}', ROME),
+    ('{"id": "1", "type": "function", "name": "get_time", "city": "Rome", "days": 1}', '{"city": "Rome", "days": 1}'),
+    ('{"city": "Rome", "KEY": {"city": "Rome"}, "name": "get_time"}', ROME),
     ("{'name': 'get_time', 'KEY': {'a': 'say \"hi\"'}}", '{"a": "say \\"hi\\""}'),
     ('{"name": "get_time", "KEY": {"city": "Rome"}}}', ROME),
     ('{"name": "get_time", "KEY": {"city": "Rome"}}}}]', ROME),
@@ -75,6 +79,7 @@ def test_a_call_that_is_not_quite_right_is_read_wherever_the_text_is_cut(
         ("pythonic", "[functions.get_time(city='Rome',),]", ROME),
         ("pythonic", "```python\n[get_time(city='Rome')]\n```", ROME),
         ("pythonic", "[get_time(city='Rome')]]", ROME),
+        ("pythonic", r"[get_time(a='C:\users\x \u12')]", r'{"a": "C:\\users\\x \\u12"}'),
     ],
 )
 def test_so_is_one_of_a_form_of_its_own(name: FormatName, written: str, arguments: str) -> None:

@@ -22,6 +22,8 @@ from services.frontend.tool_parsers.formats import FORMATS, FormatName, detect_f
         # Qwen 3 Coder's and GLM 4.5's calls are in other formats between the same tags
         ("<tool_call>\n<function=example_function_name>\n<parameter=p>", None),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", None),
+        ("{{ '<function_calls>' + message['function_calls'] + '</function_calls>' }}", "pythonic"),
+        (r"{{ '<function_calls>\n<invoke name=' }}", None),
         ("[TOOL_CALLS] or [func_name1(a=1)]", None),
         ("{{ messages }}", None),
     ],

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from services.frontend.tool_parsers.parser import ParsePlan
 from tests.frontend.tool_parsers.transcripts import Answer, every_cut, one, text
 
 PLAN = ParsePlan("pythonic")
+LINES = "<function_calls>"
+TWO = Answer("", "", [("get_time", '{"a": 1}'), ("get_time", "{}")], ["complete", "complete"])
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,15 @@ PLAN = ParsePlan("pythonic")
         ),
         ("[get_time(a=1, 2)]", Answer(", 2)]", "", [("get_time", '{"a": 1')], ["broken"])),
         ("[get_time(a=os.getcwd())]", Answer("os.getcwd())]", "", [("get_time", '{"a": ')], ["broken"])),
-        (r"[get_time(a='\U99999999')]", Answer(r"\U99999999')]", "", [("get_time", '{"a": "')], ["broken"])),
+        (r"[get_time(a='\U99999999')]", one("get_time", r'{"a": "\\U99999999"}')),
+        (f"{LINES}\nget_time(a=1)\nget_time()\n</function_calls>", TWO),
+        (f"I look.\n{LINES}get_time(a=1)\nget_time()", replace(TWO, content="I look.\n")),
+        (f"{LINES}[get_time(a=1), get_time()]</function_calls>", TWO),
+        (f"{LINES}get_time(a=1)</function_calls> {LINES}get_time()</function_calls>", TWO),
+        (
+            f"{LINES}wether(a=1)</function_calls>",
+            Answer(f"{LINES}wether(a=1)</function_calls>", "", [], ["unknown_tool"]),
+        ),
     ],
 )
 def test_calls_are_read_wherever_the_text_is_cut(written: str, answer: Answer) -> None:

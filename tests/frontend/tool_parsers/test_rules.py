@@ -120,6 +120,9 @@ def test_pythons_arguments_come_in_order_and_those_that_are_not_required_may_be_
         assert not fits(held, written, {}), written
     one = grammar("pythonic", {"f": schema}, {}, "one")
     assert not fits(one, "[f(b=1), f(b=1)]", {})
+    free = grammar("pythonic", {"f": schema}, {}, "any")
+    assert fits(free, "Well.<function_calls>\nf(b=1)\nf(a=True, b=2)\n</function_calls> ok", {})
+    assert not fits(free, "Well.<function_calls>\nf(a=True)\n</function_calls>", {})
     tagged = grammar("pythonic", {"f": None}, TOKENS, "some")
     assert fits(tagged, '<|python_start|>[f(a="x", b=[1]), f()]<|python_end|>', TOKENS)
 
