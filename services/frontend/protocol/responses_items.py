@@ -25,7 +25,7 @@ from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.messages import Call, CalledFunction, CalledName, ChatMessage
 from services.frontend.protocol.parts import PARTS_LIMIT, Content, Unread, text_of_content
-from services.frontend.protocol.responses_tools import chat_name
+from services.frontend.protocol.responses_tools import AnyTool, chat_name
 from services.frontend.protocol.tools import TOOLS_LIMIT
 
 ITEMS_LIMIT = 4096
@@ -135,6 +135,15 @@ class McpCall(Struct, frozen=True, forbid_unknown_fields=True):
     approval_request_id: str | None = None
 
 
+class AdditionalTools(Struct, frozen=True, forbid_unknown_fields=True):
+    """Tools that the client offers from here on. They are offered as if they were in the request's `tools`."""
+
+    type: Literal["additional_tools"]
+    tools: Annotated[list[AnyTool], Meta(max_length=TOOLS_LIMIT)]
+    role: str | None = None
+    id: str | None = None
+
+
 IgnoredType = Literal[
     "code_interpreter_call",
     "compaction",
@@ -204,6 +213,7 @@ InputItem = (
     | ClientCall
     | ClientCallOutput
     | McpCall
+    | AdditionalTools
     | IgnoredItem
 )
 INPUT_ITEMS: tuple[type[InputItem], ...] = get_args(InputItem)
@@ -263,6 +273,16 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
             raise not_supported(f"{where}.summary")
         ignored.add("input[].summary")
     return item
+
+
+def added_tools(items: Iterable[InputItem]) -> list[tuple[str, msgspec.Raw]]:
+    """Return the tools that items add, each with its place in the body."""
+    return [
+        (f"input[{at}].tools[{tool}]", raw)
+        for at, item in enumerate(items)
+        if isinstance(item, AdditionalTools)
+        for tool, raw in enumerate(item.tools)
+    ]
 
 
 class _ItemId(Struct, frozen=True):
@@ -400,7 +420,7 @@ def messages_of(
             case InputMessage():
                 end_turn()
                 messages.append(ChatMessage(item.role, item.content))
-            case IgnoredItem():
+            case IgnoredItem() | AdditionalTools():
                 pass
             case ItemReference():
                 raise AssertionError("references are replaced before")

@@ -24,6 +24,7 @@ from services.frontend.protocol.responses_items import (
     ITEMS_LIMIT,
     AnyInputItem,
     InputItem,
+    added_tools,
     check_calls,
     decode_items,
     messages_of,
@@ -176,8 +177,9 @@ def decode_response(body: bytes, ignored: IgnoredFields = REFUSE) -> DecodedRequ
             if ignored.refuse:
                 raise field_error(f"include[{at}]", f"{named!r} is not supported", "unsupported_value")
             ignored.add(f"include[].{named}")
-    tools = decode_tools(request.tools, request.tool_choice, ignored)
-    asked = DecodedRequest(request, decode_items(request.input, ignored), tools)
+    items = decode_items(request.input, ignored)
+    tools = decode_tools(request.tools, request.tool_choice, ignored, added_tools(items))
+    asked = DecodedRequest(request, items, tools)
     if request.top_logprobs and not asked.wants_logprobs:
         raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
     if asked.wants_logprobs and tools.offered and request.tool_choice != "none":

@@ -149,17 +149,27 @@ def chat_name(namespace: str, name: str, taken: Sequence[str] = ()) -> str:
 
 
 def decode_tools(
-    given: Sequence[msgspec.Raw] | None, choice: ResponseToolChoice | None, ignored: IgnoredFields = REFUSE
+    given: Sequence[msgspec.Raw] | None,
+    choice: ResponseToolChoice | None,
+    ignored: IgnoredFields = REFUSE,
+    added: Sequence[tuple[str, msgspec.Raw]] = (),
 ) -> ResponseTools:
-    """Decode the tools of a request. Raise InvalidRequest, naming the field."""
-    tools = [
-        (f"tools[{at}]", tool) for at, raw in enumerate(given or ()) if (tool := _decoded(raw, f"tools[{at}]", ignored))
-    ]
+    """Decode the tools of a request. `added`: those that items of its input add, each with its place; a tool replaces
+    former ones of its name. Raise InvalidRequest, naming the field."""
+    listed = {f"tools[{at}]": raw for at, raw in enumerate(given or ())}
+    tools = [(place, tool) for place, raw in (*listed.items(), *added) if (tool := _decoded(raw, place, ignored))]
     taken = [tool.name for _, tool in tools if not isinstance(tool, NamespaceTool)]
-    found = ResponseTools([], [], {}, [tool for _, tool in tools], None)
+    found = ResponseTools([], [], {}, [tool for place, tool in tools if place in listed], None)
     called: dict[str, CalledTool] = {}
+    at_name: dict[tuple[str | None, str], int] = {}
+    """The place of each name among those offered."""
     for place, tool in tools:
         for where, namespace, function in _functions(place, tool, ignored):
+            former = at_name.setdefault((namespace, function.name), len(found.offered))
+            if former < len(found.offered) and place not in listed:
+                found.offered[former] = Tool("function", _function(function, found.offered[former].function.name))
+                found.places[former] = where
+                continue
             name = function.name
             if namespace is not None:
                 name = chat_name(namespace, function.name, [*taken, *called])

@@ -10,8 +10,10 @@ import pytest
 
 from services.frontend.protocol.chat import ChatRequest, decode_chat
 from services.frontend.protocol.foreign import with_names
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.messages import MESSAGES_LIMIT, ChatMessage
 from services.frontend.protocol.responses_request import NAMES, ResponseRequest, as_chat, decode_response
+from services.frontend.protocol.responses_tools import CalledTool
 from shared.errors import InvalidRequest
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -132,3 +134,26 @@ def test_a_conversation_has_no_more_messages_than_a_chat() -> None:
 def test_errors_about_the_chat_name_fields_of_the_response_request(param: str, here: str) -> None:
     found = with_names(InvalidRequest(f"{param}: is wrong", param=param, code="c", status=413), NAMES)
     assert (found.param, str(found), found.code, found.status) == (here, f"{here}: is wrong", "c", 413)
+
+
+def test_items_add_tools_as_codex_sends_them() -> None:
+    namespace = {"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]}
+    first = {"type": "additional_tools", "role": "developer", "id": None, "tools": [namespace]}
+    shown = {"type": "function", "name": "look", "description": "new"}
+    later = {"type": "additional_tools", "role": "developer", "tools": [shown, namespace, {"type": "web_search"}]}
+    said = [{"role": "user", "content": "hello"}]
+    ignored = IgnoredFields()
+    body = {"tools": [shown | {"description": "old"}], "input": [first, *said, later], "tool_choice": "auto"}
+    asked = decode_response(json.dumps(body).encode(), ignored)
+    assert [(tool.function.name, tool.function.description) for tool in asked.tools.offered] == [
+        ("look", "new"),
+        ("exec", None),
+    ]
+    assert list(asked.tools.called.items()) == [("exec", CalledTool("exec", "functions"))]
+    assert [tool.name for tool in asked.tools.echoed] == ["look"]
+    assert ignored.names == ("tools[].web_search",)
+    assert [message.role for message in as_chat(asked, [], ignored).messages] == ["user"]
+    bad = body | {"input": [*said, later | {"tools": [{"type": "function", "name": "a", "parameters": {"type": 1}}]}]}
+    with pytest.raises(InvalidRequest) as raised:
+        as_chat(decode_response(json.dumps(bad).encode(), ignored), [], ignored)
+    assert raised.value.param == "input[1].tools[0].parameters.type"
