@@ -215,6 +215,10 @@ def _short_id(given: str) -> str:
     return base64.b32encode(hashlib.blake2b(given.encode(), digest_size=6).digest()).decode()[:9]
 
 
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9A-Fa-f]{4})?')
+"""A backslash; with the rest of the escape if JSON has it."""
+
+
 def arguments_of(text: str) -> dict[str, Any]:
     """Return the arguments of a call as an object, which is what most templates read, and what they iterate over.
 
@@ -226,12 +230,14 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def _decoded(text: str) -> object:
-    """Decode JSON, also with raw line ends in its texts, which models write. Return None if it is none."""
+    """Decode JSON, also with raw line ends and unknown escapes in its texts, which models write. Return None if it is
+    none."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         pass
+    escaped = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", text)
     try:
-        return json.loads(text, strict=False)
+        return json.loads(escaped, strict=False)
     except (ValueError, RecursionError):
         return None

@@ -106,6 +106,7 @@ def test_messages_that_came_are_not_changed() -> None:
     [
         *(('{"a": {"b": [1]}}', {"a": {"b": [1]}}), ("", {}), ("null", {}), ("[1]", {}), ("7", {}), ('"x"', {})),
         *(('{"a": "cut o', {}), ('{"a": "line\nend"}', {"a": "line\nend"}), ('"{\\"a\\": 1}"', {"a": 1})),
+        *((r'{"a": "C:\users\\x \d \u12 \u00e4"}', {"a": r"C:\users\x \d \u12 ä"}),),
         *(('{"a":' * 100_000, {}), ("9" * 5000, {}), ("no JSON", {})),
     ],
     ids=lambda text: str(text)[:12],
