@@ -37,13 +37,14 @@ UNSAID: tuple[tuple[str, str], ...] = (
     (r"messages\.(content|tool_calls|role)", ".*(continue_final_message|cannot be continued)"),
     (r"chat_template_kwargs\..*", ".*: not a variable of requests"),
     ("logprobs", "logprobs: not every worker"),
-    ("max_tokens", "max_tokens: must be at least 1, unless echo"),
+    ("max_(completion_|output_)?tokens", ".*: must be at least 1, (unless echo|or -1)"),
     ("suffix", "suffix: "),  # texts, and a model that has marks for it
     # messages, by their roles
     (r"messages\.(tool_calls|reasoning(_content)?|refusal|function_call|tool_call_id)", ".*: only role"),
     (r"messages\.tool_call_id", ".*: the message names no call"),
     (r"messages\.tool_calls\.function", ".*: the call names no function"),
     (r"messages\.content", ".*: the message has no content"),
+    (r"messages\.content\.type", ".*: (images|files) are not served"),
     ("input", "input.* is empty|input.*: a token id in a list of inputs|input: .* more than"),
     ("dimensions|pooling", ".*"),  # the model's
     # items

@@ -78,6 +78,29 @@ class ToolReferenceBlock(IgnoredPart, frozen=True, tag_field="type", tag="tool_r
     """The name of a tool, in the result of a search for tools."""
 
 
+class ImageBlock(IgnoredPart, frozen=True, tag_field="type", tag="image"):
+    """An image, in the result of a tool. A text stands for it, and for a document."""
+
+
+class DocumentBlock(IgnoredPart, frozen=True, tag_field="type", tag="document"):
+    """A document, in the result of a tool."""
+
+
+class SearchResultBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="search_result"):
+    """A text that a tool found."""
+
+    content: Annotated[list[TextBlock], Meta(max_length=PARTS_LIMIT)]
+    source: str = ""
+    title: str = ""
+    cache_control: Hint = UNSET
+    citations: Hint = UNSET
+
+    @property
+    def text(self) -> str:
+        """The text, after where it is from."""
+        return "\n".join(filter(None, (self.title, self.source, *(block.text for block in self.content))))
+
+
 class CompactionBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="compaction"):
     """A summary of former turns, which Anthropic made; it is a text of the assistant."""
 
@@ -100,11 +123,14 @@ class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     caller: Hint = UNSET
 
 
+ResultBlock = TextBlock | ToolReferenceBlock | ImageBlock | DocumentBlock | SearchResultBlock
+
+
 class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
     """The result of a call."""
 
     tool_use_id: CallId
-    content: str | Annotated[list[TextBlock | ToolReferenceBlock], Meta(max_length=PARTS_LIMIT)] | None = None
+    content: str | Annotated[list[ResultBlock], Meta(max_length=PARTS_LIMIT)] | None = None
     is_error: Hint = UNSET
     cache_control: Hint = UNSET
 

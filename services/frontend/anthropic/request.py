@@ -18,10 +18,13 @@ from msgspec import UNSET, Meta, Struct
 from services.frontend.anthropic.blocks import (
     Block,
     CompactionBlock,
+    DocumentBlock,
+    ImageBlock,
+    ResultBlock,
+    SearchResultBlock,
     TextBlock,
     Texts,
     ThinkingBlock,
-    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -48,7 +51,7 @@ from services.frontend.protocol.messages import (
     CalledFunction,
     ChatMessage,
 )
-from services.frontend.protocol.parts import PARTS_LIMIT, joined
+from services.frontend.protocol.parts import PARTS_LIMIT, joined, unseen
 from services.frontend.protocol.structured import JsonSchema, JsonSchemaFormat, NamedFunction, NamedTool, ToolChoice
 from services.frontend.protocol.tools import (
     TOOLS_LIMIT,
@@ -247,14 +250,24 @@ def _choice(asked: ToolChoiceConfig | None, tools: OfferedTools) -> ToolChoice |
     return _CHOICES[asked.type]
 
 
-def _joined(content: str | Sequence[TextBlock | ThinkingBlock | ToolReferenceBlock], where: str) -> str:
-    """Return the text of blocks that must be texts. Raise InvalidRequest."""
+def _joined(content: str | Sequence[ThinkingBlock | ResultBlock], where: str) -> str:
+    """Return the text of blocks that must be texts or be in the result of a tool. Raise InvalidRequest."""
     if isinstance(content, str):
         return content
     for at, block in enumerate(content):
         if isinstance(block, ThinkingBlock):
             raise field_error(f"{where}[{at}].type", "only blocks of type text are served here")
-    return joined((block.text for block in content if isinstance(block, TextBlock)), "user")
+    return joined(map(_text, content), "user")
+
+
+def _text(block: ThinkingBlock | ResultBlock) -> str:
+    match block:
+        case ImageBlock() | DocumentBlock():
+            return unseen(str(block.__struct_config__.tag))
+        case TextBlock() | SearchResultBlock():
+            return block.text
+        case _:
+            return ""
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:

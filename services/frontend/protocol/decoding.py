@@ -109,6 +109,11 @@ def not_supported(field: str) -> InvalidRequest:
     return field_error(field, "this value is not supported yet", UNSUPPORTED)
 
 
+def part_not_served(field: str, kind: str) -> InvalidRequest:
+    """Return the error for a part of a message whose type is not built."""
+    return field_error(field, f"{kind}: {NOT_SERVED[kind]} are not served", "unsupported_value")
+
+
 def body_too_large(size_bytes: int | None) -> InvalidRequest:
     """Return the error for a body over the limit. `size_bytes` None: its size is not known."""
     size = "" if size_bytes is None else f" of {size_bytes} bytes"
@@ -202,6 +207,7 @@ def _allowed(type_: type, path: str) -> str:
     for step in _STEP.findall(path):
         kinds = [one for kind in kinds for inside in _inside(kind, step) for one in alternatives(inside)]
     words = {str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values}
+    words = {word for word in words if NOT_SERVED.get(word) not in ("images", "files")}  # but in results of tools
     if not words:
         return ""
     shown = sorted(words)

@@ -16,15 +16,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from services.frontend.protocol.decoding import check_not_built
+from services.frontend.protocol.decoding import check_not_built, part_not_served
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
-from services.frontend.protocol.parts import Content, Unread, text_of_content, thinking_of_content
+from services.frontend.protocol.parts import ResultContent, Unread, text_of_content, thinking_of_content, unseen_parts
 from services.frontend.protocol.tools import TOOLS_LIMIT
 
 MESSAGES_LIMIT = 4096
 
-CallId = Annotated[str, Meta(max_length=512)]
+CallId = Annotated[str, Meta(max_length=16 << 10)]
+"""The id of a call. LiteLLM's have Gemini's signature of a thought in them."""
 CalledName = Annotated[str, Meta(min_length=1, max_length=256)]
 """The name of a tool that was called. Other servers allow more than OpenAI does."""
 
@@ -50,7 +51,7 @@ class Call(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One of an assistant message's `tool_calls`."""
 
     id: CallId | None = None
-    type: Literal["function", "custom"] | None = "function"
+    type: Literal["function", "custom", ""] | None = "function"
     function: CalledFunction | None = None
     custom: CalledCustom | None = None
     index: int | None = None
@@ -82,7 +83,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     """OpenAI's roles have rules here; others are left to the chat template."""
-    content: Content | None = None
+    content: ResultContent | None = None
     name: str | None = None
     tool_calls: Calls | None = None
     """The calls that an assistant's message makes."""
@@ -118,6 +119,10 @@ def check_message(message: ChatMessage, where: str, ignored: IgnoredFields = REF
     for at, call in enumerate(message.tool_calls or ()):
         if call.function is None and call.custom is None:
             raise field_error(f"{where}.tool_calls[{at}].function", "the call names no function")
+    for at, kind in unseen_parts(message.content):
+        if message.role != "tool" or ignored.refuse:
+            raise part_not_served(f"{where}.content[{at}].type", kind)
+        ignored.add(f"{where}.content[].{kind}")
     if message.content is None and message.role in ("system", "developer", "user"):
         raise field_error(f"{where}.content", "the message has no content")
 

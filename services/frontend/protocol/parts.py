@@ -1,12 +1,13 @@
 """The parts of a message's content, as OpenAI's APIs and their clients write them. Pure.
 
 Chats write texts as `text`, /v1/responses as `input_text` and `output_text`. A refusal is a text of the assistant.
-Images, sounds and files are not built.
+Images, sounds and files are not built. In the result of a tool, which agents send again with each later request, a text
+stands for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -55,9 +56,40 @@ class ThinkingPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     signature: Unread | UnsetType = UNSET
 
 
+class ImageUrl(Struct, frozen=True, tag_field="type", tag="image_url"):
+    """An image, as chats write it."""
+
+
+class InputImage(Struct, frozen=True, tag_field="type", tag="input_image"):
+    """An image, as /v1/responses writes it."""
+
+
+class FilePart(Struct, frozen=True, tag_field="type", tag="file"):
+    """A file, as chats write it."""
+
+
+class InputFile(Struct, frozen=True, tag_field="type", tag="input_file"):
+    """A file, as /v1/responses writes it."""
+
+
+UnseenPart = ImageUrl | InputImage | FilePart | InputFile
 Part = TextPart | InputText | PastText | RefusalPart | ThinkingPart
 Content = str | Annotated[list[Part], Meta(max_length=PARTS_LIMIT)]
 """A text, or its parts."""
+ResultContent = str | Annotated[list[Part | UnseenPart], Meta(max_length=PARTS_LIMIT)]
+"""The result of a tool: a text, or its parts."""
+
+
+def unseen(kind: str) -> str:
+    """Return the text that stands for an image or a file in the result of a tool."""
+    return f"[{kind}: not shown, because this model reads text only]"
+
+
+def unseen_parts(content: ResultContent | None) -> Iterator[tuple[int, str]]:
+    """Yield the places and types of parts that the model does not see."""
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, UnseenPart):
+            yield at, str(part.__struct_config__.tag)
 
 
 def joined(texts: Iterable[str], role: str) -> str:
@@ -66,15 +98,19 @@ def joined(texts: Iterable[str], role: str) -> str:
     return ("" if role == "assistant" else "\n").join(filter(None, texts))
 
 
-def text_of_content(content: Content | None, role: str) -> str:
+def text_of_content(content: ResultContent | None, role: str) -> str:
     """Return the text of a message's content; empty if it has none."""
     if content is None or isinstance(content, str):
         return content or ""
     return joined((_text(part) for part in content), role)
 
 
-def _text(part: Part) -> str:
+def _text(part: Part | UnseenPart) -> str:
     match part:
+        case ImageUrl() | InputImage():
+            return unseen("image")
+        case FilePart() | InputFile():
+            return unseen("file")
         case RefusalPart():
             return part.refusal
         case ThinkingPart():
@@ -83,8 +119,8 @@ def _text(part: Part) -> str:
             return part.text
 
 
-def thinking_of_content(content: Content | None) -> str:
+def thinking_of_content(content: ResultContent | None) -> str:
     """Return the reasoning in a message's content."""
-    parts: Sequence[Part] = content if isinstance(content, list) else ()
+    parts: Sequence[Part | UnseenPart] = content if isinstance(content, list) else ()
     thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
     return "".join(one if isinstance(one, str) else "".join(text.text for text in one) for one in thoughts)

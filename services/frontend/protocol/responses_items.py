@@ -19,19 +19,19 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.protocol.chat_chunks import TokenLogprobs
-from services.frontend.protocol.decoding import Harmless, check_not_built, decode_body, not_supported
+from services.frontend.protocol.decoding import Harmless, check_not_built, decode_body, not_supported, part_not_served
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.messages import Call, CalledFunction, CalledName, ChatMessage
-from services.frontend.protocol.parts import PARTS_LIMIT, Content, Unread, text_of_content
+from services.frontend.protocol.parts import PARTS_LIMIT, Content, ResultContent, Unread, text_of_content, unseen_parts
 from services.frontend.protocol.responses_tools import AnyTool, chat_name
 from services.frontend.protocol.tools import TOOLS_LIMIT
 
 ITEMS_LIMIT = 4096
 """Items of one input."""
 
-CallId = Annotated[str, Meta(min_length=1, max_length=128)]
+CallId = Annotated[str, Meta(min_length=1, max_length=16 << 10)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -73,7 +73,7 @@ class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Content | None
+    output: ResultContent | None
     id: str | None = None
     status: str | None = None
     name: CalledName | None = None
@@ -268,6 +268,11 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
         if ignored.refuse:
             raise field_error(f"{where}.type", f"items of type {item.type!r} are not supported", UNSUPPORTED)
         ignored.add(f"input[].{item.type}")
+    if isinstance(item, CallOutput | ClientCallOutput):
+        for at, kind in unseen_parts(_result(item)):
+            if ignored.refuse:
+                raise part_not_served(f"{where}.output[{at}].type", kind)
+            ignored.add(f"input[].output[].{kind}")
     if isinstance(item, PastThought) and item.content and item.summary:
         if ignored.refuse:
             raise not_supported(f"{where}.summary")
@@ -416,7 +421,9 @@ def messages_of(
             case CallOutput() | ClientCallOutput():
                 end_turn()
                 answered = item.call_id or item.id
-                messages.append(ChatMessage("tool", _output(item), item.name, tool_call_id=answered))
+                messages.append(
+                    ChatMessage("tool", text_of_content(_result(item), "tool"), item.name, tool_call_id=answered)
+                )
             case InputMessage():
                 end_turn()
                 messages.append(ChatMessage(item.role, item.content))
@@ -434,16 +441,15 @@ def _said(item: InputMessage | OutputMessage) -> str:
     return text_of_content(item.content, item.role)
 
 
-_OUTPUT = msgspec.json.Decoder(Content)
+_OUTPUT = msgspec.json.Decoder(ResultContent)
 
 
-def _output(item: CallOutput | ClientCallOutput) -> str:
-    if isinstance(item, CallOutput):
-        return text_of_content(item.output, "tool")
-    if item.output is UNSET:
-        return ""
+def _result(item: CallOutput | ClientCallOutput) -> ResultContent | None:
+    """Return the result of a call; one that is neither text nor parts is JSON."""
+    if isinstance(item, CallOutput) or item.output is UNSET:
+        return item.output if isinstance(item, CallOutput) else None
     try:
-        return text_of_content(_OUTPUT.decode(item.output), "tool")
+        return _OUTPUT.decode(item.output)
     except msgspec.MsgspecError:
         return bytes(item.output).decode()
 

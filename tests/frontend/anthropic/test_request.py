@@ -256,8 +256,24 @@ def test_what_cannot_be_served_is_refused_by_its_name(fields: dict[str, Any], pa
     assert param in str(wrong)
 
 
-@pytest.mark.parametrize("kind", ["image", "document", "search_result", "x"])
-@pytest.mark.parametrize("inside", [False, True])
+def test_a_text_stands_for_an_image_or_a_document_in_a_result_and_what_was_found_is_text() -> None:
+    blocks: list[Any] = [{"type": kind, "source": {"type": "base64", "data": "AA"}} for kind in ("image", "document")]
+    found = {"type": "search_result", "source": "http://x", "title": "T", "content": [{"type": "text", "text": "a"}]}
+    turns = [
+        *(*HELLO, {"role": "assistant", "content": [USE]}),
+        {"role": "user", "content": [RESULT | {"content": [*blocks, found]}]},
+    ]
+    asked, ignored = chat(messages=turns)
+    not_shown = "not shown, because this model reads text only"
+    assert asked.messages[-1].content == f"[image: {not_shown}]\n[document: {not_shown}]\nT\nhttp://x\na"
+    assert ignored == tuple(f"messages[].content[].content[].{kind}" for kind in ("image", "document"))
+    assert refused(messages=turns).param == "messages[2].content[0].content[0].image"
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside"),
+    [*((kind, False) for kind in ("image", "document", "search_result", "x")), ("x", True)],
+)
 def test_blocks_that_are_not_served_are_refused_by_their_type(kind: str, inside: bool) -> None:
     block: Any = {"type": kind, "source": {}}
     where = "messages[0].content[1].type"

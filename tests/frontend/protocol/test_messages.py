@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.frontend.protocol.chat import decode_chat
-from services.frontend.protocol.ignored_fields import IgnoredFields
+from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.messages import messages_as_rendered
 from shared.errors import InvalidRequest
 
@@ -64,7 +64,7 @@ def test_reasoning_of_other_servers_is_reasoning(fields: dict[str, Any]) -> None
 
 
 def test_calls_of_other_servers_may_have_any_name_and_no_id_and_their_results_none_either() -> None:
-    calls = [{"function": CALLED}, {"id": "", "type": None, "function": CALLED | {"name": "functions.look:0"}}]
+    calls = [{"function": CALLED}, {"id": "", "type": "", "function": CALLED | {"name": "functions.look:0"}}]
     found = rendered(
         *(USER, assistant(content="", tool_calls=calls)),
         *({"role": "tool", "content": None}, {"role": "tool", "content": "b", "name": "functions.look:0"}),
@@ -76,6 +76,23 @@ def test_calls_of_other_servers_may_have_any_name_and_no_id_and_their_results_no
     ]
     with pytest.raises(InvalidRequest, match="no call without a result is before it"):
         rendered(USER, {"role": "tool", "content": "x"})
+
+
+@pytest.mark.parametrize(("kind", "word"), [("image_url", "image"), ("input_image", "image"), ("file", "file")])
+def test_a_text_stands_for_an_image_in_a_result_so_that_the_conversation_goes_on(kind: str, word: str) -> None:
+    parts = [{"type": "text", "text": "Look:"}, {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}]
+    messages = [USER, assistant(tool_calls=[{"id": "c" * 2000, "function": CALLED}])]
+    result = {"role": "tool", "tool_call_id": "c" * 2000, "content": parts}
+    assert (
+        rendered(*messages, result)[-1]["content"] == f"Look:\n[{word}: not shown, because this model reads text only]"
+    )
+    ignored = IgnoredFields()
+    decode_chat(json.dumps({"messages": [*messages, result]}).encode(), ignored)
+    assert ignored.names == (f"messages[].content[].{kind}",)
+    for body, by in ((result, REFUSE), (USER | {"content": parts}, ignored), (assistant(content=parts), ignored)):
+        with pytest.raises(InvalidRequest, match=r"are not served") as refused:
+            decode_chat(json.dumps({"messages": [*messages, body]}).encode(), by)
+        assert refused.value.param == "messages[2].content[1].type"
 
 
 def test_a_repeated_id_means_the_latest_call() -> None:

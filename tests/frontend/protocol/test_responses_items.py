@@ -78,6 +78,20 @@ def test_parts_are_joined_and_fields_of_an_answer_that_come_back_are_ignored() -
     assert found == ChatMessage("assistant", "ab")
 
 
+def test_a_text_stands_for_an_image_that_a_tool_shows() -> None:
+    shown = [{"type": "input_image", "image_url": "data:"}, {"type": "input_text", "text": "a"}]
+    custom = {"type": "custom_tool_call", "call_id": "b", "name": "x", "input": ""}
+    results = [output("a") | {"output": shown}, output("b") | {"type": "custom_tool_call_output", "output": shown}]
+    raw = [msgspec.Raw(json.dumps(one).encode()) for one in (call("a"), custom, *results)]
+    ignored = IgnoredFields()
+    found = messages_of(decode_items(raw, ignored))
+    assert [one.content for one in found[1:]] == ["[image: not shown, because this model reads text only]\na"] * 2
+    assert ignored.names == ("input[].output[].input_image",)
+    with pytest.raises(InvalidRequest, match="images are not served") as refused:
+        items(call("a"), results[0])
+    assert refused.value.param == "input[1].output[0].type"
+
+
 def test_a_tools_name_goes_with_its_output() -> None:
     [_, found] = messages_of(items(call("a"), output("a", name="look")))
     assert found.name == "look"
