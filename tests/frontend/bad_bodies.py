@@ -189,7 +189,6 @@ BAD_BODIES = [
     _chat("tools no list", "tools", tools={"type": "function"}),
     _chat("129 tools", "tools", tools=[_tool(f"a{at}") for at in range(129)]),
     _chat("a tool without a function", "tools[0].function", tools=[{"type": "function"}]),
-    _chat("a tool without a type", "tools[0].type", tools=[{"function": {"name": "a"}}]),
     _chat("a custom tool", "tools", code=_NOT_BUILT, tools=[{"type": "custom", "custom": {"name": "a"}}]),
     _chat("a custom tool without itself", "tools[0].custom", tools=[{"type": "custom", "function": {"name": "a"}}]),
     _chat("a custom tool's bad name", "tools[0].custom.name", tools=[{"type": "custom", "custom": {"name": "a b"}}]),

@@ -62,6 +62,8 @@ MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
 TokenCount = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+TokenLimit = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
+"""As many tokens at most; -1: as many as the context holds, as in llama.cpp and LM Studio."""
 LeastTokens = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
 TruncatedTokens = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
 Seed = Annotated[int, Meta(ge=-_INT64_MAX - 1, le=_INT64_MAX)]
@@ -111,7 +113,7 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     stop: Stops | None = None
     logit_bias: LogitBias | None = None
     """Token id in decimal → bias."""
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenLimit | None = None
     # vLLM's
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -174,7 +176,7 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
@@ -286,14 +288,17 @@ def stop_strings(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
 
 
 def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, str]:
-    """Return how many tokens the client allows (None: it does not say), and the field that says it.
+    """Return how many tokens the client allows (None: any number, or it does not say), and the field that says it.
 
-    Raise InvalidRequest if two fields contradict each other."""
-    if not isinstance(request, ChatRequest) or request.max_completion_tokens is None:
-        return request.max_tokens, "max_tokens"
-    if request.max_tokens not in (None, request.max_completion_tokens):
-        raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_tokens")
-    return request.max_completion_tokens, "max_completion_tokens"
+    Raise InvalidRequest if two fields contradict each other, or for 0 in a chat."""
+    field, limit = "max_tokens", request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        if limit not in (None, request.max_completion_tokens):
+            raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_tokens")
+        field, limit = "max_completion_tokens", request.max_completion_tokens
+    if limit == 0 and isinstance(request, ChatRequest):
+        raise field_error(field, "must be at least 1, or -1 for any number")
+    return None if limit == -1 else limit, field
 
 
 def logprobs_of(request: ChatRequest | CompletionRequest) -> int:

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-from services.frontend.protocol.chat import Choices, CommonFields, TokenId, TopLogprobs, check_common
+from services.frontend.protocol.chat import Choices, CommonFields, TokenId, TokenLimit, TopLogprobs, check_common
 from services.frontend.protocol.decoding import decode_body, not_supported, texts_or_ids
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
@@ -26,8 +24,6 @@ PROMPT_LOGPROBS_LIMIT = 1 << 18
 """The most log-probabilities of prompt tokens in one answer, counted over all prompts and choices: each token has its
 own and those of the likeliest ones. They take 8 bytes each on their way from the worker."""
 
-EchoedTokenCount = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-
 Prompt = str | Sequence[int]
 """One prompt, as a text or as token ids."""
 
@@ -37,7 +33,7 @@ class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, k
 
     prompt: str | list[TokenId | str | list[TokenId]]
     """A prompt, as a text or as token ids, or a list of prompts."""
-    max_tokens: EchoedTokenCount | None = None
+    max_tokens: TokenLimit | None = None
     """The maximum count of tokens in each answer; 0 only with `echo`, for the prompt alone."""
     logprobs: TopLogprobs | None = None
     """The count of likeliest tokens to report at each position, of the answer and with `echo` of the prompt too."""

@@ -77,7 +77,7 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """False: the response is not stored, and cannot be continued by its id."""
     stream: bool | None = None
     stream_options: chat.StreamOptions | None = None
-    max_output_tokens: chat.TokenCount | None = None
+    max_output_tokens: chat.TokenLimit | None = None
     temperature: chat.Temperature | None = None
     top_p: chat.TopP | None = None
     include: Annotated[list[chat.Label], Meta(max_length=16)] | None = None

@@ -101,7 +101,8 @@ def input_schema(**more: str) -> dict[str, Any]:
 class Tool(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One of `tools`: a function, or a custom tool, which then has its function, too."""
 
-    type: Literal["function", "custom"]
+    type: Literal["function", "custom"] = "function"
+    """Ollama's clients leave it out."""
     function: Function = Function("")
     custom: CustomInput | None = None
 

@@ -218,8 +218,22 @@ async def _continue_later(_request: web.Request) -> None:
     request has a place."""
 
 
+_POSTED = frozenset((*PATHS.values(), *FOREIGN_PATHS.values(), "/v1/models"))
 _WITHOUT_V1 = ("/models", "/chat/completions", "/completions", "/responses", "/embeddings")
 """Paths that a client of OpenAI asks for whose base URL lacks /v1."""
+
+
+def _hint(path: str) -> str:
+    """Return what the error for a path that is not there says in addition."""
+    if path in _WITHOUT_V1:
+        return f"; it is at /v1{path}: the base URL ends in /v1"
+    right = path.rstrip("/")
+    if path.startswith("/v1/v1/"):
+        right = right.removeprefix("/v1")
+        why = "the base URL of this client ends without /v1"
+    else:
+        why = "no slash comes after it"
+    return f"; it is at {right}: {why}" if right != path and right in _POSTED else ""
 
 
 @web.middleware
@@ -235,8 +249,8 @@ async def _error_bodies(request: web.Request, handler: Handler) -> web.StreamRes
         served = refusal.headers.get("Allow")
         if served is not None:
             message += f"; use {' or '.join(served.split(','))}"
-        if refusal.status == 404 and request.path in _WITHOUT_V1:
-            message += f"; it is at /v1{request.path}: the base URL ends in /v1"
+        if refusal.status == 404:
+            message += _hint(request.path)
         response = error_response(failure(refusal.status, message, "invalid_request_error"))
         if served is not None:
             response.headers["Allow"] = served

@@ -221,6 +221,8 @@ class ServingChat(Struct, frozen=True):
         max_tokens, limit_param = chat.token_limit(request)
         if max_tokens == 0:
             max_tokens = 1  # engines compute a token after each prompt; it is dropped
+        if request.max_tokens == -1:
+            default_tokens = self.config.default_max_tokens or None
         prompts = [] if isinstance(request, ChatRequest) else prompts_of(request)
         choices = (request.n or 1) * (len(prompts) or 1)
         if choices > (limit := min(self.service.limits.choices, self.service.limits.requests)):

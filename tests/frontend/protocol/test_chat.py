@@ -33,6 +33,15 @@ def test_defaults_are_openais() -> None:
     assert chats.token_limit(chat()) == (None, "max_tokens")
 
 
+def test_a_limit_of_minus_one_is_none_and_a_tool_without_a_type_is_a_function() -> None:
+    assert chats.token_limit(chat(max_tokens=-1)) == (None, "max_tokens")
+    assert chats.token_limit(chat(max_completion_tokens=-1, max_tokens=-1)) == (None, "max_completion_tokens")
+    assert (
+        chat(tools=[{"function": {"name": "a"}}]).tools
+        == chat(tools=[{"type": "function", "function": {"name": "a"}}]).tools
+    )
+
+
 def test_what_clients_add_to_a_message_is_not_decoded() -> None:
     left = {"parsed": [[]] * 3, "provider_specific_fields": {"a": {}}}
     [message] = chat(messages=[{"role": "assistant", "content": "x", **left}]).messages

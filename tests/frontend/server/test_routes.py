@@ -78,7 +78,7 @@ async def test_the_template_is_rendered_and_its_blocks_are_hashed(directory: Pat
         [generate], [select] = w.workers[0].generates.all, w.router.asked.all
         tokens = unpack_tokens(generate.tokens)
         assert w.tokenizer.decode(tokens, skip_special_tokens=False) == (
-            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhel\nlo<|im_end|>\n<|im_start|>assistant\n"
         )
         assert tokens[0] == 1
         assert unpack_hashes(select.hashes) == sequence_hashes(pack_tokens(tokens), 16)
@@ -168,7 +168,7 @@ async def test_errors_name_their_request_too(directory: Path) -> None:
                 assert len(response.headers["X-Request-Id"]) == 32
 
 
-async def test_a_base_url_without_v1_is_said_to_lack_it(directory: Path) -> None:
+async def test_a_wrong_base_url_is_said_to_be_wrong(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (_, http):
         async with http.post("/chat/completions", json={}) as response:
             said = (await response.json())["error"]["message"]
@@ -176,6 +176,13 @@ async def test_a_base_url_without_v1_is_said_to_lack_it(directory: Path) -> None
                 404,
                 "it is at /v1/chat/completions: the base URL ends in /v1",
             )
+        for path, right, why in (
+            ("/v1/v1/messages", "/v1/messages", "the base URL of this client ends without /v1"),
+            ("/v1/chat/completions/", "/v1/chat/completions", "no slash comes after it"),
+        ):
+            async with http.post(path, json={}) as response:
+                said = (await response.json())["error"]["message"]
+                assert (response.status, said.partition("; ")[2]) == (404, f"it is at {right}: {why}")
         async with http.post("/nothing", json={}) as response:
             assert "base URL" not in (await response.json())["error"]["message"]
 

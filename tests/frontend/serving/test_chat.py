@@ -75,6 +75,11 @@ async def test_a_chat_without_a_limit_gets_the_default_one_within_the_context(di
         assert (await sampling_of(w)).max_tokens == 7
         assert (await sampling_of(w, max_tokens=9)).max_tokens == 9
         assert (await sampling_of(w, "/v1/completions")).max_tokens == 16
+        assert (await sampling_of(w, "/v1/completions", max_tokens=-1)).max_tokens == 7
+        assert (await sampling_of(w, max_completion_tokens=-1)).max_tokens == 7
+    async with recommending(directory, FrontendConfig()) as w:
+        found = [(await sampling_of(w, path, max_tokens=-1)).max_tokens for path in PROMPTS if "responses" not in path]
+        assert all(CONTEXT - 100 < most < CONTEXT for most in found)
     async with recommending(directory, FrontendConfig(default_max_tokens=2 * CONTEXT)) as w:
         assert 0 < (await sampling_of(w)).max_tokens < CONTEXT
 
