@@ -96,9 +96,8 @@ def pieces(up: Up, question: str, tokens: int) -> Iterator[str]:
     )
     with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
         for line in answer:
-            event = line.decode().strip().removeprefix("data: ")
-            if event and event != "[DONE]":
-                chunk = json.loads(event)
+            if line.startswith(b"data: {"):
+                chunk = json.loads(line.removeprefix(b"data: "))
                 assert "error" not in chunk, chunk
                 yield "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 

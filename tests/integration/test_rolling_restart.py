@@ -99,7 +99,7 @@ class Clients:
             if response.status == 503 and "about to end" in await response.text():
                 return None
             assert response.status == 200, await response.text()
-            lines = (await response.text()).split("\n\n")
+            lines = (await response.text()).replace(": waiting\n\n", "").split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""], lines[-3:]
         return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2])
 

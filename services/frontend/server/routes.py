@@ -5,7 +5,7 @@ client does not read, the handler waits in `ResponseBody.write`, and the text th
 
 An error before the first text is an HTTP status with OpenAI's error object, unless the text takes longer than half a
 second: the headers are sent then, so that the client and proxies see an answer. A later error is an SSE event, and no
-[DONE] follows it.
+[DONE] follows it (server/answer_stream.py).
 
 Every response has the request's id in X-Request-Id: the client's, if it is short and plain, or one of ours.
 server/middleware.py checks keys and adds the headers that all answers have.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -41,6 +41,7 @@ from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.service import RequestService
 from services.frontend.server.access_log import note_end
+from services.frontend.server.answer_stream import AnswerStream
 from services.frontend.server.middleware import (
     Middleware,
     account_of,
@@ -49,10 +50,9 @@ from services.frontend.server.middleware import (
     request_id_of,
 )
 from services.frontend.server.port import Port
-from services.frontend.server.sse import ResponseBody, SilenceTimer
-from services.frontend.serving.dispatch import Dispatcher, Reply
+from services.frontend.server.sse import ResponseBody
+from services.frontend.serving.dispatch import Dispatcher
 from services.frontend.serving.foreign import foreign_error
-from services.frontend.serving.reply import Framing
 from services.frontend.serving.request_context import ignored_header
 from shared.errors import HeadraceError, InvalidRequest
 from shared.tracing.tracer import Tracer
@@ -61,15 +61,6 @@ from shared.version import VERSION
 _PERMIT = web.RequestKey("permit", Permit)
 _JSON = "application/json"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_SSE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "X-Accel-Buffering": "no",  # keeps nginx from collecting chunks
-}
-_HEADERS: dict[Framing, dict[str, str]] = {
-    "data": _SSE_HEADERS,
-    "event": _SSE_HEADERS,
-    "line": {**_SSE_HEADERS, "Content-Type": "application/x-ndjson"},
-}
 CLIENT_GONE = 499
 """nginx's status for a client that disconnected before its answer. It is only counted in metrics, never sent."""
 
@@ -138,25 +129,29 @@ class HttpApi(Struct):
         self, operation: Operation | ForeignOperation, request: web.Request, trace: RequestTrace | None
     ) -> tuple[web.StreamResponse, int]:
         """Return the response and the status to count, which for a failed stream is the failure's."""
+        stream = AnswerStream(request, unread_s=self.config.unread_s, silent_s=self.config.silent_s)
         try:
             with self.frontend.reserve(account_of(request)) as place:
                 request[_PERMIT] = place
                 sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.admit()
-                context = self.exchange.context(request_id_of(request), place, request.headers, trace)
+                context = self.exchange.context(request_id_of(request), place, request.headers, trace, stream.open)
+                stream.headers = partial(ignored_header, context.ignored)
                 answer = self.exchange.answer(operation, sent, context)
                 del sent  # the operation drops it too once it has decoded it
                 async with answer as reply:
-                    headers = ignored_header(context.ignored)
                     if isinstance(reply, bytes):
-                        headers = {"Content-Type": _JSON, **headers}
+                        headers = {"Content-Type": _JSON, **ignored_header(context.ignored)}
                         body = ResponseBody(request, headers, unread_s=self.config.unread_s)
                         return await body.write_all(reply), 200
-                    return await self._stream(request, reply, {**_HEADERS[reply.framing], **headers})
+                    await stream.send(reply)
+                    return await stream.end(), 200
         except HeadraceError as error:
             self.frontend.note_failure(request_id_of(request).unique, error)
             wrong = failure_of(error)
-            return error_response(wrong), wrong.status
+            return await stream.fail(wrong) or error_response(wrong), wrong.status
+        finally:
+            stream.close()
 
     async def _body(self, request: web.Request, place: Permit) -> bytes:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
@@ -178,25 +173,6 @@ class HttpApi(Struct):
             raise InvalidRequest(f"the body cannot be read: {wrong}") from None
         except TimeoutError:
             raise InvalidRequest("the body did not arrive in time", code="request_timeout", status=408) from None
-
-    async def _stream(
-        self, request: web.Request, reply: Reply, headers: Mapping[str, str]
-    ) -> tuple[web.StreamResponse, int]:
-        body = ResponseBody(request, headers, unread_s=self.config.unread_s, framing=reply.framing)
-        status, last = 200, b"[DONE]" if reply.framing == "data" else None
-        silence = SilenceTimer(body, reply.wake, self.config.silent_s)
-        try:
-            async for chunk in reply.chunks(body.try_send):
-                await body.write(chunk.payload, more=chunk.more)
-        except HeadraceError as error:
-            if not body.begun:
-                raise
-            self.frontend.note_failure(request_id_of(request).unique, error)
-            wrong = failure_of(error)
-            status, last = wrong.status, reply.error_chunk(wrong)
-        finally:
-            silence.close()
-        return await body.end(last), status
 
     async def _list_models(self, request: web.Request) -> web.Response:
         return await _respond(self.exchange.models(), request)

@@ -68,6 +68,11 @@ class ResponseBody:
         """Whether the headers have been sent."""
         return self._response.prepared
 
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Add headers, unless they have been sent."""
+        if not self.begun:
+            self._response.headers.update(headers)
+
     def try_send(self, payload: bytes) -> bool:
         """Send an event now. False: the client has not read the one before, or has disconnected. The body must have
         begun."""
@@ -165,13 +170,13 @@ class SilenceTimer:
     def __init__(self, body: ResponseBody, wake: Callable[[], None], silent_s: float) -> None:
         """Start it. 0 seconds: it does nothing."""
         self._body = body
-        self._wake = wake
+        self.wake = wake
         self._period_s = silent_s / 2
         self._timer = None if not silent_s else _call_later(min(HEADERS_S, silent_s), self._look)
 
     def _look(self) -> None:
         if self._body.silent:
-            self._wake()
+            self.wake()
         self._body.silent = True
         self._timer = _call_later(self._period_s, self._look)
 

@@ -52,7 +52,7 @@ from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.choices import Choices, open_choices
 from services.frontend.serving.prompts import chat_prompt, key_pool, plan_of_reasoning
-from services.frontend.serving.reply import ChatReply
+from services.frontend.serving.reply import ChatReply, Opening
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.tokenize import detokenize
 from services.frontend.serving.trace_attributes import answer_attributes, asked_attributes
@@ -99,6 +99,8 @@ class ServingChat(Struct, frozen=True):
     async def answer(self, request: TextRequest, context: RequestContext) -> AsyncIterator[ChatReply | bytes]:
         """Answer in the form that the request asks for: a stream, or one JSON object. Raise what `prepare` and `run`
         raise."""
+        if request.stream:
+            context.announce(Opening())
         prepared = await self.prepare(request, context)
         encoders = _encoders(request, context.id, prepared)
         streamed, with_usage = bool(request.stream), _with_usage(request)

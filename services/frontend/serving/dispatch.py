@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -32,7 +32,7 @@ from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
 from services.frontend.serving.known_fields import OTHER, counted_name
 from services.frontend.serving.prompts import key_pool
-from services.frontend.serving.reply import ChatReply, EventReply
+from services.frontend.serving.reply import ChatReply, EventReply, Opening
 from services.frontend.serving.request_context import (
     SALT_HEADER,
     SESSION_HEADER,
@@ -70,7 +70,12 @@ class Dispatcher:
         self._tokenize = ServingTokenize(chat.models, chat.service.limits)
 
     def context(
-        self, id_: RequestId, permit: Permit, headers: Mapping[str, str], trace: RequestTrace | None = None
+        self,
+        id_: RequestId,
+        permit: Permit,
+        headers: Mapping[str, str],
+        trace: RequestTrace | None = None,
+        announce: Callable[[Opening], None] = lambda _: None,
     ) -> RequestContext:
         """Return the context of a request whose body is complete now. Raise InvalidRequest that names a header."""
         now = asyncio.get_running_loop().time()
@@ -87,6 +92,7 @@ class Dispatcher:
             lowest_priority=lowest_allowed(permit.account, self._config.access.min_priority),
             trace=trace,
             ignored=ignored,
+            announce=announce,
         )
 
     @asynccontextmanager

@@ -27,7 +27,7 @@ from services.frontend.protocol.operations import FOREIGN_PATHS, ForeignOperatio
 from services.frontend.requests.deadline import allowed_s
 from services.frontend.serving.chat import ServingChat, TextRequest
 from services.frontend.serving.embeddings import ServingEmbeddings
-from services.frontend.serving.reply import AnswerWriter, EventReply, message_of
+from services.frontend.serving.reply import EventReply, message_of, opening_of
 from services.frontend.serving.request_context import RequestContext
 
 Generating = AbstractAsyncContextManager[EventReply | bytes]
@@ -101,10 +101,12 @@ class ServingForeign(Struct, frozen=True):
 
     @asynccontextmanager
     async def _generate(
-        self, chat: TextRequest, writer: AnswerWriter, context: RequestContext, table: Names
+        self, chat: TextRequest, writer: MessageWriter | OllamaWriter, context: RequestContext, table: Names
     ) -> AsyncIterator[EventReply | bytes]:
         with renaming(table):
             streamed = bool(chat.stream)
+            if streamed:
+                context.announce(opening_of(writer))
             of_chat = replace(context, ignored=context.ignored.renamed(partial(name_here, table=table)))
             prepared = await self.chat.prepare(chat, of_chat, default_tokens=None)
             del chat

@@ -42,6 +42,16 @@ SILENCE = b""
 """The payload of a chunk that says only that the answer goes on: over HTTP, a comment. It follows `wake`."""
 
 
+class Opening(Struct, frozen=True):
+    """A stream before there is a reply: its body is decoded, and its prompt is being prepared."""
+
+    framing: Framing = "data"
+    silence_events: Callable[[], list[bytes]] = list
+    """Returns what can be sent while nothing comes. If that is nothing, SILENCE can be."""
+    error_events: Callable[[Failure], list[bytes]] = lambda failure: [failure.payload]
+    """Returns the events of an answer that failed before there was a reply."""
+
+
 class ChatReply(Struct, frozen=True):
     """The answer of a chat or a completion while it is made. EventReply has the same methods."""
 
@@ -121,6 +131,25 @@ AnswerWriter = MessageWriter | OllamaWriter | ResponseWriter
 """Writes an answer as events, each method as its docstring there says."""
 
 
+def opening_of(writer: MessageWriter | OllamaWriter) -> Opening:
+    """Return the opening of a stream that this will write."""
+    return Opening(writer.framing, writer.silence_events, partial(_error_events, writer))
+
+
+def response_opening(writer: ResponseWriter) -> Opening:
+    """Return the opening of a response's stream. `writer` writes a response of which only the request is known, and
+    only if it fails."""
+
+    def failed(failure: Failure) -> list[bytes]:
+        return [*writer.silence_events(), *_error_events(writer, failure)]  # clients expect its first events
+
+    return Opening(writer.framing, error_events=failed)
+
+
+def _error_events(writer: AnswerWriter, failure: Failure) -> list[bytes]:
+    return [writer.error(failure.status, message_of(failure.payload))]
+
+
 class EventReply(Struct):
     """The answer of one choice in the events of another API than chat's while it is made; its methods are those of
     ChatReply."""
@@ -146,7 +175,7 @@ class EventReply(Struct):
 
     def error_chunk(self, failure: Failure) -> bytes:
         """Return the last event of an answer that failed after it had begun."""
-        return self.writer.error(failure.status, message_of(failure.payload))
+        return _error_events(self.writer, failure)[0]
 
     def wake(self) -> None:
         """Make `chunks` yield what the API has for a silence, if it waits for text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 
 from msgspec import Struct, field
 
@@ -12,6 +13,7 @@ from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER, IgnoredFields
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
+from services.frontend.serving.reply import Opening
 
 SESSION_HEADER = "X-Session-Id"
 """The header, over HTTP and over NATS, that names the conversation to which a request belongs."""
@@ -81,6 +83,8 @@ class RequestContext(Struct, frozen=True):
     """The request's trace; None: it is not traced."""
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     """The fields of its body that have no effect."""
+    announce: Callable[[Opening], None] = lambda _: None
+    """Is called once its body is decoded, if it asks for a stream."""
 
     def salt(self, field: str | None) -> str:
         """Return the salt of its cached blocks; empty if there is none. `field` is that of its body."""

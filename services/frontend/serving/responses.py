@@ -31,13 +31,13 @@ from services.frontend.protocol.responses_items import (
 )
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.serving.chat import ServingChat
-from services.frontend.serving.reply import EventReply
+from services.frontend.serving.reply import EventReply, response_opening
 from services.frontend.serving.request_context import RequestContext
 from services.frontend.serving.response_directory import ResponseDirectory, item_name, response_of
 from services.frontend.serving.response_store import StoredResponse
 from services.frontend.serving.responses_writer import ResponseWriter
 from shared.errors import InvalidRequest, ProtocolError
-from shared.messages import Forget, Recall, ResponseStoreRequest
+from shared.messages import Forget, Recall, ResponseStoreRequest, Sampling
 
 REFERENCED_RESPONSES = 256
 """The most responses whose items one input may refer to."""
@@ -56,16 +56,20 @@ class ServingResponses(Struct, frozen=True):
     async def create(self, body: bytes, context: RequestContext) -> AsyncIterator[EventReply | bytes]:
         """Answer a new response. Leaving the context cancels what still runs. Raise what `prepare` of ServingChat
         raises."""
-        decoded = await self._with_references(responses_request.decode_response(body, context.ignored), context)
+        decoded = responses_request.decode_response(body, context.ignored)
+        response_id, now = self.directory.response_id(context.id.unique), int(time.time())
+        if streamed := bool(decoded.request.stream):
+            known = new_response(decoded, response_id, now, decoded.request.model, Sampling(1))
+            context.announce(response_opening(ResponseWriter(known, item_name(response_id), lambda *_: None)))
+            del known
+        decoded = await self._with_references(decoded, context)
         self._check_thinking(decoded, context)
         tools = decoded.tools
         table = decoded.names
         rename = partial(name_here, table=table)
         of_chat = replace(context, ignored=context.ignored.renamed(rename))
         request, conversation = await self._as_chat(decoded, of_chat)
-        response_id = self.directory.response_id(context.id.unique)
         account = _account(context)
-        streamed = bool(decoded.request.stream)
 
         def keep(response: Response, payload: bytes) -> None:
             if response.store:
@@ -75,7 +79,7 @@ class ServingResponses(Struct, frozen=True):
         with renaming(table):
             prepared = await self.chat.prepare(request, of_chat)
             sampling = prepared.prompts[0][0].sampling
-            response = new_response(decoded, response_id, int(time.time()), prepared.model, sampling)
+            response = new_response(decoded, response_id, now, prepared.model, sampling)
             del body, request, decoded  # the answer does not need them
             async with self.chat.run(prepared, context) as choices:
                 writer = ResponseWriter(response, item_name(response_id), keep, tools.called)
