@@ -15,16 +15,20 @@ What is left and not known is refused when the grammar is compiled.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
+
+import msgspec
+from msgspec import Struct
 
 FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 """The formats of strings that the grammar library follows; it refuses others."""
 LARGEST = 2**63 - 1024
 """The largest number that the library takes as a bound: the double before 2⁶³."""
-COMPARISONS_LIMIT = 2000
-"""Pairs of schemas that are compared for one oneOf; if there are more, it stays as it is."""
+STEPS, STEPS_OF_A_BYTE = 4000, 2
+"""Steps of about a microsecond for all comparisons in one schema; a oneOf that would take more stays as it is. A union
+of 60 objects with a tag takes 8000."""
 
 _DATA = frozenset(("const", "enum", "default", "examples", "example"))
 """Keywords whose value is data, not a schema."""
@@ -48,7 +52,7 @@ def served_schema(schema: dict[str, Any], dropped: list[str] | None = None) -> d
     to `dropped`."""
     found: Any = _rewritten(schema, [] if dropped is None else dropped)
     if found is not False:
-        found = _with_any_of(found, found)
+        found = _with_any_of(found, _Comparison(found))
     return found if isinstance(found, dict) else schema  # the library says that False allows nothing
 
 
@@ -132,72 +136,121 @@ def _name_properties(schema: dict[str, Any]) -> None:
 # --- oneOf
 
 
-def _with_any_of(schema: Any, root: dict[str, Any]) -> Any:
+def _with_any_of(schema: Any, comparison: _Comparison) -> Any:
     """Return a schema with anyOf in place of each oneOf of which a value fits one schema at most."""
     if isinstance(schema, list):
-        return [_with_any_of(one, root) for one in schema]
+        return [_with_any_of(one, comparison) for one in schema]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for word, value in schema.items():
         if word in _OF_NAMES and isinstance(value, dict):
-            found[word] = {name: _with_any_of(one, root) for name, one in value.items()}
+            found[word] = {name: _with_any_of(one, comparison) for name, one in value.items()}
         else:
-            found[word] = value if word in _DATA else _with_any_of(value, root)
+            found[word] = value if word in _DATA else _with_any_of(value, comparison)
     options = schema.get("oneOf")
-    if isinstance(options, list) and "anyOf" not in schema and _Comparison(root).all_apart(options):
+    if isinstance(options, list) and "anyOf" not in schema and comparison.all_apart(options):
         found["anyOf"] = found.pop("oneOf")
     return found
+
+
+class _TooLong(Exception):
+    """The steps are used up."""
+
+
+class _Part(Struct, frozen=True):
+    """A schema without those that it refers to or joins."""
+
+    schema: dict[str, Any]
+    types: set[str]
+    values: frozenset[Any] | None
+    """The values that it allows but lists and objects; None: any."""
+    joined: list[Any]
+    """The lists and objects that it allows, if it has `values`."""
 
 
 class _Comparison:
     """Compares schemas of one document, within a bound."""
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = COMPARISONS_LIMIT
+        self._left = STEPS + STEPS_OF_A_BYTE * len(msgspec.json.encode(root))
+        self._known: dict[int, list[_Part]] = {}
+        """The parts of schemas of the document, by `id`."""
 
     def all_apart(self, schemas: Sequence[Any]) -> bool:
         """Tell whether surely no value fits two of the schemas. False: it may, or this takes too long to say."""
-        return all(self._apart(one, other) for at, one in enumerate(schemas) for other in schemas[:at])
+        try:
+            return all(self._apart(one, other) for at, one in enumerate(schemas) for other in schemas[:at])
+        except _TooLong:
+            return False
+
+    def _spend(self, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise _TooLong
 
     def _apart(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """Tell whether surely no value fits both schemas."""
-        self._left -= 1
-        if self._left < 0 or depth > DEPTH_LIMIT:
+        """Tell whether surely no value fits both schemas. Raise _TooLong."""
+        self._spend(1)
+        if depth > DEPTH_LIMIT:
             return False
         if one is False or other is False:
             return True
-        ones, others = list(self._parts(one, 0)), list(self._parts(other, 0))
-        return any(self._parts_apart(a, b, depth) for a in ones for b in others) or any(
-            self._options_apart(part, whole, depth) for parts, whole in ((ones, other), (others, one)) for part in parts
-        )
+        ones, others = self._parts(one), self._parts(other)
+        if any(self._parts_apart(a, b, depth) for a in ones for b in others):
+            return True
+        pairs = [(part.schema, other) for part in ones] + [(part.schema, one) for part in others]
+        return any(self._options_apart(part, whole, depth) for part, whole in pairs)
 
     def _options_apart(self, part: dict[str, Any], whole: Any, depth: int) -> bool:
         lists = [part[word] for word in ("anyOf", "oneOf") if isinstance(part.get(word), list)]
         return any(all(self._apart(option, whole, depth + 1) for option in options) for options in lists)
 
-    def _parts_apart(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Compare two schemas without those that they refer to or join."""
-        kinds, values = (_types(one), _types(other)), (_values(one), _values(other))
-        if not kinds[0] & kinds[1]:
+    def _parts_apart(self, one: _Part, other: _Part, depth: int) -> bool:
+        self._spend(1)
+        types = one.types & other.types
+        if not types:
             return True
-        if values[0] is not None and values[1] is not None and not any(a == b for a in values[0] for b in values[1]):
-            return True
-        if kinds[0] & kinds[1] != {"object"}:
+        if one.values is not None and other.values is not None:
+            self._spend(min(len(one.values), len(other.values)) // 8 + len(one.joined) * len(other.joined))
+            if one.values.isdisjoint(other.values) and not any(a == b for a in one.joined for b in other.joined):
+                return True
+        if types != {"object"}:
             return False
-        needed = {name for part in (one, other) for name in _list(part, "required") if isinstance(name, str)}
-        return any(self._apart(_property(one, name), _property(other, name), depth + 1) for name in sorted(needed))
+        needed = {name for part in (one, other) for name in _list(part.schema, "required") if isinstance(name, str)}
+        self._spend(len(needed))
+        properties = ((_property(one.schema, name), _property(other.schema, name)) for name in sorted(needed))
+        return any(self._apart(*pair, depth + 1) for pair in properties)
 
-    def _parts(self, schema: Any, depth: int) -> Iterator[dict[str, Any]]:
-        """Yield the schemas that a value must fit all: a schema, what it refers to, and those of its allOf."""
-        if not isinstance(schema, dict) or depth > DEPTH_LIMIT:
-            return
-        yield schema
-        if isinstance(schema.get("$ref"), str):
-            yield from self._parts(_referred(self._root, schema["$ref"]), depth + 1)
-        for one in _list(schema, "allOf"):
-            yield from self._parts(one, depth + 1)
+    def _parts(self, schema: Any) -> list[_Part]:
+        """Return what a value must fit all of: a schema, what it refers to, and those of its allOf."""
+        if not isinstance(schema, dict):
+            return []
+        if id(schema) not in self._known:
+            found: dict[int, _Part] = {}
+            left: list[Any] = [schema]
+            while left:
+                self._spend(1)
+                one = left.pop()
+                if not isinstance(one, dict) or id(one) in found:
+                    continue
+                found[id(one)] = self._part(one)
+                left += reversed(_list(one, "allOf"))
+                if isinstance(reference := one.get("$ref"), str):
+                    self._spend(len(reference) // 8)
+                    left.append(_referred(self._root, reference))
+            self._known[id(schema)] = list(found.values())
+        return self._known[id(schema)]
+
+    def _part(self, schema: dict[str, Any]) -> _Part:
+        values = _values(schema)
+        if values is None:
+            return _Part(schema, _types(schema), None, [])
+        self._spend(len(values))
+        joined = [value for value in values if isinstance(value, list | dict)]
+        plain = frozenset(value for value in values if not isinstance(value, list | dict))
+        return _Part(schema, _types(schema), plain, joined)
 
 
 def _types(schema: dict[str, Any]) -> set[str]:

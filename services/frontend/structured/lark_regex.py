@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 LIMIT_CHARACTERS = 32 << 10
 """Characters of the expression, and of each part of it."""
+DEPTH_LIMIT = 100
+"""Rules and brackets within one another."""
 _DEFINITION = re.compile(r"^[?!]?([a-zA-Z_]\w*)(?:\.-?\d+)?\s*:", re.MULTILINE)
 _IMPORT = re.compile(r"^%import\s+common(?:\.(\w+)(?:\s*->\s*(\w+))?|\s*\(([^)]*)\))$")
 _TOKEN = re.compile(
@@ -75,6 +77,7 @@ class _Reader:
     def __init__(self, bodies: dict[str, str], known: dict[str, str]) -> None:
         self._bodies = bodies
         self._known = known
+        self._depth = 0
 
     def rule(self, name: str, within: tuple[str, ...]) -> str:
         """Return the expression of a rule or a terminal that is needed `within` others. Raise NotRegular."""
@@ -89,7 +92,11 @@ class _Reader:
 
     def _either(self, tokens: Iterator[re.Match[str]], within: tuple[str, ...], close: str) -> str:
         """Read alternatives up to a closing mark, or to the end."""
+        self._depth += 1
+        if self._depth > DEPTH_LIMIT:
+            raise NotRegular(f"it is nested deeper than {DEPTH_LIMIT} levels")
         sequences: list[list[str]] = [[]]
+        length = 0
         for token in tokens:
             kind, mark = token.lastgroup, token["mark"]
             items = sequences[-1]
@@ -97,33 +104,44 @@ class _Reader:
                 continue
             if mark == "|":
                 sequences.append([])
-            elif mark in ("(", "["):
+                continue
+            if mark in ("(", "["):
                 items.append(self._either(tokens, within, ")" if mark == "(" else "]") + ("?" if mark == "[" else ""))
             elif mark in (")", "]") and mark == close:
                 close = ""
                 break
             elif mark in ("?", "*", "+") and items:
+                length -= len(items[-1])
                 items[-1] = f"(?:{items[-1]}){mark}"
             elif token["times"] and items:
+                length -= len(items[-1])
                 least, _, most = re.sub(r"[~{}\s]", "", token["times"]).replace("..", ",").partition(",")
                 bounds = f"{least or 0},{most}" if _ else least
                 items[-1] = f"(?:{items[-1]}){{{bounds}}}"
             elif token["name"]:
                 items.append(self.rule(token["name"], within))
             elif token["text"]:
-                literal = re.escape(ast.literal_eval(token["text"]))
+                literal = re.escape(_unquoted(token["text"]))
                 items.append(f"(?i:{literal})" if token["case"] else literal)
             elif token["regex"]:
                 flags, regex = token["flags"], token["regex"].replace("\\/", "/")
                 items.append(f"(?{flags}:{regex})")
             else:
                 raise NotRegular(f"{token[0]!r} is in a wrong place")
+            length += len(items[-1])
+            if length + len(sequences) > LIMIT_CHARACTERS:  # before a part is joined that repeats others
+                raise NotRegular(f"its regular expression has more than {LIMIT_CHARACTERS} characters")
         if close:
             raise NotRegular(f"{close!r} is missing")
-        whole = f"(?:{'|'.join(''.join(items) for items in sequences)})"
-        if len(whole) > LIMIT_CHARACTERS:
-            raise NotRegular(f"its regular expression has more than {LIMIT_CHARACTERS} characters")
-        return whole
+        self._depth -= 1
+        return f"(?:{'|'.join(''.join(items) for items in sequences)})"
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return str(ast.literal_eval(text))
+    except (SyntaxError, ValueError):
+        raise NotRegular(f"{text} has an unknown escape") from None
 
 
 def _tokens(body: str) -> Iterator[re.Match[str]]:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from services.frontend.protocol.served_schema import COMPARISONS_LIMIT, FORMATS, served_schema
+from services.frontend.protocol.served_schema import FORMATS, STEPS, served_schema
 from services.frontend.protocol.structured import json_grammar
 from services.frontend.structured.compiler_process import ByteVocabulary, compile_error
 
@@ -149,5 +149,24 @@ def test_the_error_about_one_of_says_any_of() -> None:
 
 
 def test_a_comparison_that_takes_long_is_given_up() -> None:
-    many = [tagged(f"{number}") for number in range(COMPARISONS_LIMIT)]
+    many = [tagged(f"{number}") for number in range(STEPS // 4)]
     assert served_schema({"oneOf": many}) == {"oneOf": many}
+
+
+LISTS = [{"enum": [*range(first, first + 5000)]} for first in (0, 5000)]
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"oneOf": [{"$ref": "#/$defs/a"}] * 2, "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 9}}},
+        {"oneOf": LISTS},
+        {"properties": {f"p{at}": {"oneOf": [{"$ref": "#/$defs/0"}, {"$ref": "#/$defs/1"}]} for at in range(500)}}
+        | {"$defs": dict(zip("01", LISTS, strict=True))},
+        {"oneOf": [{"enum": [[number] for number in range(first, first + 5000)]} for first in (0, 5000)]},
+    ],
+    ids=["references in references", "long lists", "long lists many times", "lists of lists"],
+)
+def test_a_schema_that_would_take_very_many_steps_is_answered(hostile: Schema) -> None:
+    """Each of these took seconds, the first one for ever."""
+    assert served_schema(hostile).keys() <= hostile.keys() | {"anyOf"}

@@ -94,3 +94,19 @@ def test_rules_that_double_are_bounded() -> None:
     doubling = "\n".join(f"r{at}: r{at + 1} r{at + 1}" for at in range(60))
     with pytest.raises(NotRegular, match=str(LIMIT_CHARACTERS)):
         lark_regex(f'start: r0\n{doubling}\nr60: "x"')
+
+
+@pytest.mark.parametrize(
+    ("hostile", "why"),
+    [
+        ("start: " + "A " * 7000 + "\nA: /" + "a" * 1000 + "/", "more than"),  # 7 MB, and 128 tools may have one
+        ("start: " + "(" * 7000 + '"a"' + ")" * 7000, "nested deeper"),
+        ("start: a1\n" + "\n".join(f"a{at}: a{at + 1}" for at in range(1, 1000)), "nested deeper"),
+        ('start: "\\x"', "unknown escape"),
+        ('start: "\\N{no such name}"', "unknown escape"),
+    ],
+    ids=["repeats", "brackets", "rules", "half an escape", "a name of no character"],
+)
+def test_hostile_grammars_are_not_regular(hostile: str, why: str) -> None:
+    with pytest.raises(NotRegular, match=why):
+        lark_regex(hostile)
