@@ -65,8 +65,12 @@ def decode_model_json(path: Path, content: bytes, kind: type[T]) -> T:
     """Decode the file's JSON as `kind`. Raise ModelError if it is malformed or nested too deeply."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not JSON: not UTF-8") from None
+    except msgspec.ValidationError as wrong:
         raise ModelError(f"{path}: {wrong}") from None
+    except msgspec.MsgspecError as wrong:
+        raise ModelError(f"{path}: not JSON: {str(wrong).removeprefix('JSON is malformed: ')}") from None
     except RecursionError:
         raise ModelError(f"{path}: nested too deeply") from None
 

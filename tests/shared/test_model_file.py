@@ -80,10 +80,20 @@ def test_json_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
         read_model_json(tmp_path / "x.json", dict[str, Any])
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"\xff": 1}'])
-def test_json_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not JSON: Input"),
+        (b"{", "not JSON: Input"),
+        (b"nope", "not JSON: invalid"),
+        (b"[]", "Expected `object`"),
+        (b"\xff\xfe", "not JSON: invalid"),
+        (b'{"\xff": 1}', "not JSON: not UTF-8"),
+    ],
+)
+def test_json_that_is_none_is_named(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(ModelError, match=r"x\.json: "):
+    with pytest.raises(ModelError, match=rf"x\.json: {said}"):
         read_model_json(tmp_path / "x.json", dict[str, Any])
 
 
