@@ -98,7 +98,7 @@ def joined(texts: Iterable[str], role: str) -> str:
     return ("" if role == "assistant" else "\n").join(filter(None, texts))
 
 
-def text_of_content(content: ResultContent | None, role: str) -> str:
+def text_of_content(content: str | Sequence[Part | UnseenPart] | None, role: str) -> str:
     """Return the text of a message's content; empty if it has none."""
     if content is None or isinstance(content, str):
         return content or ""

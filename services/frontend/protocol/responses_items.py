@@ -426,7 +426,8 @@ def messages_of(
                 )
             case InputMessage():
                 end_turn()
-                messages.append(ChatMessage(item.role, item.content))
+                content: ResultContent | None = [*item.content] if isinstance(item.content, list) else item.content
+                messages.append(ChatMessage(item.role, content))
             case IgnoredItem() | AdditionalTools():
                 pass
             case ItemReference():
@@ -441,7 +442,7 @@ def _said(item: InputMessage | OutputMessage) -> str:
     return text_of_content(item.content, item.role)
 
 
-_OUTPUT = msgspec.json.Decoder(ResultContent)
+_OUTPUT: msgspec.json.Decoder[ResultContent] = msgspec.json.Decoder(ResultContent)
 
 
 def _result(item: CallOutput | ClientCallOutput) -> ResultContent | None:
