@@ -131,6 +131,7 @@ class ServingChat(Struct, frozen=True):
                 with nullcontext() if trace is None else trace.span("tokenise"):
                     prompts, plan = await self._prompts(request, model, limits, context, default_tokens)
                     grammar = await self._grammar(request, model, limits, plan, context)
+                    plan = replace(plan, held=grammar is not None)
                     texts = await self._echoed_texts(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from services.frontend.tool_parsers import lark
@@ -11,6 +12,10 @@ from services.frontend.tool_parsers.reader import Reading, TextReader
 
 MARKS = ("<tool_call>", "</tool_call>")
 _OPEN, _CLOSE = MARKS
+BEGINNING = re.compile(_OPEN + r'\s*\{\s*"name"\s*:\s*"([^"]+)"')
+"""How a call begins, up to the tool's name."""
+_REASONED = "</think>"
+"""The end of reasoning that a call stands in."""
 
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
@@ -24,6 +29,7 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
             if not further:
                 yield from read_rest_of_calls(reader)
                 yield from reader.optional_spaced(_CLOSE)
+                yield from reader.optional_spaced(_REASONED)
 
 
 def _first(reader: TextReader, result: ParseResult) -> Reading[None]:

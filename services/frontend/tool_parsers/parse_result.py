@@ -152,6 +152,13 @@ class ParseResult:
                 return one
         raise Malformed("unknown_tool")
 
+    def is_tool(self, written: str) -> bool:
+        """Return whether there is a tool that a model calls so."""
+        try:
+            return bool(self.tool_name(written))
+        except Malformed:
+            return False
+
     def takes_text(self, name: str) -> bool:
         """Return whether a tool takes a text instead of an object."""
         return name in self._customs

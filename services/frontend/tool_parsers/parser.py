@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from services.frontend.tool_parsers import reasoning
+from services.frontend.tool_parsers import hermes, reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.parse_result import CallLimitReached, ParseResult
 from services.frontend.tool_parsers.reader import Reading, TextReader
@@ -20,6 +20,8 @@ class ParsePlan(Struct, frozen=True):
     """Whether the prompt ends within reasoning."""
     reasoning_begun: bool = False
     """Whether the prompt has some text of that reasoning already."""
+    held: bool = False
+    """Whether the answer is held to a grammar. The grammar begins after reasoning, so only its own tag ends that."""
 
 
 class AnswerParser:
@@ -71,7 +73,10 @@ class AnswerParser:
 
 def _answer(plan: ParsePlan, reader: TextReader, result: ParseResult) -> Reading[None]:
     if plan.reasoning:
-        yield from reasoning.read_reasoning(reader, result, inside=plan.reasoning_open, begun=plan.reasoning_begun)
+        call = hermes.BEGINNING if plan.calls == "hermes" and not plan.held else None
+        yield from reasoning.read_reasoning(
+            reader, result, inside=plan.reasoning_open, begun=plan.reasoning_begun, call=call
+        )
     if plan.calls is not None:
         yield from FORMATS[plan.calls].parse(reader, result)
     else:

@@ -155,12 +155,23 @@ class TextReader:
         out(literal)
         yield from self.read_white(out)
 
-    def read_until(self, literal: str, out: Callable[[str], None]) -> Reading[bool]:
-        """Pass text on up to `literal`, which is not read, and return True. False: it did not come, and all was passed
-        on."""
+    def look(self, pattern: re.Pattern[str], most_characters: int) -> Reading[re.Match[str] | None]:
+        """Match what comes next, at most so many characters, without reading it."""
         while True:
-            found = self._text.find(literal, self._at)
-            end = found if found >= 0 else len(self._text) - (0 if self._ended else self._partial_match(literal))
+            here = self._text[self._at : self._at + most_characters]
+            found = pattern.match(here)
+            if found is not None or self._ended or len(here) == most_characters:
+                return found
+            yield
+
+    def read_until(self, literal: str, out: Callable[[str], None], *others: str) -> Reading[bool]:
+        """Pass text on up to `literal`, or one of `others`, which is not read, and return True. False: none came, and
+        all was passed on."""
+        while True:
+            places = [self._text.find(one, self._at) for one in (literal, *others)]
+            found = min((at for at in places if at >= 0), default=-1)
+            held = 0 if self._ended else max(map(self._partial_match, (literal, *others)))
+            end = found if found >= 0 else len(self._text) - held
             if end > self._at:
                 out(self._text[self._at : end])
                 self._at = end

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.reader import Reading, TextReader, drop
 
 MARKS = ("<think>", "</think>")
 OPEN, CLOSE = MARKS
+CALL = "<tool_call>"
+"""The mark of a call that may end reasoning."""
+_LOOK_CHARACTERS = 128
 
 
 def open_in(prompt: str) -> bool:
@@ -24,9 +29,12 @@ def is_begun(text: str) -> bool:
     return is_open(text) and not text.rstrip().endswith(OPEN)
 
 
-def read_reasoning(reader: TextReader, result: ParseResult, *, inside: bool, begun: bool) -> Reading[None]:
+def read_reasoning(
+    reader: TextReader, result: ParseResult, *, inside: bool, begun: bool, call: re.Pattern[str] | None
+) -> Reading[None]:
     """Read up to where the answer begins. `inside`: the prompt ends within reasoning; a model may still open it again.
-    `begun`: the prompt has some text of the reasoning, which the answer continues.
+    `begun`: the prompt has some text of the reasoning, which the answer continues. `call`: how a call begins, up to the
+    tool's name. Models such as Qwen 3 call without ending their reasoning, so a call of a tool that there is ends it.
 
     White space after either tag belongs to neither text. If reasoning never ends, there is no answer.
     """
@@ -35,6 +43,11 @@ def read_reasoning(reader: TextReader, result: ParseResult, *, inside: bool, beg
         if not (yield from reader.optional(OPEN)) and not inside:
             return
         yield from reader.read_white()
-    if (yield from reader.read_until(CLOSE, result.add_reasoning)):
-        yield from reader.expect(CLOSE)
-        yield from reader.read_white()
+    while (yield from reader.read_until(CLOSE, result.add_reasoning, *((CALL,) if call else ()))):
+        if (yield from reader.optional(CLOSE)):
+            yield from reader.read_white()
+            return
+        begins = (yield from reader.look(call, _LOOK_CHARACTERS)) if call else None
+        if begins is not None and result.is_tool(begins[1]):
+            return
+        result.add_reasoning(reader.read(len(CALL)))

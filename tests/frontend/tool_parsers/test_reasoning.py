@@ -7,6 +7,8 @@ from services.frontend.tool_parsers.reasoning import is_begun, is_open, open_in
 from tests.frontend.tool_parsers.transcripts import Answer, every_cut
 
 OUTSIDE, INSIDE = ParsePlan(reasoning=True), ParsePlan(reasoning=True, reasoning_open=True)
+CALL = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+ONE = ([("get_time", "{}")], ["complete"])
 BEGUN = ParsePlan(reasoning=True, reasoning_open=True, reasoning_begun=True)
 
 
@@ -29,6 +31,24 @@ BEGUN = ParsePlan(reasoning=True, reasoning_open=True, reasoning_begun=True)
             ParsePlan("hermes", reasoning=True),
             '<think>I could <tool_call>.</think>\n\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>',
             Answer("", "I could <tool_call>.", [("get_time", "{}")], ["complete"]),
+        ),
+        *(
+            (
+                ParsePlan("hermes", reasoning=True, reasoning_open=True),
+                f"Hm.\n{CALL}{after}",
+                Answer(said, "Hm.\n", *ONE),
+            )
+            for after, said in (("", ""), ("\n</think>\n\nDone.", "Done."), (" and so on", "and so on"))
+        ),
+        (
+            ParsePlan("hermes", reasoning=True, held=True),
+            f"<think>{CALL}</think>{CALL}",
+            Answer("", CALL, *ONE),
+        ),
+        (
+            ParsePlan("hermes", reasoning=True),
+            f'<think>Not {CALL.replace("get_time", "wether")}, nor <tool_call>{{"name": "get_ti',
+            Answer("", f'Not {CALL.replace("get_time", "wether")}, nor <tool_call>{{"name": "get_ti'),
         ),
         (
             ParsePlan("pythonic", reasoning=True, reasoning_open=True),
