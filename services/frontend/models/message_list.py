@@ -14,7 +14,8 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -123,16 +124,16 @@ def _system_in_user(turns: list[Turn]) -> list[Turn]:
 
 
 def _alternating(turns: list[Turn]) -> list[Turn]:
-    found: list[Turn] = []
-    for turn in turns:
-        last = found[-1] if found else {}
-        if turn["role"] not in ("user", "assistant") or last.get("role") != turn["role"]:
-            found.append(turn)
-            continue
-        calls = [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]
-        joined = {field: text for field in ("content", "reasoning_content") if (text := _joined((last, turn), field))}
-        found[-1] = {"role": turn["role"], "content": "", **joined, **({"tool_calls": calls} if calls else {})}
-    return found
+    return [one for role, run in groupby(turns, itemgetter("role")) for one in _as_one(role, list(run))]
+
+
+def _as_one(role: str, run: list[Turn]) -> list[Turn]:
+    """Return neighbouring messages of one role as one, if two of that role may not follow one another."""
+    if role not in ("user", "assistant") or len(run) == 1:
+        return run
+    calls = [call for turn in run for call in turn.get("tool_calls", ())]
+    joined = {field: text for field in ("content", "reasoning_content") if (text := _joined(run, field))}
+    return [{"role": role, "content": "", **joined, **({"tool_calls": calls} if calls else {})}]
 
 
 def _joined(turns: Iterable[Turn], field: str) -> str:

@@ -10,7 +10,7 @@ be sent back. Arguments of calls are any text, ids may be missing or repeated, n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -139,15 +139,17 @@ def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]
     InvalidRequest for a result that belongs to no call."""
     names: dict[str, str] = {}
     """The ids of calls → the names of their tools."""
-    waiting: dict[str, str] = {}
-    """Calls without a result, oldest first, with the names of their tools."""
+    waiting = _Waiting()
     rendered: list[dict[str, Any]] = []
     for at, message in enumerate(messages):
         turn = _turn(message)
         if turn["role"] == "tool":
-            call = message.tool_call_id or _answered(waiting, message, f"messages[{at}].tool_call_id")
+            call = message.tool_call_id or waiting.first(message.name)
+            if call is None:
+                why = "the message names no call, and no call without a result is before it"
+                raise field_error(f"messages[{at}].tool_call_id", why)
             turn["tool_call_id"] = call
-            waiting.pop(call, None)
+            waiting.remove(call)
             if call in names:  # some templates need it
                 turn.setdefault("name", names[call])
         calls = list(message.tool_calls or ())
@@ -155,19 +157,39 @@ def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]
             calls.append(Call(function=message.function_call))
         for number, one in enumerate(calls):
             name = one.id or f"c{at:05}{number:03}"  # nine letters and digits: Mistral's templates accept no other
-            names[name] = waiting[name] = one.called.name
+            names[name] = one.called.name
+            waiting.add(name, one.called.name)
             function = {"name": one.called.name, "arguments": _written(one.called.arguments)}
             turn.setdefault("tool_calls", []).append({"id": name, "type": "function", "function": function})
         rendered.append(turn)
     return rendered
 
 
-def _answered(waiting: Mapping[str, str], message: ChatMessage, where: str) -> str:
-    """Return the oldest call without a result that a result without an id may belong to. Raise InvalidRequest."""
-    for call, name in waiting.items():
-        if message.name in (None, name):
-            return call
-    raise field_error(where, "the message names no call, and no call without a result is before it")
+class _Waiting:
+    """The calls without a result, oldest first."""
+
+    def __init__(self) -> None:
+        self._tools: dict[str, str] = {}
+        """The id of each → the name of its tool."""
+        self._of_tool: dict[str, dict[str, None]] = {}
+
+    def add(self, call: str, tool: str) -> None:
+        """Add a call, which may have the id of a former one."""
+        former = self._tools.get(call, tool)
+        if former != tool:
+            del self._of_tool[former][call]
+        self._tools[call] = tool
+        self._of_tool.setdefault(tool, {})[call] = None
+
+    def remove(self, call: str) -> None:
+        """Remove a call, if it is there."""
+        if (tool := self._tools.pop(call, None)) is not None:
+            del self._of_tool[tool][call]
+
+    def first(self, tool: str | None) -> str | None:
+        """Return the id of the oldest call that a result without an id may belong to; None if there is none. `tool`:
+        the tool's name; None: it is not known."""
+        return next(iter(self._tools if tool is None else self._of_tool.get(tool, ())), None)
 
 
 def _written(arguments: str | dict[str, Any] | None) -> str:

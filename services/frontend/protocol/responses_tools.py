@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -137,9 +137,11 @@ _DECODERS: Mapping[str, msgspec.json.Decoder[ResponseTool]] = {
 }
 _ODD = re.compile(r"[^a-zA-Z0-9_-]")
 _NAME_LIMIT_CHARACTERS = 64
+FUNCTIONS_LIMIT = 1024
+"""Functions and custom tools of one request, with those in namespaces and those that items add."""
 
 
-def chat_name(namespace: str, name: str, taken: Sequence[str] = ()) -> str:
+def chat_name(namespace: str, name: str, taken: Collection[str] = ()) -> str:
     """Return the name that a function of a namespace has in a chat. It differs from the names in `taken`."""
     joined = _ODD.sub("_", name if namespace == "functions" else f"{namespace.rstrip('_')}__{name}")
     if len(joined) <= _NAME_LIMIT_CHARACTERS and joined not in taken:
@@ -158,7 +160,7 @@ def decode_tools(
     former ones of its name. Raise InvalidRequest, naming the field."""
     listed = {f"tools[{at}]": raw for at, raw in enumerate(given or ())}
     tools = [(place, tool) for place, raw in (*listed.items(), *added) if (tool := _decoded(raw, place, ignored))]
-    taken = [tool.name for _, tool in tools if not isinstance(tool, NamespaceTool)]
+    taken = {tool.name for _, tool in tools if not isinstance(tool, NamespaceTool)}
     found = ResponseTools([], [], {}, [tool for place, tool in tools if place in listed], None)
     called: dict[str, CalledTool] = {}
     at_name: dict[tuple[str | None, str], int] = {}
@@ -172,8 +174,11 @@ def decode_tools(
                 continue
             name = function.name
             if namespace is not None:
-                name = chat_name(namespace, function.name, [*taken, *called])
+                name = chat_name(namespace, function.name, taken)
+                taken.add(name)
                 called[name] = CalledTool(function.name, namespace)
+            if len(found.offered) == FUNCTIONS_LIMIT:
+                raise field_error(place, f"more than {FUNCTIONS_LIMIT} functions, with those of namespaces")
             found.offered.append(Tool("function", _function(function, name)))
             found.places.append(where)
     return _chosen(replace(found, called=called), choice)

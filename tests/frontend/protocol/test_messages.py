@@ -117,3 +117,23 @@ def test_calls_of_the_former_form_and_of_custom_tools_are_calls() -> None:
     assert call["function"] == CALLED
     assert (found[2]["role"], found[2]["tool_call_id"], found[2]["name"]) == ("tool", call["id"], "look")
     assert patch["function"] == {"name": "patch", "arguments": '{"input":"*** Begin"}'}
+
+
+def test_results_without_ids_belong_to_the_oldest_calls_of_their_tools_among_thousands() -> None:
+    """A result looked through all calls that waited; 44,000 took 17 seconds."""
+    looks = [{"id": f"a{at}", "function": CALLED} for at in range(8000)]
+    tells = [{"id": f"b{at}", "function": {"name": "tell", "arguments": "{}"}} for at in range(1000)]
+    calls = [*looks, *tells]
+    made = [assistant(tool_calls=calls[at : at + 100]) for at in range(0, len(calls), 100)]
+    results = [{"role": "tool", "content": "x", "name": "tell"}] * 1000
+    answered = [turn["tool_call_id"] for turn in rendered(USER, *made, *results) if turn["role"] == "tool"]
+    assert answered == [f"b{at}" for at in range(1000)]
+
+
+def test_a_call_with_the_id_of_another_tools_takes_its_place() -> None:
+    again = assistant(tool_calls=[{"id": "a", "function": {"name": "tell", "arguments": "{}"}}])
+    first = assistant(tool_calls=[{"id": "a", "function": CALLED}])
+    result = {"role": "tool", "content": "x", "name": "tell"}
+    assert rendered(USER, first, again, result)[-1]["tool_call_id"] == "a"
+    with pytest.raises(InvalidRequest, match="names no call"):
+        rendered(USER, first, again, {**result, "name": "look"})

@@ -10,6 +10,7 @@ import pytest
 
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.responses_tools import (
+    FUNCTIONS_LIMIT,
     CalledTool,
     ChosenTool,
     ResponseToolChoice,
@@ -118,3 +119,11 @@ def test_allowed_tools_are_the_only_ones_that_are_offered() -> None:
     with pytest.raises(InvalidRequest, match="no tool named 'x'") as refused:
         decoded(*tools, choice=ChosenTool("allowed_tools", mode="auto", tools=[function("x")]))
     assert refused.value.param == "tool_choice.tools[0]"
+
+
+def test_the_functions_of_all_namespaces_are_bounded_together() -> None:
+    """16,384 of them took six seconds."""
+    many = [space(f"n{at}", *(function(f"f{number}") for number in range(128))) for at in range(128)]
+    with pytest.raises(InvalidRequest, match=f"more than {FUNCTIONS_LIMIT} functions") as refused:
+        decoded(*many)
+    assert refused.value.param == f"tools[{FUNCTIONS_LIMIT // 128}]"
