@@ -59,7 +59,7 @@ class ServingResponses(Struct, frozen=True):
         decoded = responses_request.decode_response(body, context.ignored)
         response_id, now = self.directory.response_id(context.id.unique), int(time.time())
         if streamed := bool(decoded.request.stream):
-            known = new_response(decoded, response_id, now, decoded.request.model, Sampling(1))
+            known = new_response(decoded, response_id, now, decoded.request.model or "", Sampling(1))
             context.announce(response_opening(ResponseWriter(known, item_name(response_id), lambda *_: None)))
             del known
         decoded = await self._with_references(decoded, context)
