@@ -452,7 +452,6 @@ BAD_BODIES = [
         content=[{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}],
     ),
     _item("a phase", "phase", _NOT_BUILT, role="assistant", content="x", phase="commentary"),
-    _item("an output of no call", "call_id", type="function_call_output", call_id="a", output="x"),
     _item("a call of an empty name", "name", **(_FUNCTION_CALL | {"name": ""})),
     _item("a call's namespace", "namespace", **(_FUNCTION_CALL | {"namespace": 1})),
     _response(

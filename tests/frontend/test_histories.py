@@ -160,6 +160,27 @@ def script(w: World, answer: str, *, cut: bool) -> None:
             worker.output = w.ids(answer)
 
 
+CUT: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "tool", "tool_call_id": "gone", "content": "seen"}]},
+    "/v1/responses": {"input": [{"type": "function_call_output", "call_id": "gone", "output": "seen"}]},
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "gone", "content": "seen"}]}],
+        "max_tokens": 50,
+    },
+}
+
+
+@pytest.mark.parametrize("template", [MISTRAL_V3, GEMMA_2, QWEN_3_5], ids=["mistral", "gemma", "qwen"])
+async def test_a_result_whose_call_a_client_has_cut_off_is_taken(templated: Templated, template: str) -> None:
+    async with world(templated(SHOWS + template)) as w, clients(w) as (_, http):
+        for path, body in CUT.items():
+            for before in ([], [ASK, {"role": "assistant", "content": "say"}]):
+                w.say("fine")
+                field = "input" if "input" in body else "messages"
+                await lines_of(http, path, body | {"model": MODEL, field: [*before, *body[field], ASK]})
+                assert [word for word in ("seen", "ask") if word not in w.latest_prompt()] == [], (path, before)
+
+
 @pytest.mark.parametrize(("template", "streamed"), [(MISTRAL_V11, True), (QWEN_3_5, False)], ids=["mistral", "qwen"])
 async def test_every_answer_can_be_sent_back_at_every_door(templated: Templated, template: str, streamed: bool) -> None:
     async with world(templated(SHOWS + template), tool_parser={MODEL: "hermes"}) as w, clients(w) as (_, http):

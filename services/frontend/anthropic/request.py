@@ -272,7 +272,6 @@ def _text(block: ThinkingBlock | ResultBlock) -> str:
 
 def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:
     """Return the chat messages of a conversation. Raise InvalidRequest for a block in a wrong place."""
-    called: set[str] = set()
     for at, turn in enumerate(turns):
         if isinstance(turn.content, str):
             yield ChatMessage(turn.role, turn.content)
@@ -286,11 +285,8 @@ def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:
                 case ThinkingBlock() if turn.role == "assistant":
                     thoughts.append(block.thinking)
                 case ToolUseBlock() if turn.role == "assistant":
-                    called.add(block.id)
                     calls.append(Call(block.id, "function", CalledFunction(block.name, block.input)))
                 case ToolResultBlock() if turn.role == "user":
-                    if block.tool_use_id not in called:
-                        raise field_error(f"{where}.tool_use_id", f"no tool_use {block.tool_use_id!r} is before it")
                     if texts:
                         yield ChatMessage("user", joined(texts, "user"))
                         texts = []

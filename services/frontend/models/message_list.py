@@ -49,7 +49,8 @@ class TemplateRules(Struct, frozen=True):
     alternating: bool = False
     """Neighbouring messages of the user become one, and so do those of the assistant."""
     answered_results: bool = False
-    """Results come directly after their calls, and an answer before the user's next message."""
+    """Results come directly after their calls, and an answer before the user's next message. The result of a call that
+    is not in the list is the user's."""
     no_empty_answers: bool = False
     """Messages of the assistant with neither text nor calls are left out."""
     calls_apart: bool = False
@@ -141,7 +142,7 @@ def _joined(turns: Iterable[Turn], field: str) -> str:
 
 
 def _results_after_calls(turns: list[Turn]) -> list[Turn]:
-    """Move results up to the calls that they belong to. Those of no call stay where they are."""
+    """Move results up to the calls that they belong to. Those whose call a client has cut off are the user's."""
     found: list[Turn] = []
     callers: dict[str, int] = {}
     """The id of each call → the place of its message in `found`."""
@@ -151,6 +152,8 @@ def _results_after_calls(turns: list[Turn]) -> list[Turn]:
         if caller is not None:
             results[caller].append(turn)
             continue
+        if turn["role"] == "tool":
+            turn = {"role": "user", "content": turn["content"]}
         callers |= dict.fromkeys((call["id"] for call in turn.get("tool_calls", ())), len(found))
         found.append(turn)
     return [one for at, turn in enumerate(found) for one in (turn, *results.get(at, ()))]

@@ -193,7 +193,8 @@ def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage], ignored: Ignor
 
     Raise InvalidRequest, naming fields as this body does."""
     request = asked.request
-    check_calls(before, asked.items)
+    if request.previous_response_id is not None:
+        check_calls(before, asked.items)
     conversation = [*before, *messages_of(asked.items, asked.tools.chat_names)]
     if not conversation:
         raise field_error("input", "none of its items is a message")

@@ -156,7 +156,7 @@ class TextReader:
         yield from self.read_white(out)
 
     def look(self, pattern: re.Pattern[str], most_characters: int) -> Reading[re.Match[str] | None]:
-        """Match what comes next, at most so many characters, without reading it."""
+        """Match what comes next, `most_characters` at most, without reading it."""
         while True:
             here = self._text[self._at : self._at + most_characters]
             found = pattern.match(here)

@@ -291,7 +291,6 @@ def test_blocks_that_are_not_served_are_refused_by_their_type(kind: str, inside:
 @pytest.mark.parametrize(
     ("turns", "param", "why"),
     [
-        ([("user", [RESULT])], "messages[0].content[0].tool_use_id", "no tool_use 'call_1' is before it"),
         ([("user", [USE])], "messages[0].content[0]", "role user has no such block"),
         ([("assistant", [USE]), ("assistant", [RESULT])], "messages[1].content[0]", "role assistant has no such block"),
         ([("system", [{"type": "thinking", "thinking": "hm"}])], "messages[0].content[0]", "role system"),
