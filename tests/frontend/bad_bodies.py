@@ -198,7 +198,7 @@ BAD_BODIES = [
         _chat(f"the name {name[:9]!r}", "tools[3].function.name", tools=[*map(_tool, "abc"), _tool(name)])
         for name in ("", "a b", "a.b", "a\n", "ä", "x" * 65, "a")
     ),
-    _chat("a long description", "tools[0].function.description", tools=[_tool("a", description="x" * 17_000)]),
+    _chat("a long description", "tools[0].function.description", tools=[_tool("a", description="x" * 132_000)]),
     _chat("unknown in a tool", "tools[0].function.x", tools=[_tool("a", x=1)]),
     _chat("a tool of no known strictness", "tools[0].function.strict", tools=[_tool("a", strict="very")]),
     _chat("a list as schema", "tools[0].function.parameters", tools=[_tool("a", parameters=[])]),
