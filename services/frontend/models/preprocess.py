@@ -3,7 +3,8 @@
 If a tokenizer's words are cached (bpe_cache.py), a text is encoded on the event loop, section by section. Other tasks
 run after every CHARACTERS_PER_TURN. This takes 0.2 to 0.6 µs a token, against 1.2 in `tokenizers` and the way to a
 thread and back. `tokenizers` holds Python's lock unless it runs in a thread, so short texts are encoded on the loop and
-longer ones in the pool. A template is rendered on the loop for up to INLINE_STEPS, and otherwise in the pool.
+longer ones in the pool. A template is rendered on the loop for up to INLINE_STEPS and INLINE_BYTES, and otherwise in
+the pool.
 
 Special tokens: a rendered chat is encoded with its special tokens recognised, as in vLLM and transformers, because the
 template writes them as text. So a user who writes `<|im_end|>` in a message can end the turn. A service that puts
@@ -19,6 +20,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from tokenizers import Encoding, Tokenizer
 
@@ -47,6 +49,9 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 whether the template strips texts."""
 INLINE_STEPS = 256
 """The number of steps of a template that run on the event loop: about a millisecond."""
+INLINE_BYTES = 64 << 10
+"""The bytes of tools and variables, as JSON, with which a template runs on the event loop: one step may write all of
+them, which takes up to 0.5 µs a byte."""
 
 
 class Prompt(Struct, frozen=True):
@@ -120,10 +125,11 @@ async def _rendered(
     for name in more:
         if name not in template.reads or name == "tools":
             raise _not_read(f"the chat template of {model.name!r} has no {name!r}", f"chat_template_kwargs.{name}")
-    try:
-        return template.render(messages, INLINE_STEPS, tools=tools, more=more, answer_begins=answer_begins)
-    except StepLimitReached:
-        pass
+    if not (tools or more) or len(msgspec.json.encode((tools, dict(more)))) <= INLINE_BYTES:
+        try:
+            return template.render(messages, INLINE_STEPS, tools=tools, more=more, answer_begins=answer_begins)
+        except StepLimitReached:
+            pass
     render = partial(template.render, messages, tools=tools, more=more, answer_begins=answer_begins)
     try:
         return await pool.run(render)

@@ -14,6 +14,7 @@ from services.frontend.models.message_list import TemplateRules
 from services.frontend.models.model import Model, ModelLimits, load_model
 from services.frontend.models.preprocess import (
     CHARACTERS_PER_TURN,
+    INLINE_BYTES,
     INLINE_CHARACTERS,
     INLINE_STEPS,
     PIECE_CHARACTERS,
@@ -168,6 +169,20 @@ async def test_a_template_that_takes_many_steps_goes_to_the_pool_and_ends_there(
         with pytest.raises(InvalidRequest, match="needs more than") as refusal:
             await render_chat(looping, messages, pool)
         assert refusal.value.param == "messages"
+
+
+async def test_a_template_with_many_bytes_of_tools_or_variables_runs_in_the_pool(directory: Path) -> None:
+    """One step may write all of them; four megabytes held the event loop for two seconds."""
+    shows = ChatTemplate("{{ tools | tojson(indent=4) }}{{ documents | tojson(indent=4) }}{{ tool_calls }}", {})
+    model = msgspec.structs.replace(
+        load_model(card_of(directory), directory), template=shows, tool_template=shows, tool_format="hermes"
+    )
+    messages, few, many = [{"role": "user", "content": "water"}], [{"a": 1}], [{"a": "x" * INLINE_BYTES}]
+    for tools, more, in_pool in ((few, few, False), (few, many, True), (many, few, True)):
+        used: list[bool] = []
+        with encode_pool(used) as pool:
+            await render_chat(model, messages, pool, tools, {"documents": more})
+            assert bool(used) == in_pool
 
 
 def test_token_ids_outside_the_vocabulary_are_named(directory: Path) -> None:
