@@ -53,6 +53,7 @@ STRUCTS: dict[str, dict[str, type[Struct]]] = {
     "completions": {"": completions.CompletionRequest, "ChatCompletionStreamOptionsParam": chat.StreamOptions},
     "responses": {
         "": responses_request.ResponseRequest,
+        "AdditionalTools": responses_items.AdditionalTools,
         "EasyInputMessageParam": responses_items.InputMessage,
         "FunctionCallOutput": responses_items.CallOutput,
         "FunctionToolParam": responses_tools.FunctionTool,
@@ -78,6 +79,7 @@ STRUCTS: dict[str, dict[str, type[Struct]]] = {
         "AssistantMessageParam": anthropic.Turn,
         "JSONOutputFormatParam": anthropic.SchemaOutput,
         "OutputConfigParam": anthropic.OutputConfig,
+        "SearchResultBlockParam": blocks.SearchResultBlock,
         "TextBlockParam": blocks.TextBlock,
         "ThinkingBlockParam": blocks.ThinkingBlock,
         "ThinkingConfigAdaptiveParam": anthropic.ThinkingConfig,
