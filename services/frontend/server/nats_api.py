@@ -41,6 +41,7 @@ from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoL
 from services.frontend.server.middleware import REQUEST_ID_HEADER
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.dispatch import Dispatcher
+from services.frontend.serving.reply import Opening
 from services.frontend.serving.request_context import RequestId, ignored_header, request_id
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
@@ -271,13 +272,18 @@ class NatsApi:
                 request.permit = place
                 if not (may_probe or _streams(message.payload)):
                     place.count_unasked()
-                context = self._exchange.context(request.id, place, message.headers, request.trace)
+
+                def announced(opening: Opening) -> None:
+                    if inbox.keepalive is None:
+                        inbox.keepalive = opening.keepalive_chunk()
+
+                context = self._exchange.context(request.id, place, message.headers, request.trace, announced)
                 async with self._exchange.answer(operation, message.payload, context) as reply:
                     ignored = ignored_header(context.ignored)
                     if isinstance(reply, bytes):
                         await inbox.send(reply, request.last_headers() | ignored)
                         return 200
-                    if inbox.keepalive is None:
+                    if not may_probe:
                         inbox.keepalive = reply.keepalive_chunk()
                     async for chunk in reply.chunks():
                         headers = request.last_headers() | ignored if chunk.last else JSON_HEADER

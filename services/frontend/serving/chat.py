@@ -100,7 +100,7 @@ class ServingChat(Struct, frozen=True):
         """Answer in the form that the request asks for: a stream, or one JSON object. Raise what `prepare` and `run`
         raise."""
         if request.stream:
-            context.announce(Opening())
+            context.announce(Opening(keepalive_chunk=partial(_keepalive_chunk, request, context.id)))
         prepared = await self.prepare(request, context)
         encoders = _encoders(request, context.id, prepared)
         streamed, with_usage = bool(request.stream), _with_usage(request)
@@ -472,6 +472,14 @@ def _encoders(request: TextRequest, request_id: RequestId, prepared: PreparedCha
     prompts = [one.prompt for prompt in prepared.prompts for one in prompt] if request.return_token_ids else ()
     encoder = partial(kind, *identity, with_logprobs=with_logprobs, with_usage=with_usage, prompts=prompts)
     return [encoder(index=index) for index in range(len(prepared.echoes))]
+
+
+def _keepalive_chunk(request: TextRequest, request_id: RequestId) -> bytes:
+    """Return a chunk without text for a request that is not prepared yet."""
+    kind: Callable[..., AnswerEncoder] = ChatEncoder if isinstance(request, ChatRequest) else CompletionEncoder
+    identity = (request_id.unique, int(time.time()), request.model or "")
+    encoder = kind(*identity, with_logprobs=chat.logprobs_of(request) >= 0, with_usage=_with_usage(request))
+    return encoder.delta_chunk(Delta(""))
 
 
 def _with_usage(request: TextRequest) -> bool:

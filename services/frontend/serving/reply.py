@@ -50,6 +50,8 @@ class Opening(Struct, frozen=True):
     """Returns what can be sent while nothing comes. If that is nothing, SILENCE can be."""
     error_events: Callable[[Failure], list[bytes]] = lambda failure: [failure.payload]
     """Returns the events of an answer that failed before there was a reply."""
+    keepalive_chunk: Callable[[], bytes] = lambda: KEEPALIVE
+    """Returns a chunk that adds nothing to the answer."""
 
 
 class ChatReply(Struct, frozen=True):

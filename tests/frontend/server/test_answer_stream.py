@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from services.frontend.config import HttpConfig
-from tests.frontend.peers import MODEL, World, clients, world
+from shared import subjects
+from tests.fakes.memory_bus import MemoryBus
+from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.frontend.server.test_sse import DOORS, HELLO, connected, head, post, text_of
 
 WAITING = b": waiting\n\n"
@@ -110,3 +112,22 @@ async def test_a_grammar_that_is_refused_at_once_is_a_status_also_for_a_stream(d
             path, asked, _ = asking(door, 10)
             async with http.post(path, json=asked) as response:
                 assert response.status == 400, door
+
+
+async def test_a_nats_client_whose_grammar_takes_long_gets_chunks_without_text(directory: Path) -> None:
+    async with world(directory, grammars=True) as w:
+        await start_compiler(w)
+        w.say("[1]")
+        for door in ("chat", "completions", "responses"):
+            _, asked, _ = asking(door, 1)
+            subject, payload = subjects.client(NAMESPACE, door), json.dumps(asked).encode()
+            async with MemoryBus(w.broker).stream(subject, payload, idle_timeout_s=DEADLINE_S) as messages:
+                with compiler_stopped():
+                    first = json.loads((await anext(messages)).payload)
+                told = [json.loads(message.payload) async for message in messages]
+            assert first == {"type": "keepalive"} if door == "responses" else text_of([first]) == ""
+            assert text_of(told) == "[1]"
+            if door != "responses":
+                assert {name: first[name] for name in ("id", "model")} == {
+                    name: told[0][name] for name in ("id", "model")
+                }
