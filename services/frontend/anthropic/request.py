@@ -152,7 +152,7 @@ NAMES = names(
 )
 """The names of a chat's fields in this body."""
 _FORMER_NAMES = [*names({r"^response_format(\.json_schema)?": "output_format"}), *NAMES]
-"""The same, for a body with the former name of `output_config.format`."""
+"""Names as above, for a body with the former name of `output_config.format`."""
 
 
 def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: IgnoredFields) -> tuple[ChatRequest, Names]:

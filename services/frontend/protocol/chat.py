@@ -63,7 +63,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
 TokenCount = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
 TokenLimit = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
-"""As many tokens at most; -1: as many as the context holds, as in llama.cpp and LM Studio."""
+"""Most tokens of an answer. -1 is no limit but the context, as in llama.cpp and LM Studio."""
 LeastTokens = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
 TruncatedTokens = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
 Seed = Annotated[int, Meta(ge=-_INT64_MAX - 1, le=_INT64_MAX)]

@@ -119,7 +119,7 @@ class TurnsMachine(RuleBasedStateMachine):
 
 
 TestTurns = TurnsMachine.TestCase
-TestTurns.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestTurns.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 def test_it_needs_a_place() -> None:
