@@ -12,7 +12,7 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("model", ""),  # which are served
     ("deadline_s|Headrace-Deadline-S", ".*: a deadline of"),
     ("priority", "priority: .* is lower than"),
-    ("X-Session-Id", "X-Session-Id: must be at most 256 printable"),
+    ("X-(Session-Id|Cache-Salt)", "X-(Session-Id|Cache-Salt): must be at most 256 printable"),
     # fields that need one another, or rule one another out
     ("top_logprobs", "top_logprobs needs logprobs: true"),
     ("max_tokens", "max_tokens and max_completion_tokens contradict"),

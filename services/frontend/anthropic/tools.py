@@ -57,9 +57,19 @@ class KnownTool(ToolOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """A limit for the client's own work."""
 
 
+_OTHER_TOOL = {
+    "description": "A tool that Anthropic runs, or of a type that is not known: ignored and named",
+    "type": "object",
+    "properties": {"type": {"type": "string", "maxLength": 64}, "name": {"type": "string"}},
+    "required": ["type"],
+}
 AnyTool = Annotated[
     msgspec.Raw,
-    Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{one}"} for one in ("ClientTool", "KnownTool")]}),
+    Meta(
+        extra_json_schema={
+            "anyOf": [*({"$ref": f"#/components/schemas/{one}"} for one in ("ClientTool", "KnownTool")), _OTHER_TOOL]
+        }
+    ),
 ]
 """A tool that is not decoded yet. Its `type` says which it is."""
 
