@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from services.worker.native.gguf_tokenizer import is_known_split
+from services.worker.native.gguf_tokenizer import splitter_of
 from shared.model_files.names import FILES
 from shared.model_files.special_tokens import END_OF_TURN
 
@@ -27,4 +27,4 @@ def test_the_splits_that_are_named_are_known() -> None:
     table = PAGE.split("| split | names |")[1].split("\n\n")[0]
     names = [name for row in table.splitlines()[2:] for name in re.findall("`([^`]+)`", row.split("; also")[0])]
     assert len(names) == 15
-    assert [name for name in names if not is_known_split(name)] == []
+    assert [name for name in names if splitter_of(name) is None] == []

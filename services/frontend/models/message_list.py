@@ -208,7 +208,7 @@ def _written(turn: Turn, rules: TemplateRules) -> Turn:
 def _call(call: Turn, rules: TemplateRules) -> Turn:
     function = call["function"]
     if not rules.text_arguments:
-        function = function | {"arguments": arguments_of(function["arguments"])}
+        function = function | {"arguments": object_arguments(function["arguments"])}
     return call | {"id": _short_id(call["id"]) if rules.short_ids else call["id"], "function": function}
 
 
@@ -223,7 +223,7 @@ _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9A-Fa-f]{4})?')
 """A backslash; with the rest of the escape if JSON has it."""
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def object_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call as an object, which is what most templates read, and what they iterate over.
 
     Text that is none becomes an empty one, as in vLLM: a model that saw a text there would write texts itself."""

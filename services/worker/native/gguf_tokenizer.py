@@ -38,7 +38,8 @@ class _Splitter:
     """Whether a text begins with bos if the file does not say it, as in llama.cpp."""
 
 
-def _splitter(name: str) -> _Splitter | None:
+def splitter_of(name: str) -> _Splitter | None:
+    """Return the split that has this name in GGUF files; None if it is not served."""
     match name:
         case "smollm" | "starcoder" | "refact" | "codeshell" | "minerva-7b":  # digits one by one, then GPT-2's pattern
             digits = pre_tokenizers.Digits(individual_digits=True)
@@ -49,11 +50,6 @@ def _splitter(name: str) -> _Splitter | None:
             return _Splitter(_by_pattern(_words(r"\p{N}")), normalizers.NFC())
         case _:
             return None
-
-
-def is_known_split(name: str) -> bool:
-    """Return whether the split that has this name in GGUF files is served."""
-    return _splitter(name) is not None
 
 
 def _by_pattern(pattern: str) -> PreTokenizer:
@@ -86,7 +82,7 @@ class GgufVocabulary:
 
     def tokenizer_json(self) -> str:
         """Return the content of tokenizer.json. Raise ModelError if the pre-tokenizer is unknown."""
-        splitter = _splitter(self.splitter)
+        splitter = splitter_of(self.splitter)
         if splitter is None:
             named = (
                 f"pre-tokenizer {self.splitter!r} is not supported"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.models.message_list import DONE, TemplateRules, arguments_of, fit
+from services.frontend.models.message_list import DONE, TemplateRules, fit, object_arguments
 
 
 def turn(role: str, content: str = "", /, **more: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_messages_that_came_are_not_changed() -> None:
     ids=lambda text: str(text)[:12],
 )
 def test_arguments_are_an_object_whatever_the_model_wrote(text: str, found: dict[str, Any]) -> None:
-    assert arguments_of(text) == found
+    assert object_arguments(text) == found
 
 
 ROLES = st.sampled_from([S, U, V, A, turn("assistant"), CALL, RESULT, turn("assistant", "a", **calls("1", "2"))])
