@@ -32,7 +32,15 @@ HERMES = (
     "{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LAST = "{{ messages[-1].content }}{{ messages[-1].tool_calls }}{% if tools %}{% endif %}"
+LAST = (
+    "{% for message in messages if message.role == 'system' and ' ' not in message.content %}{{ message.content }}"
+    "{% endfor %}{{ messages[-1].content }}{{ messages[-1].tool_calls }}{% if tools %}{% endif %}"
+)
+"""The echo's: the last message alone, whatever the system message says.
+
+A system message of one word is shown, since the frontend tries the template with such ones. If it found none, it would
+put system messages into the user's, and the echo would say them back.
+"""
 
 
 class Served(NamedTuple):
