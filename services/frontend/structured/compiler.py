@@ -2,7 +2,8 @@
 
 check ─▶ verdict known ─▶ accepted, or InvalidRequest
    └───▶ wait for the key's turn ─▶ structured/compiler_process.py ─▶ verdict known
-                                     └── it ended: the grammar takes too much; the next grammar gets a new process
+                                     ├── it ended: the grammar takes too much; the next grammar gets a new process
+                                     └── it was killed: no verdict, Unavailable
 
 There are two processes if the machine has several cores. API keys take turns (auth/turns.py), and none has both
 processes.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
@@ -37,6 +39,9 @@ SLOW_PARTS_LIMIT = 4
 """Parts of a grammar that takes too much that are compiled alone to find the one at fault; each may take as much again.
 For other errors all parts are compiled, since the parts before the wrong one took less together."""
 _TOO_MUCH = f"compiling its grammar takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
+
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+"""Exit statuses of a process that somebody else ended, such as the kernel without memory."""
 
 
 class GrammarCompiler:
@@ -103,7 +108,11 @@ class GrammarCompiler:
                 self._idle.append(process)
             else:
                 await _end(process)
-        return msgspec.json.decode(answer, type=str) if answer.endswith(b"\n") else _TOO_MUCH
+        if answer.endswith(b"\n"):
+            return msgspec.json.decode(answer, type=str)
+        if process.returncode in _KILLED:
+            raise Unavailable("the process that compiled the grammar was killed; ask again")
+        return _TOO_MUCH
 
     async def _process(self, *, fresh: bool) -> Process:
         """Return a process that compiles nothing. Raise Unavailable if none can be started."""

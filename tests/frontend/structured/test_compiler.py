@@ -271,6 +271,23 @@ async def test_a_process_that_has_ended_is_started_again() -> None:
     grammars.validate()
 
 
+async def test_a_process_killed_while_it_compiles_leaves_no_verdict() -> None:
+    grammars = GrammarCompiler()
+    try:
+        await grammars.check(lark('start: "a"'), "x")
+        [process] = grammars._idle
+        os.kill(process.pid, signal.SIGSTOP)
+        compiled = asyncio.create_task(grammars.check(lark('start: "b"'), "x"))
+        while grammars._idle:  # noqa: ASYNC110 - nothing tells that the process was taken
+            await asyncio.sleep(0)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="was killed"):
+            await compiled
+        await grammars.check(lark('start: "b"'), "x")
+    finally:
+        await grammars.aclose()
+
+
 async def test_without_a_process_there_is_no_verdict_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler()
     with monkeypatch.context() as patched:
