@@ -127,7 +127,7 @@ def _measure(runner: NativeRunner, rounds: int) -> Rounds:
 
 
 def _work(sequence: int, start: int, count: int) -> Any:
-    from services.worker.runner import Work
+    from services.worker.contracts.runner import Work
     from shared.messages import Sampling
 
     blocks = -(-(CONTEXT_TOKENS + PREFILL_TOKENS) // BLOCK_SIZE)

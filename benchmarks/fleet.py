@@ -48,10 +48,10 @@ from services.router.selection.model_router import ModelRouter
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import load_policy
+from services.worker.contracts.messages import EngineOrder, KvbmAsk, KvbmLink, KvbmUp, Prefetch, Stepped, Submit
+from services.worker.contracts.runner import Work
 from services.worker.engine.core import comes_meanwhile
 from services.worker.engine.loop import SLICE_S
-from services.worker.messages import EngineOrder, KvbmAsk, KvbmLink, KvbmUp, Prefetch, Stepped, Submit
-from services.worker.runner import Work
 from shared.kvbm_messages import StoreLayout
 from shared.messages import (
     EVENT_BATCH,

@@ -12,9 +12,9 @@ from math import inf
 from benchmarks.fleet_store import KVBM, BlockStore, FleetClock, PoolPlace
 from benchmarks.loads import VOCABULARY
 from services.worker.config import EngineConfig, KVConnectorConfig, WorkerConfig
+from services.worker.contracts.messages import EngineOrder, Ready, Stepped
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.engine.core import EngineCore
-from services.worker.messages import EngineOrder, Ready, Stepped
-from services.worker.runner import Drawn, Work
 from services.worker.simulated.mover import SimulatedMover
 from shared.hashing import self_test
 from shared.messages import KvLayout, KvState, LoadReport, ModelCard, Role

@@ -39,7 +39,7 @@ from msgspec import Struct
 
 from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.report import ROOT, Goal, report
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.lane import DEPTH

@@ -34,7 +34,7 @@ import msgspec
 from benchmarks.report import Goal, report
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.prefault import make_memory
-from services.worker.mover import Copy, Mover
+from services.worker.contracts.mover import Copy, Mover
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.pool.format import Arena

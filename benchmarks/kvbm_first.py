@@ -44,7 +44,7 @@ from benchmarks.report import ROOT, Goal, report
 from deploy.local.stack.model import fetch_default
 from services.kvbm.config import DiskConfig
 from services.kvbm.disk.format import disk_geometry
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.kvbm_messages import LayoutState

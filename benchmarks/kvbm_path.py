@@ -40,8 +40,8 @@ import msgspec
 import uvloop
 
 from benchmarks.report import report
+from services.worker.contracts.messages import KvbmAsk, KvbmReply
 from services.worker.engine.channel import EngineEnd, PeerGone, ShellEnd
-from services.worker.messages import KvbmAsk, KvbmReply
 from shared.bus.contract import LAST_HEADER, Message
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig

@@ -35,7 +35,7 @@ from benchmarks.loads import RequestTrace, read_trace
 from benchmarks.process_costs import rss_bytes
 from benchmarks.report import Goal, report
 from benchmarks.trace import WORKER_BLOCKS, default_timing
-from services.worker.messages import Snapshot, TakeEngineSnapshot
+from services.worker.contracts.messages import Snapshot, TakeEngineSnapshot
 
 WORKERS = 4
 MINUTE_S = 60.0

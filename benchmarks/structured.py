@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.report import Goal, report
 
 if TYPE_CHECKING:  # NumPy reads the number of BLAS threads when it is first imported
+    from services.worker.contracts.runner import Work
     from services.worker.native.runner import NativeRunner
-    from services.worker.runner import Work
 
 MODELS = Path(__file__).resolve().parents[1] / ".headrace" / "models"
 BATCH = 8
@@ -161,7 +161,7 @@ def _runner() -> NativeRunner:
 
 
 def _work(sequence: int, grammar: str) -> Work:
-    from services.worker.runner import Work
+    from services.worker.contracts.runner import Work
     from shared.messages import Sampling
 
     prompt = [(7 * sequence + 11 * position) % 1000 + 100 for position in range(32)]

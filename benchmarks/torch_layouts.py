@@ -35,8 +35,8 @@ from msgspec import Struct
 from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
 from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.report import Goal, report
+from services.worker.contracts.mover import Copy
 from services.worker.engine_main import SWITCH_INTERVAL_S
-from services.worker.mover import Copy
 from services.worker.vllm.connector.kv_layout import TensorPlace, block_shape
 
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128

@@ -14,7 +14,7 @@ from services.kvbm.metrics import StoreMetrics
 from services.router.metrics import RouterMetrics
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
-from services.worker.observations import EngineObservations
+from services.worker.reports.observations import EngineObservations
 from shared.bus.outbox import Outbox
 from shared.config import TraceConfig
 from shared.discovery.directory import Directory

@@ -28,7 +28,7 @@ from msgspec import Struct
 from benchmarks.gpu import llama, part
 from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
 from services.worker.config import CudaConfig
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 
 if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner

@@ -38,7 +38,7 @@ from msgspec import Struct
 from benchmarks.gpu import part
 from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
 from services.worker.config import CopyPath
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.lane import DEPTH
 from shared.pool.map import ArenaMap

@@ -29,8 +29,8 @@ from msgspec.structs import replace
 from benchmarks.gpu import llama, part
 from benchmarks.gpu.llama import CONTEXT
 from services.worker.config import CudaConfig
+from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
-from services.worker.runner import Work
 from shared.messages import Pooling, Sampling
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from msgspec import Struct
 
 from benchmarks.gpu.table import percentile
 from services.worker.config import CudaConfig, Device, EngineConfig, WorkerConfig
+from services.worker.contracts.messages import Stepped, Submit
+from services.worker.contracts.runner import Runner
 from services.worker.engine.core import EngineCore
 from services.worker.engine_main import _load
-from services.worker.messages import Stepped, Submit
-from services.worker.runner import Runner
 from shared.hashing import pack_tokens
 from shared.messages import Sampling
 

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from benchmarks.gpu.model import LLAMA_8B, random_tile
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
-from services.worker.runner import Drawn, Work
 from shared.messages import Sampling
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.mover import Copy, Mover
+from services.worker.contracts.mover import Copy, Mover
 from shared.pool.format import PoolGeometry
 from shared.pool.map import ArenaMap, PoolMap, touch
 

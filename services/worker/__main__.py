@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.worker.config import WorkerConfig
-from services.worker.model_card import served_name
+from services.worker.model.card import served_name
 from services.worker.model_check import check_files
 from services.worker.service import serve
 from shared.runtime.lifecycle import run

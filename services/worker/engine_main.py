@@ -21,13 +21,13 @@ from typing import assert_never
 import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.contracts.messages import Failed, Loading, Ready
+from services.worker.contracts.runner import Runner
 from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.messages import Failed, Loading, Ready
-from services.worker.model_facts import facts_of
-from services.worker.runner import Runner
+from services.worker.model.facts import facts_of
 from services.worker.transfer.peer.block_borrower import BlockBorrower
 from services.worker.transfer.peer.block_lender import BlockLender
 from services.worker.transfer.peer.lender import LendableBlocks

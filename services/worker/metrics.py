@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.messages import EngineLoad, Stepped
+from services.worker.contracts.messages import EngineLoad, Stepped
 from shared.messages import NOT_BEGUN, GenerateReply, Part, Refused
 from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram
 

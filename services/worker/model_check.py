@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.worker.config import WorkerConfig
-from services.worker.model_facts import facts_of, read_pooling, read_sampling
+from services.worker.model.facts import facts_of, read_pooling, read_sampling
 from shared.errors import ModelError
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 from shared.model_files.templates import read_templates

@@ -10,7 +10,7 @@
        ▲                   │
        └──── engine lost ──┘ running attempts end with an error, the model card is removed, the cache counts as empty
 
-An operator may drain a worker meanwhile, or send it to sleep (services/worker/operations.py). The model card is
+An operator may drain a worker meanwhile, or send it to sleep (worker/operations/operations.py). The model card is
 published while the worker takes requests, the address book from the first Ready until the end.
 """
 
@@ -25,16 +25,16 @@ from operator import attrgetter
 import msgspec
 
 from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import PARTS, Loading, Prefetch, Ready, Stepped, Submit
 from services.worker.engine.process import EngineProcess
 from services.worker.engine.supervisor import EngineSupervisor, StartEngine
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
-from services.worker.messages import PARTS, Loading, Prefetch, Ready, Stepped, Submit
 from services.worker.metrics import WorkerMetrics
-from services.worker.model_card import CardAnnouncement, card_of, served_name
-from services.worker.observations import EngineObservations
-from services.worker.operator import Operator
-from services.worker.rank_reports import RankReports
+from services.worker.model.card import CardAnnouncement, card_of, served_name
+from services.worker.operations.operator import Operator
+from services.worker.reports.observations import EngineObservations
+from services.worker.reports.rank_reports import RankReports
 from services.worker.requests import attempt_notes
 from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog

@@ -10,8 +10,8 @@ from benchmarks.journeys import TokenGaps
 from benchmarks.loads import RequestTrace, chats, ideal
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
-from services.worker.messages import Snapshot, TakeEngineSnapshot
-from services.worker.runner import Work
+from services.worker.contracts.messages import Snapshot, TakeEngineSnapshot
+from services.worker.contracts.runner import Work
 from shared.messages import Role
 
 REQUESTS = 150

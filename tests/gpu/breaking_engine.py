@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from services.worker import engine_main
 from services.worker.config import WorkerConfig
-from services.worker.messages import EngineOperation, Loading, MemoryUse, Ready
-from services.worker.mover import Mover
-from services.worker.runner import Drawn, Runner, Work
+from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
+from services.worker.contracts.mover import Mover
+from services.worker.contracts.runner import Drawn, Runner, Work
 
 FATAL = [7, 77, 7, 77]
 

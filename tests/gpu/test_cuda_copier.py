@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from services.worker.config import CopyPath
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from services.worker.transfer.path_choice import MANY_BLOCKS, MOST_IN_A_ROW, path_order
@@ -246,7 +246,7 @@ def test_without_room_for_both_staging_rings_the_staged_path_is_left_out(
 
 LOST = """
 import cupy, time
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import group_blocks
 from services.worker.transfer.cuda_copier import Direction, InFlight

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from services.worker.config import CudaConfig
+from services.worker.contracts.runner import Runner
 from services.worker.native.config import read_config
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.runner import NativeRunner
-from services.worker.runner import Runner
 from shared.messages import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model

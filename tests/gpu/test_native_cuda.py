@@ -10,13 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 from services.worker.config import CudaConfig
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
 from services.worker.native.sampler import sample
 from services.worker.native.weights import load_weights
-from services.worker.runner import Drawn, Work
 from shared.messages import KvLayout, Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from services.worker.config import CudaConfig
+from services.worker.contracts.runner import Drawn, Runner, Work
 from services.worker.native.runner import NativeRunner
-from services.worker.runner import Drawn, Runner, Work
 from shared.messages import Pooling, Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model

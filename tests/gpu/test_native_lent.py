@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from services.worker.config import CudaConfig, Dtype
-from services.worker.loans import Borrowed
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.loans import Borrowed
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.transfer.peer.block_borrower import BlockBorrower
 from services.worker.transfer.peer.block_lender import BlockLender
 from services.worker.transfer.peer.lending import LendingLimits

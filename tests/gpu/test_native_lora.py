@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.worker.config import CudaConfig, Dtype
-from services.worker.runner import Work
+from services.worker.contracts.runner import Work
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from services.worker.config import CudaConfig, WorkerConfig
-from services.worker.messages import Loading
-from services.worker.mover import Copy
+from services.worker.contracts.messages import Loading
+from services.worker.contracts.mover import Copy
 from services.worker.native.config import read_config
 from services.worker.native.cuda.capacity import step_bytes, weight_bytes
 from services.worker.native.weights import tensor_shapes

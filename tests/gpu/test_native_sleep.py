@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.worker.config import CudaConfig, Dtype, WorkerConfig
-from services.worker.runner import Work
+from services.worker.contracts.runner import Work
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model

@@ -13,8 +13,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from services.worker.config import CudaConfig
+from services.worker.contracts.runner import Runner
 from services.worker.native.runner import NativeRunner
-from services.worker.runner import Runner
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import GOLDEN

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from tests.worker.transfer.devices import need_gpu
 

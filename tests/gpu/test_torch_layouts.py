@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover

@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 
 from services.kvbm.service import KvbmService
+from services.worker.contracts.messages import KvbmDown, KvbmReply, KvbmUp
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
-from services.worker.messages import KvbmDown, KvbmReply, KvbmUp
 from shared.runtime.lifecycle import Runtime
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBus

@@ -16,7 +16,7 @@ from services.frontend.protocol.chat_chunks import Usage
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.choices import open_choices
-from services.worker.runner import Work
+from services.worker.contracts.runner import Work
 from shared.errors import HeadraceError, InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 from shared.messages import NOT_BEGUN

@@ -35,10 +35,10 @@ from services.router.config import IndexConfig, LoadConfig, RouterConfig, Source
 from services.router.service import Router, router
 from services.worker.config import EngineConfig, SimulatedConfig, WorkerConfig
 from services.worker.config import KVConnectorConfig as ExchangeConfig
+from services.worker.contracts.messages import Ready
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.messages import Ready
-from services.worker.runner import Drawn, Work
 from services.worker.scheduler.scheduler import Scheduler
 from services.worker.service import Worker
 from services.worker.simulated.model import SimulatedModel

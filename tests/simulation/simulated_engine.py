@@ -19,12 +19,12 @@ from collections import deque
 from pathlib import Path
 
 from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Submit
+from services.worker.contracts.runner import Work
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.core import EngineCore, comes_meanwhile
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.messages import EngineOrder, EngineReport, Prefetch, Submit
-from services.worker.model_facts import facts_of
-from services.worker.runner import Work
+from services.worker.model.facts import facts_of
 from services.worker.simulated.model import SimulatedModel
 from services.worker.simulated.runner import simulated_model
 

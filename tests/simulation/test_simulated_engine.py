@@ -9,8 +9,7 @@ import pytest
 
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.config import KVConnectorConfig, SimulatedConfig, WorkerConfig
-from services.worker.engine.channel import PeerGone
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     CancelAttempt,
     Exchanged,
     KvbmAsk,
@@ -23,6 +22,7 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.engine.channel import PeerGone
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.kvbm_messages import StoreLayout

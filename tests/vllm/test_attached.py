@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import Failed, Loading
 from services.worker.engine.process import EngineProcess
-from services.worker.messages import Failed, Loading
 from shared.messages import Accepted, AllBlocksCleared, Generate, Sampling
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.vllm_server import KEY, VllmServer

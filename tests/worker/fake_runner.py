@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from services.worker.messages import EngineOperation, MemoryUse, Ready
-from services.worker.runner import Drawn, Work
+from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens

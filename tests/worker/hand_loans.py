@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.worker.loans import Borrowed
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.loans import Borrowed
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.transfer.peer.lending import Lending, LendingLimits, LendingRefused
 from shared.hashing import ContentKey

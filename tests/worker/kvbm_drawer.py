@@ -24,7 +24,7 @@ from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent, Tie
 from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
-from services.worker.messages import KvbmAsk
+from services.worker.contracts.messages import KvbmAsk
 from shared import kvbm_messages as wire
 from shared.blocks import Content, ContentStored
 from shared.hashing import ContentKey, pack_hashes

@@ -10,11 +10,7 @@ from random import Random
 
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.config import Offload
-from services.worker.engine.core import EngineCore
-from services.worker.kv_connector.connector import KVConnector
-from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.limits import SchedulerLimits
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     BlockExplained,
     CancelAttempt,
     EngineOperation,
@@ -31,7 +27,11 @@ from services.worker.messages import (
     Stepped,
     Submit,
 )
-from services.worker.runner import Work
+from services.worker.contracts.runner import Work
+from services.worker.engine.core import EngineCore
+from services.worker.kv_connector.connector import KVConnector
+from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpack_tokens

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from services.worker.config import Offload
+from services.worker.contracts.messages import AttemptNote, Begun, Submit
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import AttemptNote, Begun, Submit
-from services.worker.runner import Drawn, Work
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.device_blocks import FetchRequest
+from services.worker.contracts.device_blocks import FetchRequest
 from shared.blocks import Content
 from shared.hashing import ContentKey
 from tests.worker.manual_engine import Engine

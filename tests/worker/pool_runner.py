@@ -14,9 +14,9 @@ import numpy as np
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.worker.messages import EngineOperation, MemoryUse, Ready
-from services.worker.mover import Copied, Copy, Slots
-from services.worker.runner import Drawn, Work
+from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
+from services.worker.contracts.mover import Copied, Copy, Slots
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens

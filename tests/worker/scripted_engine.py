@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Ready, Submit
 from services.worker.engine.channel import PeerGone
-from services.worker.messages import EngineOrder, EngineReport, Prefetch, Ready, Submit
 from shared.messages import KvLayout
 
 FACTS = Ready(

@@ -19,10 +19,7 @@ from msgspec.structs import replace
 
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.config import Dtype, KVConnectorConfig, SimulatedConfig, WorkerConfig
-from services.worker.engine.channel import PeerGone
-from services.worker.engine.process import EngineProcess
-from services.worker.engine_main import _first, _load
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     EngineReport,
     Exchanged,
     Failed,
@@ -35,7 +32,10 @@ from services.worker.messages import (
     Stepped,
     Submit,
 )
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
+from services.worker.engine.channel import PeerGone
+from services.worker.engine.process import EngineProcess
+from services.worker.engine_main import _first, _load
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import HostCopier
 from shared.blocks import Content

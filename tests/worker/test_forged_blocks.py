@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.worker.contracts.messages import Submit
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Submit
 from services.worker.scheduler.scheduler import Scheduler
 from shared.blocks import BlockPool, Content
 from shared.hashing import block_hash, content_key, event_hash, pack_tokens, root_key, sequence_hashes

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     KV_EVENTS,
     EngineLoad,
     KvbmAsk,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from services.worker.config import AttachedConfig
-from services.worker.messages import Submit
+from services.worker.contracts.messages import Submit
 from shared.errors import ConfigError
 from shared.messages import Sampling, TokenLogprob
 

@@ -23,9 +23,7 @@ from services.worker.attached.server import Server
 from services.worker.attached.sglang_api import SGLANG
 from services.worker.attached.vllm_api import VLLM
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.engine.async_end import AsyncEnd
-from services.worker.engine.channel import EngineEnd, PeerGone
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     CancelAttempt,
     EngineLoad,
     EngineOrder,
@@ -43,6 +41,8 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.engine.async_end import AsyncEnd
+from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
 from services.worker.vllm.one_line import one_line

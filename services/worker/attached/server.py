@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from services.worker.attached.api import Api, Output, ServerLoad, read_metrics, read_sizes
 from services.worker.config import AttachedConfig, WorkerConfig
-from services.worker.messages import Ready, Submit
+from services.worker.contracts.messages import Ready, Submit
 from services.worker.vllm.sampling import refusal
 from shared.errors import ConfigError, InvalidRequest, Unavailable
 

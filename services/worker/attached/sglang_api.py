@@ -10,7 +10,7 @@ from msgspec import Struct
 from services.worker.attached.api import Api, Output, Row, same, text_only
 from services.worker.attached.vllm_api import ROWS as VLLM_ROWS
 from services.worker.config import AttachedConfig
-from services.worker.messages import Submit
+from services.worker.contracts.messages import Submit
 from services.worker.vllm.sampling import seed_for
 from shared.errors import InvalidRequest
 from shared.hashing import token_array

@@ -12,8 +12,8 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from services.worker.contracts.messages import EngineOrder, Failed, Shutdown
 from services.worker.engine.channel import EngineEnd, PeerGone
-from services.worker.messages import EngineOrder, Failed, Shutdown
 
 
 class AsyncEnd:

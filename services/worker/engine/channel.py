@@ -15,7 +15,7 @@ from collections import deque
 from math import ceil
 from typing import cast
 
-from services.worker.messages import EngineCommand, EngineReport
+from services.worker.contracts.messages import EngineCommand, EngineReport
 from shared.errors import HeadraceError
 from shared.messages import Codec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from services.worker.messages import EngineOrder, EngineReport, Prefetch, Submit
+from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Submit
 
 
 class Engine(Protocol):

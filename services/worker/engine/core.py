@@ -20,11 +20,8 @@ from math import inf
 from typing import TypeGuard, assert_never
 
 from services.worker.config import EngineConfig
-from services.worker.kv_connector.connector import Attachment, KVConnector
-from services.worker.kv_connector.stores import COLLECT_S
-from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
-from services.worker.loans import Borrower, Lender
-from services.worker.messages import (
+from services.worker.contracts.loans import Borrower, Lender
+from services.worker.contracts.messages import (
     BlockExplained,
     CancelAttempt,
     EngineCommand,
@@ -45,8 +42,11 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.mover import Mover
-from services.worker.runner import Drawn, Work
+from services.worker.contracts.mover import Mover
+from services.worker.contracts.runner import Drawn, Work
+from services.worker.kv_connector.connector import Attachment, KVConnector
+from services.worker.kv_connector.stores import COLLECT_S
+from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler

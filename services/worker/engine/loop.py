@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
+from services.worker.contracts.messages import EngineCommand, Shutdown
+from services.worker.contracts.runner import Overlaps, Runner
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore, comes_meanwhile
-from services.worker.messages import EngineCommand, Shutdown
-from services.worker.runner import Overlaps, Runner
 
 MEMORY_INTERVAL_S = 1.0
 """Seconds between two reports of the device's memory while steps are computed."""

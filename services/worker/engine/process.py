@@ -17,9 +17,9 @@ import msgspec
 from msgspec.structs import replace
 
 from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Shutdown, Submit
 from services.worker.engine.channel import ShellEnd
 from services.worker.engine.vllm_python import check_vllm_python
-from services.worker.messages import EngineOrder, EngineReport, Prefetch, Shutdown, Submit
 from shared.config import environment
 from shared.runtime import logs
 

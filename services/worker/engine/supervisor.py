@@ -19,9 +19,7 @@ from functools import partial
 from typing import assert_never
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.channel import PeerGone
-from services.worker.engine.contract import Engine
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     BlockExplained,
     CancelAttempt,
     EngineOperation,
@@ -45,6 +43,8 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.engine.channel import PeerGone
+from services.worker.engine.contract import Engine
 from shared.errors import ModelError, ProtocolError, Unavailable
 
 BACK_OFF_FIRST_S = 0.25

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from services.worker.messages import KvbmOperation
-from services.worker.mover import Copy
+from services.worker.contracts.messages import KvbmOperation
+from services.worker.contracts.mover import Copy
 from shared.errors import HeadraceError
 from shared.hashing import ContentKey, unpack_tokens
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 
+from services.worker.contracts.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from services.worker.kv_connector.metrics import KvbmMetrics
-from services.worker.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp

@@ -27,7 +27,10 @@ from itertools import count
 from math import inf
 from typing import Literal, Protocol, TypeVar, assert_never
 
-from services.worker.device_blocks import DeviceBlocks
+from services.worker.contracts.device_blocks import DeviceBlocks
+from services.worker.contracts.loans import Borrower, Lender
+from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
+from services.worker.contracts.mover import Copied, Mover, Slots
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,
@@ -41,9 +44,6 @@ from services.worker.kv_connector.actions import (
 from services.worker.kv_connector.fetches import Fetches
 from services.worker.kv_connector.stats import TransferStats
 from services.worker.kv_connector.stores import COLLECT_S, Stores
-from services.worker.loans import Borrower, Lender
-from services.worker.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
-from services.worker.mover import Copied, Mover, Slots
 from shared.errors import ProtocolError
 from shared.kvbm_messages import (
     ABORT,

@@ -24,7 +24,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from services.worker.device_blocks import DeviceBlocks, FetchRequest
+from services.worker.contracts.device_blocks import DeviceBlocks, FetchRequest
+from services.worker.contracts.loans import Borrowed
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,
@@ -35,8 +37,6 @@ from services.worker.kv_connector.actions import (
     ReturnLoan,
     unpack_slots,
 )
-from services.worker.loans import Borrowed
-from services.worker.mover import Copied, Copy
 from shared.hashing import unpack_hashes
 from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from services.worker.contracts.messages import EngineLoad, Exchanged, Stepped
 from services.worker.kv_connector.stats import bounded_name
-from services.worker.messages import EngineLoad, Exchanged, Stepped
 from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram
 
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from services.worker.messages import Exchanged
-from services.worker.mover import Copied
+from services.worker.contracts.messages import Exchanged
+from services.worker.contracts.mover import Copied
 
 MOST_NAMES = 32
 """Most names of paths, or of reasons; names that come after them are counted together as `OTHER`."""

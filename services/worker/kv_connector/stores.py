@@ -23,9 +23,9 @@ from operator import not_
 
 from msgspec import Struct
 
-from services.worker.device_blocks import DeviceBlocks
+from services.worker.contracts.device_blocks import DeviceBlocks
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.kv_connector.actions import Action, AskKvbm, CancelBatch, LinkLost, SaveBatch, unpack_slots
-from services.worker.mover import Copied, Copy
 from shared.blocks import Content
 from shared.hashing import pack_hashes, pack_tokens
 from shared.kvbm_messages import ABORT, COMMIT, STORE, Abort, Commit, Granted, KvbmRefused, Settled, Store, StoreBlock

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 import msgspec
 from msgspec import Struct
 
-from services.worker.native.architectures import (
+from services.worker.model.architectures import (
     ARCHITECTURES,
     Activation,
     Architecture,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, Linear
@@ -25,7 +26,6 @@ from services.worker.native.pooling import RowSpan, Sums
 from services.worker.native.rope import rope_tables
 from services.worker.native.step import Group, Span, Step, lay_out
 from services.worker.native.weights import Layer, Weights
-from services.worker.runner import Work
 
 _SCORES_LIMIT = 2 << 20
 """The most attention scores that a prefill holds at once (8 MiB); a chunk's rows are tiled to stay below."""

@@ -18,11 +18,11 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 
-from services.worker.native.architectures import ARCHITECTURES
+from services.worker.model.architectures import ARCHITECTURES
+from services.worker.model.tensor_header import Shape
 from services.worker.native.gguf_tokenizer import GgufVocabulary
 from services.worker.native.rope import Llama3Rope, PlainRope, frequencies
 from services.worker.native.tensor_file import Floats
-from services.worker.native.tensor_header import Shape
 from shared.errors import ModelError
 from shared.model_file import open_model_file
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.messages import EngineOperation
+from services.worker.contracts.messages import EngineOperation
+from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.lora_file import LoraLayers, LoraPair, read_lora
-from services.worker.runner import Work
 from shared.errors import ModelError
 
 LORA_OPERATIONS: tuple[EngineOperation, ...] = ("load_lora", "unload_lora")

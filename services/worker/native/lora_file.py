@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec import Struct
 
-from services.worker.lora_files import CONFIG, TENSORS
+from services.worker.model.lora_files import CONFIG, TENSORS
+from services.worker.model.tensor_header import Shape
 from services.worker.native.config import ModelConfig
 from services.worker.native.tensor_file import Floats, TensorFile
-from services.worker.native.tensor_header import Shape
 from services.worker.native.weights import tensor_shapes, text_name
 from shared.errors import ModelError
 from shared.model_file import CONFIG_LIMIT_BYTES, read_model_json

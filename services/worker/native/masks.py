@@ -17,8 +17,8 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from services.worker.contracts.runner import Work
 from services.worker.native.grammars import GrammarCache
-from services.worker.runner import Work
 from shared.messages import UNFOLLOWABLE
 
 _CUT = "<non-verbose/>"

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from services.worker.runner import Drawn, Work
+from services.worker.contracts.runner import Drawn, Work
 from shared.messages import NOT_FINITE
 
 Sums = NDArray[np.float64]

@@ -30,12 +30,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from services.worker.messages import Loading
+from services.worker.contracts.messages import Loading
+from services.worker.model.tensor_header import Shape
 from services.worker.native.config import read_config
 from services.worker.native.gguf_file import GgufFile, is_gguf
 from services.worker.native.gguf_tokenizer import as_json
 from services.worker.native.tensor_file import Floats, write_tensors
-from services.worker.native.tensor_header import Shape
 from services.worker.native.weights import Checkpoint, checkpoint_files, tensor_shapes
 from shared.errors import ModelError
 from shared.model_file import read_model_file

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from services.worker.config import LORA_BYTES, LORA_RANK, Dtype, WorkerConfig
-from services.worker.messages import EngineOperation, Loading, MemoryUse, Ready
+from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
@@ -25,7 +26,6 @@ from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
 from services.worker.native.weights_digest import check_digest, weights_digest
-from services.worker.runner import Drawn, Work
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover

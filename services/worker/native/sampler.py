@@ -25,10 +25,10 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.philox import uniform
-from services.worker.runner import Drawn, Work
 from shared.hashing import pack_tokens, token_array
 from shared.messages import NOT_FINITE, Sampling, TokenLogprob
 

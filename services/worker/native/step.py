@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.runner import Work
+from services.worker.contracts.runner import Work
 
 Ints = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.native.tensor_header import ITEM_BYTES, Shape, TensorEntry, read_header
+from services.worker.model.tensor_header import ITEM_BYTES, Shape, TensorEntry, read_header
 from shared.errors import ModelError
 
 _ALIGNMENT_BYTES = 64

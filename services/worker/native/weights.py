@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from msgspec import Struct
 
-from services.worker.native.architectures import NormPlaces
+from services.worker.model.architectures import NormPlaces
+from services.worker.model.tensor_header import ITEM_BYTES, Shape, TensorEntry
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.tensor_file import Floats, TensorFile
-from services.worker.native.tensor_header import ITEM_BYTES, Shape, TensorEntry
 from shared.errors import ModelError
 from shared.model_file import LIST_LIMIT_BYTES, read_model_json
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.messages import Begun
+from services.worker.contracts.messages import Begun
 from services.worker.scheduler.queue_clock import LEAST_S, describe_wait
 from shared.messages import Part, Refused
 

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.worker.messages import Ready
+from services.worker.contracts.messages import Ready
 from services.worker.requests.validation import find_fault
 from shared.messages import Accepted, Generate, GenerateReply, Part, Refused, StreamState
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from services.worker.messages import Ready
+from services.worker.contracts.messages import Ready
 from shared import subjects
 from shared.hashing import token_array
 from shared.messages import Generate, Sampling

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 
-from services.worker.runner import Drawn, Work
+from services.worker.contracts.runner import Drawn, Work
 from shared.errors import ModelError
 from shared.messages import Sampling
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from services.worker.device_blocks import FetchRequest
+from services.worker.contracts.device_blocks import FetchRequest
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.block_notes import EVERY_BLOCK, BlockNotes
 from services.worker.scheduler.kv_offloading import Offloading

@@ -30,7 +30,7 @@ from itertools import takewhile
 from math import inf
 from typing import Literal
 
-from services.worker.device_blocks import PREFETCHES, FetchRequest
+from services.worker.contracts.device_blocks import PREFETCHES, FetchRequest
 from services.worker.scheduler.sequence import Sequence
 from shared.blocks import BlockPool, ContentEvicted, ContentStored
 from shared.hashing import ContentKey

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from services.worker.messages import KV_EVENTS, PARTS, AttemptNote, Begun, EngineLoad, Exchanged, Stepped
+from services.worker.contracts.messages import KV_EVENTS, PARTS, AttemptNote, Begun, EngineLoad, Exchanged, Stepped
 from shared.blocks import PoolEvent
 from shared.messages import KvEvent, Part
 

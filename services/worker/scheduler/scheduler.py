@@ -47,9 +47,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence as Seq
 
+from services.worker.contracts.messages import EngineLoad, Submit
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import EngineLoad, Submit
-from services.worker.runner import Drawn, Work
 from services.worker.scheduler.device_probe import DeviceProbe
 from services.worker.scheduler.hand_over import HandOvers
 from services.worker.scheduler.kv_cache_manager import KVCacheManager

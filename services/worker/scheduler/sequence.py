@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import inf
 from sys import intern
 
+from services.worker.contracts.messages import Begun, Submit
+from services.worker.contracts.runner import Work
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Begun, Submit
-from services.worker.runner import Work
 from services.worker.scheduler.queue_clock import NO_WAIT, WaitTimes
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, token_array

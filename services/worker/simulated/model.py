@@ -12,8 +12,8 @@ from math import hypot
 from struct import pack
 from zlib import crc32
 
-from services.worker.messages import Ready
-from services.worker.runner import Drawn, Work
+from services.worker.contracts.messages import Ready
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.simulated.timing import Timing
 from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob

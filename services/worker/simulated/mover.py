@@ -12,7 +12,7 @@ from math import ceil, inf
 
 from msgspec import Struct
 
-from services.worker.mover import Copied, Copy, Slots
+from services.worker.contracts.mover import Copied, Copy, Slots
 
 
 class _Batch(Struct):

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 
 from services.worker.config import SimulatedConfig
-from services.worker.messages import EngineOperation, MemoryUse, Ready
-from services.worker.mover import Mover
+from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
+from services.worker.contracts.mover import Mover
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.masks import Masks, MaskThread
-from services.worker.runner import Drawn, Work
 from services.worker.simulated.model import SimulatedModel, unbarred
 from services.worker.simulated.mover import SimulatedMover
 from services.worker.simulated.timing import Table, Timing

@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.config import SimulatedConfig
-from services.worker.runner import Work
+from services.worker.contracts.runner import Work
 from services.worker.simulated.mover import SimulatedMover
 from shared.errors import ConfigError
 

@@ -12,7 +12,7 @@ from math import inf
 
 from msgspec import Struct, field
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 
 
 class GroupResult(Struct, frozen=True):

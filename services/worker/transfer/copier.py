@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from services.worker.mover import Copy, Slots
+from services.worker.contracts.mover import Copy, Slots
 from services.worker.transfer.block_shape import BlockShape
 
 GROUP_BYTES = 32 << 20

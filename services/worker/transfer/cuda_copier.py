@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import cupy  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import CopyPath
-from services.worker.mover import Copy, Slots
+from services.worker.contracts.mover import Copy, Slots
 from services.worker.transfer import memcpy_batch
 from services.worker.transfer.block_checksum import block_checksum
 from services.worker.transfer.block_shape import BlockShape

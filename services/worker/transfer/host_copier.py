@@ -9,7 +9,7 @@ import ctypes
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from services.worker.mover import Copy, Slots
+from services.worker.contracts.mover import Copy, Slots
 from services.worker.transfer.block_shape import BlockShape
 from shared.pool.map import touch
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.worker.mover import Copied, Copy, Slots
+from services.worker.contracts.mover import Copied, Copy, Slots
 from services.worker.transfer.batch import CopyBatch, GroupResult
 from services.worker.transfer.copier import Copier, Pending
 from shared.pool.format import PoolUnfit

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from services.worker.mover import Copied, Copy, Slots
+from services.worker.contracts.mover import Copied, Copy, Slots
 from services.worker.transfer.batch import CopyBatch
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.lane import Lane

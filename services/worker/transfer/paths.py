@@ -19,7 +19,7 @@ import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 from msgspec import Struct
 
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import group_blocks
 from services.worker.transfer.cuda import ANYWHERE, Stream

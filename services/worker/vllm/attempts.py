@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from services.worker.messages import Begun, Submit
+from services.worker.contracts.messages import Begun, Submit
 from services.worker.scheduler.outcome import Outcome
 from shared.hashing import pack_tokens
 from shared.messages import NOT_BEGUN, FinishReason, Part, PromptLogprobs, TokenLogprob

@@ -17,7 +17,7 @@ from typing import assert_never
 
 from msgspec import Struct
 
-from services.worker.messages import BlockExplained
+from services.worker.contracts.messages import BlockExplained
 from services.worker.scheduler.block_notes import EVERY_BLOCK, BlockNotes
 from shared.hashing import pack_tokens
 from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, SnapshotBlock

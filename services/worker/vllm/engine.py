@@ -27,9 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.worker.config import EngineConfig
-from services.worker.engine.async_end import AsyncEnd
-from services.worker.engine.channel import EngineEnd, PeerGone
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     CancelAttempt,
     EngineOrder,
     ExplainBlock,
@@ -46,6 +44,8 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.engine.async_end import AsyncEnd
+from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.kv_transfer import connector_stats
 from services.worker.vllm.loras import EngineLoras

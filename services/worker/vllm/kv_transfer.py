@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from services.worker.config import WorkerConfig
-from services.worker.messages import Exchanged, KvbmLink
+from services.worker.contracts.messages import Exchanged, KvbmLink
 
 CONNECTOR_MODULE = "services.worker.vllm.connector.connector"
 OTHERS = {"nixl": "NixlConnector", "lmcache": "LMCacheConnectorV1"}

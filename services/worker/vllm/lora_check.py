@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.lora_files import TENSORS
+from services.worker.model.lora_files import TENSORS
+from services.worker.model.tensor_header import Shape
 from services.worker.native.tensor_file import TensorFile
-from services.worker.native.tensor_header import Shape
 from services.worker.native.weights import checkpoint_files
 from shared.errors import ModelError
 

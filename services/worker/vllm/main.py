@@ -22,9 +22,9 @@ import msgspec
 from msgspec.structs import replace
 
 from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.contracts.messages import EngineOperation, Failed, Loading, Ready
 from services.worker.engine.channel import EngineEnd, PeerGone
-from services.worker.messages import EngineOperation, Failed, Loading, Ready
-from services.worker.model_facts import read_pooling
+from services.worker.model.facts import read_pooling
 from services.worker.vllm.cause_file import VARIABLE, note_exceptions, read_cause
 from services.worker.vllm.one_line import one_line
 from services.worker.vllm.start_failure import Cause, explained, failure

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.worker.messages import Exchanged, Stepped, Submit
+from services.worker.contracts.messages import Exchanged, Stepped, Submit
 from services.worker.scheduler.outcome import Outcome
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks

@@ -15,7 +15,7 @@ import re
 
 from msgspec import Struct
 
-from services.worker.messages import Failed
+from services.worker.contracts.messages import Failed
 from services.worker.vllm.one_line import CHARACTERS
 
 _PASSING_KINDS = {"MemoryError", "OutOfMemoryError", "DistNetworkError", "DistStoreError", "ConnectionError"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.messages import EngineLoad
+from services.worker.contracts.messages import EngineLoad
 from services.worker.scheduler.throughput import Throughput
 
 _FULL_TOKENS = 512

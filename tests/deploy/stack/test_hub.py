@@ -21,7 +21,7 @@ from deploy.local.stack.hub_cache import HEAD_LIMIT_BYTES
 from deploy.local.stack.hub_files import HubModel
 from deploy.local.stack.stack import UpOptions
 from deploy.local.state import StateDirectory
-from services.worker.native.tensor_header import HEADER_LIMIT_BYTES
+from services.worker.model.tensor_header import HEADER_LIMIT_BYTES
 from shared.errors import ConfigError, ModelError
 from tests.hub_server import HubServer, Repository, files_of, use_hub
 from tests.kvbm.small_tmpfs import small_tmpfs

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from services.worker.attached.server import TEXT, Server
 from services.worker.attached.vllm_api import VLLM
 from services.worker.config import AttachedConfig, WorkerConfig
-from services.worker.messages import Ready, Submit
-from services.worker.model_facts import facts_of
+from services.worker.contracts.messages import Ready, Submit
+from services.worker.model.facts import facts_of
 from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages import Sampling

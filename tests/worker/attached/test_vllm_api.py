@@ -9,7 +9,7 @@ from msgspec.structs import fields
 from services.worker.attached.api import Output
 from services.worker.attached.vllm_api import ROWS, VLLM
 from services.worker.config import AttachedConfig
-from services.worker.messages import Submit
+from services.worker.contracts.messages import Submit
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import Sampling

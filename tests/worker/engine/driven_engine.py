@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.worker.config import EngineName, WorkerConfig
-from services.worker.engine.channel import PeerGone
-from services.worker.engine.process import EngineProcess
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     CancelAttempt,
     EngineLoad,
     EngineOperation,
@@ -24,6 +22,8 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.engine.channel import PeerGone
+from services.worker.engine.process import EngineProcess
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Part, Sampling
 

@@ -8,9 +8,9 @@ from contextlib import closing
 
 import pytest
 
+from services.worker.contracts.messages import CancelAttempt, EngineOrder, Failed, Loading, Shutdown
 from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import EngineEnd, PeerGone, ShellEnd
-from services.worker.messages import CancelAttempt, EngineOrder, Failed, Loading, Shutdown
 from tests.worker.shell import LIMIT_S
 
 

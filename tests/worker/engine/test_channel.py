@@ -7,8 +7,15 @@ from contextlib import closing
 
 import pytest
 
+from services.worker.contracts.messages import (
+    CancelAttempt,
+    EngineCommand,
+    Failed,
+    Loading,
+    Shutdown,
+    TakeEngineSnapshot,
+)
 from services.worker.engine.channel import EngineEnd, PeerGone, ShellEnd
-from services.worker.messages import CancelAttempt, EngineCommand, Failed, Loading, Shutdown, TakeEngineSnapshot
 
 
 async def pair() -> tuple[ShellEnd, EngineEnd]:

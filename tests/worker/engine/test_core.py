@@ -7,9 +7,7 @@ from typing import Literal
 import pytest
 
 from services.worker.config import Device, EngineConfig, EngineName, KVConnectorConfig, WorkerConfig
-from services.worker.engine.core import MOST_PENDING, REPORT_INTERVAL_S, EngineCore
-from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, SchedulerLimits
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     CancelAttempt,
     EngineOperation,
     Operate,
@@ -20,7 +18,9 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.runner import Drawn
+from services.worker.contracts.runner import Drawn
+from services.worker.engine.core import MOST_PENDING, REPORT_INTERVAL_S, EngineCore
+from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvLayout, Part, Pooling, Sampling

@@ -6,13 +6,7 @@ from typing import cast
 
 import pytest
 
-from services.worker.engine.channel import EngineEnd
-from services.worker.engine.core import EngineCore
-from services.worker.engine.loop import EXCHANGE_S, SLICE_S, EngineLoop
-from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, KVConnector
-from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.limits import SchedulerLimits
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     CancelAttempt,
     EngineCommand,
     EngineReport,
@@ -24,7 +18,13 @@ from services.worker.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.runner import Drawn, Work
+from services.worker.contracts.runner import Drawn, Work
+from services.worker.engine.channel import EngineEnd
+from services.worker.engine.core import EngineCore
+from services.worker.engine.loop import EXCHANGE_S, SLICE_S, EngineLoop
+from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, KVConnector
+from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.kvbm_messages import StoreLayout

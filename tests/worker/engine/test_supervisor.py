@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import EngineReport, Failed, Operate, Operated
 from services.worker.engine.supervisor import EngineSupervisor
-from services.worker.messages import EngineReport, Failed, Operate, Operated
 from shared.errors import ModelError
 from tests.worker.scripted_engine import FACTS, ScriptedEngine
 from tests.worker.shell import LIMIT_S

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.worker.contracts.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from services.worker.kv_connector.client import ASKS_LIMIT, LINGER_S, LOG_AFTER_S, KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
-from services.worker.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.discovery.contract import Registration

@@ -3,9 +3,9 @@ from __future__ import annotations
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from services.worker.contracts.messages import EngineLoad, Exchanged, Stepped
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.kv_connector.stats import MOST_NAMES
-from services.worker.messages import EngineLoad, Exchanged, Stepped
 
 
 def stepped(load: EngineLoad, exchanged: Exchanged | None = None) -> Stepped:

@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.contracts.messages import Exchanged
+from services.worker.contracts.mover import Copied
 from services.worker.kv_connector.stats import MOST_NAMES, OTHER, TransferStats, add_counts
-from services.worker.messages import Exchanged
-from services.worker.mover import Copied
 
 COUNTS = st.dictionaries(st.integers(0, 60).map(str), st.integers(1, 9), max_size=20)
 

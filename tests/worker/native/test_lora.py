@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.worker.contracts.runner import Work
 from services.worker.native.config import read_config
 from services.worker.native.linear import Array
 from services.worker.native.lora import LORA_OPERATIONS, LoraStore, rows_by_lora
 from services.worker.native.pooling import RowSpan
 from services.worker.native.runner import NativeRunner
-from services.worker.runner import Work
 from shared.errors import ModelError
 from tests.tiny_lora import TARGETS, write_lora
 from tests.tiny_model import write_tiny_model

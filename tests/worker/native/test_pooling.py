@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.config import read_config
 from services.worker.native.pooling import RowSpan, pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner
-from services.worker.runner import Drawn, Work
 from shared.messages import NOT_FINITE, Pooling, Sampling
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import CASES, CHECKED_POSITIONS, GOLDEN, prompt_tokens

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.messages import Loading
+from services.worker.contracts.messages import Loading
 from services.worker.native import prepare as module
 from services.worker.native.config import read_config
 from services.worker.native.prepare import prepare

@@ -15,16 +15,16 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from services.worker.config import Dtype, WorkerConfig
+from services.worker.contracts.messages import Loading, Submit
+from services.worker.contracts.mover import Copied, Copy, Mover
+from services.worker.contracts.runner import Runner
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Loading, Submit
-from services.worker.mover import Copied, Copy, Mover
 from services.worker.native.config import read_config
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner, load_native
 from services.worker.native.tensor_file import write_tensors
 from services.worker.native.weights import Checkpoint
 from services.worker.native.weights_digest import weights_digest
-from services.worker.runner import Runner
 from services.worker.scheduler.device_probe import MOST_NOT_FINITE
 from services.worker.scheduler.scheduler import Scheduler
 from shared.errors import ModelError

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.masks import Masks
 from services.worker.native.sampler import is_plain, sample
-from services.worker.runner import Drawn, Work
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import NOT_FINITE, Sampling
 from tests.worker.native.works import work

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.contracts.runner import Work
 from services.worker.native.step import lay_out
-from services.worker.runner import Work
 from tests.worker.native.works import work
 
 BLOCK_SIZE = 4

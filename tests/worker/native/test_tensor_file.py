@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from services.worker.model.tensor_header import HEADER_LIMIT_BYTES
 from services.worker.native.tensor_file import TensorFile, write_tensors
-from services.worker.native.tensor_header import HEADER_LIMIT_BYTES
 from shared.errors import ModelError
 
 RANDOM = np.random.default_rng(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.worker.runner import Work
+from services.worker.contracts.runner import Work
 from shared.messages import Sampling
 
 GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0)

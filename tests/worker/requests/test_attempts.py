@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.messages import Ready
+from services.worker.contracts.messages import Ready
 from services.worker.requests.attempts import Attempts
 from shared.hashing import pack_tokens
 from shared.messages import Accepted, FinishReason, Generate, KvLayout, Part, Refused, Sampling

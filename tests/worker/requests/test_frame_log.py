@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.messages import PARTS
+from services.worker.contracts.messages import PARTS
 from services.worker.requests.frame_log import FrameLog
 from shared.messages import STEP_FRAME, Part, StepFrame
 

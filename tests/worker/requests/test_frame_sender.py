@@ -6,7 +6,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.messages import PARTS
+from services.worker.contracts.messages import PARTS
 from services.worker.metrics import WorkerMetrics
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FAIR_SHARE, FrameSender

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from random import Random
 
-from services.worker.messages import Begun
+from services.worker.contracts.messages import Begun
 from services.worker.requests.traced_attempts import TracedAttempts
 from shared.hashing import pack_tokens
 from shared.messages import FinishReason, Part

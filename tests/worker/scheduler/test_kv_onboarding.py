@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.worker.config import Offload
-from services.worker.device_blocks import PREFETCHES
+from services.worker.contracts.device_blocks import PREFETCHES
 from services.worker.scheduler.kv_onboarding import MOST_EXPECTED
 from shared.blocks import BlockPool
 from shared.hashing import ContentKey, content_keys, pack_tokens, root_key

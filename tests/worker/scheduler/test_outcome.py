@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.worker.messages import AttemptNote
+from services.worker.contracts.messages import AttemptNote
 from services.worker.scheduler.outcome import Outcome
 from shared.messages import Part
 

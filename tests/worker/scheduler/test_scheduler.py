@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.runner import Drawn
+from services.worker.contracts.runner import Drawn
 from shared.hashing import KEY_BYTES, content_keys, pack_tokens, root_key
 from shared.messages import NOT_BEGUN, Pooling, Sampling
 from tests.worker.fake_runner import EOS, continuation, embedding

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from services.worker.contracts.messages import Submit
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Submit
 from services.worker.scheduler.sequence import Sequence
 from shared.hashing import pack_tokens
 from shared.messages import Sampling

@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from services.worker.contracts.messages import Submit
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import Submit
 from services.worker.scheduler.sequence import Sequence
 from services.worker.scheduler.waiting_queue import WaitingQueue
 from shared.hashing import pack_tokens

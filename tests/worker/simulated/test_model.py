@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from services.worker.config import SimulatedConfig
-from services.worker.messages import Ready
-from services.worker.runner import Drawn, Work
+from services.worker.contracts.messages import Ready
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.simulated.model import SimulatedModel, embedding_of
 from services.worker.simulated.timing import Timing
 from shared.hashing import pack_tokens

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.simulated.mover import SimulatedMover
 from tests.worker.empty_pool import EmptyPool
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from services.worker.messages import Ready
-from services.worker.model_facts import facts_of
-from services.worker.runner import Work
+from services.worker.contracts.messages import Ready
+from services.worker.contracts.runner import Work
+from services.worker.model.facts import facts_of
 from services.worker.simulated.runner import EchoRunner
 from shared.errors import ConfigError
 from shared.messages import UNFOLLOWABLE, KvLayout, Sampling

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.config import SimulatedConfig, WorkerConfig
-from services.worker.mover import Copy
-from services.worker.runner import Work
+from services.worker.contracts.mover import Copy
+from services.worker.contracts.runner import Work
 from services.worker.simulated.timing import Table, Timing
 from shared.config import load
 from shared.errors import ConfigError

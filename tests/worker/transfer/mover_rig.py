@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from services.worker.mover import Copied
+from services.worker.contracts.mover import Copied
 from services.worker.transfer.mover import TransferMover
 from shared.pool.format import PoolGeometry
 from shared.pool.map import PoolMap

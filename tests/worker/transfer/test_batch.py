@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.transfer.batch import CopyBatch, GroupResult
 
 COPIES = [Copy(slot, slot) for slot in range(5)]

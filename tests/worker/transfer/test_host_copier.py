@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer import host_copier
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import GROUP_BYTES, HostCopier

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from tests.worker.transfer.devices import BLOCK_BYTES, HostDevice
 from tests.worker.transfer.mover_rig import MoverRig, rigged

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.transfer import host_copier
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover

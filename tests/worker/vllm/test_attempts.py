@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.messages import Submit
+from services.worker.contracts.messages import Submit
 from services.worker.vllm.attempts import AttemptTable
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import NOT_BEGUN, Part, Sampling

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
-from services.worker.messages import Exchanged, KvbmLink
+from services.worker.contracts.messages import Exchanged, KvbmLink
 from services.worker.vllm.connector.settings import read_settings
 from services.worker.vllm.kv_transfer import connector_stats, kv_transfer, sum_exchanged
 

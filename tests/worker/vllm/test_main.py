@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import Failed, Loading
 from services.worker.engine.process import EngineProcess
-from services.worker.messages import Failed, Loading
 from tests.tiny_model import write_tiny_model
 from tests.worker.vllm.environment import PYTHON, needs_vllm
 

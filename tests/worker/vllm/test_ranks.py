@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.messages import Stepped, Submit
+from services.worker.contracts.messages import Stepped, Submit
 from services.worker.vllm.ranks import EngineRanks
 from shared.hashing import pack_tokens
 from shared.messages import AllBlocksCleared, BlockStored, Sampling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.messages import Failed
+from services.worker.contracts.messages import Failed
 from services.worker.vllm.start_failure import Cause, explained, failure
 
 CORE = Cause("RuntimeError", "Engine core initialization failed. See root cause above. Failed core proc(s): {}")

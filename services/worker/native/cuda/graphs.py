@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from services.worker.contracts.runner import Work
 from services.worker.native.cuda.buffers import Buffers
 from services.worker.native.cuda.decoder import CudaDecoder
 from services.worker.native.cuda.layout import StepLayout
 from services.worker.native.linear import Array
-from services.worker.runner import Work
 from services.worker.transfer.cuda import Stream
 
 MOST_TOKENS = 16

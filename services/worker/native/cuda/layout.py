@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.contracts.runner import Work
 from services.worker.native.cuda.splits import NO_SPLITS, SplitPlan, SplitPlanner
-from services.worker.runner import Work
 
 Int32s = NDArray[np.int32]
 

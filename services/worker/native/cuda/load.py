@@ -10,8 +10,9 @@ import msgspec
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import Loading
 from services.worker.limits import MAX_STEP_TOKENS
-from services.worker.messages import Loading
+from services.worker.model.tensor_header import Shape
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
 from services.worker.native.cuda.faults import no_room_as_model_error
@@ -20,7 +21,6 @@ from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.weights import load_cuda_weights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.prepare import prepare
-from services.worker.native.tensor_header import Shape
 from services.worker.native.weights import Checkpoint
 from services.worker.native.weights_digest import weights_digest
 from services.worker.transfer.device_memory import DeviceMemory

@@ -21,8 +21,9 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from services.worker.config import LORA_BYTES, LORA_RANK, CudaConfig
+from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.limits import MAX_STEP_TOKENS
-from services.worker.messages import EngineOperation, MemoryUse, Ready
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers, kernel_address, pinned_array
@@ -43,7 +44,6 @@ from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_lora
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.weights_digest import check_digest
-from services.worker.runner import Drawn, Work
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier

@@ -15,12 +15,12 @@ import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import CudaConfig
+from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.cuda.buffers import kernel_address, pinned_array
 from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.sampler import GREEDY_BELOW, NO_TOKEN, is_plain, sample
-from services.worker.runner import Drawn, Work
 from services.worker.transfer.cuda import Stream
 
 _THREADS = 1024

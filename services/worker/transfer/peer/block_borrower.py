@@ -17,8 +17,8 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from services.worker.loans import Borrowed
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.loans import Borrowed
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.mover import TransferMover
 from services.worker.transfer.peer import packets

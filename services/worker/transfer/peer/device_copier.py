@@ -16,7 +16,7 @@ import cupy  # pyright: ignore[reportMissingImports]
 import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.mover import Copy, Slots
+from services.worker.contracts.mover import Copy, Slots
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ANYWHERE, Event, Stream, new_stream, translated_errors, use_device
 from services.worker.transfer.cuda_copier import InFlight

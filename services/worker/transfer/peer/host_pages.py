@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.mover import Copy, Slots
+from services.worker.contracts.mover import Copy, Slots
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import GROUP_BYTES, FinishedCopies
 from services.worker.transfer.peer.memory import MapFailed

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from services.worker.device_blocks import FetchRequest
+from services.worker.contracts.device_blocks import FetchRequest
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.orders import EndLoad
 from shared.blocks import Content
@@ -113,7 +113,7 @@ class _Request(Struct, eq=False):
 
 
 class VllmBlocks:
-    """The blocks of one engine, as `services.worker.device_blocks.DeviceBlocks`."""
+    """The blocks of one engine, as `services.worker.contracts.device_blocks.DeviceBlocks`."""
 
     def __init__(
         self, pool: VllmPool, block_size: int, clock: Callable[[], float], *, wait_s: float, offers: bool = True

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.lora_files import FILES, digest_lora
+from services.worker.model.lora_files import FILES, digest_lora
 from services.worker.vllm.connector.scheduler_half import Identity
 from services.worker.vllm.connector.settings import ConnectorSettings
 from services.worker.vllm.connector.weights import named_weights, weights_digest

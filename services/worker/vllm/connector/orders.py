@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 from shared.messages import Codec
 from shared.pool.format import PAGE_BYTES, Arena
 

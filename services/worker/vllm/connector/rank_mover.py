@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from services.worker.mover import Copied, Copy, Slots
+from services.worker.contracts.mover import Copied, Copy, Slots
 from services.worker.vllm.connector.orders import (
     CancelBatch,
     DetachPool,
@@ -29,7 +29,7 @@ class _Batch(Struct):
 
 
 class RankMover:
-    """A `services.worker.mover.Mover` for `ranks` worker halves."""
+    """A `services.worker.contracts.mover.Mover` for `ranks` worker halves."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmLink
 from services.worker.kv_connector.connector import KVConnector
 from services.worker.kv_connector.pool_attachment import OwnerName
-from services.worker.messages import Exchanged, KvbmAsk, KvbmLink
 from services.worker.vllm.connector.blocks import PoolBlock, VllmBlocks, VllmPool
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.orders import RANK_REPORT, STEP_ORDERS, AttachPool, RankFacts, part_bytes

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
+from services.worker.contracts.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from shared.errors import ProtocolError
 from shared.pool.format import PoolUnfit
 from shared.pool.lock import SOCKET, check_directory

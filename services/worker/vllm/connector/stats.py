@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from services.worker.messages import Exchanged, KvbmLink
+from services.worker.contracts.messages import Exchanged, KvbmLink
 from services.worker.vllm.kv_transfer import LINK
 
 COUNTERS = {

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Sequence
 from typing import assert_never
 
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.kv_connector.pool_attachment import MappedPool, OwnerName
-from services.worker.mover import Copied, Copy
 from services.worker.transfer.mover import TransferMover
 from services.worker.vllm.connector.orders import (
     RANK_REPORT,

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from services.worker.mover import Copy
+from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper, HostPages

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from services.worker.loans import Borrowed
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.loans import Borrowed
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.peer import block_borrower, packets

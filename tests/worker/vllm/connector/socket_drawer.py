@@ -12,7 +12,7 @@ from random import Random
 from typing import cast
 
 from services.kvbm.tickets.results import TicketLimits
-from services.worker.messages import KvbmAsk, KvbmOperation
+from services.worker.contracts.messages import KvbmAsk, KvbmOperation
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.scheduler_half import store_layout
 from services.worker.vllm.connector.settings import ConnectorSettings

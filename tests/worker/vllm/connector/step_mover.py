@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 
-from services.worker.mover import Copied, Copy, Slots
+from services.worker.contracts.mover import Copied, Copy, Slots
 from services.worker.transfer.batch import CopyBatch, GroupResult
 from services.worker.transfer.host_copier import HostCopier
 

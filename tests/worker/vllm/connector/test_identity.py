@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from services.worker.lora_files import FILES, digest_lora
+from services.worker.model.lora_files import FILES, digest_lora
 from services.worker.vllm.connector import identity
 from services.worker.vllm.connector.identity import lora_name
 from services.worker.vllm.connector.settings import ConnectorSettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.vllm.connector.orders import STEP_ORDERS, CancelBatch, DetachPool, EndLoad, LoadBlocks, SaveBlocks
 from services.worker.vllm.connector.rank_mover import RankMover
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
+from services.worker.contracts.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from services.worker.vllm.connector import socket_client
 from services.worker.vllm.connector.socket_client import HELLO_S, MOST_UNSENT_BYTES, RETRY_S, SocketClient
 from shared.pool.lock import SOCKET

@@ -9,7 +9,7 @@ METRICS = """
 import json
 from types import SimpleNamespace
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from services.worker.messages import Exchanged, KvbmLink
+from services.worker.contracts.messages import Exchanged, KvbmLink
 from services.worker.vllm.connector.stats import ConnectorMetrics, stats_of
 
 types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from services.worker.contracts.mover import Copied, Copy
 from services.worker.kv_connector.pool_attachment import MappedPool, OwnerName
-from services.worker.mover import Copied, Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from services.worker.transfer.mover import TransferMover

@@ -17,11 +17,11 @@ from typing import assert_never
 
 import msgspec
 
+from services.worker.contracts.messages import KvbmLink, Ready
 from services.worker.engine.supervisor import EngineSupervisor
-from services.worker.lora_files import check_files, digest_lora
-from services.worker.messages import KvbmLink, Ready
-from services.worker.model_card import CardAnnouncement
-from services.worker.operations import (
+from services.worker.model.card import CardAnnouncement
+from services.worker.model.lora_files import check_files, digest_lora
+from services.worker.operations.operations import (
     AnnounceState,
     AnswerOperation,
     AskEngine,

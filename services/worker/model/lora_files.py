@@ -8,7 +8,7 @@ import threading
 from math import prod
 from pathlib import Path
 
-from services.worker.native.tensor_header import read_header
+from services.worker.model.tensor_header import read_header
 from shared.errors import ModelError
 from shared.model_file import CONFIG_LIMIT_BYTES
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from services.worker.config import SamplingConfig, WorkerConfig
-from services.worker.messages import Ready
-from services.worker.model_facts import read_pooling, read_sampling
+from services.worker.contracts.messages import Ready
+from services.worker.model.facts import read_pooling, read_sampling
 from shared import hashing, subjects
 from shared.chat_templates import NAMES, template_file
 from shared.discovery.announcement import Announcement

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.native.architectures import ARCHITECTURES
+from services.worker.model.architectures import ARCHITECTURES
 from services.worker.native.config import read_config
 from services.worker.native.runner import CAPACITY_BYTES
 from services.worker.native.weights import tensor_shapes

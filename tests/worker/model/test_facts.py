@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from services.worker.config import SamplingConfig
-from services.worker.messages import Ready
-from services.worker.model_card import card_of
-from services.worker.model_facts import facts_of, read_pooling, read_sampling
+from services.worker.contracts.messages import Ready
+from services.worker.model.card import card_of
+from services.worker.model.facts import facts_of, read_pooling, read_sampling
 from shared.errors import ModelError
 from shared.messages import SamplingDefaults
 from tests.tiny_model import write_tiny_model

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from services.worker.mover import Copied, Copy
+from services.worker.contracts.mover import Copied, Copy
 from shared.hashing import ContentKey
 
 

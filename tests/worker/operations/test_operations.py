@@ -1,4 +1,4 @@
-"""services/worker/operations.py: operations in any order, over an engine that fails, dies and answers late."""
+"""worker/operations/operations.py: operations in any order, over an engine that fails, dies and answers late."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.messages import Ready
-from services.worker.operations import (
+from services.worker.contracts.messages import Ready
+from services.worker.operations.operations import (
     MOST_LORAS,
     MOST_LOSSES,
     AnnounceState,

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.worker.messages import EngineLoad, OwnMetrics, Probed
-from services.worker.observations import EngineObservations
+from services.worker.contracts.messages import EngineLoad, OwnMetrics, Probed
+from services.worker.reports.observations import EngineObservations
 from shared.metrics import process_registry
 
 TEXT = """# HELP vllm:num_requests_running Number of requests

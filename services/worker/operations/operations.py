@@ -23,7 +23,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from services.worker.messages import EngineOperation, Ready
+from services.worker.contracts.messages import EngineOperation, Ready
 from shared.lora import NAME_RULE, is_lora_name, make_lora_id, name_of_lora
 from shared.messages import OperateWorker
 

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.config import Natural, Positive, SamplingConfig
-from services.worker.messages import Ready
-from services.worker.native.architectures import ARCHITECTURES
+from services.worker.contracts.messages import Ready
+from services.worker.model.architectures import ARCHITECTURES
 from shared.errors import ModelError
 from shared.messages import KvLayout, Pooling, SamplingDefaults
 from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json

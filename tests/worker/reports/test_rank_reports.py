@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.worker.messages import EngineLoad, Stepped
-from services.worker.rank_reports import RankReports
+from services.worker.contracts.messages import EngineLoad, Stepped
+from services.worker.reports.rank_reports import RankReports
 from shared.messages import KvState, RankLoad
 
 

@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from services.worker.messages import EngineOperation, MemoryUse, Ready
-from services.worker.mover import Mover
+from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
+from services.worker.contracts.mover import Mover
 from shared.messages import Sampling, TokenLogprob
 
 

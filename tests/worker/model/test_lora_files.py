@@ -1,4 +1,4 @@
-"""services/worker/lora_files.py"""
+"""services/worker/model/lora_files.py"""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker import lora_files
-from services.worker.lora_files import CONFIG, FILES, TENSORS, check_files, digest_lora
+from services.worker.model import lora_files
+from services.worker.model.lora_files import CONFIG, FILES, TENSORS, check_files, digest_lora
 from shared.errors import ModelError
 
 

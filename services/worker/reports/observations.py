@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from services.worker.messages import EngineLoad, MemoryUse, OwnMetrics, Probed
+from services.worker.contracts.messages import EngineLoad, MemoryUse, OwnMetrics, Probed
 from shared.metrics import counter, gauge
 
 _log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.model_card import TEMPLATE_LIMIT_BYTES, card_of
-from services.worker.model_facts import facts_of
+from services.worker.model.card import TEMPLATE_LIMIT_BYTES, card_of
+from services.worker.model.facts import facts_of
 from shared.chat_templates import template_file
 from shared.discovery.intake import DEFAULT
 from shared.errors import ModelError

@@ -1,4 +1,4 @@
-"""services/worker/operator.py: operations over the bus, with an engine that answers what a test says."""
+"""services/worker/operations/operator.py: operations over the bus, with an engine that answers what a test says."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker import operator
 from services.worker.config import WorkerConfig
-from services.worker.lora_files import digest_lora
-from services.worker.messages import (
+from services.worker.contracts.messages import (
     PARTS,
     CancelAttempt,
     EngineLoad,
@@ -24,6 +22,8 @@ from services.worker.messages import (
     Stepped,
     Submit,
 )
+from services.worker.model.lora_files import digest_lora
+from services.worker.operations import operator
 from shared import subjects
 from shared.errors import ModelError
 from shared.lora import make_lora_id

@@ -1,0 +1,1 @@
+"""What an engine reports of itself: the load of each rank, its memory, its own metrics. May import contracts."""
