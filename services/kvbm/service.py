@@ -26,24 +26,24 @@ from time import perf_counter
 from typing import TypeVar
 
 from services.kvbm.config import KvbmConfig
-from services.kvbm.fetch_span import FetchSpan, fetch_span
-from services.kvbm.hit_window import LookupCounts
+from services.kvbm.doors.fetch_span import FetchSpan, fetch_span
+from services.kvbm.doors.replies import ReplySender, Request
+from services.kvbm.doors.socket_door import SocketDoor
 from services.kvbm.layout import describe
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
+from services.kvbm.layout.snapshots import send_snapshot
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.peers.cache import Bringing, PeerCache
 from services.kvbm.peers.peers import KvbmPeers, check_peers
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.owners import MOST_OWNERS
 from services.kvbm.pool.prefault import Prefault
-from services.kvbm.replies import ReplySender, Request
-from services.kvbm.snapshots import send_snapshot
-from services.kvbm.socket_door import SocketDoor
 from services.kvbm.tickets.engines import AttachedEngine, AttachedEngines
 from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
 from services.kvbm.tickets.packing import unpack_keys
 from services.kvbm.tiers import policies
+from services.kvbm.tiers.hit_window import LookupCounts
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.bus.contract import Message, Subscription

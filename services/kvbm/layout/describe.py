@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from services.kvbm.hit_window import LookupCounts
 from services.kvbm.tickets.results import TicketStatistics
 from services.kvbm.tiers.disk_results import DiskStatistics
+from services.kvbm.tiers.hit_window import LookupCounts
 from shared.kvbm_messages import LayoutState, StoreLayout, TierState
 from shared.messages import Tier
 

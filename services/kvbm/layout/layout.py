@@ -23,7 +23,6 @@ from services.kvbm.config import KvbmConfig
 from services.kvbm.disk.disk import Disk
 from services.kvbm.disk.format import DiskGeometry
 from services.kvbm.disk.io_threads import DiskThreads
-from services.kvbm.hit_window import HitWindow, LookupCounts
 from services.kvbm.layout.block_notes import LayoutNotes
 from services.kvbm.layout.describe import LayoutFacts
 from services.kvbm.layout.disk_traffic import SPILLS_MOST, DiskTraffic
@@ -44,6 +43,7 @@ from services.kvbm.tiers import policies
 from services.kvbm.tiers.actions import Offered, Read, ReadOutcome, Spill, TierEvent
 from services.kvbm.tiers.disk_records import WriteOutcome
 from services.kvbm.tiers.disk_results import FoundBlock
+from services.kvbm.tiers.hit_window import HitWindow, LookupCounts
 from services.kvbm.tiers.tiers import Tiers
 from shared import kvbm_messages as wire
 from shared.blocks import Content

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.kvbm.replies import Request as KvbmRequest
+from services.kvbm.doors.replies import Request as KvbmRequest
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector.pool_attachment import MappedPool
 from services.worker.vllm.connector import scheduler_half

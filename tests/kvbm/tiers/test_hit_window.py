@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kvbm.hit_window import STEPS, HitWindow, LookupCounts
+from services.kvbm.tiers.hit_window import STEPS, HitWindow, LookupCounts
 
 
 def test_nothing_asked_has_no_rate() -> None:

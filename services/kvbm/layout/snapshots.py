@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from services.kvbm.doors.replies import ReplySender
 from services.kvbm.layout.layout import LayoutStore
-from services.kvbm.replies import ReplySender
 from shared.blocks import Content
 from shared.bus.contract import Message
 from shared.kv_events import in_chunks, to_snapshot

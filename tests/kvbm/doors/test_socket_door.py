@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from services.kvbm import socket_door
 from services.kvbm.config import PoolConfig, TiersConfig
-from services.kvbm.socket_door import MOST_CONNECTIONS
+from services.kvbm.doors import socket_door
+from services.kvbm.doors.socket_door import MOST_CONNECTIONS
 from shared import kvbm_messages as wire
 from shared.bus.contract import Message
 from shared.hashing import ContentKey

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.kvbm.doors.replies import ReplySender
 from services.kvbm.metrics import StoreMetrics
-from services.kvbm.replies import ReplySender
 from shared.bus.contract import LAST_HEADER, Message
 from shared.messages import JSON_HEADER
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus

@@ -18,9 +18,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from services.kvbm.doors.replies import Request
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.owners import MOST_OWNERS
-from services.kvbm.replies import Request
 from shared.errors import PayloadTooLarge, ProtocolError
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import TO_KVBM, Answered, FrameReader, Hello, encode_frame
