@@ -19,6 +19,7 @@ from tests.integration.shared.conftest import WithWorkers
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 180.0
+WORKERS = ("worker 1", "worker 2")
 READ_BEFORE = 100
 """Chunks until a worker is killed; far more than that are to come."""
 TEMPLATE = "{{ messages[-1].content }}{{ messages[-1].tool_calls }}{% if tools %}{% endif %}"
@@ -45,12 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def services(model: Path, with_workers: WithWorkers) -> Iterator[Fleet]:
-    with with_workers(lambda one: start_worker(one, "worker 1", model)) as one:
+    def start(services: Fleet) -> None:
+        for name in WORKERS:
+            services.start("worker", name, "--model", str(model), "--engine", "echo")
+
+    with with_workers(start) as one:
         yield one
-
-
-def start_worker(services: Fleet, name: str, model: Path) -> None:
-    services.start("worker", name, "--model", str(model), "--engine", "echo")
 
 
 @pytest.fixture
@@ -85,12 +86,10 @@ def test_the_official_client_reads_calls_streamed_and_not(client: openai.OpenAI)
         assert message.content == "I write.\n"
 
 
-def test_a_worker_killed_in_the_middle_of_a_call_changes_nothing_of_it(
-    services: Fleet, client: openai.OpenAI, model: Path
-) -> None:
-    def replace() -> None:
-        services.services["worker 1"].kill()
-        start_worker(services, "worker 2", model)
+def test_a_worker_killed_in_the_middle_of_a_call_changes_nothing_of_it(services: Fleet, client: openai.OpenAI) -> None:
+    def kill_the_one_that_answers() -> None:
+        workers = [services.services[name] for name in WORKERS]
+        next(worker for worker in workers if worker.metric("headrace_inflight_requests")).kill()
 
-    assert called(streamed(client, said(("write", LONG)), replace)) == [("write", LONG)]
+    assert called(streamed(client, said(("write", LONG)), kill_the_one_that_answers)) == [("write", LONG)]
     assert services.services["frontend"].metric("headrace_model_migration_total") >= 1
