@@ -1,4 +1,4 @@
-"""Metrics: one rule for names, and the labels of every series.
+"""Metrics: rows of tables, one rule for names, and the labels of every series.
 
 Names begin with `headrace_` and end in their unit: `_seconds`, `_bytes`, `_tokens`, or a plural of what is counted
 (a counter's `_total` is added by the client library). Labels have few values, since a scrape of many series stalls
@@ -16,9 +16,11 @@ from bisect import bisect_left
 from collections import Counter as ValueCounts
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -29,6 +31,8 @@ from shared.messages import ServiceName
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PREFIX = "headrace_"
+Handle = TypeVar("Handle")
+"""A metric that is registered: Counter, Gauge, Histogram or Distribution."""
 
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """The buckets for what a client waits for: the first token, queueing, whole requests."""
@@ -43,35 +47,91 @@ _WRONG_ENDS = ("_total", "_ms", "_us", "_s", "_sec", "_kb", "_mb", "_count", "_s
 _NAME = re.compile(r"headrace_[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
-def counter(registry: CollectorRegistry, name: str, explanation: str, labels: Sequence[str] = ()) -> Counter:
-    """Register a counter: a value that only grows. `name` has no `_total`."""
-    return Counter(_checked(name), explanation, labels, registry=registry)
+class MetricRow(Struct, Generic[Handle], frozen=True):
+    """One metric as a row of a table. docs/metrics.md has all rows; `python -m tests.metrics_page` writes it.
+
+    In the body of a class a row is a descriptor: after `register`, an object of the class has the metric under the
+    row's name.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    """The name, for a counter without `_total`."""
+    labels: str
+    """The names of its labels, with blanks between. Empty if it has none."""
+    text: str
+    """What it shows: the help text at /metrics, and the meaning in the document."""
+    advice: str
+    """What to do when it is high, for the document. Empty if there is nothing to do."""
+    make: Callable[[CollectorRegistry], Handle]
+    """Registers the metric."""
+
+    def __post_init__(self) -> None:
+        assert _NAME.fullmatch(self.name), f"{self.name}: metric names are {PREFIX}words_in_lower_case"
+        assert not self.name.endswith(_WRONG_ENDS), f"{self.name}: write seconds and bytes out, and leave _total out"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Handle: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | Handle:
+        """Return the row. Python asks here only before `register`: later it finds the metric in the object first."""
+        assert instance is None, f"{self.name}: no {owner.__name__} may use it before register()"
+        return self
 
 
-def scraped_counter(registry: CollectorRegistry, name: str, explanation: str, count: Callable[[], int]) -> None:
-    """Register a counter whose value `count()` returns at each scrape. `name` has no `_total`."""
-    registry.register(_Counted(_checked(name), explanation, count))
+def counter(name: str, labels: str, text: str, advice: str = "") -> MetricRow[Counter]:
+    """Return the row of a counter: a value that only grows. `name` has no `_total`."""
+    return MetricRow("counter", name, labels, text, advice, lambda to: Counter(name, text, labels.split(), registry=to))
 
 
-def gauge(registry: CollectorRegistry, name: str, explanation: str, labels: Sequence[str] = ()) -> Gauge:
-    """Register a gauge: a value that rises and falls."""
-    return Gauge(_checked(name), explanation, labels, registry=registry)
+def gauge(name: str, labels: str, text: str, advice: str = "") -> MetricRow[Gauge]:
+    """Return the row of a gauge: a value that rises and falls."""
+    return MetricRow("gauge", name, labels, text, advice, lambda to: Gauge(name, text, labels.split(), registry=to))
 
 
-def histogram(
-    registry: CollectorRegistry, name: str, explanation: str, buckets: Sequence[float], labels: Sequence[str] = ()
-) -> Histogram:
-    """Register a histogram. Use the buckets above, so that dashboards can compare."""
-    return Histogram(_checked(name), explanation, labels, buckets=buckets, registry=registry)
+def histogram(name: str, labels: str, buckets: Sequence[float], text: str, advice: str = "") -> MetricRow[Histogram]:
+    """Return the row of a histogram. Use the buckets above, so that dashboards can compare."""
+
+    def make(registry: CollectorRegistry) -> Histogram:
+        return Histogram(name, text, labels.split(), buckets=buckets, registry=registry)
+
+    return MetricRow("histogram", name, labels, text, advice, make)
 
 
 def distribution(
-    registry: CollectorRegistry, name: str, explanation: str, buckets: Sequence[float], label: str
-) -> Distribution:
-    """Register a Distribution: a histogram with one label, for values that come once per token."""
-    made = Distribution(_checked(name), explanation, buckets, label)
-    registry.register(made)
-    return made
+    name: str, label: str, buckets: Sequence[float], text: str, advice: str = ""
+) -> MetricRow[Distribution]:
+    """Return the row of a Distribution: a histogram with one label, for values that come once per token."""
+
+    def make(registry: CollectorRegistry) -> Distribution:
+        made = Distribution(name, text, buckets, label)
+        registry.register(made)
+        return made
+
+    return MetricRow("histogram", name, label, text, advice, make)
+
+
+def rows_of(place: object) -> dict[str, MetricRow[Any]]:
+    """Return the rows in the body of a class or module, by their names there."""
+    return {attribute: row for attribute, row in vars(place).items() if isinstance(row, MetricRow)}
+
+
+def register(table: object, registry: CollectorRegistry) -> None:
+    """Register the rows in the body of an object's class, and give the object their metrics."""
+    for attribute, row in rows_of(type(table)).items():
+        setattr(table, attribute, row.make(registry))
+
+
+def scraped(row: MetricRow[Counter] | MetricRow[Gauge]) -> CounterMetricFamily | GaugeMetricFamily:
+    """Return an empty metric of a row, for a collector that fills it at each scrape."""
+    family = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+    return family(row.name, row.text, labels=row.labels.split())
+
+
+def register_scraped(row: MetricRow[Counter], registry: CollectorRegistry, count: Callable[[], int]) -> None:
+    """Register a counter whose value `count()` returns at each scrape."""
+    registry.register(_Counted(row, count))
 
 
 class Distribution(Collector):
@@ -129,9 +189,8 @@ class DistributionSeries:
 
 
 class _Counted(Collector):
-    def __init__(self, name: str, explanation: str, count: Callable[[], int]) -> None:
-        self._name = name
-        self._explanation = explanation
+    def __init__(self, row: MetricRow[Counter], count: Callable[[], int]) -> None:
+        self._row = row
         self._count = count
 
     def describe(self) -> Iterator[Metric]:
@@ -139,7 +198,9 @@ class _Counted(Collector):
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(self._name, self._explanation, value=self._count())
+        family = scraped(self._row)
+        family.add_metric([], self._count())
+        yield family
 
 
 class LabelledRegistry(CollectorRegistry):
@@ -189,9 +250,3 @@ def process_registry(
     registry = LabelledRegistry(labels)
     ProcessCollector(registry=registry)
     return registry
-
-
-def _checked(name: str) -> str:
-    assert _NAME.fullmatch(name), f"{name}: metric names are {PREFIX}words_in_lower_case"
-    assert not name.endswith(_WRONG_ENDS), f"{name}: write seconds and bytes out, and leave _total out"
-    return name

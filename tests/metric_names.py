@@ -19,7 +19,8 @@ from shared.bus.outbox import Outbox
 from shared.config import TraceConfig
 from shared.discovery.directory import Directory
 from shared.discovery.etcd import EtcdDiscovery
-from shared.metrics import scraped_counter
+from shared.metrics import register_scraped
+from shared.runtime.lifecycle import UNREADABLE
 from shared.tracing.exporter import SpanQueue
 from shared.tracing.spans import SpanRecord
 from shared.tracing.tracer import Tracer
@@ -67,7 +68,7 @@ async def _register(service: str, registry: CollectorRegistry) -> None:
     discovery = EtcdDiscovery(("127.0.0.1:1",), registry=registry)
     Directory(discovery, bus, "test", registry=registry)
     await discovery.close()
-    scraped_counter(registry, "headrace_unreadable_messages", "", lambda: 0)  # of shared/runtime/lifecycle.py
+    register_scraped(UNREADABLE, registry, lambda: 0)
     Tracer(TraceConfig(), registry, lambda _span: None, draw=Random(1))
     SpanQueue(TraceConfig(), registry, NoCollector(), {})
     if service == "frontend":

@@ -1,29 +1,34 @@
-"""The frontend's metrics. Many have the names of Dynamo's metrics, with our prefix, so that dashboards can be kept."""
+"""The frontend's metrics. Many have the names of Dynamo's metrics, with our prefix, so that dashboards can be kept.
+
+The label `model` has the name of the base model. The registry of models bounds its values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from http import HTTPStatus
 from typing import Literal, get_args
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.frontend.auth.accounts import Accounts
-from shared import metrics
 from shared.metrics import (
     REQUEST_SECONDS,
     STEP_SECONDS,
     TOKENS,
     DistributionSeries,
+    counter,
     distribution,
+    gauge,
+    histogram,
+    register,
+    rows_of,
+    scraped,
 )
 
-MODEL = "model"
-"""The label with the name of the base model. The registry of models bounds its values."""
 Hop = Literal["tokenise", "select", "offer", "first_token", "rest"]
 """A part of a request's way.
 
@@ -57,135 +62,105 @@ class ModelMetrics(Struct, frozen=True):
 class Metrics:
     """The metrics of one process."""
 
+    # fmt: off
+    _requests = counter("headrace_requests", "operation status model",
+        "Requests that ended, by operation, HTTP status (499: the client disconnected first) and model (empty: none "
+        "that is known)",
+        "Answers of 5xx: see Errors by reason on the board, then the log line of the request.")
+    _request_s = histogram("headrace_request_duration_seconds", "model", REQUEST_SECONDS,
+        "Time from a request's headers to the end of its answer, of requests that were answered with 200",
+        "Follow the parts: `headrace_hop_seconds`.")
+    _hop_s = histogram("headrace_hop_seconds", "hop", _HOP_SECONDS,
+        "Time of the parts of a request's way: tokenise, select, offer (a worker accepts), first_token (from there "
+        "on), rest (to the end)",
+        "`tokenise`: the frontend's cores are full. `select`: the routers' are. `offer`: a worker's loop or NATS is "
+        "slow. `first_token`: workers queue. `rest`: long answers, or slow steps.")
+    inflight = gauge("headrace_inflight_requests", "",
+        "Requests that have arrived and not ended", "More arrives than is answered: add workers.")
+    _first_token = histogram("headrace_time_to_first_token_seconds", "model", REQUEST_SECONDS,
+        "Time from the tokenised prompt to its first output token",
+        "Compare with `headrace_queue_seconds` and `headrace_prefill_seconds`: add workers, or shorten prompts.")
+    _inter_token = distribution("headrace_inter_token_latency_seconds", "model", STEP_SECONDS,
+        "Time per token between two step frames of one request",
+        "Steps are long: too many requests at a worker, or large prefills between (`headrace_prefill_step_tokens`).")
+    _input_tokens = histogram("headrace_input_sequence_tokens", "model", TOKENS,
+        "Prompt tokens of a request", "Long prompts: see `headrace_prefill_seconds`.")
+    _output_tokens = histogram("headrace_output_sequence_tokens", "model", TOKENS, "Output tokens of a request")
+    _prompt_count = counter("headrace_prompt_tokens", "model", "Prompt tokens of requests")
+    _output_count = counter("headrace_output_tokens", "model", "Output tokens, as they come from workers")
+    _cached_tokens = counter("headrace_cached_tokens", "tier model",
+        "Prompt tokens found in a prefix cache, by tier",
+        "The higher the better. Low: prompts share little, or the caches are too small.")
+    ignored_fields = counter("headrace_ignored_fields", "field",
+        "Requests with a field that has no effect, by the field's name; other: names that no known API has, and names "
+        "beyond the first 200",
+        "Clients ask for what is not done: see [fields.md](fields.md).")
+    tool_calls = counter("headrace_tool_calls", "format outcome",
+        "Texts that began like a tool call, by format and outcome: complete; unfinished (the answer ended); broken (a "
+        "part was sent already); or sent as text: malformed, unknown_tool, too_long",
+        "`malformed`, `broken`: the model or its parser does not fit; see [tools.md](tools.md).")
+    disconnected = counter("headrace_disconnected_clients", "",
+        "Clients that disconnected before their answer was complete",
+        "Clients give up: see the time to the first token.")
+    cancellations = counter("headrace_model_cancellation", "",
+        "Attempts cancelled at a worker, for any reason",
+        "As `headrace_disconnected_clients_total`, and attempts that were moved.")
+    cancellation = histogram("headrace_cancellation_seconds", "", STEP_SECONDS,
+        "Time from the moment that a client is found gone until its worker reports the end of the attempt",
+        "Workers go on computing for clients that have gone: long steps, or NATS is slow.")
+    unnoticed = histogram("headrace_unnoticed_disconnect_seconds", "", REQUEST_SECONDS,
+        "Longest time that a NATS client can have been gone before the frontend noticed it",
+        "NATS clients that do not probe: see [protocol.md](protocol.md).")
+    _migrations = counter("headrace_model_migration", "model",
+        "Attempts that continued or repeated a lost attempt",
+        "Workers die or stand still: `headrace_attempts_lost_total` has the reasons.")
+    _hand_overs = counter("headrace_hand_overs", "model",
+        "Prompts that one worker computed and another one decodes from",
+        "Nothing to do: that is what roles are for ([disaggregation.md](disaggregation.md)).")
+    lost = counter("headrace_attempts_lost", "reason",
+        "Lost attempts, by reason; docs/states.md explains each", "[states.md](states.md) explains each reason.")
+    router_retries = counter("headrace_router_retries", "",
+        "Requests sent to another router because one did not answer", "A router is slow or gone.")
+    rejections = counter("headrace_model_rejection", "bound",
+        "Requests refused at a limit of this frontend, by the name of its setting",
+        "Raise the setting that `bound` names, or add frontends.")
+    connections = gauge("headrace_open_connections", "",
+        "Open connections of HTTP clients", "It is bounded by `http.connections`.")
+    closed_connections = counter("headrace_closed_connections", "reason",
+        "Connections closed by the frontend: idle (too long), header (a slow request head), room (idle, closed for a "
+        "new one), full (a new one, and none was idle), handshake (TLS failed)",
+        "`full`, `room`: raise `http.connections`. `header`: slow or hostile clients.")
+    stray_parts = counter("headrace_stray_parts", "",
+        "Parts of step frames for requests that have ended", "Some after each cancellation are normal.")
+    dropped_frames = counter("headrace_dropped_frames", "",
+        "Step frames lost because the subscription was full",
+        "The frontend cannot keep up: add frontends. Tokens are sent again.")
+    frames_out_of_turn = counter("headrace_frames_out_of_turn", "kind",
+        "Step frames dropped: repeated, or ahead of a missing one, which is asked for again",
+        "Some after an outage of NATS are normal.")
+    resends = counter("headrace_resends", "outcome",
+        "Requests to workers to send step frames again: resent, too_old (no longer kept), unanswered",
+        "`too_old`, `unanswered`: attempts are then moved. NATS loses messages, or workers are overloaded.")
+    unanswerable = counter("headrace_unanswerable_requests", "",
+        "Requests over NATS without a usable reply subject", "A NATS client without an inbox of its own.")
+    unauthorized = counter("headrace_unauthorized_requests", "reason",
+        "Requests refused with 401: missing (no key), unknown (a key that the keys file does not have)",
+        "A client has an old key, or a stranger tries keys.")
+    kept_responses = gauge("headrace_kept_responses", "", "Stored responses", "It is bounded by `responses.kept`.")
+    kept_response_bytes = gauge("headrace_kept_response_bytes", "",
+        "Bytes of the stored responses", "It is bounded by `responses.kept_bytes`.")
+    dropped_responses = counter("headrace_dropped_responses", "reason",
+        "Stored responses removed without a request: age; or to make room: count, bytes",
+        "`count`, `bytes`: raise these two settings.")
+    stale_files = gauge("headrace_stale_files", "file",
+        "1 if the file (keys, tls) cannot be read and its former content is still used",
+        "Mend the file: [access.md](access.md).")
+    # fmt: on
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        counter, gauge = partial(metrics.counter, registry), partial(metrics.gauge, registry)
-        histogram = partial(metrics.histogram, registry)
-        self._requests = counter(
-            "headrace_requests",
-            "Requests that ended, by operation, HTTP status (499: the client disconnected first) and model (empty: "
-            "none that is known)",
-            ["operation", "status", MODEL],
-        )
-        self._request_s = histogram(
-            "headrace_request_duration_seconds",
-            "Time from a request's headers to the end of its answer, of requests that were answered with 200",
-            REQUEST_SECONDS,
-            [MODEL],
-        )
-        hops = histogram(
-            "headrace_hop_seconds",
-            "Time of the parts of a request's way: tokenise, select, offer (a worker accepts), first_token (from there "
-            "on), rest (to the end)",
-            _HOP_SECONDS,
-            ["hop"],
-        )
-        self.hops: dict[Hop, Histogram] = {hop: hops.labels(hop) for hop in get_args(Hop)}
-        self.inflight = gauge("headrace_inflight_requests", "Requests that have arrived and not ended")
-        self._first_token = histogram(
-            "headrace_time_to_first_token_seconds",
-            "Time from the tokenised prompt to its first output token",
-            REQUEST_SECONDS,
-            [MODEL],
-        )
-        self._inter_token = distribution(
-            registry,
-            "headrace_inter_token_latency_seconds",
-            "Time per token between two step frames of one request",
-            STEP_SECONDS,
-            MODEL,
-        )
-        self._input_tokens = histogram("headrace_input_sequence_tokens", "Prompt tokens of a request", TOKENS, [MODEL])
-        self._output_tokens = histogram(
-            "headrace_output_sequence_tokens", "Output tokens of a request", TOKENS, [MODEL]
-        )
-        self._prompt_count = counter("headrace_prompt_tokens", "Prompt tokens of requests", [MODEL])
-        self._output_count = counter("headrace_output_tokens", "Output tokens, as they come from workers", [MODEL])
-        self._cached_tokens = counter(
-            "headrace_cached_tokens", "Prompt tokens found in a prefix cache, by tier", ["tier", MODEL]
-        )
-        self.ignored_fields = counter(
-            "headrace_ignored_fields",
-            "Requests with a field that has no effect, by the field's name; other: names that no known API has, "
-            "and names beyond the first 200",
-            ["field"],
-        )
-        self.tool_calls = counter(
-            "headrace_tool_calls",
-            "Texts that began like a tool call, by format and outcome: complete; unfinished (the answer ended); broken "
-            "(a part was sent already); or sent as text: malformed, unknown_tool, too_long",
-            ["format", "outcome"],
-        )
-        self.disconnected = counter(
-            "headrace_disconnected_clients", "Clients that disconnected before their answer was complete"
-        )
-        self.cancellations = counter("headrace_model_cancellation", "Attempts cancelled at a worker, for any reason")
-        self.cancellation = histogram(
-            "headrace_cancellation_seconds",
-            "Time from the moment that a client is found gone until its worker reports the end of the attempt",
-            STEP_SECONDS,
-        )
-        self.unnoticed = histogram(
-            "headrace_unnoticed_disconnect_seconds",
-            "Longest time that a NATS client can have been gone before the frontend noticed it",
-            REQUEST_SECONDS,
-        )
-        self._migrations = counter(
-            "headrace_model_migration", "Attempts that continued or repeated a lost attempt", [MODEL]
-        )
-        self._hand_overs = counter(
-            "headrace_hand_overs", "Prompts that one worker computed and another one decodes from", [MODEL]
-        )
-        self.lost = counter(
-            "headrace_attempts_lost", "Lost attempts, by reason; docs/states.md explains each", ["reason"]
-        )
-        self.router_retries = counter(
-            "headrace_router_retries", "Requests sent to another router because one did not answer"
-        )
-        self.rejections = counter(
-            "headrace_model_rejection",
-            "Requests refused at a limit of this frontend, by the name of its setting",
-            ["bound"],
-        )
-        self.connections = gauge("headrace_open_connections", "Open connections of HTTP clients")
-        self.closed_connections = counter(
-            "headrace_closed_connections",
-            "Connections closed by the frontend: idle (too long), header (a slow request head), room (idle, closed for "
-            "a new one), full (a new one, and none was idle), handshake (TLS failed)",
-            ["reason"],
-        )
-        self.stray_parts = counter("headrace_stray_parts", "Parts of step frames for requests that have ended")
-        self.dropped_frames = counter("headrace_dropped_frames", "Step frames lost because the subscription was full")
-        self.frames_out_of_turn = counter(
-            "headrace_frames_out_of_turn",
-            "Step frames dropped: repeated, or ahead of a missing one, which is asked for again",
-            ["kind"],
-        )
-        self.resends = counter(
-            "headrace_resends",
-            "Requests to workers to send step frames again: resent, too_old (no longer kept), unanswered",
-            ["outcome"],
-        )
-        self.unanswerable = counter(
-            "headrace_unanswerable_requests", "Requests over NATS without a usable reply subject"
-        )
-        self.unauthorized = counter(
-            "headrace_unauthorized_requests",
-            "Requests refused with 401: missing (no key), unknown (a key that the keys file does not have)",
-            ["reason"],
-        )
-        self.kept_responses = gauge("headrace_kept_responses", "Stored responses")
-        self.kept_response_bytes = gauge("headrace_kept_response_bytes", "Bytes of the stored responses")
-        self.dropped_responses = counter(
-            "headrace_dropped_responses",
-            "Stored responses removed without a request: age; or to make room: count, bytes",
-            ["reason"],
-        )
-        self.stale_files = gauge(
-            "headrace_stale_files",
-            "1 if the file (keys, tls) cannot be read and its former content is still used",
-            ["file"],
-        )
+        register(self, registry)
+        self.hops: dict[Hop, Histogram] = {hop: self._hop_s.labels(hop) for hop in get_args(Hop)}
         self._models: dict[str, ModelMetrics] = {}
 
     def of_model(self, name: str) -> ModelMetrics:
@@ -223,6 +198,17 @@ class Metrics:
 class _ByKey(Collector):
     """The metrics of the API keys that their file has at the time of the scrape, with a series for each key."""
 
+    # fmt: off
+    requests = counter("headrace_key_requests", "key", "Accepted requests, by the name of their key")
+    running = gauge("headrace_key_running_requests", "key",
+        "Requests of the key that have arrived and not ended", "It is bounded by the key's `concurrency`.")
+    tokens = counter("headrace_key_tokens", "key kind", "Tokens of requests that ended: prompt, output")
+    refused = counter("headrace_key_refused_requests", "key reason",
+        "Requests refused with 429 for a limit of their key: requests and tokens (per minute), concurrency, share "
+        "(of what all keys have together)",
+        "Raise the key's limit, or talk to its owner.")
+    # fmt: on
+
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
 
@@ -231,22 +217,7 @@ class _ByKey(Collector):
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "headrace_key_requests", "Accepted requests, by the name of their key", None, ["key"]
-        )
-        running = GaugeMetricFamily(
-            "headrace_key_running_requests", "Requests of the key that have arrived and not ended", None, ["key"]
-        )
-        tokens = CounterMetricFamily(
-            "headrace_key_tokens", "Tokens of requests that ended: prompt, output", None, ["key", "kind"]
-        )
-        refused = CounterMetricFamily(
-            "headrace_key_refused_requests",
-            "Requests refused with 429 for a limit of their key: requests and tokens (per minute), concurrency, share "
-            "(of what all keys have together)",
-            None,
-            ["key", "reason"],
-        )
+        requests, running, tokens, refused = families = [scraped(row) for row in rows_of(_ByKey).values()]
         for name, account in self._accounts.by_name.items():
             requests.add_metric([name], account.requests)
             running.add_metric([name], account.running)
@@ -254,4 +225,4 @@ class _ByKey(Collector):
             tokens.add_metric([name, "output"], account.output_tokens)
             for reason, count in account.refused.items():
                 refused.add_metric([name, reason], count)
-        yield from (requests, running, tokens, refused)
+        yield from families

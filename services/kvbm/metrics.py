@@ -13,7 +13,7 @@ from services.kvbm.tiers.actions import TierEvent
 from services.kvbm.tiers.disk_results import DiskFailure, DiskStatistics, LoadedFromDisk, WrittenToDisk
 from services.kvbm.tiers.hit_window import LookupCounts
 from shared.blocks import ContentEvicted
-from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram
+from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram, register
 
 EvictionReason = Literal["room", "lost", "disk gone", "discarded"]
 """Why a block left a tier.
@@ -28,123 +28,83 @@ EvictionReason = Literal["room", "lost", "disk gone", "discarded"]
 class StoreMetrics:
     """The metrics of one kvbm process."""
 
+    # fmt: off
+    request_seconds = histogram("headrace_kvbm_request_seconds", "operation", ROUND_TRIP_SECONDS,
+        "Time from a request's arrival to its (first) reply", "kvbm's core is full.")
+    refusals = counter("headrace_kvbm_refusals", "code", "Requests refused, by code", "See kvbm's log.")
+    unanswered = counter("headrace_kvbm_unanswered_requests", "",
+        "Replies that could not be sent: NATS was unreachable, or the socket's engine was gone",
+        "NATS was away, or engines died.")
+    lookups = counter("headrace_kvbm_lookups", "", "Fetches: prefixes that engines asked for")
+    asked_blocks = counter("headrace_kvbm_asked_blocks", "", "Blocks of the prefixes that engines asked for")
+    hit_blocks = counter("headrace_kvbm_hit_blocks", "tier",
+        "Blocks asked for that were found, by tier", "The higher the better.")
+    hit_bytes = counter("headrace_kvbm_hit_bytes", "tier",
+        "Bytes of the blocks that were found, by tier", "The higher the better.")
+    hit_rate = gauge("headrace_kvbm_hit_rate", "tier",
+        "Blocks found ÷ blocks asked for over the sliding window", "The higher the better.")
+    offered_blocks = counter("headrace_kvbm_store_blocks", "outcome",
+        "Blocks that workers offered to write: granted, known (stored or on their way), declined",
+        "`declined`: the pool is full of blocks in use, or of better ones: enlarge it.")
+    committed_blocks = counter("headrace_kvbm_committed_blocks", "", "Blocks written by workers")
+    committed_bytes = counter("headrace_kvbm_committed_bytes", "", "Bytes written by workers")
+    evictions = counter("headrace_kvbm_evicted_blocks", "tier reason",
+        "Blocks that left a tier: room (another block needed the place), lost (damaged), disk gone, discarded (an "
+        "engine said that they may be wrong), layout gone (its arena went to another layout)",
+        "`room`, with a low hit rate: the tier is too small. `lost`, `disk gone`: the disk fails.")
+    expiries = counter("headrace_kvbm_expired_tickets", "kind",
+        "Tickets that expired, by kind", "Engines die or hang between asking and copying.")
+    dead_owners = counter("headrace_kvbm_dead_owners", "",
+        "Engine processes that died while attached", "See the workers' logs.")
+    disk_seconds = histogram("headrace_kvbm_disk_seconds", "operation", STEP_SECONDS,
+        "Time for a block's checksum and disk request, without its time in the queue", "The disk is slow or full.")
+    disk_bytes = counter("headrace_kvbm_disk_bytes", "operation", "Bytes read from and written to disk")
+    disk_lost = counter("headrace_kvbm_disk_lost_blocks", "operation reason",
+        "Blocks that could not be read or written", "See kvbm's log and the kernel's; the disk may fail.")
+    peer_sent_blocks = counter("headrace_kvbm_peer_sent_blocks", "", "Blocks that other machines' kvbms were sent")
+    peer_sent_bytes = counter("headrace_kvbm_peer_sent_bytes", "",
+        "Bytes of blocks that other machines' kvbms were sent")
+    peer_read_blocks = counter("headrace_kvbm_peer_read_blocks", "",
+        "Blocks that were read from other machines' kvbms and published")
+    peer_read_bytes = counter("headrace_kvbm_peer_read_bytes", "",
+        "Bytes of blocks that were read from other machines and published")
+    peer_read_seconds = histogram("headrace_kvbm_peer_read_seconds", "", STEP_SECONDS,
+        "Time of one read from another machine's kvbm", "A slow network, or a peer without a core to spare.")
+    peer_reads = counter("headrace_kvbm_peer_reads", "outcome",
+        "Reads from other machines' kvbms by outcome: whole, part, nothing, full (this pool had no room)",
+        "`full`: the pool is full of blocks in use.")
+    peer_fetches = counter("headrace_kvbm_peer_fetches", "outcome",
+        "Fetches that asked other machines by outcome: read, nothing (they had none), not worth it (too slow for the "
+        "time), late, fault, full (too many at once: they were not asked)",
+        "`late`, `not worth it`: the network is slow for `peers.wait_s`, or was in the last read; the log has the "
+        "rates. `full`: more `peers.reads`.")
+    peer_faults = counter("headrace_kvbm_peer_faults", "direction reason",
+        "Faults between this kvbm and those of other machines, by direction (lend, read) and reason",
+        "[peers.md](peers.md#when-it-does-not-work) says what each reason means.")
+    peer_loans = gauge("headrace_kvbm_peer_loans", "",
+        "Reads by other machines that are under way", "Near `peers.loans`: further ones are refused.")
+    peer_lent_bytes = gauge("headrace_kvbm_peer_lent_bytes", "",
+        "Bytes that are held for reads by other machines", "Readers are slow, or freeze.")
+    slots = gauge("headrace_kvbm_slots", "state",
+        "Slots of the host tier, by state",
+        "`quarantined`: engines died; their slots come back when the kernel proves it.")
+    records = gauge("headrace_kvbm_disk_records", "state", "Records of the disk tier, by state")
+    spills_waiting = gauge("headrace_kvbm_spills_waiting_blocks", "",
+        "Blocks that wait to be written to disk", "The disk is slower than what is written.")
+    tickets = gauge("headrace_kvbm_tickets", "kind", "Open tickets, by kind", "`expired`: engines that hang.")
+    owners = gauge("headrace_kvbm_owners", "",
+        "Engine processes attached, and reads by and from other machines under way",
+        "Fewer than workers: see `headrace_kvbm_attached`.")
+    layouts = gauge("headrace_kvbm_layouts", "",
+        "Layouts that have an arena", "More than models: workers differ in block size or type.")
+    disks = gauge("headrace_kvbm_disks", "state",
+        "Disk tiers of the layouts, by state", "`off`: after errors; see kvbm's log.")
+    pool_bytes = gauge("headrace_kvbm_pool_bytes", "", "Size of the pool in bytes")
+    reserved_bytes = gauge("headrace_kvbm_pool_reserved_bytes", "", "Bytes of the pool whose memory is made")
+    # fmt: on
+
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.request_seconds = histogram(
-            registry,
-            "headrace_kvbm_request_seconds",
-            "Time from a request's arrival to its (first) reply",
-            ROUND_TRIP_SECONDS,
-            ["operation"],
-        )
-        self.refusals = counter(registry, "headrace_kvbm_refusals", "Requests refused, by code", ["code"])
-        self.unanswered = counter(
-            registry,
-            "headrace_kvbm_unanswered_requests",
-            "Replies that could not be sent: NATS was unreachable, or the socket's engine was gone",
-        )
-        self.lookups = counter(registry, "headrace_kvbm_lookups", "Fetches: prefixes that engines asked for")
-        self.asked_blocks = counter(
-            registry, "headrace_kvbm_asked_blocks", "Blocks of the prefixes that engines asked for"
-        )
-        self.hit_blocks = counter(
-            registry, "headrace_kvbm_hit_blocks", "Blocks asked for that were found, by tier", ["tier"]
-        )
-        self.hit_bytes = counter(
-            registry, "headrace_kvbm_hit_bytes", "Bytes of the blocks that were found, by tier", ["tier"]
-        )
-        self.hit_rate = gauge(
-            registry, "headrace_kvbm_hit_rate", "Blocks found ÷ blocks asked for over the sliding window", ["tier"]
-        )
-        self.offered_blocks = counter(
-            registry,
-            "headrace_kvbm_store_blocks",
-            "Blocks that workers offered to write: granted, known (stored or on their way), declined",
-            ["outcome"],
-        )
-        self.committed_blocks = counter(registry, "headrace_kvbm_committed_blocks", "Blocks written by workers")
-        self.committed_bytes = counter(registry, "headrace_kvbm_committed_bytes", "Bytes written by workers")
-        self.evictions = counter(
-            registry,
-            "headrace_kvbm_evicted_blocks",
-            "Blocks that left a tier: room (another block needed the place), lost (damaged), disk gone, discarded "
-            "(an engine said that they may be wrong), layout gone (its arena went to another layout)",
-            ["tier", "reason"],
-        )
-        self.expiries = counter(registry, "headrace_kvbm_expired_tickets", "Tickets that expired, by kind", ["kind"])
-        self.dead_owners = counter(registry, "headrace_kvbm_dead_owners", "Engine processes that died while attached")
-        self.disk_seconds = histogram(
-            registry,
-            "headrace_kvbm_disk_seconds",
-            "Time for a block's checksum and disk request, without its time in the queue",
-            STEP_SECONDS,
-            ["operation"],
-        )
-        self.disk_bytes = counter(
-            registry, "headrace_kvbm_disk_bytes", "Bytes read from and written to disk", ["operation"]
-        )
-        self.disk_lost = counter(
-            registry,
-            "headrace_kvbm_disk_lost_blocks",
-            "Blocks that could not be read or written",
-            ["operation", "reason"],
-        )
-        self.peer_sent_blocks = counter(
-            registry, "headrace_kvbm_peer_sent_blocks", "Blocks that other machines' kvbms were sent"
-        )
-        self.peer_sent_bytes = counter(
-            registry, "headrace_kvbm_peer_sent_bytes", "Bytes of blocks that other machines' kvbms were sent"
-        )
-        self.peer_read_blocks = counter(
-            registry, "headrace_kvbm_peer_read_blocks", "Blocks that were read from other machines' kvbms and published"
-        )
-        self.peer_read_bytes = counter(
-            registry,
-            "headrace_kvbm_peer_read_bytes",
-            "Bytes of blocks that were read from other machines and published",
-        )
-        self.peer_read_seconds = histogram(
-            registry, "headrace_kvbm_peer_read_seconds", "Time of one read from another machine's kvbm", STEP_SECONDS
-        )
-        self.peer_reads = counter(
-            registry,
-            "headrace_kvbm_peer_reads",
-            "Reads from other machines' kvbms by outcome: whole, part, nothing, full (this pool had no room)",
-            ["outcome"],
-        )
-        self.peer_fetches = counter(
-            registry,
-            "headrace_kvbm_peer_fetches",
-            "Fetches that asked other machines by outcome: read, nothing (they had none), not worth it (too slow "
-            "for the time), late, fault, full (too many at once: they were not asked)",
-            ["outcome"],
-        )
-        self.peer_faults = counter(
-            registry,
-            "headrace_kvbm_peer_faults",
-            "Faults between this kvbm and those of other machines, by direction (lend, read) and reason",
-            ["direction", "reason"],
-        )
-        self.peer_loans = gauge(registry, "headrace_kvbm_peer_loans", "Reads by other machines that are under way")
-        self.peer_lent_bytes = gauge(
-            registry, "headrace_kvbm_peer_lent_bytes", "Bytes that are held for reads by other machines"
-        )
-        self.slots = gauge(registry, "headrace_kvbm_slots", "Slots of the host tier, by state", ["state"])
-        self.records = gauge(registry, "headrace_kvbm_disk_records", "Records of the disk tier, by state", ["state"])
-        self.spills_waiting = gauge(
-            registry, "headrace_kvbm_spills_waiting_blocks", "Blocks that wait to be written to disk"
-        )
-        self.tickets = gauge(registry, "headrace_kvbm_tickets", "Open tickets, by kind", ["kind"])
-        self.owners = gauge(
-            registry,
-            "headrace_kvbm_owners",
-            "Engine processes attached, and reads by and from other machines under way",
-        )
-        self.layouts = gauge(registry, "headrace_kvbm_layouts", "Layouts that have an arena")
-        self.disks = gauge(registry, "headrace_kvbm_disks", "Disk tiers of the layouts, by state", ["state"])
-        self.pool_bytes = gauge(registry, "headrace_kvbm_pool_bytes", "Size of the pool in bytes")
-        self.reserved_bytes = gauge(
-            registry, "headrace_kvbm_pool_reserved_bytes", "Bytes of the pool whose memory is made"
-        )
+        register(self, registry)
 
     def count_lookup(self, found: LookupCounts, block_bytes: int) -> None:
         """Count one fetch, by what is known when its first reply is sent."""

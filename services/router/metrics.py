@@ -6,7 +6,6 @@ Label sets are small, so that one scrape does not block the loop. The series of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -14,7 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from services.router.index.index import IndexStatistics
 from shared.messages import SelectRefused, SelectReply, SourceState
-from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram
+from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram, register, rows_of
 
 MODEL = "model"
 """The label with a model's name; its values are those of the models that the router knows, which are bounded."""
@@ -45,105 +44,88 @@ class _ModelSeries(Struct, frozen=True):
 class RouterMetrics:
     """All metrics of one router process."""
 
+    # fmt: off
+    _selects = counter("headrace_selects", "outcome model",
+        "Selects answered, by outcome: selected, or the code of the refusal; model is empty where it is unknown",
+        "Anything but `selected`: no worker, or none that may be chosen.")
+    _select_seconds = histogram("headrace_select_seconds", "model", ROUND_TRIP_SECONDS,
+        "Seconds from the arrival of a Select to its answer", "The router's core is full: add routers.")
+    _hit_rate = histogram("headrace_kv_hit_rate", "kind model", SHARES,
+        "Share of a prompt's tokens found cached: predicted at the choice, actual at the first token",
+        "The higher the better.")
+    _hit_rate_error = histogram("headrace_kv_hit_rate_error", "model", SHARES,
+        "Difference between the predicted and the actual share of a prompt's tokens found cached",
+        "See `headrace_kv_event_gaps_total` and the evictions of workers.")
+    _cached_tokens = counter("headrace_cached_tokens", "kind model",
+        "Prompt tokens cached, predicted and actual",
+        "Predicted far above actual: events are late, or blocks are evicted while requests queue.")
+    _prompt_tokens = counter("headrace_prompt_tokens", "model",
+        "Prompt tokens of requests whose first token was reported")
+    _candidates = gauge("headrace_candidates", "model",
+        "Candidates that may be chosen: ranks of workers", "0: no worker serves the model.")
+    events = counter("headrace_kv_events", "outcome",
+        "KV event batches, by outcome: applied, ignored (an unknown tier or rank), rejected (malformed), dropped (too "
+        "many batches waited)",
+        "`dropped`: the router is too slow. `rejected`: a worker of another version.")
+    events_followed = gauge("headrace_kv_events_followed", "",
+        "1 if the router follows KV events; 0 if the setting `events` is off", "0: routing by load alone.")
+    gaps = counter("headrace_kv_event_gaps", "",
+        "Gaps in event streams",
+        "Batches were lost on the way. They are replayed; many: the network or the router is too slow.")
+    replays = counter("headrace_kv_replays", "outcome",
+        "Replays requested from event sources, by outcome", "`failed` leads to a snapshot.")
+    snapshots = counter("headrace_kv_snapshots", "outcome",
+        "Snapshots requested from event sources, by outcome",
+        "`failed`, again and again: the source counts as not there. See the router's log.")
+    refused_sources = counter("headrace_kv_sources_refused", "",
+        "Event sources that contradict their model card",
+        "A worker says one thing in its card and another in its events: see the log.")
+    sources = gauge("headrace_kv_sources", "state",
+        "Event sources now, by state", "Many that are `syncing` or `replaying` for long: see the log.")
+    silent_sources = gauge("headrace_kv_sources_silent", "",
+        "Event sources that send no events while requests compute blocks there",
+        "Events do not reach the router: a firewall between it and the worker's port.")
+    torn = gauge("headrace_kv_events_torn", "",
+        "Messages from the event sources followed now that were not event batches",
+        "Something else sends to the port of the events.")
+    digests = counter("headrace_kv_digests", "outcome",
+        "Comparisons of a source's digest with ours, by outcome: agreed, differed (all blocks requested again), "
+        "exempt (blocks were left out)",
+        "`differed`: a fault of Headrace. The index mends itself; please report it.")
+    malformed = counter("headrace_malformed_messages", "channel",
+        "Messages that could not be read, by channel", "A process of another version, or a stranger on NATS.")
+    dropped = gauge("headrace_dropped_messages", "",
+        "Messages lost on the current subscriptions because they came faster than they were read",
+        "The router is too slow: add routers.")
+    joins = counter("headrace_router_joins", "outcome",
+        "Requests to other routers for the reservations of a model, by outcome; alone: there was no other router",
+        "`failed`: the router began without the others' reservations, and learns of them from reports.")
+    _policy_faults = counter("headrace_policy_troubles", "kind model",
+        "Faults of the policy, by kind: failed (kv chose, or no reason), slow (over its budget), off (for good)",
+        "Mend the policy: [policies.md](policies.md).")
+    _standing_still = gauge("headrace_workers_standing_still", "model",
+        "Workers passed over because they have work but make no step, or send no report",
+        "See that worker's log; its engine is killed after `worker.stall_s`.")
+    _index_blocks = gauge("headrace_index_blocks", "model", "Distinct blocks in the index")
+    _index_pairs = gauge("headrace_index_pairs", "tier model", "(block, candidate) pairs in the index")
+    _index_bytes = gauge("headrace_index_bytes", "model",
+        "Estimated size of the index", "At `index.limit_bytes` blocks are dropped.")
+    _index_dropped = gauge("headrace_index_dropped_blocks", "model",
+        "Blocks dropped at the index's limit since the start", "Raise `index.limit_bytes`.")
+    _reservations = gauge("headrace_reservations", "model", "Attempts that are reserved and have not ended")
+    _forgotten = gauge("headrace_reservations_forgotten", "model",
+        "Reservations released since the start because the worker did not know them, or at the limit",
+        "Frontends that died, or NATS lost messages.")
+    # fmt: on
+
     def __init__(self, registry: CollectorRegistry) -> None:
-        count, show, spread = partial(counter, registry), partial(gauge, registry), partial(histogram, registry)
-        self._selects = count(
-            "headrace_selects",
-            "Selects answered, by outcome: selected, or the code of the refusal; model is empty where it is unknown",
-            ["outcome", MODEL],
-        )
-        self._select_seconds = spread(
-            "headrace_select_seconds", "Seconds from the arrival of a Select to its answer", ROUND_TRIP_SECONDS, [MODEL]
-        )
-        self._hit_rate = spread(
-            "headrace_kv_hit_rate",
-            "Share of a prompt's tokens found cached: predicted at the choice, actual at the first token",
-            SHARES,
-            ["kind", MODEL],
-        )
-        self._hit_rate_error = spread(
-            "headrace_kv_hit_rate_error",
-            "Difference between the predicted and the actual share of a prompt's tokens found cached",
-            SHARES,
-            [MODEL],
-        )
-        self._cached_tokens = count(
-            "headrace_cached_tokens", "Prompt tokens cached, predicted and actual", ["kind", MODEL]
-        )
-        self._prompt_tokens = count(
-            "headrace_prompt_tokens", "Prompt tokens of requests whose first token was reported", [MODEL]
-        )
-        self._candidates = show("headrace_candidates", "Candidates that may be chosen: ranks of workers", [MODEL])
-        self.events = count(
-            "headrace_kv_events",
-            "KV event batches, by outcome: applied, ignored (an unknown tier or rank), rejected (malformed), dropped "
-            "(too many batches waited)",
-            ["outcome"],
-        )
-        self.events_followed = show(
-            "headrace_kv_events_followed", "1 if the router follows KV events; 0 if the setting `events` is off"
-        )
-        self.gaps = count("headrace_kv_event_gaps", "Gaps in event streams")
-        self.replays = count("headrace_kv_replays", "Replays requested from event sources, by outcome", ["outcome"])
-        self.snapshots = count(
-            "headrace_kv_snapshots", "Snapshots requested from event sources, by outcome", ["outcome"]
-        )
-        self.refused_sources = count("headrace_kv_sources_refused", "Event sources that contradict their model card")
-        self.sources = show("headrace_kv_sources", "Event sources now, by state", ["state"])
-        self.silent_sources = show(
-            "headrace_kv_sources_silent", "Event sources that send no events while requests compute blocks there"
-        )
-        self.torn = show(
-            "headrace_kv_events_torn", "Messages from the event sources followed now that were not event batches"
-        )
-        self.digests = count(
-            "headrace_kv_digests",
-            "Comparisons of a source's digest with ours, by outcome: agreed, differed (all blocks requested again), "
-            "exempt (blocks were left out)",
-            ["outcome"],
-        )
+        register(self, registry)
         rare = ((self.replays, "done"), (self.replays, "failed"), (self.snapshots, "taken"), (self.snapshots, "failed"))
         for metric, outcome in (*rare, *((self.digests, each) for each in ("agreed", "differed", "exempt"))):
             metric.labels(outcome)  # for a query, a series that begins with 1 has not risen
-        self.malformed = count(
-            "headrace_malformed_messages", "Messages that could not be read, by channel", ["channel"]
-        )
-        self.dropped = show(
-            "headrace_dropped_messages",
-            "Messages lost on the current subscriptions because they came faster than they were read",
-        )
-        self.joins = count(
-            "headrace_router_joins",
-            "Requests to other routers for the reservations of a model, by outcome; alone: there was no other router",
-            ["outcome"],
-        )
-        self._policy_faults = count(
-            "headrace_policy_troubles",
-            "Faults of the policy, by kind: failed (kv chose, or no reason), slow (over its budget), off (for good)",
-            ["kind", MODEL],
-        )
-        self._standing_still = show(
-            "headrace_workers_standing_still",
-            "Workers passed over because they have work but make no step, or send no report",
-            [MODEL],
-        )
-        self._index_blocks = show("headrace_index_blocks", "Distinct blocks in the index", [MODEL])
-        self._index_pairs = show("headrace_index_pairs", "(block, candidate) pairs in the index", ["tier", MODEL])
-        self._index_bytes = show("headrace_index_bytes", "Estimated size of the index", [MODEL])
-        self._index_dropped = show(
-            "headrace_index_dropped_blocks", "Blocks dropped at the index's limit since the start", [MODEL]
-        )
-        self._reservations = show("headrace_reservations", "Attempts that are reserved and have not ended", [MODEL])
-        self._forgotten = show(
-            "headrace_reservations_forgotten",
-            "Reservations released since the start because the worker did not know them, or at the limit",
-            [MODEL],
-        )
-        self._of_model: tuple[MetricWrapperBase, ...] = (
-            *(self._selects, self._select_seconds, self._hit_rate, self._hit_rate_error, self._cached_tokens),
-            *(self._prompt_tokens, self._candidates, self._policy_faults, self._standing_still, self._index_blocks),
-            *(self._index_pairs, self._index_bytes, self._index_dropped, self._reservations, self._forgotten),
-        )
+        self._of_model: list[MetricWrapperBase] = [
+            getattr(self, attribute) for attribute, row in rows_of(type(self)).items() if MODEL in row.labels.split()
+        ]
         self._models: dict[str, _ModelSeries] = {}
         # Looked up once, since these run for every batch.
         self.applied_events, self.ignored_events = (self.events.labels(kind) for kind in ("applied", "ignored"))

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.contracts.messages import EngineLoad, Stepped
 from shared.messages import NOT_BEGUN, GenerateReply, Part, Refused
-from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram
+from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram, register
 
 
 @dataclass(slots=True)
@@ -30,65 +30,52 @@ class WorkerMetrics:
     of metrics were a quarter of what a step cost the shell.
     """
 
+    # fmt: off
+    _requests = counter("headrace_requests", "outcome",
+        "Attempts by outcome",
+        "`error`, `refused_…`: the worker's log says why. `not_begun` are attempts that waited too long: too few "
+        "workers.")
+    _waiting = gauge("headrace_queued_requests", "",
+        "Attempts waiting", "Too few workers, or too little memory for KV.")
+    _running = gauge("headrace_inflight_requests", "", "Attempts running", "It is bounded by `worker.max_running`.")
+    _oldest = gauge("headrace_oldest_queued_request_seconds", "",
+        "Age of the attempt that has waited longest for its first token; 0: none waits",
+        "As `headrace_queued_requests`; or one request is too large to be begun.")
+    _queue_s = histogram("headrace_queue_seconds", "", REQUEST_SECONDS,
+        "Time of an attempt from its arrival to the first step that computes it", "Too few workers.")
+    _prefill_s = histogram("headrace_prefill_seconds", "", REQUEST_SECONDS,
+        "Time of an attempt from the first step that computes it to its first token", "Long prompts, or too few hits.")
+    _prefill_tokens = histogram("headrace_prefill_step_tokens", "", TOKENS, "Tokens of a step that computes prompts")
+    _load_s = gauge("headrace_model_load_seconds", "",
+        "Time that the engine took to start, its model included", "A slow disk.")
+    _restarts = counter("headrace_engine_restarts", "",
+        "Engines lost, after each of which one is started", "The worker's log and /health say why each was lost.")
+    _steps = counter("headrace_engine_steps", "", "Engine steps")
+    _step_s = histogram("headrace_step_seconds", "", STEP_SECONDS,
+        "Seconds of a step's arithmetic", "Too many requests in a step, or a slow device.")
+    _computed = counter("headrace_computed_tokens", "", "Tokens computed")
+    _prompt = counter("headrace_prompt_tokens", "", "Prompt tokens of accepted attempts")
+    _cached = counter("headrace_cached_tokens", "tier",
+        "Prompt tokens found in the cache, by the tier that they came from", "The higher the better.")
+    _output = counter("headrace_output_tokens", "", "Tokens drawn")
+    _preemptions = counter("headrace_preemptions", "",
+        "Sequences preempted: their blocks were needed by others, and they waited again",
+        "Too little memory for KV: raise `worker.capacity_bytes`, or lower `worker.max_running`.")
+    _not_finite = counter("headrace_not_finite_sequences", "outcome",
+        "Sequences whose numbers were not finite: computed once more (recomputed), and not finite again (failed)",
+        "Suspect the GPU, or the model's files.")
+    _blocks = gauge("headrace_blocks", "state",
+        "Device blocks by state", "`free` and `cached` near 0: attempts are preempted.")
+    _events = counter("headrace_event_batches", "", "KV event batches published")
+    _frames = counter("headrace_frames", "", "Step frames published")
+    _lost_frames = counter("headrace_lost_frames", "",
+        "Step frames dropped before they were sent",
+        "NATS was away, or a payload was too large. Frontends ask for them again.")
+    _engine_starts = counter("headrace_engine_starts", "", "Starts of the engine after which it was ready")
+    # fmt: on
+
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = counter(registry, "headrace_requests", "Attempts by outcome", ["outcome"])
-        self._waiting = gauge(registry, "headrace_queued_requests", "Attempts waiting")
-        self._running = gauge(registry, "headrace_inflight_requests", "Attempts running")
-        self._oldest = gauge(
-            registry,
-            "headrace_oldest_queued_request_seconds",
-            "Age of the attempt that has waited longest for its first token; 0: none waits",
-        )
-        self._queue_s = histogram(
-            registry,
-            "headrace_queue_seconds",
-            "Time of an attempt from its arrival to the first step that computes it",
-            REQUEST_SECONDS,
-        )
-        self._prefill_s = histogram(
-            registry,
-            "headrace_prefill_seconds",
-            "Time of an attempt from the first step that computes it to its first token",
-            REQUEST_SECONDS,
-        )
-        self._prefill_tokens = histogram(
-            registry, "headrace_prefill_step_tokens", "Tokens of a step that computes prompts", TOKENS
-        )
-        self._load_s = gauge(
-            registry, "headrace_model_load_seconds", "Time that the engine took to start, its model included"
-        )
-        self._restarts = counter(
-            registry, "headrace_engine_restarts", "Engines lost, after each of which one is started"
-        )
-        self._steps = counter(registry, "headrace_engine_steps", "Engine steps")
-        self._step_s = histogram(registry, "headrace_step_seconds", "Seconds of a step's arithmetic", STEP_SECONDS)
-        self._computed = counter(registry, "headrace_computed_tokens", "Tokens computed")
-        self._prompt = counter(registry, "headrace_prompt_tokens", "Prompt tokens of accepted attempts")
-        self._cached = counter(
-            registry,
-            "headrace_cached_tokens",
-            "Prompt tokens found in the cache, by the tier that they came from",
-            ["tier"],
-        )
-        self._output = counter(registry, "headrace_output_tokens", "Tokens drawn")
-        self._preemptions = counter(
-            registry,
-            "headrace_preemptions",
-            "Sequences preempted: their blocks were needed by others, and they waited again",
-        )
-        self._not_finite = counter(
-            registry,
-            "headrace_not_finite_sequences",
-            "Sequences whose numbers were not finite: computed once more (recomputed), and not finite again (failed)",
-            ["outcome"],
-        )
-        self._blocks = gauge(registry, "headrace_blocks", "Device blocks by state", ["state"])
-        self._events = counter(registry, "headrace_event_batches", "KV event batches published")
-        self._frames = counter(registry, "headrace_frames", "Step frames published")
-        self._lost_frames = counter(registry, "headrace_lost_frames", "Step frames dropped before they were sent")
-        self._engine_starts = counter(
-            registry, "headrace_engine_starts", "Starts of the engine after which it was ready"
-        )
+        register(self, registry)
         self._shown = EngineLoad()
         """The engine's counts as they were published last."""
         self._lost = 0

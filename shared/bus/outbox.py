@@ -18,7 +18,7 @@ from shared import subjects
 from shared.bus.contract import Bus
 from shared.errors import BusDown, ProtocolError
 from shared.messages import LOAD_EVENTS, LoadEvent, LoadEvents
-from shared.metrics import counter
+from shared.metrics import counter, register
 
 BUS_DOWN_S = 0.5
 EVENTS_LIMIT = 65_536
@@ -31,6 +31,14 @@ _log = logging.getLogger(__name__)
 class Outbox:
     """Collects messages, and publishes them in `run`."""
 
+    # fmt: off
+    _unsent = counter("headrace_unsent_load_events", "",
+        "Load events dropped while NATS was away", "NATS was away; reports make it good.")
+    _unsendable = counter("headrace_unsendable_messages", "",
+        "Messages dropped because their subject or size was invalid",
+        "A message is larger than NATS allows: raise its `max_payload`.")
+    # fmt: on
+
     def __init__(self, bus: Bus, namespace: str, registry: CollectorRegistry, *, batch_s: float) -> None:
         self._bus = bus
         self._namespace = namespace
@@ -38,10 +46,7 @@ class Outbox:
         self._posted: list[tuple[str, bytes]] = []
         self._events: dict[str, list[LoadEvent]] = {}
         self._wake = asyncio.Event()
-        self._unsent = counter(registry, "headrace_unsent_load_events", "Load events dropped while NATS was away")
-        self._unsendable = counter(
-            registry, "headrace_unsendable_messages", "Messages dropped because their subject or size was invalid"
-        )
+        register(self, registry)
 
     def post(self, subject: str, payload: bytes) -> None:
         """Publish one message soon; it is dropped while NATS is away."""

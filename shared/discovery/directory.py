@@ -26,7 +26,7 @@ from shared.discovery.catalogue import InstanceUp as InstanceUp
 from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, LeftOut, OwnerAnswer, Synced
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
 from shared.messages import PING, PONG, Instance, ModelCard, Ping
-from shared.metrics import counter
+from shared.metrics import counter, register
 from shared.rate_limited_log import RateLimitedLog
 
 PING_TIMEOUT_S = 1.0
@@ -41,6 +41,14 @@ class Directory:
     left out. A missing key stays while its owner's Pong says that it publishes the key, and for one TTL if its owner is
     silent. After an outage it also stays while the owner answers anything, or cannot be asked.
     """
+
+    # fmt: off
+    _refusals = counter("headrace_directory_refused_cards", "field",
+        "Model cards refused, by the field that is wrong", "The log says which field of which worker's card is wrong.")
+    _unreadable = counter("headrace_directory_unreadable_values", "",
+        "Values in discovery that did not parse, or were left out at a limit. Each listing counts them again.",
+        "A process of another version, or a stranger in etcd.")
+    # fmt: on
 
     def __init__(
         self, discovery: Discovery, bus: Bus, namespace: str, *, registry: CollectorRegistry | None = None
@@ -58,14 +66,7 @@ class Directory:
         self._subscribers: list[Callable[[DirectoryChange], None]] = []
         self._synced = asyncio.Event()
         registry = CollectorRegistry() if registry is None else registry
-        self._refusals = counter(
-            registry, "headrace_directory_refused_cards", "Model cards refused, by the field that is wrong", ["field"]
-        )
-        self._unreadable = counter(
-            registry,
-            "headrace_directory_unreadable_values",
-            "Values in discovery that did not parse, or were left out at a limit. Each listing counts them again.",
-        )
+        register(self, registry)
         self._limited_log = RateLimitedLog()
 
     def subscribe(self, changed: Callable[[DirectoryChange], None]) -> None:

@@ -26,17 +26,27 @@ from shared.discovery.etcd_watch import EtcdWatch
 from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import ConfigError
-from shared.metrics import counter, scraped_counter
+from shared.metrics import counter, register, register_scraped
 from shared.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
 
 LEAST_TTL_S = 2.0
 """The shortest lease in seconds that etcd grants with its default election timeout."""
+# fmt: off
+_LEASES_LOST = counter("headrace_leases_lost", "",
+    "Leases that ended before they were renewed. Others took this process for dead until it had a new one.",
+    "The process stood still for longer than `discovery.lease_ttl_s`, or etcd did.")
+# fmt: on
 
 
 class EtcdDiscovery:
     """One process's endpoint at etcd, made and used in one event loop. `endpoints` are host:port or unix:PATH."""
+
+    # fmt: off
+    _failures = counter("headrace_discovery_failures", "",
+        "Calls that etcd did not answer. The last known view stays in use.", "etcd is slow or away.")
+    # fmt: on
 
     def __init__(
         self,
@@ -51,12 +61,8 @@ class EtcdDiscovery:
         if ttl_s < LEAST_TTL_S:
             raise ConfigError(f"discovery.lease_ttl_s: {ttl_s} is too short; etcd needs at least {LEAST_TTL_S}")
         registry = CollectorRegistry() if registry is None else registry
-        failures = counter(
-            registry,
-            "headrace_discovery_failures",
-            "Calls that etcd did not answer. The last known view stays in use.",
-        )
-        self._connect = partial(EtcdClient, endpoints, user, password, failures.inc)
+        register(self, registry)
+        self._connect = partial(EtcdClient, endpoints, user, password, self._failures.inc)
         self._ttl_s = ttl_s
         self._limits = limits
         self._left_out = RateLimitedLog()
@@ -64,12 +70,7 @@ class EtcdDiscovery:
         self._renewals = self._connect()
         self._watches: dict[asyncio.Task[None], KeyFeed] = {}
         self._registrations: WeakSet[EtcdRegistration] = WeakSet()
-        scraped_counter(
-            registry,
-            "headrace_leases_lost",
-            "Leases that ended before they were renewed. Others took this process for dead until it had a new one.",
-            lambda: sum(each.epoch - 1 for each in self._registrations),
-        )
+        register_scraped(_LEASES_LOST, registry, lambda: sum(each.epoch - 1 for each in self._registrations))
 
     async def register(self, entries: Entries) -> EtcdRegistration:
         registration = EtcdRegistration(self._calls, self._renewals, entries, self._ttl_s)

@@ -45,7 +45,7 @@ from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
 from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance, Role, ServiceName
-from shared.metrics import process_registry, scraped_counter
+from shared.metrics import counter, process_registry, register_scraped
 from shared.notes import ProcessNotes
 from shared.runtime import logs, observe
 from shared.runtime.control import answer_control
@@ -68,6 +68,12 @@ FORCED_LIMIT_S = 2.0
 YOUNG_OBJECTS = 10_000
 """The number of new objects that starts a garbage collection. Python's default, 700, is three requests of a
 frontend."""
+# fmt: off
+UNREADABLE = counter("headrace_unreadable_messages", "",
+    "Messages on any subject, and requests for a replay of KV events, that this process could not read. Those that a "
+    "router counts by channel are in headrace_malformed_messages instead.",
+    "A process of another version, or a stranger on NATS.")
+# fmt: on
 
 _log = logging.getLogger(__name__)
 
@@ -290,7 +296,7 @@ async def _serve(
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
         host = config.observe.host
         events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), config.observe.events))
-        _count_unreadable(registry, bus, events)
+        register_scraped(UNREADABLE, registry, lambda: bus.malformed + events.malformed)
         directory = Directory(discovery, bus, config.namespace, registry=registry)
         health.targets = lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
         health.unready("starting")
@@ -323,16 +329,6 @@ async def _serve(
                 raise _Served
         except* _Served:
             pass
-
-
-def _count_unreadable(registry: CollectorRegistry, bus: Bus, events: EventBus) -> None:
-    scraped_counter(
-        registry,
-        "headrace_unreadable_messages",
-        "Messages on any subject, and requests for a replay of KV events, that this process could not read. Those that "
-        "a router counts by channel are in headrace_malformed_messages instead.",
-        lambda: bus.malformed + events.malformed,
-    )
 
 
 def settle_memory() -> None:

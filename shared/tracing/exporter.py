@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from shared.config import TraceConfig
 from shared.errors import ConfigError
-from shared.metrics import counter
+from shared.metrics import counter, register
 from shared.tracing.spans import SpanRecord
 
 if TYPE_CHECKING:
@@ -61,6 +61,13 @@ class Exporter(Protocol):
 class SpanQueue:
     """The spans that wait, and the thread that sends them. `put` and `close` belong to the event loop's thread."""
 
+    # fmt: off
+    _spans = counter("headrace_spans", "outcome",
+        "Spans by outcome: exported; dropped (too many waited); failed (the collector did not take them)",
+        "`failed`: the collector is away or refuses, the log says why. `dropped`: also that it is slow, or "
+        "`trace.sample` is high. With [tracing](tracing.md) only.")
+    # fmt: on
+
     def __init__(
         self, config: TraceConfig, registry: CollectorRegistry, exporter: Exporter, resource: dict[str, str]
     ) -> None:
@@ -78,13 +85,8 @@ class SpanQueue:
         self._has_dropped = False
         """Whether a span was dropped since a batch was taken."""
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)  # a hung send outlives no process
-        spans = counter(
-            registry,
-            "headrace_spans",
-            "Spans by outcome: exported; dropped (too many waited); failed (the collector did not take them)",
-            ["outcome"],
-        )
-        self._exported, self._dropped, self._failed = map(spans.labels, ("exported", "dropped", "failed"))
+        register(self, registry)
+        self._exported, self._dropped, self._failed = map(self._spans.labels, ("exported", "dropped", "failed"))
 
     def start(self) -> None:
         """Start the thread."""

@@ -18,7 +18,7 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from shared.config import TraceConfig
-from shared.metrics import counter
+from shared.metrics import counter, register
 from shared.rate_limited_log import RateLimitedLog
 from shared.tracing.exporter import SpanQueue, open_exporter
 from shared.tracing.sampler import DoorSampler
@@ -36,6 +36,12 @@ class FirstSpan(TraceParent, frozen=True):
 class Tracer:
     """Makes and records spans. Times are nanoseconds since 1970 by `now_ns`."""
 
+    # fmt: off
+    _refused = counter("headrace_malformed_traceparents", "",
+        "Requests whose header traceparent is malformed, or there more than once; their client's trace is ignored",
+        "A client or a proxy writes it wrong; its requests get traces of their own. With [tracing](tracing.md) only.")
+    # fmt: on
+
     def __init__(
         self,
         config: TraceConfig,
@@ -51,11 +57,7 @@ class Tracer:
         self.now_ns = now_ns
         self.ids = SpanIds(draw)
         self._log = RateLimitedLog()
-        self._refused = counter(
-            registry,
-            "headrace_malformed_traceparents",
-            "Requests whose header traceparent is malformed, or there more than once; their client's trace is ignored",
-        )
+        register(self, registry)
 
     def begin(self, traceparents: Sequence[str]) -> FirstSpan | None:
         """Return the first span of a request with these headers; None: the request is not traced."""

@@ -17,7 +17,7 @@ class SmallConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
 
 
 async def serve(runtime: Runtime, config: SmallConfig) -> None:
-    counter(runtime.registry, "headrace_small_starts", "Starts of the small service").inc()
+    counter("headrace_small_starts", "", "Starts of the small service").make(runtime.registry).inc()
     match config.mode:
         case "crash":
             raise ValueError("a bug")

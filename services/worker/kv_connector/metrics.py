@@ -6,101 +6,67 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.contracts.messages import EngineLoad, Exchanged, Stepped
 from services.worker.kv_connector.stats import bounded_name
-from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram
+from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram, register
 
 
 class KvbmMetrics:
     """One worker's metrics of its kvbm; labels are few and bounded. The engine's counts are published with each load
     report."""
 
+    # fmt: off
+    attached = gauge("headrace_kvbm_attached", "",
+        "1 while blocks are exchanged with a kvbm, else 0; only where kvbm.pool is set",
+        "0: kvbm is gone, or has another layout. See the worker's log.")
+    _asks = counter("headrace_kvbm_asks", "operation outcome",
+        "Requests to kvbm by outcome: answered, away (no kvbm, no NATS), late, too_many, failed",
+        "`late`, `too_many`: kvbm is too slow. `away`: it is gone.")
+    _ask_s = histogram("headrace_kvbm_ask_seconds", "operation", ROUND_TRIP_SECONDS,
+        "Seconds until kvbm's answer, or its last answer to a fetch", "kvbm's core or disk is full.")
+    _onboarding = gauge("headrace_onboarding_requests", "",
+        "Attempts that wait for blocks from kvbm", "kvbm's disk is slow.")
+    _late = counter("headrace_late_onboardings", "",
+        "Attempts that stopped waiting for blocks from kvbm, because they came too late",
+        "Loading takes longer than computing: see [kvbm.md](kvbm.md).")
+    _lent = gauge("headrace_lent_blocks", "",
+        "Device blocks that decode workers of the machine copy, or may copy",
+        "At prefill workers: a number that stays means that a decode worker is frozen.")
+    _lending_failures = counter("headrace_lending_failures", "",
+        "Tries to begin to lend blocks to decode workers of the machine that failed",
+        "At prefill workers: too few file descriptors, or the pool's directory is not theirs. See the worker's log.")
+    _prefetched = counter("headrace_prefetched_blocks", "",
+        "Blocks of expected prompts that were loaded before their attempts came",
+        "At decode workers: 0 while prompts are handed over means that blocks come late.")
+    _offers = counter("headrace_kvbm_offered_blocks", "outcome",
+        "Blocks offered to kvbm, and blocks not offered because too many waited (dropped)",
+        "`dropped`: more is computed than can be copied.")
+    _blocks = counter("headrace_kvbm_copied_blocks", "outcome",
+        "Blocks copied to kvbm's pool and committed (saved), copied to the device (loaded), and copies that were of "
+        "no use (bad)",
+        "`bad`: copies that came too late, or were cancelled.")
+    _bytes = counter("headrace_kvbm_copied_bytes", "direction", "Bytes copied from the device (save) and to it (load)")
+    _copy_s = counter("headrace_kvbm_copy_seconds", "direction", "Seconds spent copying")
+    _by_path = counter("headrace_kvbm_path_blocks", "direction path", "Blocks copied, by the path that the copies took")
+    _fallbacks = counter("headrace_kvbm_copy_fallbacks", "reason",
+        "Blocks copied after a better path had failed, by its name and the reason",
+        "[gpu.md](gpu.md) says what each path needs.")
+    _differing = counter("headrace_kvbm_differing_blocks", "",
+        "Blocks that were loaded and differ from the pool's: a fault, looked for where kvbm.verify is set",
+        "A fault: please report it.")
+    _discarded = counter("headrace_kvbm_discarded_blocks", "",
+        "Blocks that kvbm was asked to discard: damaged, or numbers computed with them were not finite",
+        "Suspect memory or GPU.")
+    _damaged = counter("headrace_kvbm_damaged_blocks", "",
+        "Blocks in kvbm's memory that did not match their checksum when loaded, where kvbm.checksums is set",
+        "Suspect the machine's memory.")
+    # fmt: on
+
     def __init__(self, registry: CollectorRegistry, *, configured: bool = True) -> None:
         """Register them. Without a kvbm in the settings there is no `headrace_kvbm_attached`, since a 0 is a fault."""
-        self.attached = gauge(
-            registry if configured else CollectorRegistry(),
-            "headrace_kvbm_attached",
-            "1 while blocks are exchanged with a kvbm, else 0; only where kvbm.pool is set",
-        )
-        self._asks = counter(
-            registry,
-            "headrace_kvbm_asks",
-            "Requests to kvbm by outcome: answered, away (no kvbm, no NATS), late, too_many, failed",
-            ["operation", "outcome"],
-        )
-        self._ask_s = histogram(
-            registry,
-            "headrace_kvbm_ask_seconds",
-            "Seconds until kvbm's answer, or its last answer to a fetch",
-            ROUND_TRIP_SECONDS,
-            ["operation"],
-        )
-        self._onboarding = gauge(registry, "headrace_onboarding_requests", "Attempts that wait for blocks from kvbm")
-        self._late = counter(
-            registry,
-            "headrace_late_onboardings",
-            "Attempts that stopped waiting for blocks from kvbm, because they came too late",
-        )
-        self._lent = gauge(
-            registry, "headrace_lent_blocks", "Device blocks that decode workers of the machine copy, or may copy"
-        )
-        self._lending_failures = counter(
-            registry,
-            "headrace_lending_failures",
-            "Tries to begin to lend blocks to decode workers of the machine that failed",
-        )
-        self._prefetched = counter(
-            registry,
-            "headrace_prefetched_blocks",
-            "Blocks of expected prompts that were loaded before their attempts came",
-        )
-        self._offers = counter(
-            registry,
-            "headrace_kvbm_offered_blocks",
-            "Blocks offered to kvbm, and blocks not offered because too many waited (dropped)",
-            ["outcome"],
-        )
-        self._blocks = counter(
-            registry,
-            "headrace_kvbm_copied_blocks",
-            "Blocks copied to kvbm's pool and committed (saved), copied to the device (loaded), and copies that were "
-            "of no use (bad)",
-            ["outcome"],
-        )
-        self._bytes = counter(
-            registry,
-            "headrace_kvbm_copied_bytes",
-            "Bytes copied from the device (save) and to it (load)",
-            ["direction"],
-        )
-        self._copy_s = counter(registry, "headrace_kvbm_copy_seconds", "Seconds spent copying", ["direction"])
-        self._by_path = counter(
-            registry,
-            "headrace_kvbm_path_blocks",
-            "Blocks copied, by the path that the copies took",
-            ["direction", "path"],
-        )
-        self._fallbacks = counter(
-            registry,
-            "headrace_kvbm_copy_fallbacks",
-            "Blocks copied after a better path had failed, by its name and the reason",
-            ["reason"],
-        )
+        register(self, registry)
+        if not configured:
+            registry.unregister(self.attached)
         self._reasons: set[str] = set()
         """Labels so far, of all engines one after the other; each engine bounds only its own."""
-        self._differing = counter(
-            registry,
-            "headrace_kvbm_differing_blocks",
-            "Blocks that were loaded and differ from the pool's: a fault, looked for where kvbm.verify is set",
-        )
-        self._discarded = counter(
-            registry,
-            "headrace_kvbm_discarded_blocks",
-            "Blocks that kvbm was asked to discard: damaged, or numbers computed with them were not finite",
-        )
-        self._damaged = counter(
-            registry,
-            "headrace_kvbm_damaged_blocks",
-            "Blocks in kvbm's memory that did not match their checksum when loaded, where kvbm.checksums is set",
-        )
         self._load = self._shown_load = EngineLoad()
         """The engine's counts since it started, as they are and as they were published last."""
         self._exchanged = self._shown_exchanged = Exchanged()

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from services.worker.contracts.messages import EngineLoad, MemoryUse, OwnMetrics, Probed
-from shared.metrics import counter, gauge
+from shared.metrics import counter, gauge, register
 
 _log = logging.getLogger(__name__)
 
@@ -26,34 +26,31 @@ _log = logging.getLogger(__name__)
 class EngineObservations:
     """The observations of the engine that lives. Labels are bounded by its ranks."""
 
+    # fmt: off
+    _probes = counter("headrace_engine_probes", "outcome",
+        "Probes of an engine that was idle, by outcome: ok, failed",
+        "`failed`: the engine is killed and started again.")
+    _probe_s = gauge("headrace_engine_probe_seconds", "rank",
+        "Seconds of the last probe", "The device is shared, or slow.")
+    _blocks = gauge("headrace_rank_blocks", "rank state", "Device blocks of a rank by state", "As `headrace_blocks`.")
+    _running = gauge("headrace_rank_inflight_requests", "rank", "Attempts running at a rank")
+    _waiting = gauge("headrace_rank_queued_requests", "rank",
+        "Attempts waiting at a rank", "As `headrace_queued_requests`.")
+    _step_s = gauge("headrace_rank_step_seconds", "rank",
+        "Seconds of a step of a rank that only decodes, lately; 0: not measured yet",
+        "One rank far above the others: its GPU is slow.")
+    _hit_rate = gauge("headrace_rank_hit_rate", "rank",
+        "Share of prompt tokens that a rank of vLLM found in its prefix cache, since the engine started",
+        "The higher the better.")
+    _memory = gauge("headrace_gpu_memory_bytes", "state",
+        "Memory of the native engine's GPU: used (weights, KV, steps), kept (free, for the next allocations), others "
+        "(other processes, CUDA itself), free",
+        "`others`: another process takes memory of the GPU.")
+    # fmt: on
+
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._probes = counter(
-            registry, "headrace_engine_probes", "Probes of an engine that was idle, by outcome: ok, failed", ["outcome"]
-        )
-        self._probe_s = gauge(registry, "headrace_engine_probe_seconds", "Seconds of the last probe", ["rank"])
-        self._blocks = gauge(registry, "headrace_rank_blocks", "Device blocks of a rank by state", ["rank", "state"])
-        self._running = gauge(registry, "headrace_rank_inflight_requests", "Attempts running at a rank", ["rank"])
-        self._waiting = gauge(registry, "headrace_rank_queued_requests", "Attempts waiting at a rank", ["rank"])
-        self._step_s = gauge(
-            registry,
-            "headrace_rank_step_seconds",
-            "Seconds of a step of a rank that only decodes, lately; 0: not measured yet",
-            ["rank"],
-        )
-        self._hit_rate = gauge(
-            registry,
-            "headrace_rank_hit_rate",
-            "Share of prompt tokens that a rank of vLLM found in its prefix cache, since the engine started",
-            ["rank"],
-        )
-        self._memory = gauge(
-            registry,
-            "headrace_gpu_memory_bytes",
-            "Memory of the native engine's GPU: used (weights, KV, steps), kept (free, for the next allocations), "
-            "others (other processes, CUDA itself), free",
-            ["state"],
-        )
+        register(self, registry)
         self._of_engine = (
             self._memory,
             self._probe_s,
@@ -114,12 +111,15 @@ class OwnSeries(Collector):
     """The series of a text that the engine has sent. Our registry adds its labels. The text is read when Prometheus
     asks; a torn one costs the engine's series, never ours."""
 
+    # fmt: off
+    _torn = counter("headrace_engine_metrics_torn", "",
+        "Texts of the engine's own metrics that could not be read", "vLLM's metrics cannot be read: please report it.")
+    # fmt: on
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self.text = ""
         """Prometheus's text; empty: there are none."""
-        self._torn = counter(
-            registry, "headrace_engine_metrics_torn", "Texts of the engine's own metrics that could not be read"
-        )
+        register(self, registry)
         self._logged = False
         registry.register(self)
 
