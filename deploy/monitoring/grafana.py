@@ -34,9 +34,9 @@ class Panel(Struct, frozen=True):
     """A graph over time."""
 
     title: str
+    unit: Unit
     meaning: str
     """What it shows, and what to do when it is high."""
-    unit: Unit
     queries: Sequence[Query]
     lit_by: str = ""
     """What must happen for it to show anything: a fault, or a GPU. Empty: requests are enough."""
