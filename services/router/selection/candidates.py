@@ -17,13 +17,21 @@ from services.router.selection.load import UNKNOWN_SPEED as UNKNOWN_SPEED
 from services.router.selection.load import CandidateLoad
 from services.router.selection.load import WorkerSpeed as WorkerSpeed
 from shared.hashing import SEED, block_hash, next_sequence_hash
-from shared.messages import Overlap
+from shared.messages import KvLayout, Overlap
 
 HOST_BYTES_PER_S = 50e9
 """Bytes per second that one GPU copies from pinned host memory. A copy from memory to memory has a fifth of that, but
 an engine on a CPU computes a hundred times as slowly."""
 DISK_BYTES_PER_S = 4e9
 """Bytes per second that one NVMe disk reads with eight requests in flight."""
+
+
+def block_bytes_of(layout: KvLayout) -> int:
+    """Return the bytes of one block; 0 if unknown."""
+    try:
+        return layout.block_bytes
+    except KeyError:  # the dtype of a foreign engine
+        return 0
 
 
 class FleetAverage(Struct, frozen=True):

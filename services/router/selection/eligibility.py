@@ -3,6 +3,8 @@
     all ─▶ with the LoRA ─▶ not excluded ─▶ room for the prompt ─▶ not frozen ─▶ not held back by ramp-up
             └──────────────┴─ none left: refused   └────────────────┴────────────┴─ none left: this filter is skipped
 
+A repeated Select stays with the candidates that its reservations are at, as long as they are eligible.
+
 *Ramp-up.* An instance that joins others which have served for `ramp_s` or longer is idle and has an empty cache, so it
 would get every request at once. Therefore it takes part in a random share of the requests only. The share grows
 linearly from none to all over `ramp_s`. Instances that start together, or that a new router finds, do not ramp up.
@@ -10,7 +12,7 @@ linearly from none to all over `ramp_s`. Instances that start together, or that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -26,6 +28,12 @@ EXCLUDED = "excluded by the frontend, after an attempt that failed there"
 TOO_LONG = "the prompt is too long for it"
 FROZEN = "frozen: it has work and makes no step, or its reports do not arrive"
 RAMPS_UP = "it has just joined, and ramps up"
+
+
+Reservations = tuple[CandidateId | None, CandidateId | None]
+"""Where an attempt is reserved, and where the next one is, which decodes after a pair's first half. None if it is not
+reserved."""
+NOT_RESERVED: Reservations = (None, None)
 
 
 class EligibleCandidate(NamedTuple):
@@ -47,6 +55,13 @@ class Eligible(NamedTuple):
     candidates: list[EligibleCandidate]
     passed_over: dict[str, str]
     """Instance → why it may not serve the request."""
+    prefilling: Sequence[EligibleCandidate] = ()
+    """Candidates that may compute the prompt for one of `candidates`. Empty if one candidate must do all."""
+    reserved: Reservations = NOT_RESERVED
+
+
+_Filtered = tuple[list[EligibleCandidate], dict[str, str]]
+"""What filters left, and `Eligible.passed_over`."""
 
 
 class NoCandidate(Exception):
@@ -106,21 +121,36 @@ class Eligibility:
         self._prefilling.clear()
         self._shortest_limit_tokens = min(map(_prompt_limit_tokens, self.cards.values()), default=0)
 
-    def eligible(self, select: Select, now_s: float) -> Eligible:
-        """Return the candidates to choose among for a whole request, at least one. Raise NoCandidate."""
+    def eligible(self, select: Select, now_s: float, reserved: Reservations = NOT_RESERVED) -> Eligible:
+        """Return the candidates to choose among, at least one that can do all. Raise NoCandidate."""
+        whole, passed_over = self._whole(select, now_s)
+        prefilling: list[EligibleCandidate] = []
+        if not select.whole and select.max_tokens > 1:
+            prefilling, without = self.prefilling(select, now_s)
+            passed_over |= without
+        this, following = reserved
+        if any(each.id == this for each in prefilling):
+            prefilling = [each for each in prefilling if each.id == this]
+            whole = [each for each in whole if each.id == following] or whole
+        elif this is not None:
+            prefilling = []
+            whole = [each for each in whole if each.id == this] or whole
+        return Eligible(whole, passed_over, prefilling, reserved)
+
+    def _whole(self, select: Select, now_s: float) -> _Filtered:
         able = self._by_lora.get(select.lora) or self._serving(select.lora)
         if select.excluded and all(each.instance in select.excluded for each in able):
             raise NoCandidate("all_excluded", f"all {len(able)} candidates are excluded")
         return self._filtered(able, select, now_s, skips=True)
 
-    def prefilling(self, select: Select, now_s: float) -> Eligible:
+    def prefilling(self, select: Select, now_s: float) -> _Filtered:
         """Return the candidates that may compute the prompt alone, perhaps none: here no filter is skipped."""
         if select.lora not in self._prefilling:
             self._prefilling[select.lora] = self._candidates("prefill", select.lora)
         able = self._prefilling[select.lora]
-        return self._filtered(able, select, now_s, skips=False) if able else Eligible([], {})
+        return self._filtered(able, select, now_s, skips=False) if able else ([], {})
 
-    def _filtered(self, candidates: list[EligibleCandidate], select: Select, now_s: float, *, skips: bool) -> Eligible:
+    def _filtered(self, candidates: list[EligibleCandidate], select: Select, now_s: float, *, skips: bool) -> _Filtered:
         """Return what the filters leave. With `skips` a filter that would leave no candidate is skipped."""
         passed_over: dict[str, str] = {}
         for instances, why in self._filters(candidates, select, now_s):
@@ -128,7 +158,7 @@ class Eligibility:
             if left or not skips:
                 passed_over.update((each.instance, why) for each in candidates if each.instance in instances)
                 candidates = left
-        return Eligible(candidates, passed_over)
+        return candidates, passed_over
 
     def _filters(
         self, candidates: list[EligibleCandidate], select: Select, now_s: float

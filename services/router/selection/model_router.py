@@ -11,7 +11,7 @@ this or another router has for it, as long as that candidate is eligible: it run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import assert_never
 
@@ -29,21 +29,22 @@ from services.router.selection.candidates import (
     CandidateState,
     FleetAverage,
     RoutingRequest,
+    block_bytes_of,
 )
 from services.router.selection.decision_log import DecisionLog, Prediction
-from services.router.selection.eligibility import Eligibility, EligibleCandidate, NoCandidate, ranks_of, same_worker
+from services.router.selection.eligibility import Eligibility, Eligible, NoCandidate, ranks_of, same_worker
 from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
+from services.router.selection.peer_links import RemoteSearch
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import Policy
-from services.router.selection.policy_guard import PolicyFault, PolicyGuard, worst_fault
+from services.router.selection.policy_guard import PolicyChoice, PolicyFault, PolicyGuard, worst_fault
 from services.router.selection.refusal import in_time, overloaded, refused
 from services.router.selection.speculation import ExpectedRun, Speculation
 from services.router.selection.validation import validated_hashes
 from shared.errors import ProtocolError
 from shared.messages import (
     Finished,
-    KvLayout,
     LoadEvent,
     LoadReport,
     ModelCard,
@@ -71,6 +72,31 @@ class Selection(Struct, frozen=True):
     """The new reservation at the worker that decodes, if that is another one."""
     fault: PolicyFault | None = None
     """What was wrong with the policy, if anything; the reply is valid all the same."""
+
+
+class _Candidates(Struct, frozen=True):
+    """All that the choice for one Select rests on, as of one moment."""
+
+    select: Select
+    now_s: float
+    hashes: list[int]
+    eligible: Eligible
+    request: RoutingRequest
+    whole: list[CandidateState]
+    """The states of `eligible.candidates`."""
+    prefilling: list[CandidateState]
+    """The states of `eligible.prefilling`."""
+    remote: RemoteSearch | None
+    """Finds the prompt's blocks at other machines; None if no store reads another."""
+    remembered: list[ExpectedRun]
+    """The expected runs of `history` that the prompt follows."""
+
+    def in_time(self, states: Sequence[CandidateState]) -> Sequence[CandidateState]:
+        """Return the candidates that would begin the prompt in time: all, if the frontend sets no limit, or if the
+        attempt is reserved already."""
+        if self.select.wait_limit_s <= 0 or self.eligible.reserved[0] is not None:
+            return states
+        return in_time(states, self.select)
 
 
 class ModelRouter:
@@ -139,28 +165,26 @@ class ModelRouter:
     # --- select
 
     def select(self, select: Select, now_s: float) -> Selection:
-        """Choose a candidate and reserve the load there."""
+        """Choose a candidate, or two that share the work, and reserve the load there."""
+        name, attempt = select.request, select.attempt
+        reserved = self.load.candidate_of((name, attempt)), self.load.candidate_of((name, attempt + 1))
+        card = next(iter(self.cards.values()), None)
         try:
-            card = next(iter(self.cards.values()), None)
             hashes = validated_hashes(select, self._config.most_hashes, 0 if card is None else card.block_size)
-            eligible, passed_over = self.eligibility.eligible(select, now_s)
+            eligible = self.eligibility.eligible(select, now_s, reserved)
         except ProtocolError as wrong:
             return Selection(refused(select, "bad_request", str(wrong)))
         except NoCandidate as wrong:
             return Selection(refused(select, wrong.code, str(wrong)))
-        attempt = select.request, select.attempt
-        prefilling: list[EligibleCandidate] = []
-        if not select.whole and select.max_tokens > 1:
-            prefilling, without = self.eligibility.prefilling(select, now_s)
-            passed_over |= without
-        before, after = self.load.candidate_of(attempt), self.load.candidate_of((select.request, select.attempt + 1))
-        if any(each.id == before for each in prefilling):
-            prefilling = [each for each in prefilling if each.id == before]
-            eligible = [each for each in eligible if each.id == after] or eligible
-        elif before is not None:
-            prefilling = []
-            eligible = [each for each in eligible if each.id == before] or eligible
-        card = self.cards[eligible[0].instance]
+        candidates = self._candidates(select, now_s, hashes, eligible)
+        choice = self.guard.choose(candidates.request, candidates.whole)
+        pair = self._pair(candidates, choice.chosen.candidate) if candidates.prefilling else None
+        return self._settle(candidates, choice, pair)
+
+    def _candidates(self, select: Select, now_s: float, hashes: list[int], eligible: Eligible) -> _Candidates:
+        """Return the states of the eligible candidates: what each has of the prompt, and how busy it is."""
+        whole, prefilling = eligible.candidates, eligible.prefilling
+        card = self.cards[whole[0].instance]
         block_size = card.block_size
         # One token of a prompt is always computed, so its last block is never fully cached.
         findable = hashes[: (select.prompt_tokens - 1) // block_size]
@@ -168,7 +192,7 @@ class ModelRouter:
         self.speculation.extend_overlaps(overlaps, findable, select.hashes, now_s)
         remembered = self.history.extend_overlaps(overlaps, findable, select.hashes, now_s)
         load, speed, priority = self.load.load_of, self.load.speeds.get, select.priority
-        block_bytes = _block_bytes(card.kv_layout)
+        block_bytes = block_bytes_of(card.kv_layout)
         remote = self.caches.remote_search(findable, block_bytes)
         states = [
             CandidateState(
@@ -179,52 +203,104 @@ class ModelRouter:
                 speed(instance, UNKNOWN_SPEED),
                 now_s - since_s,
             )
-            for candidate, instance, total_blocks, since_s, _, _ in (*eligible, *prefilling)
+            for candidate, instance, total_blocks, since_s, _, _ in (*whole, *prefilling)
         ]
         if remote is not None:
             states = [remote.added_to(state, store_id_of(self.cards[state.id[0]])) for state in states]
-        candidates = states[: len(eligible)]
         request = RoutingRequest(
             prompt_tokens=select.prompt_tokens,
             block_size=block_size,
             session=select.session,
             lora=select.lora,
             priority=priority,
-            fleet=FleetAverage.of(candidates),
+            fleet=FleetAverage.of(states[: len(whole)]),
             host_s=block_bytes / HOST_BYTES_PER_S,
             disk_s=block_bytes / DISK_BYTES_PER_S,
             part="alone" if prefilling else "whole",
         )
-        choice = self.guard.choose(request, candidates)
-        pair: WorkerPair | None = None
-        if prefilling:
-            stored = [(each.store, state) for each, state in zip((*eligible, *prefilling), states, strict=True)]
-            able = stored[len(eligible) :]
-            if select.wait_limit_s > 0 and before is None:
-                able = [each for each in able if in_time([each[1]], select)]
-            whole, compare = choice.chosen.candidate, self._compare
-            pair = choose_pair(self.guard, request, able, stored[: len(eligible)], whole, remote, compare=compare)
-        fault = choice.fault if pair is None else worst_fault(choice.fault, pair.prefill.fault, pair.decode.fault)
-        kept = pair is not None and pair.candidates == (before, after)
-        if pair is not None and (pair.pays or kept):
-            return self._select_pair(select, pair, hashes, now_s, fault, passed_over, repeated=kept)
-        if select.wait_limit_s > 0 and before is None and not in_time([choice.chosen.candidate], select):
-            soon = in_time(candidates, select)
+        return _Candidates(
+            select=select,
+            now_s=now_s,
+            hashes=hashes,
+            eligible=eligible,
+            request=request,
+            whole=states[: len(whole)],
+            prefilling=states[len(whole) :],
+            remote=remote,
+            remembered=remembered,
+        )
+
+    def _pair(self, candidates: _Candidates, whole: CandidateState) -> WorkerPair | None:
+        """Return the best pair, to be compared with the worker `whole` alone; None if no two candidates can make one.
+        A prompt is computed where it is in time, if there is a limit."""
+        stores = {each.id: each.store for each in (*candidates.eligible.candidates, *candidates.eligible.prefilling)}
+        able = [(stores[each.id], each) for each in candidates.in_time(candidates.prefilling)]
+        decoding = [(stores[each.id], each) for each in candidates.whole]
+        request, remote = candidates.request, candidates.remote
+        return choose_pair(self.guard, request, able, decoding, whole, remote, compare=self._compare)
+
+    def _settle(self, candidates: _Candidates, choice: PolicyChoice, pair: WorkerPair | None) -> Selection:
+        """Answer with the pair, if it costs less or is reserved already, else with a single candidate that is in time.
+        If there is none, a pair is better than a refusal."""
+        fault = choice.fault
+        if pair is not None:
+            fault = worst_fault(fault, pair.fault)
+            if pair.pays or pair.candidates == candidates.eligible.reserved:
+                return self._select_pair(candidates, pair, fault)
+        if not candidates.in_time([choice.chosen.candidate]):
+            soon = candidates.in_time(candidates.whole)
             if not soon and pair is not None:
-                limit = f"no single worker would begin within {select.wait_limit_s:g} s; "
-                return self._select_pair(select, pair, hashes, now_s, fault, passed_over, because=limit)
+                limit = f"no single worker would begin within {candidates.select.wait_limit_s:g} s; "
+                return self._select_pair(candidates, pair, fault, because=limit)
             if not soon:
-                return Selection(overloaded(select, candidates), fault=fault)
-            choice = self.guard.choose(request, soon)
+                return Selection(overloaded(candidates.select, candidates.whole), fault=fault)
+            choice = self.guard.choose(candidates.request, soon)
             fault = worst_fault(fault, choice.fault)
         if pair is not None:
-            choice = msgspec.structs.replace(choice, reason=f"{choice.reason}; {pair.comparison}")
-        chosen = choice.chosen.candidate
-        repeated = chosen.id == before
-        reserved = None if repeated else self._reserve(select, request, chosen, now_s)
-        if reserved is not None and after is not None:  # an earlier answer was a pair
+            choice = choice.with_reason(pair.comparison)
+        return self._select_one(candidates, choice, fault)
+
+    def _select_one(self, candidates: _Candidates, choice: PolicyChoice, fault: PolicyFault | None) -> Selection:
+        """Answer with one candidate for the whole request, and reserve the load there."""
+        select, chosen = candidates.select, choice.chosen.candidate
+        this, following = candidates.eligible.reserved
+        repeated = chosen.id == this
+        reserved = None if repeated else self._reserve(select, candidates.request, chosen, candidates.now_s)
+        if reserved is not None and following is not None:  # an earlier answer was a pair
             self.load.withdraw((select.request, select.attempt + 1))
-        self._speculate(select, hashes, chosen, remembered, now_s)
+        self._speculate(candidates, chosen, chosen.overlap.here, candidates.remembered)
+        selected = self._decide(candidates, select, candidates.request, choice, repeated=repeated)
+        return Selection(selected, reserved, fault=fault)
+
+    def _select_pair(
+        self, candidates: _Candidates, pair: WorkerPair, fault: PolicyFault | None, *, because: str = ""
+    ) -> Selection:
+        """Answer with two workers, and reserve the load of both: that of the one that decodes as the next attempt.
+        `because` says why, if the pair does not cost less."""
+        select, now_s = candidates.select, candidates.now_s
+        prefill, decode = pair.prefill.chosen.candidate, pair.decode.chosen.candidate
+        taken = msgspec.structs.replace(select, attempt=select.attempt + 1)
+        repeated = pair.candidates == candidates.eligible.reserved
+        reserved = None if repeated else self._reserve(select, pair.prompt, prefill, now_s)
+        reserved_decode = None
+        if reserved is not None:  # else the attempt has ended, and perhaps the next one decodes already
+            delay_s = min(select.time_left_s or HAND_OVER_LIMIT_S, HAND_OVER_LIMIT_S)
+            reserved_decode = self._reserve(taken, pair.rest, decode, now_s, delay_s=delay_s)
+        for candidate in (prefill, decode):
+            self._speculate(candidates, candidate, candidate.overlap.device)
+        choice = pair.prefill.with_reason(f"computes the prompt, {decode.id[0]} decodes: {because}{pair.comparison}")
+        selected = self._decide(candidates, select, pair.prompt, choice, repeated=repeated)
+        choice = pair.decode.with_reason(f"decodes what {prefill.id[0]} hands over")
+        self._decide(candidates, taken, pair.rest, choice, repeated=repeated)
+        reply = msgspec.structs.replace(selected, decode=decode.id[0], decode_rank=decode.id[1])
+        return Selection(reply, reserved, reserved_decode, fault)
+
+    def _decide(
+        self, candidates: _Candidates, select: Select, request: RoutingRequest, choice: PolicyChoice, *, repeated: bool
+    ) -> Selected:
+        """Record the choice for the attempt of `select`, and return the answer, with rows if they were asked for. What
+        is recorded already is not recorded again for a repeated answer."""
+        attempt, chosen = (select.request, select.attempt), choice.chosen.candidate
         selected = Selected(
             request=select.request,
             attempt=select.attempt,
@@ -235,62 +311,8 @@ class ModelRouter:
             reason=choice.reason,
         )
         if not (repeated and self.decisions.contains(attempt, chosen.id)):
-            self.decisions.add(selected, request, choice, now_s, passed_over)
-        if select.explain:
-            selected = self.decisions.get(attempt).selected
-        return Selection(selected, reserved, fault=fault)
-
-    def _select_pair(
-        self,
-        select: Select,
-        pair: WorkerPair,
-        hashes: Sequence[int],
-        now_s: float,
-        fault: PolicyFault | None,
-        passed_over: dict[str, str],
-        *,
-        repeated: bool = False,
-        because: str = "",
-    ) -> Selection:
-        """Answer with two workers, and reserve the load of both: that of the one that decodes as the next attempt.
-        `because` says why, if the pair does not cost less."""
-        prefill, decode = pair.prefill.chosen.candidate, pair.decode.chosen.candidate
-        taken = msgspec.structs.replace(select, attempt=select.attempt + 1)
-        delay_s = min(select.time_left_s or HAND_OVER_LIMIT_S, HAND_OVER_LIMIT_S)
-        reserved = reserved_decode = None
-        if not repeated:
-            reserved = self._reserve(select, pair.prompt, prefill, now_s)
-        if reserved is not None:  # else the attempt has ended, and perhaps the next one decodes already
-            reserved_decode = self._reserve(taken, pair.rest, decode, now_s, delay_s=delay_s)
-        for candidate in (prefill, decode):
-            held = msgspec.structs.replace(candidate, overlap=Overlap(device=candidate.overlap.device))
-            self._speculate(select, hashes, held, (), now_s)
-        answers: list[Selected] = []
-        for asked, request, choice, why in (
-            (
-                select,
-                pair.prompt,
-                pair.prefill,
-                f"computes the prompt, {decode.id[0]} decodes: {because}{pair.comparison}",
-            ),
-            (taken, pair.rest, pair.decode, f"decodes what {prefill.id[0]} hands over"),
-        ):
-            chosen = choice.chosen.candidate
-            answer = Selected(
-                request=select.request,
-                attempt=asked.attempt,
-                instance=chosen.id[0],
-                rank=chosen.id[1],
-                router=self._router,
-                overlap=chosen.overlap,
-                reason=f"{choice.reason}; {why}",
-            )
-            if not (repeated and self.decisions.contains((select.request, asked.attempt), chosen.id)):
-                self.decisions.add(answer, request, choice, now_s, passed_over)
-            answers.append(answer)
-        reply = self.decisions.get((select.request, select.attempt)).selected if select.explain else answers[0]
-        reply = msgspec.structs.replace(reply, decode=decode.id[0], decode_rank=decode.id[1])
-        return Selection(reply, reserved, reserved_decode, fault)
+            self.decisions.add(selected, request, choice, candidates.now_s, candidates.eligible.passed_over)
+        return self.decisions.get(attempt).selected if select.explain else selected
 
     def _reserve(
         self, select: Select, request: RoutingRequest, chosen: CandidateState, now_s: float, *, delay_s: float = 0.0
@@ -313,23 +335,19 @@ class ModelRouter:
         return reserved if self.load.add_reservation(reserved, now_s) else None
 
     def _speculate(
-        self,
-        select: Select,
-        hashes: Sequence[int],
-        chosen: CandidateState,
-        remembered: Iterable[ExpectedRun],
-        now_s: float,
+        self, candidates: _Candidates, chosen: CandidateState, known: int, remembered: Sequence[ExpectedRun] = ()
     ) -> None:
-        """Expect the prompt's blocks where the prompt was sent."""
+        """Expect the prompt's blocks where the prompt was sent, except the `known` leading ones that are there. Of
+        `remembered` renew what is expected there."""
+        now_s, rest = candidates.now_s, candidates.select.hashes[8 * known :]
         slot = self.caches.chains[chosen.id].slot
-        known = chosen.overlap.here
         if chosen.id[0] in self._without_events:
             self.history.renew([run for run in remembered if run.slot is slot], now_s)
-            self.history.add(slot, select.hashes[8 * known :], now_s)
+            self.history.add(slot, rest, now_s)
         else:
-            self.speculation.add(slot, select.hashes[8 * known :], now_s)
+            self.speculation.add(slot, rest, now_s)
         if self.index.nearly_full:
-            self.index.touch(hashes[:known])
+            self.index.touch(candidates.hashes[:known])
 
     # --- load events and reports
 
@@ -377,11 +395,3 @@ class ModelRouter:
         self.caches.validate()
         self.eligibility.validate()
         self.decisions.validate()
-
-
-def _block_bytes(layout: KvLayout) -> int:
-    """Return the bytes of one block; 0 if unknown."""
-    try:
-        return layout.block_bytes
-    except KeyError:  # the dtype of a foreign engine
-        return 0

@@ -22,7 +22,7 @@ from services.router.index.shared_stores import StoreId
 from services.router.selection.candidates import CandidateState, FleetAverage, RoutingRequest
 from services.router.selection.peer_links import RemoteSearch
 from services.router.selection.policies.kv import split_costs
-from services.router.selection.policy_guard import PolicyChoice, PolicyGuard
+from services.router.selection.policy_guard import PolicyChoice, PolicyFault, PolicyGuard, worst_fault
 from shared.messages import Overlap
 
 SplitCosts = Callable[[RoutingRequest, CandidateState, CandidateState, CandidateState], tuple[float, float]]
@@ -50,6 +50,11 @@ class WorkerPair(Struct, frozen=True):
     def candidates(self) -> tuple[CandidateId, CandidateId]:
         """The candidate that computes the prompt, and the one that decodes."""
         return self.prefill.chosen.candidate.id, self.decode.chosen.candidate.id
+
+    @property
+    def fault(self) -> PolicyFault | None:
+        """What was wrong with the policy, if anything."""
+        return worst_fault(self.prefill.fault, self.decode.fault)
 
     @property
     def pays(self) -> bool:

@@ -50,6 +50,10 @@ class PolicyChoice(Struct, frozen=True):
     """The reason in the policy's words. If another policy was asked first, the reason says so."""
     fault: PolicyFault | None = None
 
+    def with_reason(self, more: str) -> PolicyChoice:
+        """Return the choice with one more reason."""
+        return msgspec.structs.replace(self, reason=f"{self.reason}; {more}")
+
 
 class PolicyGuard:
     """One model's policy, and a record of its failures."""

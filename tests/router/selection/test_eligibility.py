@@ -142,9 +142,8 @@ def test_an_instance_that_comes_again_ramps_up_again() -> None:
 
 def prefilling(made: Eligibility, now_s: float = 0.0, *, tokens: int = 1, **fields: Any) -> list[str]:
     """The instances that may compute the prompt alone."""
-    return [
-        seat.instance for seat in made.prefilling(Select("r", 1, "f", "m", b"", tokens, 1, **fields), now_s).candidates
-    ]
+    left, _ = made.prefilling(Select("r", 1, "f", "m", b"", tokens, 1, **fields), now_s)
+    return [seat.instance for seat in left]
 
 
 def roles(*cards: ModelCard) -> Eligibility:
@@ -214,8 +213,8 @@ def test_a_lora_is_computed_alone_where_it_is_loaded_and_a_card_that_changes_cou
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_store_of_a_worker_is_that_of_its_latest_card(role: str) -> None:
     def stores() -> set[str | None]:
-        ask = Select("r", 1, "f", "m", b"", 1, 1)
-        return {each.store for each in (made.prefilling if role == "prefill" else made.eligible)(ask, 0.0).candidates}
+        able = made.eligible(Select("r", 1, "f", "m", b"", 1, 2), 0.0)
+        return {each.store for each in (able.prefilling if role == "prefill" else able.candidates)}
 
     made = eligibility(card("d", role="decode"), card("x", role=role))
     assert stores() == {None}
@@ -232,6 +231,24 @@ def test_the_store_of_a_worker_is_that_of_its_latest_card(role: str) -> None:
 def test_a_worker_that_does_all_takes_part_in_no_pair() -> None:
     made = eligibility(card("a", kvbm="k", kvbm_layout="l"))
     assert [each.store for each in made.eligible(Select("r", 1, "f", "m", b"", 1, 1), 0.0).candidates] == [None]
+
+
+def test_a_repeated_select_stays_with_its_reservations_as_long_as_they_can_serve() -> None:
+    made = roles()
+    ask = Select("r", 1, "f", "m", b"", 1, 2)
+
+    def left(*reserved: str | None) -> tuple[list[str], list[str]]:
+        this, following = [None if each is None else (each, 0) for each in reserved]
+        able = made.eligible(ask, 0.0, (this, following))
+        return [each.instance for each in able.candidates], [each.instance for each in able.prefilling]
+
+    assert left(None, None) == (["a", "d"], ["p", "q"])
+    assert left("q", "d") == (["d"], ["q"])
+    assert left("q", "gone") == (["a", "d"], ["q"])
+    assert left("d", None) == (["d"], [])
+    assert left("gone", None) == (["a", "d"], []), "an attempt that ran where no pair is left stays with one worker"
+    made.frozen = frozenset({"q"})
+    assert left("q", "d") == (["a", "d"], [])
 
 
 class EligibilityMachine(RuleBasedStateMachine):

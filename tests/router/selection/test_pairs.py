@@ -112,8 +112,8 @@ def card(instance: str, role: Role, kvbm: str = "k", **more: Any) -> ModelCard:
     )
 
 
-def router_of(*cards: ModelCard, grace_s: float = 1.0, unknown_s: float = 1.0) -> ModelRouter:
-    config = RouterConfig(load=LoadConfig(grace_s=grace_s, unknown_s=unknown_s, ramp_s=0))
+def router_of(*cards: ModelCard, grace_s: float = 1.0, unknown_s: float = 1.0, explained: int = 1000) -> ModelRouter:
+    config = RouterConfig(load=LoadConfig(grace_s=grace_s, unknown_s=unknown_s, ramp_s=0), explained=explained)
     router = ModelRouter("m", "r1", config, KvPolicy(), Random(1))
     for each in cards:
         router.add_card(each)
@@ -269,6 +269,14 @@ def test_the_log_has_both_halves_and_the_cached_tokens_of_each(router: ModelRout
     assert (computes.selected.instance, decodes.selected.instance) == ("p", "d")
     assert "computes the prompt" in computes.selected.reason
     assert "hands over" in decodes.selected.reason
+
+
+def test_a_pair_is_explained_though_the_log_has_room_for_one_decision() -> None:
+    router = router_of(card("p", "prefill"), card("d", "decode"), explained=1)
+    router.apply_load_report(report("d", 30), 0.0)
+    reply = chosen(router, select(explain=True))
+    assert (reply.instance, reply.decode) == ("p", "d")
+    assert [row.instance for row in reply.candidates] == ["p"]
 
 
 def test_the_reason_of_a_chosen_half_is_that_of_its_row(router: ModelRouter) -> None:
