@@ -1,6 +1,6 @@
 """The calls of a request to routers and workers over the bus; the answers come back as events of its session.
 
-SelectWorker     ─▶ a router, then others by their id   ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
+SelectWorker     ─▶ routers, as router_tries.py says    ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
 DispatchAttempt  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
 AnnounceAttempt  ─▶ the worker that will decode         ─▶ no answer
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from typing import TypeGuard
+from collections.abc import Callable
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -18,17 +18,14 @@ from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.actions import AnnounceAttempt, DispatchAttempt, SelectWorker
 from services.frontend.requests.events import AnswerMissed, Event, Unreachable, Unrouted, Unsendable
+from services.frontend.requests.router_tries import RouterTries
 from services.frontend.requests.stream import InferenceRequest, Stream
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
-from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Generate, Select, SelectRefused, SelectReply
+from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Generate, Select
 from shared.runtime.lifecycle import Runtime
 
-STALE_ROUTER_PAUSE_S = 0.05
-"""The pause before routers are asked again that have not yet heard of the workers that this frontend knows."""
-ROUTERS_TRIED = 3
-"""The number of routers that are asked by their id, after the queue group did not answer."""
 SELECT_LIMIT_S = 5.0
 """The longest that choosing one worker may take, over all routers. If routers are slow, all are asked again, each with
 twice the time."""
@@ -50,75 +47,66 @@ class BusCalls:
 
     async def select_worker(self, stream: Stream, action: SelectWorker) -> None:
         """Ask routers which worker computes the request."""
-        request = stream.request
+        request, runtime = stream.request, self._runtime
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        until = min(begun + SELECT_LIMIT_S, request.deadline)
-        payload = SELECT.encode(
-            Select(
-                request=request.id,
-                attempt=action.attempt,
-                frontend=self._runtime.instance,
-                model=request.model,
-                # Log-probabilities of the prompt are computed, not cached: nothing is saved where the prompt lies.
-                hashes=b"" if stream.session.prompt_logprobs.due else request.hashes,
-                prompt_tokens=request.prompt_tokens + action.produced,
-                max_tokens=request.sampling.max_tokens - action.produced,
-                excluded=action.excluded,
-                lora=request.lora,
-                priority=request.priority,
-                session=request.affinity_key,
-                # Later attempts have waited already.
-                wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
-                time_left_s=max(0.0, request.deadline - loop.time()),
-                whole=bool(request.embedding_size) or request.prompt_only or request.prompt_entries is not None,
-            )
-        )
+        payload = SELECT.encode(self._select(stream, action, begun))
         headers = None if stream.spans is None else stream.spans.select_headers
-        timeout_s = self._limits.select_timeout_s
-        stale: SelectRefused | None = None
-        slow = True
-        while slow or (stale is not None and loop.time() < until):
-            if stale is not None:
-                await asyncio.sleep(STALE_ROUTER_PAUSE_S)
-            slow = False
-            for tried, addressee in enumerate(self._addressees(request.model)):
-                left_s = until - loop.time()
-                if left_s <= 0:
-                    break
-                if not stream.session.is_choosing(action.attempt):
-                    return
-                if tried or timeout_s > self._limits.select_timeout_s:
-                    self._metrics.router_retries.inc()
-                try:
-                    reply = await self._runtime.bus.request(
-                        subjects.select(self._runtime.namespace, addressee),
-                        payload,
-                        timeout_s=min(timeout_s, left_s),
-                        headers=headers,
-                    )
-                    answer = SELECT_REPLY.decode(reply.payload)
-                    if self._is_stale(answer, request):
-                        stale = answer
-                        continue
-                    self._metrics.hops["select"].observe(loop.time() - begun)
-                    self._feed(stream, answer)
-                    return
-                except Unavailable as why:
-                    if isinstance(why, RequestTimeout):
-                        slow = True
-                        self._feed(stream, AnswerMissed(action.attempt))
-                    _log.warning("request %s: router %s: %s", request.id, addressee, why, extra=stream.log_fields)
-                except ProtocolError as wrong:
-                    _log.error("request %s: router %s: %s", request.id, addressee, wrong, extra=stream.log_fields)
-            timeout_s *= 2 if slow else 1
-        if stale is not None:
-            self._feed(stream, stale)
-            return
-        # Routers are registered but do not answer: NATS is frozen, or has just come back.
-        connected, expected = self._runtime.bus.connected, bool(sample_routers(self._runtime, ROUTERS_TRIED))
+        until_s = min(begun + SELECT_LIMIT_S, request.deadline)
+        routers = partial(sample_routers, runtime)
+        tries = RouterTries(request.model, request.lora, self._limits.select_timeout_s, until_s, routers)
+        while (asked := tries.next_try(loop.time())) is not None:
+            if asked.pause_s:
+                await asyncio.sleep(asked.pause_s)
+            if not stream.session.is_choosing(action.attempt):
+                return
+            if asked.is_retry:
+                self._metrics.router_retries.inc()
+            subject = subjects.select(runtime.namespace, asked.addressee)
+            try:
+                reply = await runtime.bus.request(subject, payload, timeout_s=asked.timeout_s, headers=headers)
+                answer = SELECT_REPLY.decode(reply.payload)
+            except (Unavailable, ProtocolError) as why:
+                if isinstance(why, RequestTimeout):
+                    tries.record_timeout()
+                    self._feed(stream, AnswerMissed(action.attempt))
+                level = logging.ERROR if isinstance(why, ProtocolError) else logging.WARNING
+                _log.log(level, "request %s: router %s: %s", request.id, asked.addressee, why, extra=stream.log_fields)
+                continue
+            if tries.accepts(answer, runtime.directory.cards.values()):
+                self._metrics.hops["select"].observe(loop.time() - begun)
+                self._feed(stream, answer)
+                return
+        self._feed(stream, tries.stale or self._unrouted(action.attempt))
+
+    def _unrouted(self, attempt: int) -> Unrouted:
+        """Return why no router answered. Routers that are registered but do not answer will be back: NATS is frozen, or
+        has just come back."""
+        connected, expected = self._runtime.bus.connected, bool(sample_routers(self._runtime, 1))
         reason = "no router answered" if connected else "NATS is not connected"
-        self._feed(stream, Unrouted(action.attempt, reason, away=expected or not connected))
+        return Unrouted(attempt, reason, away=expected or not connected)
+
+    def _select(self, stream: Stream, action: SelectWorker, now: float) -> Select:
+        """Return the question to the routers."""
+        request = stream.request
+        return Select(
+            request=request.id,
+            attempt=action.attempt,
+            frontend=self._runtime.instance,
+            model=request.model,
+            # Log-probabilities of the prompt are computed, not cached: nothing is saved where the prompt lies.
+            hashes=b"" if stream.session.prompt_logprobs.due else request.hashes,
+            prompt_tokens=request.prompt_tokens + action.produced,
+            max_tokens=request.sampling.max_tokens - action.produced,
+            excluded=action.excluded,
+            lora=request.lora,
+            priority=request.priority,
+            session=request.affinity_key,
+            # Later attempts have waited already.
+            wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
+            time_left_s=max(0.0, request.deadline - now),
+            whole=bool(request.embedding_size) or request.prompt_only or request.prompt_entries is not None,
+        )
 
     async def dispatch(self, stream: Stream, action: DispatchAttempt) -> None:
         """Send the attempt to the chosen worker."""
@@ -207,22 +195,6 @@ class BusCalls:
         if sampling.pooling and not (card is not None and card.embedding_size == request.embedding_size):
             return f"it does not make embeddings of {request.embedding_size} numbers"
         return ""
-
-    def _is_stale(self, answer: SelectReply, request: InferenceRequest) -> TypeGuard[SelectRefused]:
-        """Return whether the router has not yet heard of a worker that this frontend knows, or of its LoRA. Both follow
-        discovery independently."""
-        return (
-            isinstance(answer, SelectRefused)
-            and answer.code in ("unknown_model", "no_instances")
-            and any(
-                card.model == request.model and card.decodes and (not request.lora or request.lora in card.lora)
-                for card in self._runtime.directory.cards.values()
-            )
-        )
-
-    def _addressees(self, model: str) -> Iterator[str]:
-        yield model
-        yield from sample_routers(self._runtime, ROUTERS_TRIED)
 
 
 def sample_routers(runtime: Runtime, most: int) -> list[str]:
