@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import secrets
-import stat
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -28,6 +27,7 @@ from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import listed
 from shared.discovery.key_view import KeyView
 from shared.errors import ConfigError, DiscoveryDown
+from shared.ownership import ownership_fault
 from shared.rate_limited_log import RateLimitedLog
 
 POLL_S = 0.25
@@ -239,6 +239,5 @@ class FileDiscovery:
 def _make(directory: Path) -> None:
     """Create the directory. Raise ConfigError if others can write to it, since they could invent instances."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = directory.stat()
-    if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"discovery: {directory} must belong to this user, and no other user may write to it")
+    if wrong := ownership_fault(directory.stat(), "directory", "write to"):
+        raise ConfigError(f"discovery: {directory} {wrong}")

@@ -25,13 +25,13 @@ import errno
 import fcntl
 import os
 import re
-import stat
 from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
 from shared import subjects
 from shared.errors import HeadraceError
+from shared.ownership import ownership_fault
 from shared.pool.format import PoolUnfit
 
 LOCK = "lock"
@@ -213,8 +213,5 @@ def join_owner(directory: Path, owner: str) -> HeldLock:
 
 def check_directory(directory: Path) -> None:
     """Raise PoolUnfit if another user owns the directory or can change it, OSError if it cannot be inspected."""
-    about = directory.stat()
-    if not stat.S_ISDIR(about.st_mode):
-        raise PoolUnfit(f"{directory} is not a directory")
-    if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PoolUnfit(f"{directory} must belong to this user, and no other user may write to it")
+    if wrong := ownership_fault(directory.stat(), "directory", "write to"):
+        raise PoolUnfit(f"{directory} {wrong}")

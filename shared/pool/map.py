@@ -12,11 +12,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import stat
 from pathlib import Path
 
 import numpy as np
 
+from shared.ownership import ownership_fault
 from shared.pool.format import HEADER_BYTES, Arena, PoolGeometry, PoolUnfit, parse
 
 _GENERATIONS = (1 << 64) - 1
@@ -133,10 +133,9 @@ def open_pool(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as wrong:
         raise PoolUnfit(f"{path}: {wrong.strerror}") from None
-    about = os.fstat(descriptor)
-    if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if wrong := ownership_fault(os.fstat(descriptor), "file", "open"):
         os.close(descriptor)
-        raise PoolUnfit(f"{path}: must be a file that belongs to this user, and that no other user can open")
+        raise PoolUnfit(f"{path} {wrong}")
     return descriptor
 
 

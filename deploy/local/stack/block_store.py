@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 from deploy.local.stack.private_pool import MEMORY, private_pool
 from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
+from shared.ownership import ownership_fault
 
 DEFAULTS = {"cpu": (16, 1 << 30), "cuda": (8, 32 << 30)}
 """Device → (divisor of the machine's memory, limit in bytes) of the default size. Without GPUs the default is modest,
@@ -91,10 +91,8 @@ def _check_disk(directory: Path) -> None:
         found = directory.lstat()
     except OSError as wrong:
         raise ConfigError(f"--kvbm-disk {directory}: {wrong.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"--kvbm-disk {directory} is not a directory")
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(f"--kvbm-disk {directory} must be this user's alone (mode 0700), or not exist yet")
+    if wrong := ownership_fault(found, "directory", "open"):
+        raise ConfigError(f"--kvbm-disk {directory} {wrong}")
 
 
 def _default_bytes(device: str) -> int:

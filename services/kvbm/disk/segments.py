@@ -20,13 +20,13 @@ import fcntl
 import mmap
 import os
 import re
-import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 from services.kvbm.disk.format import PAGE_BYTES, DiskGeometry, Header, decode_header
 from services.kvbm.tiers.disk_results import HeaderProblem
+from shared.ownership import ownership_fault
 
 SEGMENT = re.compile(r"segment-(\d{6,9})")
 PROBE = "probe"
@@ -254,13 +254,7 @@ def open_directory(path: Path, parent: int | None) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise OSError(error.errno, f"{path} is a symbolic link or no directory") from error
         raise
-    found = os.fstat(directory)
-    wrong = ""
-    if found.st_uid != os.geteuid():
-        wrong = f"belongs to user {found.st_uid}, not to {os.geteuid()}"
-    elif stat.S_IMODE(found.st_mode) & 0o077:
-        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, which lets others in: set it to 0700"
-    if wrong:
+    if wrong := ownership_fault(os.fstat(directory), "directory", "open"):
         os.close(directory)
         raise PermissionError(errno.EPERM, f"{path} {wrong}")
     return directory
@@ -279,15 +273,9 @@ def lock(directory: int, path: Path) -> None:
 
 def _check_file(file: int, path: str) -> None:
     found = os.fstat(file)
-    wrong = ""
-    if not stat.S_ISREG(found.st_mode):
-        wrong = "is no plain file"
-    elif found.st_uid != os.geteuid():
-        wrong = f"belongs to user {found.st_uid}, not to {os.geteuid()}"
-    elif found.st_nlink != 1:
-        wrong = f"has {found.st_nlink} names"
-    if wrong:
-        raise PermissionError(errno.EPERM, f"{path} {wrong}")
+    wrong = ownership_fault(found, "file", "")
+    if wrong or found.st_nlink != 1:
+        raise PermissionError(errno.EPERM, f"{path} {wrong or f'has {found.st_nlink} names'}")
 
 
 def _name(segment: int) -> str:

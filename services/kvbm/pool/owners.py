@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from contextlib import suppress
 from pathlib import Path
 
+from shared.ownership import ownership_fault
 from shared.pool.lock import OWNERS, is_owner
 
 MOST_OWNERS = 256
@@ -81,8 +81,7 @@ class OwnerLocks:
             if (self._directory / owner).is_symlink():
                 return False  # no engine makes a link
             raise
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+        if ownership_fault(os.fstat(descriptor), "file", ""):
             os.close(descriptor)
             return False
         if _free(descriptor):

@@ -96,7 +96,10 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as segments:
         put(segments, 0)
     os.chown(tmp_path / LAYOUT / "segment-000000", 12345, -1)
-    with pytest.raises(PermissionError, match="segment-000000 belongs to user 12345"), opened(tmp_path):
+    with (
+        pytest.raises(PermissionError, match="000000 must belong to this user: it belongs to user 12345"),
+        opened(tmp_path),
+    ):
         pass
     os.chown(tmp_path / LAYOUT, 12345, -1)
     with pytest.raises(PermissionError, match="belongs to user 12345"), opened(tmp_path):

@@ -179,7 +179,8 @@ def test_where_there_is_no_room_for_a_new_file_while_engines_live_the_start_is_r
         before = inode(directory)
         (directory / "pool").chmod(0o666)
         with pytest.raises(
-            ConfigError, match=r"no other user can open; no room for a new one while .* live: w-1: a pool"
+            ConfigError,
+            match=r"no other user may open it: .* mode 0666; no room for a new one while .* live: w-1: a pool",
         ):
             HostPool.open(directory, SIZE_BYTES)
         assert inode(directory) == before

@@ -166,7 +166,7 @@ def test_it_is_seen_that_the_file_was_replaced(path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o602, 0o666])
 def test_a_file_that_others_may_open_is_refused(path: Path, mode: int) -> None:
     path.chmod(mode)
-    with pytest.raises(PoolUnfit, match="no other user can open"):
+    with pytest.raises(PoolUnfit, match="no other user may open it"):
         PoolMap(path)
 
 
@@ -183,7 +183,7 @@ def test_a_file_of_another_user_is_refused(path: Path) -> None:
     if os.geteuid():
         pytest.skip("only root can give files away")
     os.chown(path, 12345, 12345)
-    with pytest.raises(PoolUnfit, match="belongs to this user"):
+    with pytest.raises(PoolUnfit, match="must belong to this user"):
         PoolMap(path)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
 from pathlib import Path
 
+from shared.ownership import ownership_fault
 from shared.pool.lock import OWNERS, is_owner
 
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -35,8 +35,7 @@ class LockWatch:
                 raise
             return None
         watch = LockWatch(descriptor)
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or watch.is_free():
+        if ownership_fault(os.fstat(descriptor), "file", "") or watch.is_free():
             watch.close()
             return None
         return watch
