@@ -60,7 +60,7 @@ from benchmarks.report import Goal, report
 from benchmarks.trace import default_timing
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
-from shared.messages import Role
+from shared.messages.cards import Role
 
 WORKERS = 8
 WORKER_BLOCKS = 1800

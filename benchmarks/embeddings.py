@@ -28,7 +28,7 @@ from benchmarks.report import Goal, report
 if TYPE_CHECKING:  # NumPy reads the number of BLAS threads when it is first imported
     from services.worker.contracts.runner import Work
     from services.worker.native.runner import NativeRunner
-    from shared.messages import Pooling
+    from shared.messages.cards import Pooling
 
 MODELS = Path(__file__).resolve().parents[1] / ".headrace" / "models"
 BATCH = 8
@@ -111,7 +111,7 @@ def _step(runner: NativeRunner, works: list[Work]) -> tuple[float, float]:
 
 def _work(sequence: int, length: int, pooling: Pooling) -> Work:
     from services.worker.contracts.runner import Work
-    from shared.messages import Sampling
+    from shared.messages.generate import Sampling
 
     prompt = [(7 * sequence + 11 * position) % 1000 + 100 for position in range(length)]
     each = -(-max(LENGTHS) // BLOCK_SIZE)

@@ -128,7 +128,7 @@ def _measure(runner: NativeRunner, rounds: int) -> Rounds:
 
 def _work(sequence: int, start: int, count: int) -> Any:
     from services.worker.contracts.runner import Work
-    from shared.messages import Sampling
+    from shared.messages.generate import Sampling
 
     blocks = -(-(CONTEXT_TOKENS + PREFILL_TOKENS) // BLOCK_SIZE)
     return Work(

@@ -36,7 +36,8 @@ from services.router.index.chains import Chains
 from services.router.index.index import Index
 from services.router.index.kv_events import decode
 from shared.bus.zmq_events import ZmqEventBus
-from shared.messages import EVENT_BATCH, BlockStored, EventBatch, EventSource
+from shared.messages.cards import EventSource
+from shared.messages.kv_events import EVENT_BATCH, BlockStored, EventBatch
 
 BLOCK_SIZE = 16
 BLOCKS_PER_S = 50_000

@@ -52,19 +52,12 @@ from services.worker.contracts.messages import EngineOrder, KvbmAsk, KvbmLink, K
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import comes_meanwhile
 from services.worker.engine.loop import SLICE_S
-from shared.kvbm_messages import StoreLayout
-from shared.messages import (
-    EVENT_BATCH,
-    EventBatch,
-    Finished,
-    LoadEvent,
-    Part,
-    Prefilled,
-    Role,
-    Sampling,
-    Select,
-    Selected,
-)
+from shared.messages.cards import Role
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import EVENT_BATCH, EventBatch
+from shared.messages.kvbm import StoreLayout
+from shared.messages.select import Finished, LoadEvent, Prefilled, Select, Selected
 
 HOP_S = 0.001
 """The time of one message, in seconds."""

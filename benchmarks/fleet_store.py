@@ -28,10 +28,10 @@ from services.kvbm.tiers.actions import Read, Spill, TierEvent
 from services.kvbm.tiers.policies import make_policy
 from services.kvbm.tiers.tiers import Tiers
 from services.worker.contracts.messages import KvbmAsk, KvbmReply
-from shared import kvbm_messages as wire
 from shared.hashing import pack_hashes
 from shared.kv_events import to_kv_events
-from shared.messages import EVENT_BATCH, EventBatch, KvEvent
+from shared.messages import kvbm as wire
+from shared.messages.kv_events import EVENT_BATCH, EventBatch, KvEvent
 from shared.pool.format import PAGE_BYTES, Arena
 
 KVBM = "kvbm"

@@ -17,7 +17,8 @@ from services.worker.contracts.runner import Drawn, Work
 from services.worker.engine.core import EngineCore
 from services.worker.simulated.mover import SimulatedMover
 from shared.hashing import self_test
-from shared.messages import KvLayout, KvState, LoadReport, ModelCard, Role
+from shared.messages.cards import KvLayout, ModelCard, Role
+from shared.messages.load import KvState, LoadReport
 
 MODEL = "model"
 WEIGHTS = "weights"

@@ -31,29 +31,12 @@ from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig, environment
 from shared.discovery.file import FileDiscovery
 from shared.hashing import pack_tokens, self_test
-from shared.messages import (
-    CANCEL,
-    GENERATE,
-    GENERATE_REPLY,
-    INSTANCE,
-    JSON_HEADER,
-    MODEL_CARD,
-    PONG,
-    SELECT,
-    SELECT_REPLY,
-    STEP_FRAME,
-    Accepted,
-    Generate,
-    Instance,
-    KvLayout,
-    ModelCard,
-    Overlap,
-    Part,
-    Pong,
-    Selected,
-    ServiceName,
-    StepFrame,
-)
+from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, ServiceName
+from shared.messages.codec import JSON_HEADER
+from shared.messages.control import PONG, Pong
+from shared.messages.frames import STEP_FRAME, Part, StepFrame
+from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Accepted, Generate
+from shared.messages.select import SELECT, SELECT_REPLY, Overlap, Selected
 from tests.servers import NatsServer, free_port
 from tests.tiny_model import write_tiny_model
 

@@ -42,7 +42,9 @@ from services.frontend.requests.session import Session
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.hashing import pack_tokens
-from shared.messages import STEP_FRAME, Accepted, Overlap, Part, Selected, StepFrame
+from shared.messages.frames import STEP_FRAME, Part, StepFrame
+from shared.messages.generate import Accepted
+from shared.messages.select import Overlap, Selected
 from shared.metrics import STEP_SECONDS, Distribution
 
 STREAMS = (32, 128, 512)

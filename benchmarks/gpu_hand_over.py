@@ -54,7 +54,7 @@ from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.gpu.table import percentile
 from benchmarks.report import Goal, report
 from shared import subjects
-from shared.messages import STEP_FRAME
+from shared.messages.frames import STEP_FRAME
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.servers import NatsServer

@@ -50,7 +50,7 @@ from benchmarks.report import ROOT, Goal, report
 from services.router.index.chains import Chains
 from services.router.index.index import Index, Slot
 from services.router.index.kv_events import StoredEvent, decode
-from shared.messages import EVENT_BATCH, BlockStored, EventBatch
+from shared.messages.kv_events import EVENT_BATCH, BlockStored, EventBatch
 
 UNLIMITED = 1 << 40
 BLOCK_SIZE = 16

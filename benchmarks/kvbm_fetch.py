@@ -34,7 +34,8 @@ from shared.blocks import Content
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig
 from shared.hashing import ContentKey, content_key, pack_tokens, root_key
-from shared.kvbm_messages import (
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import (
     FETCH,
     FETCH_REPLY,
     RELEASE,
@@ -45,7 +46,6 @@ from shared.kvbm_messages import (
     Settled,
     StoreLayout,
 )
-from shared.messages import KvLayout
 from tests.integration.fleet import Service, fleet
 from tests.integration.machine import Machine
 from tests.kvbm.store_rig import Engine

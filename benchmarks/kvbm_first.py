@@ -47,8 +47,9 @@ from services.kvbm.disk.format import disk_geometry
 from services.worker.contracts.mover import Copy
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
-from shared.kvbm_messages import LayoutState
-from shared.messages import Part, Sampling
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
+from shared.messages.kvbm import LayoutState
 from shared.pool.map import PoolMap, touch
 from tests.integration.fleet import fleet
 from tests.integration.machine import Machine, Wire, connected, eventually

@@ -51,8 +51,8 @@ from services.kvbm.service import KvbmService, kvbm
 from services.kvbm.tickets.results import TicketLimits
 from shared.blocks import Content
 from shared.hashing import content_key, pack_tokens, root_key
-from shared.kvbm_messages import StoreBlock, StoreLayout
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import StoreBlock, StoreLayout
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.fakes.memory_discovery import MemoryStore

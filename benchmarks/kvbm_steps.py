@@ -32,7 +32,7 @@ import uvloop
 from benchmarks.report import ROOT, Goal, report
 from deploy.local.stack.model import fetch_default
 from services.worker.config import KVConnectorConfig, WorkerConfig
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.worker.shell import NAMESPACE, WORKER, Shell, request, running_worker
 from tests.worker.store import attached, saved, store
 

@@ -44,23 +44,10 @@ from shared.config import NatsConfig, environment
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
 from shared.hashing import self_test
-from shared.messages import (
-    INSTANCE,
-    JSON_HEADER,
-    LOAD_EVENTS,
-    MODEL_CARD,
-    ROUTER_STATE,
-    SELECT,
-    SELECT_REPLY,
-    Finished,
-    Instance,
-    KvLayout,
-    LoadEvents,
-    ModelCard,
-    RouterState,
-    Select,
-    Selected,
-)
+from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard
+from shared.messages.codec import JSON_HEADER
+from shared.messages.people import ROUTER_STATE, RouterState
+from shared.messages.select import LOAD_EVENTS, SELECT, SELECT_REPLY, Finished, LoadEvents, Select, Selected
 from tests.servers import NatsServer
 
 INSTANCES = 16

@@ -47,33 +47,21 @@ from shared.config import NatsConfig, environment
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
 from shared.hashing import self_test, sequence_hashes
-from shared.messages import (
+from shared.messages.cards import INSTANCE, MODEL_CARD, EventSource, Instance, KvLayout, ModelCard
+from shared.messages.codec import JSON_HEADER
+from shared.messages.kv_events import (
     EVENT_BATCH,
-    INSTANCE,
-    JSON_HEADER,
-    LOAD_EVENTS,
-    LOAD_REPORT,
-    MODEL_CARD,
-    RESERVATIONS_REQUEST,
-    ROUTER_STATE,
     SNAPSHOT_CHUNK,
     BlockRemoved,
     BlockStored,
     EventBatch,
-    EventSource,
-    Finished,
-    Instance,
     KvEvent,
-    KvLayout,
-    KvState,
-    LoadReport,
-    ModelCard,
-    ReservationsRequest,
-    Reserved,
-    RouterState,
     SnapshotBlock,
     SnapshotChunk,
 )
+from shared.messages.load import LOAD_REPORT, KvState, LoadReport
+from shared.messages.people import ROUTER_STATE, RouterState
+from shared.messages.select import LOAD_EVENTS, RESERVATIONS_REQUEST, Finished, ReservationsRequest, Reserved
 from tests.servers import NatsServer
 
 INSTANCES = 64

@@ -29,7 +29,7 @@ from shared.bus.outbox import Outbox
 from shared.config import NatsConfig
 from shared.errors import Unavailable
 from shared.hashing import sequence_hashes
-from shared.messages import SELECT, SELECT_REPLY, Finished, Prefilled, Select, Selected
+from shared.messages.select import SELECT, SELECT_REPLY, Finished, Prefilled, Select, Selected
 
 NAMESPACE = "bench"
 MODEL = "m"

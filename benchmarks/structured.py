@@ -162,7 +162,7 @@ def _runner() -> NativeRunner:
 
 def _work(sequence: int, grammar: str) -> Work:
     from services.worker.contracts.runner import Work
-    from shared.messages import Sampling
+    from shared.messages.generate import Sampling
 
     prompt = [(7 * sequence + 11 * position) % 1000 + 100 for position in range(32)]
     sampling = Sampling(max_tokens=1 << 20, temperature=0.0, grammar=grammar)

@@ -10,7 +10,7 @@ from msgspec import Raw, Struct
 
 from shared.blocks import Content, ContentEvicted, ContentStored, PoolEvent
 from shared.hashing import ContentKey, event_hash, event_hashes, unpack_tokens
-from shared.messages import BlockRemoved, BlockStored, KvEvent, SnapshotBlock, Tier
+from shared.messages.kv_events import BlockRemoved, BlockStored, KvEvent, SnapshotBlock, Tier
 
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "host_pinned", "disk": "disk"}
 """vLLM's word for each tier; GPU stands for any device."""
@@ -53,7 +53,7 @@ def to_kv_events(events: Iterable[PoolEvent], block_size: int, tier: Tier = "dev
 
 
 class _EncodedBatch(Struct, frozen=True, array_like=True):
-    """An EventBatch of `shared.messages` whose events are encoded already."""
+    """An EventBatch of `shared.messages.kv_events` whose events are encoded already."""
 
     ts: float
     events: Raw

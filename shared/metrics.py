@@ -25,7 +25,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from shared.messages import ServiceName
+from shared.messages.cards import ServiceName
 
 # With each counter and histogram the library shows a gauge `…_created`: a third of all names, which no query needs.
 disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from shared.errors import ProtocolError
 from shared.hashing import KEY_BYTES
-from shared.messages import Note
+from shared.messages.control import Note
 from shared.request_names import bare_id, is_named
 
 NOTES_IN_ANSWER = 100

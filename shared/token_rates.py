@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from msgspec import Struct
 
-from shared.messages import LoadReport
+from shared.messages.load import LoadReport
 
 
 class _Mark(Struct):

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from shared.bus.contract import Bus
 from shared.discovery.directory import Directory
-from shared.messages import ServiceName
+from shared.messages.cards import ServiceName
 from shared.runtime.lifecycle import Runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore

@@ -31,7 +31,8 @@ from benchmarks.gpu.llama import CONTEXT
 from services.worker.config import CudaConfig
 from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
-from shared.messages import Pooling, Sampling
+from shared.messages.cards import Pooling
+from shared.messages.generate import Sampling
 
 if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner

@@ -28,7 +28,7 @@ from services.worker.contracts.runner import Runner
 from services.worker.engine.core import EngineCore
 from services.worker.engine_main import _load
 from shared.hashing import pack_tokens
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 128
 FRONTEND = "f"

@@ -13,7 +13,7 @@ from benchmarks.gpu.model import LLAMA_8B, random_tile
 from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner

@@ -233,7 +233,7 @@ def _install_vllm(flags: InstallVllmFlags) -> None:
 
 def _operate(flags: WorkerFlags | LoraFlags) -> int:
     from deploy.local.operate import operate  # imported here because it loads gRPC
-    from shared.messages import OperateWorker
+    from shared.messages.people import OperateWorker
 
     prefixes, model = (flags.instance, flags.model) if isinstance(flags, LoraFlags) else ([flags.instance], "")
     match flags:

@@ -18,7 +18,8 @@ from deploy.local.show.fleet import (
 from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.errors import ConfigError, ProtocolError, Unavailable
-from shared.messages import CONTROL, LOG_LEVEL_CHANGED, ChangeLogLevel, Instance
+from shared.messages.cards import Instance
+from shared.messages.control import CONTROL, LOG_LEVEL_CHANGED, ChangeLogLevel
 
 
 def change_level(config: FleetConfig, level: str, prefixes: Sequence[str], *, for_s: float) -> int:

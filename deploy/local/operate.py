@@ -12,7 +12,8 @@ from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.errors import ConfigError, ProtocolError, Unavailable
 from shared.lora import name_of_lora
-from shared.messages import OPERATE_WORKER, WORKER_OPERATED, Instance, ModelCard, OperateWorker, WorkerOperated
+from shared.messages.cards import Instance, ModelCard
+from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, OperateWorker, WorkerOperated
 
 MOST_SECONDS = 86400.0
 """Upper limit of the seconds that a command waits for a worker."""

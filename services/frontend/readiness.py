@@ -13,7 +13,7 @@ from services.frontend.requests.calls import sample_routers
 from shared import subjects
 from shared.discovery.directory import DirectoryChange, InstanceUp
 from shared.errors import Unavailable
-from shared.messages import PING, Ping
+from shared.messages.control import PING, Ping
 from shared.runtime.lifecycle import Runtime
 
 PING_EVERY_S = 1.0

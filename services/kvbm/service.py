@@ -44,14 +44,16 @@ from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, Unkno
 from services.kvbm.tickets.packing import unpack_keys
 from services.kvbm.tiers import policies
 from services.kvbm.tiers.hit_window import LookupCounts
-from shared import kvbm_messages as wire
 from shared import subjects
 from shared.bus.contract import Message, Subscription
 from shared.discovery.announcement import Announcement
 from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import BusDown, ProtocolError
 from shared.hashing import KEY_BYTES, ContentKey
-from shared.messages import JSON_HEADER, SNAPSHOT_REQUEST, Codec, Note
+from shared.messages import kvbm as wire
+from shared.messages.codec import JSON_HEADER, Codec
+from shared.messages.control import Note
+from shared.messages.kv_events import SNAPSHOT_REQUEST
 from shared.pool.socket_frames import PROTOCOL, Hello
 from shared.runtime.lifecycle import Runtime, settle_memory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.messages import Select, Selected, SelectReply
+from shared.messages.select import Select, Selected, SelectReply
 from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord
 from shared.tracing.traceparent import TraceParent
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from services.router.selection.decision_log import Decision
 from services.router.selection.model_router import ModelRouter
-from shared.messages import Explanation, Explanations, ModelState
+from shared.messages.people import Explanation, Explanations, ModelState
 from shared.request_names import bare_id
 
 DECISIONS_IN_ANSWER = 20

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.router.index.index import IndexStatistics
-from shared.messages import SelectRefused, SelectReply, SourceState
+from shared.messages.people import SourceState
+from shared.messages.select import SelectRefused, SelectReply
 from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram, register, rows_of
 
 MODEL = "model"

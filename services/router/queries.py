@@ -16,7 +16,8 @@ from services.router.selection.model_router import ModelRouter
 from services.router.sync.feed import EventFeed
 from shared.bus.contract import Message
 from shared.errors import BusDown, ProtocolError
-from shared.messages import EXPLANATIONS, JSON_HEADER, ROUTER_STATE, Explanations, RouterState
+from shared.messages.codec import JSON_HEADER
+from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanations, RouterState
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 

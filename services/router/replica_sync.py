@@ -18,12 +18,7 @@ from services.router.selection.model_router import ModelRouter
 from shared import subjects
 from shared.bus.contract import Message
 from shared.errors import ProtocolError, Unavailable
-from shared.messages import (
-    RESERVATIONS,
-    RESERVATIONS_REQUEST,
-    Reservations,
-    ReservationsRequest,
-)
+from shared.messages.select import RESERVATIONS, RESERVATIONS_REQUEST, Reservations, ReservationsRequest
 from shared.runtime.lifecycle import Runtime
 
 ROUTERS_ASKED = 3

@@ -37,10 +37,10 @@ from shared.bus.contract import Message, Receive, Subscription
 from shared.bus.outbox import Outbox
 from shared.discovery.contract import Registration
 from shared.errors import BusDown, ProtocolError
-from shared.kvbm_messages import KVBM_REPORT
-from shared.messages import (
+from shared.messages.kvbm import KVBM_REPORT
+from shared.messages.load import LOAD_REPORT
+from shared.messages.select import (
     LOAD_EVENTS,
-    LOAD_REPORT,
     RESERVATIONS_REQUEST,
     SELECT,
     SELECT_REPLY,

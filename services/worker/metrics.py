@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from services.worker.contracts.messages import EngineLoad, Stepped
-from shared.messages import NOT_BEGUN, GenerateReply, Part, Refused
+from shared.messages.frames import NOT_BEGUN, Part
+from shared.messages.generate import GenerateReply, Refused
 from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram, register
 
 

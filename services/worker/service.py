@@ -45,24 +45,12 @@ from shared.bus.contract import Message
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, Unavailable
 from shared.kv_events import encode_batch, in_chunks
-from shared.messages import (
-    CANCEL,
-    GENERATE,
-    GENERATE_REPLY,
-    LOAD_REPORT,
-    RESEND_REQUEST,
-    RESENT,
-    SHUTTING_DOWN,
-    SNAPSHOT_CHUNK,
-    SNAPSHOT_REQUEST,
-    EventSource,
-    LoadReport,
-    Note,
-    Part,
-    Refused,
-    Resent,
-    SnapshotChunk,
-)
+from shared.messages.cards import EventSource
+from shared.messages.control import Note
+from shared.messages.frames import RESEND_REQUEST, RESENT, SHUTTING_DOWN, Part, Resent
+from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Refused
+from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
+from shared.messages.load import LOAD_REPORT, LoadReport
 from shared.runtime.lifecycle import Runtime, settle_memory
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import carried

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from shared.messages import JSON_HEADER, EventSource, is_json
+from shared.messages.cards import EventSource
+from shared.messages.codec import JSON_HEADER, is_json
 
 LAST_HEADER = "Headrace-Last"
 """The header that is "true" on the last message of a streamed reply."""

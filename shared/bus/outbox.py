@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from shared import subjects
 from shared.bus.contract import Bus
 from shared.errors import BusDown, ProtocolError
-from shared.messages import LOAD_EVENTS, LoadEvent, LoadEvents
+from shared.messages.select import LOAD_EVENTS, LoadEvent, LoadEvents
 from shared.metrics import counter, register
 
 BUS_DOWN_S = 0.5

@@ -31,7 +31,7 @@ import zmq
 from shared.bus.event_port import SEND_LIMIT_BATCHES, EventPort
 from shared.bus.replay_buffer import RING_BYTES, ReplayBuffer
 from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
-from shared.messages import EventSource
+from shared.messages.cards import EventSource
 from shared.rate_limited_log import RateLimitedLog
 from shared.socket_path import reachable
 

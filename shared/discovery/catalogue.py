@@ -17,7 +17,8 @@ from msgspec import Struct
 from shared import subjects
 from shared.errors import ProtocolError
 from shared.hashing import self_test
-from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, PROTOCOL, Instance, ModelCard
+from shared.messages.cards import INSTANCE, MODEL_CARD, PROTOCOL, Instance, ModelCard
+from shared.messages.codec import JSON_HEADER
 
 BLOCK_SIZE_LIMIT = 1 << 16
 """The maximum block size in tokens. The self-test of a block size takes time and memory in proportion to it."""

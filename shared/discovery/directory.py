@@ -25,7 +25,8 @@ from shared.discovery.catalogue import InstanceDown as InstanceDown
 from shared.discovery.catalogue import InstanceUp as InstanceUp
 from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, LeftOut, OwnerAnswer, Synced
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
-from shared.messages import PING, PONG, Instance, ModelCard, Ping
+from shared.messages.cards import Instance, ModelCard
+from shared.messages.control import PING, PONG, Ping
 from shared.metrics import counter, register
 from shared.rate_limited_log import RateLimitedLog
 

@@ -4,7 +4,7 @@
             ◀── Hello ──                       Hello comes first on each connection
             ◀── Answered ──                    one answer or more to each Asked, until one is the last
 
-The payloads are the messages of `shared/kvbm_messages.py`, always in msgpack.
+The payloads are the messages of `shared/messages/kvbm.py`, always in msgpack.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import PayloadTooLarge, ProtocolError
-from shared.messages import Codec
+from shared.messages.codec import Codec
 
 PROTOCOL = 1
 """The version of the frames. A client that does not know it closes the connection."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shared import subjects
 from shared.bus.contract import Message
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, Unavailable
-from shared.messages import (
+from shared.messages.control import (
     CONTROL,
     FOUND_NOTES,
     LOG_LEVEL_CHANGED,

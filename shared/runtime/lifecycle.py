@@ -44,7 +44,8 @@ from shared.discovery.backends import open_discovery
 from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
-from shared.messages import INSTANCE, JSON_HEADER, EventSource, Instance, Role, ServiceName
+from shared.messages.cards import INSTANCE, EventSource, Instance, Role, ServiceName
+from shared.messages.codec import JSON_HEADER
 from shared.metrics import counter, process_registry, register_scraped
 from shared.notes import ProcessNotes
 from shared.runtime import logs, observe

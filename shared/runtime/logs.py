@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from shared.errors import ConfigError
-from shared.messages import ServiceName
+from shared.messages.cards import ServiceName
 
 LEVELS = ("debug", "info", "warning", "error")
 TEXT_LIMIT_CHARACTERS = 16_384

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shared.messages import Instance
+from shared.messages.cards import Instance
 
 
 def scrape_targets(instances: Iterable[Instance]) -> bytes:

@@ -12,7 +12,7 @@ from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
 from services.worker.contracts.messages import Snapshot, TakeEngineSnapshot
 from services.worker.contracts.runner import Work
-from shared.messages import Role
+from shared.messages.cards import Role
 
 REQUESTS = 150
 ONE_ROLE: tuple[Role, ...] = ("aggregated", "decode")

@@ -24,7 +24,8 @@ from shared import subjects
 from shared.discovery.contract import Discovery
 from shared.discovery.etcd import EtcdDiscovery
 from shared.errors import DiscoveryDown
-from shared.messages import INSTANCE, JSON_HEADER
+from shared.messages.cards import INSTANCE
+from shared.messages.codec import JSON_HEADER
 from shared.pool.format import HEADER_BYTES, PoolGeometry
 from tests.chaos.clients import MODEL
 from tests.chaos.plan import ALONE, ROLES, SERVICES, Target

@@ -11,7 +11,8 @@ import pytest
 from deploy.local.log_level import choose_processes
 from shared import subjects
 from shared.errors import ConfigError
-from shared.messages import INSTANCE, JSON_HEADER, Instance, ServiceName
+from shared.messages.cards import INSTANCE, Instance, ServiceName
+from shared.messages.codec import JSON_HEADER
 from tests.integration.fleet import fleet
 from tests.integration.stack import ROOT
 

@@ -9,16 +9,9 @@ from deploy.local.show.fleet import FleetConfig
 from services.router.config import LoadConfig
 from shared import subjects
 from shared.errors import ConfigError
-from shared.messages import (
-    INSTANCE,
-    JSON_HEADER,
-    MODEL_CARD,
-    Instance,
-    KvLayout,
-    ModelCard,
-    OperateWorker,
-    WorkerOperated,
-)
+from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard
+from shared.messages.codec import JSON_HEADER
+from shared.messages.people import OperateWorker, WorkerOperated
 
 NAMESPACE = "default"
 CLEAR, UNLOAD = OperateWorker("clear"), OperateWorker("unload_lora", "sql")

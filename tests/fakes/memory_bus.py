@@ -23,7 +23,7 @@ from shared.bus.inbox import NO_RESPONDERS, ReplyInbox
 from shared.bus.receive_queue import ReceiveQueue
 from shared.bus.replay_buffer import ReplayBuffer
 from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
-from shared.messages import EventSource
+from shared.messages.cards import EventSource
 from shared.rate_limited_log import RateLimitedLog
 from tests.fakes.faults import Delivery, deliver_at_once
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.messages import MODEL_CARD, ModelCard
+from shared.messages.cards import MODEL_CARD, ModelCard
 from tests.frontend.peers import card_entry
 
 Templated = Callable[[str], Path]

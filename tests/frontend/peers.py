@@ -31,49 +31,44 @@ from shared.config import NatsConfig, TraceConfig
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
 from shared.hashing import pack_tokens, self_test, unpack_tokens
-from shared.messages import (
-    CANCEL,
-    GENERATE,
-    GENERATE_REPLY,
+from shared.messages.cards import (
     INSTANCE,
-    JSON_HEADER,
-    LOAD_EVENTS,
-    LOAD_REPORT,
     MODEL_CARD,
-    PING,
-    PONG,
-    RESEND_REQUEST,
-    RESENT,
-    SELECT,
-    SELECT_REPLY,
-    STEP_FRAME,
-    Accepted,
-    Cancel,
-    FinishReason,
-    Generate,
-    GenerateReply,
     Instance,
     KvLayout,
-    LoadEvent,
-    LoadReport,
     ModelCard,
-    Overlap,
-    Part,
-    Pong,
     Pooling,
+    Role,
+    SamplingDefaults,
+    ServiceName,
+)
+from shared.messages.codec import JSON_HEADER
+from shared.messages.control import PING, PONG, Pong
+from shared.messages.frames import (
+    RESEND_REQUEST,
+    RESENT,
+    STEP_FRAME,
+    FinishReason,
+    Part,
     PromptLogprobs,
     ResendRequest,
     Resent,
-    Role,
-    SamplingDefaults,
+    StepFrame,
+    StreamState,
+    TokenLogprob,
+)
+from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Accepted, Cancel, Generate, GenerateReply
+from shared.messages.load import LOAD_REPORT, LoadReport
+from shared.messages.select import (
+    LOAD_EVENTS,
+    SELECT,
+    SELECT_REPLY,
+    LoadEvent,
+    Overlap,
     Select,
     Selected,
     SelectRefused,
     SelectReply,
-    ServiceName,
-    StepFrame,
-    StreamState,
-    TokenLogprob,
 )
 from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import ProcessHealth

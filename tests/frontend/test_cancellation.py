@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shared.messages import Accepted, Cancel, Finished
+from shared.messages.generate import Accepted, Cancel
+from shared.messages.select import Finished
 from tests.frontend.peers import MODEL, World, world
 
 

@@ -16,7 +16,9 @@ from services.frontend import readiness
 from services.frontend.config import FrontendConfig, LimitsConfig
 from shared.config import load
 from shared.errors import ConfigError
-from shared.messages import NOT_BEGUN, Refused, Select, SelectRefused
+from shared.messages.frames import NOT_BEGUN
+from shared.messages.generate import Refused
+from shared.messages.select import Select, SelectRefused
 from tests.frontend.peers import DEADLINE_S, MODEL, World, clients, instance_entry, world
 
 BODY = {"model": MODEL, "prompt": "x"}

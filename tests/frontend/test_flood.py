@@ -13,7 +13,8 @@ import aiohttp
 from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
 from shared.discovery.file import FileDiscovery
-from shared.messages import INSTANCE, Generate
+from shared.messages.cards import INSTANCE
+from shared.messages.generate import Generate
 from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedRouter, ScriptedWorker, card_entry, instance_entry
 from tests.frontend.test_main import healthy, process
 

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from shared.hashing import pack_hashes, seed_of, sequence_hashes
-from shared.messages import Generate, GenerateReply, Refused, Select, SelectRefused, SelectReply
+from shared.messages.generate import Generate, GenerateReply, Refused
+from shared.messages.select import Select, SelectRefused, SelectReply
 from tests.frontend.peers import BLOCK_SIZE, DEADLINE_S, MODEL, World, card_entry, clients, instance_entry, world
 
 PROMPT = "once upon a time " * 8

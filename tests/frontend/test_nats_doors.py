@@ -16,7 +16,7 @@ from services.frontend.server.nats_api import FLAPPING_S, RECONNECTION_S, _Outag
 from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.config import NatsConfig
-from shared.messages import Generate
+from shared.messages.generate import Generate
 from tests.chaos.proxy import Proxy
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.frontend.peers import MODEL, NAMESPACE, World, clients, world

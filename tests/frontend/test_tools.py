@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from shared import subjects
 from shared.hashing import unpack_tokens
-from shared.messages import TokenLogprob
+from shared.messages.frames import TokenLogprob
 from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.cards import Templated
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world

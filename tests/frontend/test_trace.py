@@ -14,7 +14,7 @@ import pytest
 from shared import subjects
 from shared.bus.contract import Message
 from shared.config import TraceConfig
-from shared.messages import Refused
+from shared.messages.generate import Refused
 from shared.tracing.spans import SpanRecord
 from shared.tracing.traceparent import carried
 from tests.fakes.memory_bus import MemoryBus

@@ -12,7 +12,7 @@ from services.worker.contracts.runner import Runner
 from services.worker.native.config import read_config
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.runner import NativeRunner
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.works import work

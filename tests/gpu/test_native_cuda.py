@@ -17,7 +17,8 @@ from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
 from services.worker.native.sampler import sample
 from services.worker.native.weights import load_weights
-from shared.messages import KvLayout, Sampling
+from shared.messages.cards import KvLayout
+from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import CASES

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from services.worker.config import CudaConfig
 from services.worker.contracts.runner import Drawn, Runner, Work
 from services.worker.native.runner import NativeRunner
-from shared.messages import Pooling, Sampling
+from shared.messages.cards import Pooling
+from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import GOLDEN

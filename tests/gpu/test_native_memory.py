@@ -20,7 +20,7 @@ from services.worker.native.config import read_config
 from services.worker.native.cuda.capacity import step_bytes, weight_bytes
 from services.worker.native.weights import tensor_shapes
 from shared.errors import ConfigError, ModelError
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from shared.pool.map import PoolMap
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from shared.hashing import unpack_tokens
-from shared.messages import Pooling
+from shared.messages.cards import Pooling
 from tests.integration.fleet import fleet
 from tests.integration.kinds import CPU, GPU, GPU_16_BITS, Kind, params
 from tests.integration.machine import BLOCK_TOKENS, Machine, Wire, full_blocks, prompt, settled

@@ -20,7 +20,7 @@ from typing import Any
 import nats
 
 from shared import subjects
-from shared.messages import ServiceName
+from shared.messages.cards import ServiceName
 from tests.integration.stack import ROOT, eventually
 
 READY_LIMIT_S = 120.0

@@ -20,7 +20,7 @@ from services.worker.config import WorkerConfig
 from services.worker.model_check import check_files
 from shared.bus.contract import EventBus, EventPublisher, EventSubscription
 from shared.kv_events import encode_batch
-from shared.messages import EventSource
+from shared.messages.cards import EventSource
 from shared.runtime.lifecycle import Runtime, run
 
 

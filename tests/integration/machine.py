@@ -20,33 +20,20 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shared import kvbm_messages as wire
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig, environment
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
-from shared.messages import (
-    INSTANCE,
-    JSON_HEADER,
-    OPERATE_WORKER,
-    SNAPSHOT_CHUNK,
-    SNAPSHOT_REQUEST,
-    WORKER_OPERATED,
-    Accepted,
-    Instance,
-    LoadReport,
-    OperateWorker,
-    Pooling,
-    Sampling,
-    ServiceName,
-    SnapshotRequest,
-    Tier,
-    TokenLogprob,
-    WorkerOperated,
-    WorkerOperation,
-)
+from shared.messages import kvbm as wire
+from shared.messages.cards import INSTANCE, Instance, Pooling, ServiceName
+from shared.messages.codec import JSON_HEADER
+from shared.messages.frames import TokenLogprob
+from shared.messages.generate import Accepted, Sampling
+from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotRequest, Tier
+from shared.messages.load import LoadReport
+from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, OperateWorker, WorkerOperated, WorkerOperation
 from shared.pool.format import HEADER_BYTES, parse
 from tests.integration.fleet import Fleet, Service
 from tests.integration.stack import ROOT

@@ -22,7 +22,7 @@ from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
-from shared.messages import LOAD_REPORT, LoadReport
+from shared.messages.load import LOAD_REPORT, LoadReport
 from tests.integration.fleet import Fleet, fleet
 from tests.tiny_model import write_tiny_model
 

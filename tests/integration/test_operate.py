@@ -18,7 +18,7 @@ import pytest
 
 from deploy.local.operate import operate
 from deploy.local.show.fleet import FleetConfig, fleet_config
-from shared.messages import OperateWorker, WorkerOperation
+from shared.messages.people import OperateWorker, WorkerOperation
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
 from tests.tiny_lora import write_lora

@@ -17,7 +17,7 @@ import pytest
 
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
-from shared.messages import ServiceName
+from shared.messages.cards import ServiceName
 from tests.integration.fleet import Fleet, fleet
 from tests.tiny_model import write_tiny_model
 

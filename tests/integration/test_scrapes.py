@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.messages import ServiceName
+from shared.messages.cards import ServiceName
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
 from tests.servers import free_port

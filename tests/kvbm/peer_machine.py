@@ -19,8 +19,8 @@ from msgspec import convert
 from services.kvbm.config import PeerBackend, PeersConfig
 from services.kvbm.peers.messages import PeerAddress
 from services.kvbm.peers.peers import KvbmPeers
-from shared.kvbm_messages import StoreLayout
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import StoreLayout
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import serving, until
 

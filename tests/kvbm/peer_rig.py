@@ -39,7 +39,7 @@ from services.kvbm.peers.nixl_process import MODULE
 from services.kvbm.peers.peers import KvbmPeers
 from services.kvbm.peers.stream import PeerStream
 from shared.blocks import Content
-from shared.kvbm_messages import StoreBlock, StoreLayout
+from shared.messages.kvbm import StoreBlock, StoreLayout
 from tests.kvbm.chains import keys
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, Engine, Store, payload, serving, until
 

@@ -18,26 +18,24 @@ from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
 from services.kvbm.service import KvbmService, kvbm
 from services.kvbm.tickets.packing import unpack_slots
 from services.kvbm.tiers.policies import LruPolicy
-from shared import kvbm_messages as wire
 from shared import subjects
 from shared.blocks import Content
 from shared.bus.contract import LAST_HEADER, Bus, Message
 from shared.discovery.contract import Registration
 from shared.hashing import ContentKey, event_hash
-from shared.kvbm_messages import StoreLayout
-from shared.messages import (
+from shared.messages import kvbm as wire
+from shared.messages.cards import INSTANCE, Instance, KvLayout
+from shared.messages.codec import JSON_HEADER
+from shared.messages.kv_events import (
     EVENT_BATCH,
-    INSTANCE,
-    JSON_HEADER,
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    Instance,
-    KvLayout,
     SnapshotRequest,
 )
+from shared.messages.kvbm import StoreLayout
 from shared.pool.format import Arena
 from shared.pool.lock import POOL, HeldLock, hold_owner, kvbm_of
 from shared.pool.map import ArenaMap, PoolMap

@@ -34,9 +34,9 @@ from services.kvbm.peers import choice
 from services.kvbm.tickets.packing import pack_slots, unpack_slots
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector import connector, stores
-from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.errors import Unavailable
+from shared.messages import kvbm as wire
 from tests.fakes.memory_bus import MemoryEventBus
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (

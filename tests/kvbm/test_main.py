@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from shared import kvbm_messages as wire
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig, environment
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
-from shared.messages import INSTANCE, JSON_HEADER, Instance
+from shared.messages import kvbm as wire
+from shared.messages.cards import INSTANCE, Instance
+from shared.messages.codec import JSON_HEADER
 from shared.pool.lock import kvbm_of
 from tests.kvbm.chains import chain
 from tests.kvbm.processes import OWNER, ended, running

@@ -18,12 +18,13 @@ from services.kvbm.disk.segments import Segments
 from services.kvbm.service import REASON_CHARS
 from services.kvbm.tickets.packing import pack_slots
 from services.kvbm.tickets.results import TicketLimits
-from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.config import load
 from shared.errors import ConfigError, NoResponders
 from shared.hashing import event_hash, pack_hashes
-from shared.messages import JSON_HEADER, KvLayout
+from shared.messages import kvbm as wire
+from shared.messages.cards import KvLayout
+from shared.messages.codec import JSON_HEADER
 from shared.pool.lock import kvbm_of
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (

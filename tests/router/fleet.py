@@ -25,36 +25,31 @@ from shared.hashing import (
     self_test,
     sequence_hashes,
 )
-from shared.messages import (
+from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, Role
+from shared.messages.codec import JSON_HEADER
+from shared.messages.kv_events import (
     EVENT_BATCH,
-    INSTANCE,
-    JSON_HEADER,
-    LOAD_EVENTS,
-    LOAD_REPORT,
-    MODEL_CARD,
-    SELECT,
-    SELECT_REPLY,
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
-    Instance,
     KvEvent,
-    KvLayout,
-    KvState,
+    SnapshotBlock,
+    SnapshotChunk,
+)
+from shared.messages.load import LOAD_REPORT, KvState, LoadReport
+from shared.messages.select import (
+    LOAD_EVENTS,
+    SELECT,
+    SELECT_REPLY,
     LoadEvent,
     LoadEvents,
-    LoadReport,
-    ModelCard,
     Overlap,
-    Role,
     Select,
     Selected,
     SelectReply,
-    SnapshotBlock,
-    SnapshotChunk,
 )
 from shared.runtime.lifecycle import Runtime
 from tests.fake_runtime import fake_runtime

@@ -13,21 +13,20 @@ from shared import subjects
 from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
 from shared.discovery.contract import Discovery, Registration
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
-from shared.kvbm_messages import KVBM_REPORT, KvbmReport, LayoutReport
-from shared.messages import (
+from shared.messages.cards import INSTANCE, Instance
+from shared.messages.codec import JSON_HEADER
+from shared.messages.kv_events import (
     EVENT_BATCH,
-    INSTANCE,
-    JSON_HEADER,
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
     BlockRemoved,
     BlockStored,
     EventBatch,
-    Instance,
     KvEvent,
     SnapshotBlock,
     SnapshotChunk,
 )
+from shared.messages.kvbm import KVBM_REPORT, KvbmReport, LayoutReport
 from tests.fakes.memory_bus import MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.router.fleet import BLOCK_SIZE, MODEL, NAMESPACE, RouterFleet, until

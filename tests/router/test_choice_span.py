@@ -3,7 +3,7 @@ from __future__ import annotations
 from random import Random
 
 from services.router.choice_span import choice_span
-from shared.messages import Overlap, Select, Selected, SelectRefused
+from shared.messages.select import Overlap, Select, Selected, SelectRefused
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import TraceParent
 

@@ -16,17 +16,11 @@ from services.router.selection.model_router import ModelRouter
 from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policy import BUILT_IN
 from shared.hashing import pack_hashes
-from shared.messages import (
-    EXPLANATIONS,
-    JSON_HEADER,
-    Finished,
-    KvLayout,
-    LoadReport,
-    ModelCard,
-    ModelState,
-    Prefilled,
-    Select,
-)
+from shared.messages.cards import KvLayout, ModelCard
+from shared.messages.codec import JSON_HEADER
+from shared.messages.load import LoadReport
+from shared.messages.people import EXPLANATIONS, ModelState
+from shared.messages.select import Finished, Prefilled, Select
 from tests.router.broken_policy import BrokenPolicy
 
 

@@ -17,7 +17,7 @@ from shared.discovery.contract import KeyAdded
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
-from shared.messages import SELECT, SELECT_REPLY, Selected
+from shared.messages.select import SELECT, SELECT_REPLY, Selected
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, ScriptedWorker, select, tokens_of
 from tests.servers import EtcdServer, NatsServer
 

@@ -14,7 +14,9 @@ from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policies.round_robin import RoundRobinPolicy
 from services.router.selection.policy import Policy
 from shared.hashing import pack_hashes
-from shared.messages import Finished, KvLayout, LoadReport, ModelCard, Role, Select, Selected
+from shared.messages.cards import KvLayout, ModelCard, Role
+from shared.messages.load import LoadReport
+from shared.messages.select import Finished, Select, Selected
 
 CONFIG = RouterConfig(load=LoadConfig(ramp_s=0))
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.router.selection.policy import BUILT_IN
-from shared.messages import Reserved
+from shared.messages.select import Reserved
 from tests.router.fleet import MODEL, NO_SPECULATION, fleet, tokens_of, until
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "policies.md"

@@ -13,13 +13,12 @@ from services.router import replica_sync
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import NoResponders
-from shared.messages import (
-    INSTANCE,
-    JSON_HEADER,
+from shared.messages.cards import INSTANCE, Instance
+from shared.messages.codec import JSON_HEADER
+from shared.messages.select import (
     RESERVATIONS,
     RESERVATIONS_REQUEST,
     Finished,
-    Instance,
     Prefilled,
     Reservations,
     ReservationsRequest,

@@ -15,19 +15,16 @@ from services.router.config import RouterConfig
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import EVENTS_A_MESSAGE
-from shared.messages import (
-    EXPLANATIONS,
+from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanations, RouterState
+from shared.messages.select import (
     LOAD_EVENTS,
     RESERVATIONS_REQUEST,
-    ROUTER_STATE,
     SELECT,
-    Explanations,
     Finished,
     LoadEvents,
     Prefilled,
     ReservationsRequest,
     Reserved,
-    RouterState,
     Selected,
 )
 from tests.fakes.memory_bus import MemoryBus

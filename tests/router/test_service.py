@@ -13,17 +13,10 @@ from services.router.config import RouterConfig
 from services.router.selection.model_router import ModelRouter
 from shared import subjects
 from shared.errors import NoResponders
-from shared.messages import (
-    INSTANCE,
-    JSON_HEADER,
-    SELECT,
-    BlockStored,
-    Finished,
-    Instance,
-    Prefilled,
-    Reserved,
-    SelectRefused,
-)
+from shared.messages.cards import INSTANCE, Instance
+from shared.messages.codec import JSON_HEADER
+from shared.messages.kv_events import BlockStored
+from shared.messages.select import SELECT, Finished, Prefilled, Reserved, SelectRefused
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryRegistration
 from tests.router.fleet import (
     BLOCK_SIZE,

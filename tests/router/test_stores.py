@@ -8,8 +8,11 @@ import pytest
 from services.router.sync import follower
 from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes
-from shared.kvbm_messages import KVBM_REPORT, KvbmReport, LayoutReport
-from shared.messages import JSON_HEADER, ROUTER_STATE, BlockStored, Overlap, RouterState
+from shared.messages.codec import JSON_HEADER
+from shared.messages.kv_events import BlockStored
+from shared.messages.kvbm import KVBM_REPORT, KvbmReport, LayoutReport
+from shared.messages.people import ROUTER_STATE, RouterState
+from shared.messages.select import Overlap
 from tests.router.fleet import (
     BLOCK_SIZE,
     LIMIT_S,

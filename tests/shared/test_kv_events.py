@@ -3,7 +3,7 @@ from __future__ import annotations
 from shared.blocks import Content, ContentEvicted, ContentStored
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
 from shared.kv_events import in_chunks, to_kv_events, to_snapshot
-from shared.messages import SNAPSHOT_CHUNK, BlockRemoved, BlockStored, SnapshotChunk
+from shared.messages.kv_events import SNAPSHOT_CHUNK, BlockRemoved, BlockStored, SnapshotChunk
 
 
 def contents(tokens: list[int], *, salt: str = "", lora: str = "") -> list[Content]:

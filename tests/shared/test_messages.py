@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +14,139 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import kvbm_messages, messages
+from shared import messages
 from shared.errors import ProtocolError
-from shared.messages import JSON_HEADER, Codec
+from shared.messages.cards import INSTANCE, MODEL_CARD, EventSource, Instance, KvLayout, ModelCard
+from shared.messages.codec import JSON_HEADER, Codec
+from shared.messages.control import (
+    CONTROL,
+    FOUND_NOTES,
+    LOG_LEVEL_CHANGED,
+    PING,
+    PONG,
+    ChangeLogLevel,
+    FindNotes,
+    FoundNotes,
+    LogLevelChanged,
+    Note,
+    Ping,
+    Pong,
+)
+from shared.messages.frames import (
+    RESEND_REQUEST,
+    RESENT,
+    STEP_FRAME,
+    Part,
+    ResendRequest,
+    Resent,
+    StepFrame,
+    StreamState,
+    TokenLogprob,
+)
+from shared.messages.frontends import (
+    RECALLED,
+    RECENT_REQUESTS,
+    RESPONSE_STORE_REQUEST,
+    Forget,
+    Recall,
+    Recalled,
+    RecentRequests,
+    RequestWay,
+)
+from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Accepted, Cancel, Generate, Refused, Sampling
+from shared.messages.kv_events import (
+    EVENT_BATCH,
+    SNAPSHOT_CHUNK,
+    SNAPSHOT_REQUEST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    SnapshotBlock,
+    SnapshotChunk,
+    SnapshotRequest,
+)
+from shared.messages.load import LOAD_REPORT, KvState, LoadReport
+from shared.messages.people import (
+    EXPLANATIONS,
+    OPERATE_WORKER,
+    ROUTER_STATE,
+    WORKER_OPERATED,
+    Explanation,
+    Explanations,
+    ModelState,
+    OperateWorker,
+    RouterState,
+    SourceState,
+    WorkerOperated,
+)
+from shared.messages.select import (
+    LOAD_EVENTS,
+    RESERVATIONS,
+    RESERVATIONS_REQUEST,
+    SELECT,
+    SELECT_REPLY,
+    Candidate,
+    Finished,
+    LoadEvents,
+    Overlap,
+    Prefilled,
+    Reservations,
+    ReservationsRequest,
+    Reserved,
+    Select,
+    Selected,
+    SelectRefused,
+)
 
+MODULES = {
+    found.name: import_module(f"{messages.__name__}.{found.name}") for found in pkgutil.iter_modules(messages.__path__)
+}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
-LAYOUT = messages.KvLayout("float32", 2, 2, 16, 16)
+LAYOUT = KvLayout("float32", 2, 2, 16, 16)
 EXAMPLES: list[tuple[Codec[Any], Any]] = [
     (
-        messages.INSTANCE,
-        messages.Instance(
+        INSTANCE,
+        Instance(
             *("default", "worker", "0a", 2, "here", 7, 1.5, "0.1.0"),
             subjects={"control": "headrace.default.worker.0a.control"},
-            events=messages.EventSource("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", epoch=True),
+            events=EventSource("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", epoch=True),
         ),
     ),
-    (messages.MODEL_CARD, messages.ModelCard("m", "0a", "/m", "ff", "00", 2048, 320, 16, 64, LAYOUT, (2, 3))),
-    (messages.SELECT, messages.Select("r", 1, "f", "m", b"\0\xff", 40, 16, excluded=("0a",))),
+    (MODEL_CARD, ModelCard("m", "0a", "/m", "ff", "00", 2048, 320, 16, 64, LAYOUT, (2, 3))),
+    (SELECT, Select("r", 1, "f", "m", b"\0\xff", 40, 16, excluded=("0a",))),
     (
-        messages.SELECT_REPLY,
-        messages.Selected(
-            *("r", 1, "0a", 0, "0b", messages.Overlap(3, 2, 1), "most cached"),
-            (messages.Candidate("0a", 0, messages.Overlap(3), 1.5, 7, 80, "best"),),
+        SELECT_REPLY,
+        Selected(
+            *("r", 1, "0a", 0, "0b", Overlap(3, 2, 1), "most cached"),
+            (Candidate("0a", 0, Overlap(3), 1.5, 7, 80, "best"),),
         ),
     ),
-    (messages.SELECT_REPLY, messages.SelectRefused("r", 1, "no_instances", "none is there", 2.5)),
+    (SELECT_REPLY, SelectRefused("r", 1, "no_instances", "none is there", 2.5)),
     (
-        messages.LOAD_EVENTS,
-        messages.LoadEvents(
+        LOAD_EVENTS,
+        LoadEvents(
             "m",
             [
-                messages.Reserved("r", 1, "f", "0a", 0, 40, 3),
-                messages.Prefilled("r", 1, 16),
-                messages.Finished("r", 1),
+                Reserved("r", 1, "f", "0a", 0, 40, 3),
+                Prefilled("r", 1, 16),
+                Finished("r", 1),
             ],
         ),
     ),
-    (messages.RESERVATIONS_REQUEST, messages.ReservationsRequest("m")),
+    (RESERVATIONS_REQUEST, ReservationsRequest("m")),
     (
-        messages.RESERVATIONS,
-        messages.Reservations("m", [messages.Reserved("r", 1, "f", "0a", 0, 40, 3, router="0b")], [("r", 1)]),
+        RESERVATIONS,
+        Reservations("m", [Reserved("r", 1, "f", "0a", 0, 40, 3, router="0b")], [("r", 1)]),
     ),
     (
-        messages.EXPLANATIONS,
-        messages.Explanations(
+        EXPLANATIONS,
+        Explanations(
             "0b",
             [
-                messages.Explanation(
+                Explanation(
                     *("m", "0b", "r", 1, 12.5, "0a", 0, "most cached"),
-                    candidates=(messages.Candidate("0a", 0, messages.Overlap(3), 1.5, 7, 80, "best", 0.25),),
+                    candidates=(Candidate("0a", 0, Overlap(3), 1.5, 7, 80, "best", 0.25),),
                     prompt_tokens=64,
                     predicted_cached_tokens=48,
                     actual_cached_tokens=32,
@@ -70,69 +156,67 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
         ),
     ),
     (
-        messages.ROUTER_STATE,
-        messages.RouterState(
+        ROUTER_STATE,
+        RouterState(
             *("0b", "kv"),
-            models=[messages.ModelState("m", 2, 1, 10, 900)],
-            sources=[messages.SourceState("0a", "refused", "blocks of 8 tokens")],
+            models=[ModelState("m", 2, 1, 10, 900)],
+            sources=[SourceState("0a", "refused", "blocks of 8 tokens")],
         ),
     ),
-    (messages.GENERATE, messages.Generate("r", 1, "m", "f", b"\1\0\0\0", 1, messages.Sampling(8, seed=2**64 - 1), 9.5)),
+    (GENERATE, Generate("r", 1, "m", "f", b"\1\0\0\0", 1, Sampling(8, seed=2**64 - 1), 9.5)),
     (
-        messages.GENERATE,
-        messages.Generate("r", 1, "m", "f", b"\1\0\0\0", 1, messages.Sampling(8), 9.5, wait_left_s=4.5),
+        GENERATE,
+        Generate("r", 1, "m", "f", b"\1\0\0\0", 1, Sampling(8), 9.5, wait_left_s=4.5),
     ),
-    (messages.GENERATE_REPLY, messages.Accepted("r", 1)),
-    (messages.GENERATE_REPLY, messages.Refused("r", 1, "draining", "ends")),
-    (messages.CANCEL, messages.Cancel("r", 1)),
-    (messages.RESEND_REQUEST, messages.ResendRequest("f", 7)),
-    (messages.RESENT, messages.Resent(1, 7, 9, [messages.StreamState("r", 1, 12)])),
-    (messages.PING, messages.Ping()),
-    (messages.CONTROL, messages.ChangeLogLevel("debug", 2.5)),
-    (messages.CONTROL, messages.FindNotes("r", "0a")),
-    (messages.FOUND_NOTES, messages.FoundNotes("worker", "0a", [messages.Note("r", 1.5, "lost", 2)], ["on disk"])),
-    (messages.LOG_LEVEL_CHANGED, messages.LogLevelChanged("0a", "no")),
-    (messages.PONG, messages.Pong("0a", 2, 3)),
-    (messages.OPERATE_WORKER, messages.OperateWorker("load_lora", "sql", path="/loras/sql")),
-    (messages.WORKER_OPERATED, messages.WorkerOperated("0a", failed="no", state="asleep", lora=("sql@0123",))),
+    (GENERATE_REPLY, Accepted("r", 1)),
+    (GENERATE_REPLY, Refused("r", 1, "draining", "ends")),
+    (CANCEL, Cancel("r", 1)),
+    (RESEND_REQUEST, ResendRequest("f", 7)),
+    (RESENT, Resent(1, 7, 9, [StreamState("r", 1, 12)])),
+    (PING, Ping()),
+    (CONTROL, ChangeLogLevel("debug", 2.5)),
+    (CONTROL, FindNotes("r", "0a")),
+    (FOUND_NOTES, FoundNotes("worker", "0a", [Note("r", 1.5, "lost", 2)], ["on disk"])),
+    (LOG_LEVEL_CHANGED, LogLevelChanged("0a", "no")),
+    (PONG, Pong("0a", 2, 3)),
+    (OPERATE_WORKER, OperateWorker("load_lora", "sql", path="/loras/sql")),
+    (WORKER_OPERATED, WorkerOperated("0a", failed="no", state="asleep", lora=("sql@0123",))),
     (
-        messages.STEP_FRAME,
-        messages.StepFrame(
+        STEP_FRAME,
+        StepFrame(
             *("0a", 1, 7),
             [
-                messages.Part("r", 1, 0, b"\1\0\0\0", None, 16, (messages.TokenLogprob(-0.5, b"\1\0\0\0", (-0.5,)),)),
-                messages.Part("s", 2, 5, b"", "error", error="why"),
+                Part("r", 1, 0, b"\1\0\0\0", None, 16, (TokenLogprob(-0.5, b"\1\0\0\0", (-0.5,)),)),
+                Part("s", 2, 5, b"", "error", error="why"),
             ],
         ),
     ),
     (
-        messages.LOAD_REPORT,
-        messages.LoadReport(
+        LOAD_REPORT,
+        LoadReport(
             *("0a", 1, 5, 0, 1, 0, 64, 2, 3),
-            kv=[messages.KvState(0, 1, 8, 2**64 - 1)],
+            kv=[KvState(0, 1, 8, 2**64 - 1)],
             frames={"f": 3},
             attempts=[("r", 1)],
         ),
     ),
-    (messages.RESPONSE_STORE_REQUEST, messages.Recall("resp_f.r", "alice", "conversation")),
-    (messages.RESPONSE_STORE_REQUEST, messages.Forget("resp_f.r", "")),
-    (messages.RECALLED, messages.Recalled(True, b"[]")),
+    (RESPONSE_STORE_REQUEST, Recall("resp_f.r", "alice", "conversation")),
+    (RESPONSE_STORE_REQUEST, Forget("resp_f.r", "")),
+    (RECALLED, Recalled(True, b"[]")),
     (
-        messages.RECENT_REQUESTS,
-        messages.RecentRequests("0a", 1, 2, 3, [messages.RequestWay("0123456789ab", "m", 1.5, 40, instances=("0b",))]),
+        RECENT_REQUESTS,
+        RecentRequests("0a", 1, 2, 3, [RequestWay("0123456789ab", "m", 1.5, 40, instances=("0b",))]),
     ),
-    (messages.SNAPSHOT_REQUEST, messages.SnapshotRequest()),
-    (messages.SNAPSHOT_CHUNK, messages.SnapshotChunk(1, 8, [messages.SnapshotBlock(5, None, b"\1\0\0\0")], True)),
+    (SNAPSHOT_REQUEST, SnapshotRequest()),
+    (SNAPSHOT_CHUNK, SnapshotChunk(1, 8, [SnapshotBlock(5, None, b"\1\0\0\0")], True)),
     (
-        messages.EVENT_BATCH,
-        messages.EventBatch(
+        EVENT_BATCH,
+        EventBatch(
             1.5,
             [
-                messages.BlockStored(
-                    [2**64 - 1, b"\xff" * 32], None, [1, 2], 2, medium="GPU", extra_keys=[["salt"], None]
-                ),
-                messages.BlockRemoved([1], "GPU"),
-                messages.AllBlocksCleared(),
+                BlockStored([2**64 - 1, b"\xff" * 32], None, [1, 2], 2, medium="GPU", extra_keys=[["salt"], None]),
+                BlockRemoved([1], "GPU"),
+                AllBlocksCleared(),
             ],
             0,
         ),
@@ -142,7 +226,9 @@ CODECS = list({id(codec): codec for codec, _ in EXAMPLES}.values())
 
 
 def test_every_codec_has_an_example() -> None:
-    assert {id(each) for each in vars(messages).values() if isinstance(each, Codec)} == {id(each) for each in CODECS}
+    modules = [module for name, module in MODULES.items() if name != "kvbm"]
+    codecs = [each for module in modules for each in vars(module).values() if isinstance(each, Codec)]
+    assert {id(each) for each in codecs} == {id(each) for each in CODECS}
 
 
 @pytest.mark.parametrize(("codec", "message"), EXAMPLES)
@@ -150,7 +236,7 @@ def test_a_message_comes_back_from_msgpack(codec: Codec[Any], message: Any) -> N
     assert codec.decode(codec.encode(message)) == message
 
 
-@pytest.mark.parametrize(("codec", "message"), [each for each in EXAMPLES if each[0] is not messages.EVENT_BATCH])
+@pytest.mark.parametrize(("codec", "message"), [each for each in EXAMPLES if each[0] is not EVENT_BATCH])
 def test_a_message_comes_back_from_json(codec: Codec[Any], message: Any) -> None:
     payload = codec.encode(message, JSON_HEADER)
     json.loads(payload)
@@ -197,18 +283,18 @@ def test_an_integer_that_msgpack_cannot_carry_on_is_a_protocol_error() -> None:
     for attempt in (1 << 64, -(1 << 63) - 1):
         payload = b'{"type": "cancel", "request": "r", "attempt": %d}' % attempt
         with pytest.raises(ProtocolError, match="cancel"):
-            messages.CANCEL.decode(payload, JSON_HEADER)
+            CANCEL.decode(payload, JSON_HEADER)
 
 
 def test_the_error_names_the_channel() -> None:
     with pytest.raises(ProtocolError, match="generate reply"):
-        messages.GENERATE_REPLY.decode(b"\xc1")
+        GENERATE_REPLY.decode(b"\xc1")
 
 
 def test_an_older_vllms_events_as_arrays_are_refused_not_misread() -> None:
     payload = msgspec.msgpack.encode([1.5, [["AllBlocksCleared"]], 0])
     with pytest.raises(ProtocolError):
-        messages.EVENT_BATCH.decode(payload)
+        EVENT_BATCH.decode(payload)
 
 
 def test_a_blocks_size_is_that_of_keys_and_values_of_all_layers() -> None:
@@ -219,6 +305,6 @@ def test_a_blocks_size_is_that_of_keys_and_values_of_all_layers() -> None:
 
 def test_the_document_names_the_structs_that_are_arrays() -> None:
     (said,) = re.findall(r"Structs are maps, but (.*) are arrays", DOCUMENT.read_text())
-    names = [*vars(messages).values(), *vars(kvbm_messages).values()]
+    names = [name for module in MODULES.values() for name in vars(module).values()]
     structs = (each for each in names if isinstance(each, type) and issubclass(each, msgspec.Struct))
     assert set(re.findall(r"`(\w+)`", said)) == {each.__name__ for each in structs if each.__struct_config__.array_like}

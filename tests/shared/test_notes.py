@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import ProtocolError
-from shared.messages import Note
+from shared.messages.control import Note
 from shared.notes import NOTES_IN_ANSWER, REQUEST_NOTES, TEXT_CHARS, NoteLog, ProcessNotes, block_name
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.messages import LoadReport
+from shared.messages.load import LoadReport
 from shared.token_rates import TokenRates
 
 

@@ -19,7 +19,7 @@ from services.frontend.serving.choices import open_choices
 from services.worker.contracts.runner import Work
 from shared.errors import HeadraceError, InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
-from shared.messages import NOT_BEGUN
+from shared.messages.frames import NOT_BEGUN
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Request, letter
 from tests.simulation.process import MODEL, facts_of, model_of
 

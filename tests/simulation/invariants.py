@@ -9,7 +9,7 @@ from services.router.index.shared_stores import store_id
 from services.router.selection.model_router import ModelRouter
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import ContentKey, block_hash, event_hash, next_sequence_hash, seed_of
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 from tests.simulation.process import MODEL, Process
 
 

@@ -12,7 +12,8 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-from shared.messages import Role, Sampling
+from shared.messages.cards import Role
+from shared.messages.generate import Sampling
 
 BLOCK_SIZE = 4
 CONTEXT_LENGTH = 96

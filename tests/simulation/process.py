@@ -47,7 +47,7 @@ from shared import subjects
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError
-from shared.messages import KvLayout, Role, ServiceName
+from shared.messages.cards import KvLayout, Role, ServiceName
 from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
 from shared.runtime.control import answer_control
 from shared.runtime.lifecycle import Runtime

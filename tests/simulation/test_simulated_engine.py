@@ -25,8 +25,11 @@ from services.worker.contracts.messages import (
 from services.worker.engine.channel import PeerGone
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.kvbm_messages import StoreLayout
-from shared.messages import AllBlocksCleared, KvState, Part, Sampling
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import AllBlocksCleared
+from shared.messages.kvbm import StoreLayout
+from shared.messages.load import KvState
 from tests.simulation.clock import SimulatedLoop
 from tests.simulation.simulated_engine import SimulatedEngine
 from tests.worker.kvbm_drawer import Drawer

@@ -31,8 +31,10 @@ from services.worker.scheduler.hand_over import HandOvers
 from services.worker.scheduler.sequence import Sequence
 from services.worker.service import Worker
 from shared.bus.contract import Message
-from shared.kvbm_messages import Settled
-from shared.messages import NOT_BEGUN, Part, Role, Selected
+from shared.messages.cards import Role
+from shared.messages.frames import NOT_BEGUN, Part
+from shared.messages.kvbm import Settled
+from shared.messages.select import Selected
 from tests.simulation.plan import Aim, Fault, Half, Moment, Plan, plan, role_of_replacement
 from tests.simulation.seeds import failures
 from tests.simulation.world import run

@@ -28,7 +28,7 @@ from services.frontend.requests.session import Session
 from services.router.selection.pairs import WorkerPair
 from shared.bus.contract import Message
 from shared.errors import RequestTimeout
-from shared.messages import Role, ServiceName
+from shared.messages.cards import Role, ServiceName
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
 from tests.fakes.memory_discovery import MemoryStore
 from tests.simulation.clients import Answer, ask, judge

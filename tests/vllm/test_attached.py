@@ -15,7 +15,8 @@ import pytest_asyncio
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Failed, Loading
 from services.worker.engine.process import EngineProcess
-from shared.messages import Accepted, AllBlocksCleared, Generate, Sampling
+from shared.messages.generate import Accepted, Generate, Sampling
+from shared.messages.kv_events import AllBlocksCleared
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.vllm_server import KEY, VllmServer
 from tests.worker.shell import Shell, request, running_worker

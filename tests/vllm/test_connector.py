@@ -16,8 +16,8 @@ from random import Random
 import nats
 import pytest
 
-from shared import kvbm_messages as wire
 from shared import subjects
+from shared.messages import kvbm as wire
 from shared.pool.lock import kvbm_of
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually

@@ -41,7 +41,7 @@ UNUSED = {
 SCRIPT = """
 import json
 from shared.errors import InvalidRequest
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
 from vllm import SamplingParams
 

@@ -17,7 +17,8 @@ from services.worker.contracts.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens
-from shared.messages import KvLayout, TokenLogprob
+from shared.messages.cards import KvLayout
+from shared.messages.frames import TokenLogprob
 
 EOS = 0
 VOCABULARY = 5

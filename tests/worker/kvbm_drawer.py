@@ -25,9 +25,9 @@ from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
 from services.worker.contracts.messages import KvbmAsk
-from shared import kvbm_messages as wire
 from shared.blocks import Content, ContentStored
 from shared.hashing import ContentKey, pack_hashes
+from shared.messages import kvbm as wire
 
 ARENA_BYTES = 1 << 16
 """Of 16 slots, since each is a page."""

@@ -35,8 +35,9 @@ from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpack_tokens
-from shared.kvbm_messages import StoreLayout
-from shared.messages import Part, Sampling
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
+from shared.messages.kvbm import StoreLayout
 from tests.worker.fake_runner import EOS, continuation
 from tests.worker.hand_loans import HandBorrower, HandLender
 from tests.worker.kvbm_drawer import Drawer

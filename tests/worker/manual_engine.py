@@ -15,7 +15,9 @@ from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.kv_events import to_kv_events, to_snapshot
-from shared.messages import NOT_FINITE, BlockRemoved, BlockStored, Part, Sampling
+from shared.messages.frames import NOT_FINITE, Part
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import BlockRemoved, BlockStored
 from tests.worker.fake_runner import EOS, FakeRunner
 
 

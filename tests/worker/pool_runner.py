@@ -20,7 +20,8 @@ from services.worker.contracts.runner import Drawn, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens
-from shared.messages import NOT_FINITE, KvLayout
+from shared.messages.cards import KvLayout
+from shared.messages.frames import NOT_FINITE
 from tests.worker.fake_runner import EOS, VOCABULARY, next_token
 
 BLOCK_SIZE = 2

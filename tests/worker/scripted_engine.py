@@ -7,7 +7,7 @@ import asyncio
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Ready, Submit
 from services.worker.engine.channel import PeerGone
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 
 FACTS = Ready(
     context_length=512,

@@ -17,23 +17,10 @@ from services.worker.service import Worker
 from shared import subjects
 from shared.bus.contract import Bus, Message
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import (
-    CANCEL,
-    EVENT_BATCH,
-    GENERATE,
-    GENERATE_REPLY,
-    LOAD_REPORT,
-    STEP_FRAME,
-    BlockStored,
-    Cancel,
-    EventBatch,
-    Generate,
-    GenerateReply,
-    LoadReport,
-    Part,
-    Sampling,
-    StepFrame,
-)
+from shared.messages.frames import STEP_FRAME, Part, StepFrame
+from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Cancel, Generate, GenerateReply, Sampling
+from shared.messages.kv_events import EVENT_BATCH, BlockStored, EventBatch
+from shared.messages.load import LOAD_REPORT, LoadReport
 from shared.runtime.lifecycle import Runtime
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus

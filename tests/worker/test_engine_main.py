@@ -42,8 +42,9 @@ from shared.blocks import Content
 from shared.config import ObserveConfig
 from shared.errors import ModelError
 from shared.hashing import ContentKey, pack_tokens, unpack_tokens
-from shared.kvbm_messages import StoreLayout
-from shared.messages import Part, Sampling
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
+from shared.messages.kvbm import StoreLayout
 from shared.pool.map import PoolMap
 from tests.tiny_model import write_tiny_model
 from tests.worker.kvbm_drawer import Drawer

@@ -7,7 +7,7 @@ from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
 from shared.blocks import BlockPool, Content
 from shared.hashing import block_hash, content_key, event_hash, pack_tokens, root_key, sequence_hashes
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.forge import FORGED, VOCABULARY, forge
 from tests.worker.fake_runner import FakeRunner
 

@@ -15,7 +15,10 @@ from shared.bus.zmq_events import ZmqEventBus
 from shared.config import NatsConfig
 from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, LeftOut, Synced
 from shared.discovery.file import FileDiscovery
-from shared.messages import EVENT_BATCH, INSTANCE, JSON_HEADER, Accepted, AllBlocksCleared, Instance
+from shared.messages.cards import INSTANCE, Instance
+from shared.messages.codec import JSON_HEADER
+from shared.messages.generate import Accepted
+from shared.messages.kv_events import EVENT_BATCH, AllBlocksCleared
 from tests.worker.shell import EOS, LIMIT_S, NAMESPACE, Peer, request, write_model
 
 PROMPT = list(range(10, 50))

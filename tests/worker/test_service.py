@@ -26,29 +26,20 @@ from services.worker.contracts.messages import (
 from shared import subjects
 from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens
-from shared.messages import (
-    GENERATE,
-    INSTANCE,
-    JSON_HEADER,
-    NOT_BEGUN,
-    RESEND_REQUEST,
-    RESENT,
-    SHUTTING_DOWN,
+from shared.messages.cards import INSTANCE, Instance
+from shared.messages.codec import JSON_HEADER
+from shared.messages.frames import NOT_BEGUN, RESEND_REQUEST, RESENT, SHUTTING_DOWN, ResendRequest
+from shared.messages.generate import GENERATE, Accepted, Refused, Sampling
+from shared.messages.kv_events import (
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
-    Accepted,
     AllBlocksCleared,
     BlockStored,
-    Instance,
     KvEvent,
-    KvState,
-    RankLoad,
-    Refused,
-    ResendRequest,
-    Sampling,
     SnapshotBlock,
     SnapshotRequest,
 )
+from shared.messages.load import KvState, RankLoad
 from shared.pool.lock import LOCK, HeldLock
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.fakes.memory_discovery import MemoryDiscovery

@@ -16,7 +16,8 @@ import pytest
 from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.service import LENDING_FAILS, LENDS_NOTHING
 from services.worker.transfer.peer.packets import LENDERS
-from shared.messages import Part, Sampling
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
 from shared.pool.format import HEADER_BYTES, parse
 from tests.resource_limits import LIMIT_BYTES, small_files
 from tests.tiny_model import write_tiny_model

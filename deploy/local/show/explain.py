@@ -23,16 +23,9 @@ from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discover
 from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.errors import ConfigError, ProtocolError, Unavailable
-from shared.messages import (
-    CONTROL,
-    EXPLANATIONS,
-    FOUND_NOTES,
-    Explanation,
-    Explanations,
-    FindNotes,
-    FoundNotes,
-    ServiceName,
-)
+from shared.messages.cards import ServiceName
+from shared.messages.control import CONTROL, FOUND_NOTES, FindNotes, FoundNotes
+from shared.messages.people import EXPLANATIONS, Explanation, Explanations
 from shared.notes import block_name
 
 BLANK = ' \t\r\n"'

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from deploy.local.table import age, table
-from shared.messages import Candidate, Explanation, Explanations, FoundNotes
+from shared.messages.control import FoundNotes
+from shared.messages.people import Explanation, Explanations
+from shared.messages.select import Candidate
 
 LATEST = 20
 """Number of decisions in the list of the latest ones."""

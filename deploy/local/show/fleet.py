@@ -18,7 +18,8 @@ from shared.config import ServiceConfig, environment, load
 from shared.discovery.backends import open_discovery
 from shared.discovery.catalogue import Entry, read_entry
 from shared.errors import BusDown, ConfigError, ProtocolError, Unavailable
-from shared.messages import Codec, Instance, ServiceName
+from shared.messages.cards import Instance, ServiceName
+from shared.messages.codec import Codec
 
 CONNECT_LIMIT_S = 3.0
 ANSWER_LIMIT_S = 1.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deploy.local.table import age, size, table
-from shared.kvbm_messages import KvbmState
+from shared.messages.kvbm import KvbmState
 
 _POOLS = "KVBM  POOL  MEMORY  RESERVED  HITS OVER"
 _TIERS = "KVBM  LAYOUT  MODEL  DTYPE  ENGINES  TICKETS  TIER  STATE  BLOCKS  OF  HITS"

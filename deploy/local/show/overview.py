@@ -14,8 +14,11 @@ from deploy.local.show.kvbm_tables import block_stores
 from deploy.local.table import age, narrowed, size, table
 from shared.discovery.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
-from shared.kvbm_messages import KvbmState
-from shared.messages import Instance, LoadReport, ModelCard, RecentRequests, RouterState, SourceState
+from shared.messages.cards import Instance, ModelCard
+from shared.messages.frontends import RecentRequests
+from shared.messages.kvbm import KvbmState
+from shared.messages.load import LoadReport
+from shared.messages.people import RouterState, SourceState
 
 MACHINES_OWN = 0xEFFFFFFC
 """The number of the first PID namespace of every Linux; containers have other numbers."""

@@ -23,17 +23,11 @@ from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_bus import NatsBus
 from shared.errors import BusDown, ProtocolError
-from shared.kvbm_messages import KVBM_STATE, KvbmState
-from shared.messages import (
-    LOAD_REPORT,
-    RECENT_REQUESTS,
-    ROUTER_STATE,
-    Instance,
-    LoadReport,
-    RecentRequests,
-    RouterState,
-    ServiceName,
-)
+from shared.messages.cards import Instance, ServiceName
+from shared.messages.frontends import RECENT_REQUESTS, RecentRequests
+from shared.messages.kvbm import KVBM_STATE, KvbmState
+from shared.messages.load import LOAD_REPORT, LoadReport
+from shared.messages.people import ROUTER_STATE, RouterState
 from shared.runtime.lifecycle import pid_namespace
 
 LISTEN_S = 0.5

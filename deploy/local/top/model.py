@@ -19,8 +19,10 @@ from deploy.local.table import age
 from deploy.local.top import tables
 from deploy.local.top.keys import ORDERS, Controls
 from deploy.local.top.tables import LINES_KEPT, Bar, Heading, Line, Listing, plain
-from shared.kvbm_messages import KvbmState
-from shared.messages import LoadReport, RecentRequests, RouterState
+from shared.messages.frontends import RecentRequests
+from shared.messages.kvbm import KvbmState
+from shared.messages.load import LoadReport
+from shared.messages.people import RouterState
 from shared.token_rates import TokenRates
 
 WORKERS_KNOWN = 4096

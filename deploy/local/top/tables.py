@@ -12,8 +12,10 @@ from msgspec import Struct
 
 from deploy.local.show.overview import InstanceRow, ModelRow, event_sources
 from deploy.local.table import age
-from shared.kvbm_messages import KvbmState
-from shared.messages import LoadReport, RecentRequests, RequestWay, RouterState
+from shared.messages.frontends import RecentRequests, RequestWay
+from shared.messages.kvbm import KvbmState
+from shared.messages.load import LoadReport
+from shared.messages.people import RouterState
 
 LINES_KEPT = 32
 """Lines of a table in one view."""

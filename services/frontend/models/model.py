@@ -27,7 +27,7 @@ from shared import model_file
 from shared.chat_templates import NAMES
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
-from shared.messages import ModelCard, Pooling, SamplingDefaults
+from shared.messages.cards import ModelCard, Pooling, SamplingDefaults
 from shared.model_files import templates
 from shared.model_files.special_tokens import read_named_tokens
 from shared.model_files.tokenizer import complete_tokenizer

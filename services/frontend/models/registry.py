@@ -40,7 +40,7 @@ from services.frontend.models.model import (
 )
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
-from shared.messages import Instance, ModelCard
+from shared.messages.cards import Instance, ModelCard
 from shared.rate_limited_log import RateLimitedLog
 
 RETRY_S = 5.0

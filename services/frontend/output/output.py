@@ -17,7 +17,7 @@ from services.frontend.output.detokenize import Detokenizer, TokenBytes
 from services.frontend.output.stop import StopScanner
 from services.frontend.tool_parsers.parse_result import CallPiece
 from shared.hashing import unpack_tokens
-from shared.messages import TokenLogprob
+from shared.messages.frames import TokenLogprob
 
 LOWEST_LOGPROB = -9999.0
 """The log-probability that stands for minus infinity, which JSON cannot write; OpenAI uses the same."""

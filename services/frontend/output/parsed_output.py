@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from services.frontend.output.output import Delta, LogprobEntry, Output
 from services.frontend.tool_parsers.parser import AnswerParser
-from shared.messages import TokenLogprob
+from shared.messages.frames import TokenLogprob
 
 
 class ParsedOutput:

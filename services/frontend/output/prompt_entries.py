@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from services.frontend.output.detokenize import Detokenizer, TokenBytes, name_by_id
 from services.frontend.output.output import LOWEST_LOGPROB, LogprobEntry, TopLogprobEntry
 from shared.hashing import token_array
-from shared.messages import PromptLogprobs
+from shared.messages.frames import PromptLogprobs
 
 
 class PromptEntries:

@@ -31,7 +31,8 @@ from services.frontend.protocol.structured import GrammarChoices, ResponseFormat
 from services.frontend.protocol.tools import Tools, check_tools, tools_as_rendered
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
-from shared.messages import Sampling, SamplingDefaults
+from shared.messages.cards import SamplingDefaults
+from shared.messages.generate import Sampling
 
 if TYPE_CHECKING:
     from services.frontend.protocol.completions import CompletionRequest

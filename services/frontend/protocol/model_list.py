@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages import SamplingDefaults
+from shared.messages.cards import SamplingDefaults
 
 
 class ModelEntry(Struct, frozen=True):

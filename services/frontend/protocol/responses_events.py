@@ -16,7 +16,7 @@ from services.frontend.protocol.chat_chunks import SERVICE_TIER, PromptTokensDet
 from services.frontend.protocol.responses_items import OutputItem, OutputText, SummaryText, ThoughtText
 from services.frontend.protocol.responses_request import DecodedRequest, Summary
 from services.frontend.protocol.responses_tools import ChosenTool, ResponseTool
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 
 class InputTokensDetails(PromptTokensDetails, frozen=True):

@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from services.frontend.requests.retry import Loss
 from shared.errors import HeadraceError
-from shared.messages import LoadEvent, PromptLogprobs, TokenLogprob
+from shared.messages.frames import PromptLogprobs, TokenLogprob
+from shared.messages.select import LoadEvent
 
 
 class SelectWorker(Struct, frozen=True):

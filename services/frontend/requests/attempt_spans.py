@@ -26,7 +26,7 @@ from services.frontend.requests.actions import (
     PublishLoad,
     SelectWorker,
 )
-from shared.messages import Prefilled, Selected, SelectRefused
+from shared.messages.select import Prefilled, Selected, SelectRefused
 from shared.tracing.spans import AttributeValue, SpanIds, SpanKind, SpanRecord, finished
 from shared.tracing.traceparent import TraceParent
 

@@ -23,7 +23,8 @@ from services.frontend.requests.stream import InferenceRequest, Stream
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
-from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Generate, Select
+from shared.messages.generate import GENERATE, GENERATE_REPLY, Generate
+from shared.messages.select import SELECT, SELECT_REPLY, Select
 from shared.runtime.lifecycle import Runtime
 
 SELECT_LIMIT_S = 5.0

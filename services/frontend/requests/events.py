@@ -10,7 +10,9 @@ from typing import Literal
 from msgspec import Struct
 
 from services.frontend.requests.retry import Loss
-from shared.messages import Accepted, Part, Refused, Selected, SelectRefused
+from shared.messages.frames import Part
+from shared.messages.generate import Accepted, Refused
+from shared.messages.select import Selected, SelectRefused
 
 
 class Unrouted(Struct, frozen=True):

@@ -29,7 +29,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages import Resent
+from shared.messages.frames import Resent
 
 RESENDS_LIMIT = 3
 """The number of resends asked for in a row that brought no frame that is due."""

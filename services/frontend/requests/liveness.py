@@ -17,7 +17,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages import LoadReport
+from shared.messages.load import LoadReport
 
 LivenessVerdict = Literal["alive", "ended", "frozen", "silent"]
 

@@ -9,7 +9,7 @@ All of them come before the first token of the output.
 
 from __future__ import annotations
 
-from shared.messages import Part, PromptLogprobs
+from shared.messages.frames import Part, PromptLogprobs
 
 
 class DuePromptLogprobs:

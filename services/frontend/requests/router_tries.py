@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from shared.messages import ModelCard, SelectRefused, SelectReply
+from shared.messages.cards import ModelCard
+from shared.messages.select import SelectRefused, SelectReply
 
 STALE_ROUTER_PAUSE_S = 0.05
 """The pause before routers are asked again that have not yet heard of the workers that this frontend knows."""

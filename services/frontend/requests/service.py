@@ -34,17 +34,10 @@ from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
 from shared.errors import HeadraceError, InvalidRequest, RateLimited, RequestTimeout, Unavailable
-from shared.messages import (
-    CANCEL,
-    STEP_FRAME,
-    Cancel,
-    LoadEvent,
-    Part,
-    Prefilled,
-    RecentRequests,
-    Selected,
-    SelectRefused,
-)
+from shared.messages.frames import STEP_FRAME, Part
+from shared.messages.frontends import RecentRequests
+from shared.messages.generate import CANCEL, Cancel
+from shared.messages.select import LoadEvent, Prefilled, Selected, SelectRefused
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 

@@ -63,19 +63,9 @@ from services.frontend.requests.prompt_logprobs import DuePromptLogprobs
 from services.frontend.requests.retry import Loss, RetryBudget
 from shared.errors import HeadraceError, InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import unpack_tokens
-from shared.messages import (
-    NOT_BEGUN,
-    NOT_FINITE,
-    SHUTTING_DOWN,
-    UNFOLLOWABLE,
-    Accepted,
-    Finished,
-    Part,
-    Prefilled,
-    Refused,
-    Selected,
-    SelectRefused,
-)
+from shared.messages.frames import NOT_BEGUN, NOT_FINITE, SHUTTING_DOWN, UNFOLLOWABLE, Part
+from shared.messages.generate import Accepted, Refused
+from shared.messages.select import Finished, Prefilled, Selected, SelectRefused
 
 RETRY_MOST_S = 60.0
 """The longest Retry-After, in seconds, of a request whose worker had no room for it in time."""

@@ -30,7 +30,8 @@ from services.frontend.requests.session import Session
 from services.frontend.requests.way import Way
 from services.frontend.tool_parsers.parse_result import join_pieces
 from shared.errors import HeadraceError
-from shared.messages import PromptLogprobs, Sampling, TokenLogprob
+from shared.messages.frames import PromptLogprobs, TokenLogprob
+from shared.messages.generate import Sampling
 
 T = TypeVar("T")
 

@@ -27,7 +27,9 @@ from shared import subjects
 from shared.bus.contract import Message
 from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import NoResponders, ProtocolError, Unavailable
-from shared.messages import LOAD_REPORT, PING, RESEND_REQUEST, RESENT, Ping, ResendRequest, StepFrame
+from shared.messages.control import PING, Ping
+from shared.messages.frames import RESEND_REQUEST, RESENT, ResendRequest, StepFrame
+from shared.messages.load import LOAD_REPORT
 from shared.runtime.lifecycle import Runtime
 
 _log = logging.getLogger(__name__)

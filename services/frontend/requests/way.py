@@ -13,7 +13,7 @@ from collections import deque
 from msgspec import Struct
 
 from services.frontend.requests.session import Session, State
-from shared.messages import RecentRequests, RequestWay
+from shared.messages.frontends import RecentRequests, RequestWay
 from shared.request_names import short_name
 
 INSTANCES_KEPT = 8

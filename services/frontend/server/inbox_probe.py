@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from services.frontend.metrics import Metrics
 from shared.bus.contract import LAST_HEADER, Bus
 from shared.errors import BusDown
-from shared.messages import JSON_HEADER
+from shared.messages.codec import JSON_HEADER
 
 PROBE_S = 0.3
 """Seconds between two probes of one inbox."""

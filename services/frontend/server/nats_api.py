@@ -46,7 +46,7 @@ from services.frontend.serving.request_context import RequestId, ignored_header,
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
-from shared.messages import JSON_HEADER
+from shared.messages.codec import JSON_HEADER
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 from shared.tracing.traceparent import of_client

@@ -63,7 +63,8 @@ from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
-from shared.messages import Sampling, SamplingDefaults
+from shared.messages.cards import SamplingDefaults
+from shared.messages.generate import Sampling
 
 TextRequest = ChatRequest | CompletionRequest
 """The body of a request for text."""

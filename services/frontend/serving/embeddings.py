@@ -41,7 +41,8 @@ from services.frontend.serving.prompts import key_pool
 from services.frontend.serving.request_context import RequestContext
 from shared.errors import HeadraceError, InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
-from shared.messages import Pooling, Sampling
+from shared.messages.cards import Pooling
+from shared.messages.generate import Sampling
 
 NUMBERS_PER_TURN = 8192
 """The count of numbers that are written before other tasks run: about a millisecond."""

@@ -18,7 +18,7 @@ from services.frontend.serving.response_store import ResponseStore, StoredRespon
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import NoResponders, RequestTimeout, Unavailable
-from shared.messages import RECALLED, RESPONSE_STORE_REQUEST, Forget, Recall, Recalled, ResponseStoreRequest
+from shared.messages.frontends import RECALLED, RESPONSE_STORE_REQUEST, Forget, Recall, Recalled, ResponseStoreRequest
 from shared.runtime.lifecycle import Runtime
 
 PREFIX = "resp_"

@@ -37,7 +37,8 @@ from services.frontend.serving.response_directory import ResponseDirectory, item
 from services.frontend.serving.response_store import StoredResponse
 from services.frontend.serving.responses_writer import ResponseWriter
 from shared.errors import InvalidRequest, ProtocolError
-from shared.messages import Forget, Recall, ResponseStoreRequest, Sampling
+from shared.messages.frontends import Forget, Recall, ResponseStoreRequest
+from shared.messages.generate import Sampling
 
 REFERENCED_RESPONSES = 256
 """The most responses whose items one input may refer to."""

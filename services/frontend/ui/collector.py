@@ -25,16 +25,12 @@ from services.frontend.ui.snapshot import OTHERS_SHOWN, Facts, SeenLoad, snapsho
 from shared import subjects
 from shared.bus.contract import Message
 from shared.errors import ProtocolError, Unavailable
-from shared.kvbm_messages import KVBM_STATE
-from shared.messages import (
-    EXPLANATIONS,
-    LOAD_REPORT,
-    RECENT_REQUESTS,
-    ROUTER_STATE,
-    Codec,
-    Explanations,
-    ServiceName,
-)
+from shared.messages.cards import ServiceName
+from shared.messages.codec import Codec
+from shared.messages.frontends import RECENT_REQUESTS
+from shared.messages.kvbm import KVBM_STATE
+from shared.messages.load import LOAD_REPORT
+from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanations
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 from shared.token_rates import TokenRates

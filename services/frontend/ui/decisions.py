@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shared.messages import Explanation, Explanations
+from shared.messages.people import Explanation, Explanations
 from shared.request_names import short_name
 
 DECISIONS_SHOWN = 20

@@ -29,9 +29,12 @@ from services.frontend.ui.views import (
     Totals,
     WorkerView,
 )
-from shared.kvbm_messages import KvbmState, LayoutState, TierState
 from shared.lora import name_of_lora
-from shared.messages import Instance, LoadReport, ModelCard, RecentRequests, RequestWay, RouterState
+from shared.messages.cards import Instance, ModelCard
+from shared.messages.frontends import RecentRequests, RequestWay
+from shared.messages.kvbm import KvbmState, LayoutState, TierState
+from shared.messages.load import LoadReport
+from shared.messages.people import RouterState
 
 WORKERS_SHOWN = 64
 OTHERS_SHOWN = 16

@@ -107,7 +107,7 @@ class ModelView(Struct, frozen=True):
 
 
 class RequestView(Struct, frozen=True):
-    """One request: shared.messages.RequestWay with its frontend and the time when its body was complete."""
+    """One request: shared.messages.frontends.RequestWay with its frontend and the time when its body was complete."""
 
     id: str
     frontend: str

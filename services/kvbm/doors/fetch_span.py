@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shared.hashing import KEY_BYTES
-from shared.kvbm_messages import Fetch, Fetched, KvbmRefused
+from shared.messages.kvbm import Fetch, Fetched, KvbmRefused
 from shared.tracing.spans import AttributeValue
 from shared.tracing.traceparent import TraceParent, carried
 from shared.tracing.tracer import Tracer

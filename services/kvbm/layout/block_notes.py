@@ -8,7 +8,8 @@ from services.kvbm.metrics import EvictionReason
 from services.kvbm.tiers.actions import TierEvent
 from shared.blocks import Content, ContentStored
 from shared.hashing import ContentKey
-from shared.messages import Note, Tier
+from shared.messages.control import Note
+from shared.messages.kv_events import Tier
 from shared.notes import NoteLog
 
 BLOCK_NOTES = 8192

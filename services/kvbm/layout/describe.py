@@ -7,8 +7,8 @@ from msgspec import Struct
 from services.kvbm.tickets.results import TicketStatistics
 from services.kvbm.tiers.disk_results import DiskStatistics
 from services.kvbm.tiers.hit_window import LookupCounts
-from shared.kvbm_messages import LayoutState, StoreLayout, TierState
-from shared.messages import Tier
+from shared.messages.kv_events import Tier
+from shared.messages.kvbm import LayoutState, StoreLayout, TierState
 
 
 class LayoutFacts(Struct, frozen=True):

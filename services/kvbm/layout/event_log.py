@@ -19,7 +19,8 @@ from msgspec import Struct
 from services.kvbm.tiers.actions import TierEvent
 from shared.bus.contract import EventPublisher
 from shared.kv_events import to_kv_events
-from shared.messages import EVENT_BATCH, EventBatch, EventSource, KvEvent
+from shared.messages.cards import EventSource
+from shared.messages.kv_events import EVENT_BATCH, EventBatch, KvEvent
 
 BATCH_BLOCKS = 1024
 """Blocks in one batch: 1 to 2 ms of work."""

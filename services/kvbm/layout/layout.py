@@ -45,10 +45,11 @@ from services.kvbm.tiers.disk_records import WriteOutcome
 from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.hit_window import HitWindow, LookupCounts
 from services.kvbm.tiers.tiers import Tiers
-from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.hashing import KEY_BYTES, ContentKey
-from shared.messages import Note, Tier
+from shared.messages import kvbm as wire
+from shared.messages.control import Note
+from shared.messages.kv_events import Tier
 from shared.pool.map import ArenaMap
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime

@@ -24,7 +24,7 @@ from services.kvbm.pool.arenas import NoArena
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.tickets.errors import ArenaMissing, NotReady
 from shared.errors import ConfigError
-from shared.kvbm_messages import StoreLayout
+from shared.messages.kvbm import StoreLayout
 from shared.pool.format import PoolUnfit
 from shared.runtime.lifecycle import Runtime
 

@@ -9,7 +9,7 @@ from services.kvbm.layout.layout import LayoutStore
 from shared.blocks import Content
 from shared.bus.contract import Message
 from shared.kv_events import in_chunks, to_snapshot
-from shared.messages import SNAPSHOT_CHUNK, SnapshotChunk, Tier
+from shared.messages.kv_events import SNAPSHOT_CHUNK, SnapshotChunk, Tier
 
 EPOCH = 1
 """The epoch of the KV events. It is fixed, since a kvbm that starts again is another instance."""

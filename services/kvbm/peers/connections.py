@@ -40,7 +40,7 @@ from services.kvbm.peers.messages import (
 from services.kvbm.peers.stream import PeerStream
 from services.kvbm.peers.tls import PeerTls
 from shared.hashing import ContentKey
-from shared.kvbm_messages import StoreLayout
+from shared.messages.kvbm import StoreLayout
 
 IDLE_S = 60.0
 """Seconds that an unused connection is kept."""

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from services.kvbm.peers.connections import ReadParts
 from services.kvbm.peers.messages import PeerAddress, PeerFault
 from services.kvbm.peers.stream import PeerStream
-from shared.kvbm_messages import StoreBlock, StoreLayout
+from shared.messages.kvbm import StoreBlock, StoreLayout
 from shared.pool.map import ArenaMap
 
 PlaceBlocks = Callable[[Sequence[StoreBlock]], Sequence[int | None]]

@@ -22,7 +22,7 @@ from services.kvbm.peers.messages import PeerAddress, PeerFault
 from services.kvbm.peers.road import PeerRoad
 from services.kvbm.tickets.errors import Refusal
 from shared.hashing import ContentKey
-from shared.kvbm_messages import StoreBlock
+from shared.messages.kvbm import StoreBlock
 from shared.rate_limited_log import RateLimitedLog
 
 OWNER = "peer:reads"

@@ -38,7 +38,7 @@ from services.kvbm.peers.nixl_messages import NixlReady
 from services.kvbm.tickets.errors import Refusal
 from services.kvbm.tickets.packing import unpack_keys
 from shared.hashing import KEY_BYTES
-from shared.kvbm_messages import StoreBlock
+from shared.messages.kvbm import StoreBlock
 from shared.pool.map import ArenaMap
 
 BLOCK_FRAME_BYTES = 128

@@ -28,8 +28,8 @@ from msgspec import Meta, Struct
 
 from services.kvbm.config import PeerBackend
 from shared.errors import HeadraceError, ProtocolError
-from shared.kvbm_messages import StoreBlock, StoreLayout
-from shared.messages import Codec
+from shared.messages.codec import Codec
+from shared.messages.kvbm import StoreBlock, StoreLayout
 
 PEER_PROTOCOL = 1
 FRAME_BYTES_MOST = 1 << 22

@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages import Codec
+from shared.messages.codec import Codec
 
 NixlRole = Literal["lend", "read"]
 ALIVE_S = 0.5

@@ -26,7 +26,7 @@ from services.kvbm.peers.server import PeerServer
 from services.kvbm.peers.sockets import SocketReader
 from services.kvbm.peers.tls import peer_tls
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
-from shared.kvbm_messages import PeerRates
+from shared.messages.kvbm import PeerRates
 from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import advertised, check_host
 

@@ -14,7 +14,7 @@ from services.kvbm.peers.connections import PeerConnections
 from services.kvbm.peers.contract import BlockReader, BorrowedBlocks, PlaceBlocks, ReadBlocks
 from services.kvbm.peers.messages import PeerAddress, PeerFault, PeerHello
 from shared.hashing import ContentKey
-from shared.kvbm_messages import StoreLayout
+from shared.messages.kvbm import StoreLayout
 from shared.pool.map import ArenaMap
 
 

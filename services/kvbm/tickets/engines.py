@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from services.kvbm.tickets.errors import BadRequest, UnknownOwner, WrongLayout
 from shared import subjects
-from shared.kvbm_messages import Attach
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import Attach
 
 DIMENSION_MOST = 1 << 20
 """The most layers, heads, dimensions or tokens of a block: no engine has more, and their products stay numbers."""

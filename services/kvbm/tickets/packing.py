@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from services.kvbm.tickets.errors import BadRequest
 from shared.blocks import Content
 from shared.hashing import KEY_BYTES, ContentKey
-from shared.kvbm_messages import StoreBlock
+from shared.messages.kvbm import StoreBlock
 
 LABEL_CHARS = 1024
 """The most characters of a LoRA's name or a salt: they are kept with each block, and each snapshot repeats them."""

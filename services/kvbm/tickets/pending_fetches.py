@@ -17,7 +17,7 @@ from msgspec import Struct
 from services.kvbm.tickets.errors import RefusalCode
 from services.kvbm.tickets.packing import SlotChecksums, pack_slots
 from services.kvbm.tickets.results import FetchProgress
-from shared import kvbm_messages as wire
+from shared.messages import kvbm as wire
 
 SendFetchReply = Callable[[wire.Fetched | wire.KvbmRefused, bool], None]
 """Sends a later reply to a fetch; the flag says whether it is the last one."""

@@ -9,7 +9,7 @@ from msgspec import Struct
 from services.kvbm.tiers.disk_records import RecordStatistics
 from services.kvbm.tiers.host_slots import SlotStatistics
 from shared.blocks import Content, PoolEvent
-from shared.messages import Tier
+from shared.messages.kv_events import Tier
 
 TierEvent = tuple[Tier, PoolEvent]
 ReadOutcome = Literal["ok", "lost", "failed"]

@@ -28,7 +28,7 @@ from services.router.index.index import TIERS, CandidateId, Index, Slot
 from services.router.index.kv_events import CacheEvent, ClearedEvent, EngineHash, RemovedEvent, StoredEvent
 from shared.errors import ProtocolError
 from shared.hashing import SEED, seed_of, sequence_hashes, unpack_tokens
-from shared.messages import SnapshotBlock
+from shared.messages.kv_events import SnapshotBlock
 
 _VOCABULARY_CHECKS = 64
 _LOW_BITS = (1 << 64) - 1

@@ -31,7 +31,8 @@ from services.router.index.runs import Holders, Masks, Runs, match_end, matching
 from services.router.index.shared_stores import CandidateId as CandidateId
 from services.router.index.shared_stores import SharedStores
 from services.router.index.tier_counts import TierCounts
-from shared.messages import Overlap, Tier
+from shared.messages.kv_events import Tier
+from shared.messages.select import Overlap
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 _HOST = 1

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventHash
+from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventHash
 
 EngineHash = int | bytes
 """The engine's own hash of a block. It is opaque, and only compared for equality."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 
-from shared.messages import ModelCard
+from shared.messages.cards import ModelCard
 
 CandidateId = tuple[str, int]
 """(instance, data-parallel rank); for a lender (its name, 0)."""

@@ -22,8 +22,8 @@ from services.router.index.index import CandidateId, Index
 from services.router.index.shared_stores import StoreId, kvbm_of, store_id_of
 from services.router.selection.eligibility import ranks_of
 from services.router.selection.peer_links import PeerLinks, RemoteSearch
-from shared.kvbm_messages import KvbmReport
-from shared.messages import ModelCard
+from shared.messages.cards import ModelCard
+from shared.messages.kvbm import KvbmReport
 
 
 class FleetCaches:

@@ -17,7 +17,8 @@ from services.router.selection.load import UNKNOWN_SPEED as UNKNOWN_SPEED
 from services.router.selection.load import CandidateLoad
 from services.router.selection.load import WorkerSpeed as WorkerSpeed
 from shared.hashing import SEED, block_hash, next_sequence_hash
-from shared.messages import KvLayout, Overlap
+from shared.messages.cards import KvLayout
+from shared.messages.select import Overlap
 
 HOST_BYTES_PER_S = 50e9
 """Bytes per second that one GPU copies from pinned host memory. A copy from memory to memory has a fifth of that, but

@@ -20,7 +20,7 @@ from services.router.selection.candidates import RoutingRequest, ScoredCandidate
 from services.router.selection.load import AttemptId
 from services.router.selection.policy import Policy, explain_candidate
 from services.router.selection.policy_guard import PolicyChoice
-from shared.messages import Candidate, Prefilled, Selected
+from shared.messages.select import Candidate, Prefilled, Selected
 from shared.request_names import is_named
 
 KEPT_CANDIDATES = 16

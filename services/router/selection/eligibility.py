@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from services.router.index.index import CandidateId
 from services.router.index.shared_stores import StoreId, store_id_of
-from shared.messages import ModelCard, Select
+from shared.messages.cards import ModelCard
+from shared.messages.select import Select
 
 Refusal = Literal["no_instances", "all_excluded", "unknown_model"]
 

@@ -31,7 +31,8 @@ from msgspec import Struct
 
 from services.router.config import LoadConfig
 from services.router.index.index import CandidateId
-from shared.messages import LoadReport, RankLoad, Reserved
+from shared.messages.load import LoadReport, RankLoad
+from shared.messages.select import Reserved
 
 AttemptId = tuple[str, int]
 """A request id with the number of its attempt."""

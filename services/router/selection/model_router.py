@@ -43,18 +43,9 @@ from services.router.selection.refusal import in_time, overloaded, refused
 from services.router.selection.speculation import ExpectedRun, Speculation
 from services.router.selection.validation import validated_hashes
 from shared.errors import ProtocolError
-from shared.messages import (
-    Finished,
-    LoadEvent,
-    LoadReport,
-    ModelCard,
-    Overlap,
-    Prefilled,
-    Reserved,
-    Select,
-    Selected,
-    SelectRefused,
-)
+from shared.messages.cards import ModelCard
+from shared.messages.load import LoadReport
+from shared.messages.select import Finished, LoadEvent, Overlap, Prefilled, Reserved, Select, Selected, SelectRefused
 
 HAND_OVER_LIMIT_S = 60.0
 """Longest time in seconds for which a worker that decodes keeps its reservation before it hears of the attempt."""

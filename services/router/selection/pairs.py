@@ -23,7 +23,7 @@ from services.router.selection.candidates import CandidateState, FleetAverage, R
 from services.router.selection.peer_links import RemoteSearch
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy_guard import PolicyChoice, PolicyFault, PolicyGuard, worst_fault
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 
 SplitCosts = Callable[[RoutingRequest, CandidateState, CandidateState, CandidateState], tuple[float, float]]
 """A function like `split_costs`: (request, whole, prefill, decode) → (cost of the pair, of one worker for all)."""

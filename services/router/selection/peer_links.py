@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from services.router.index.index import CandidateId, Index
 from services.router.index.shared_stores import StoreId, kvbm_of, layout_of, store_id
 from services.router.selection.candidates import CandidateState
-from shared.kvbm_messages import PeerRates
-from shared.messages import Overlap
+from shared.messages.kvbm import PeerRates
+from shared.messages.select import Overlap
 
 LINKS_MOST = 16
 """The most links of one kvbm that are believed; a kvbm reports four for each layout."""

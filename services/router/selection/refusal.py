@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from services.router.selection.candidates import CandidateState, predicted_start_s
 from services.router.selection.eligibility import Refusal
 from services.router.selection.validation import ID_LIMIT
-from shared.messages import Select, SelectRefused
+from shared.messages.select import Select, SelectRefused
 
 RETRY_AFTER_LIMIT_S = 60.0
 """Upper limit in seconds of `retry_after_s` when a request is refused because its wait would be too long."""

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from services.router.index.index import CandidateId, Slot
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 
 RUN_BYTES = 600
 """Most bytes of one run without its hashes, as measured: an object, its key, and its entries in two tables in which

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.errors import ProtocolError
 from shared.hashing import unpack_hashes
-from shared.messages import Select
+from shared.messages.select import Select
 
 ID_LIMIT = 256
 """The most characters of a name in a Select."""

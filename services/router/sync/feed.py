@@ -33,8 +33,11 @@ from services.router.sync.silence import Silence
 from services.router.sync.snapshots import snapshot_slices
 from services.router.sync.source import Action, ApplyBatch, ClearBlocks, RequestReplay, RequestSnapshot, SourceSync
 from shared.errors import ProtocolError, Unavailable
-from shared.kvbm_messages import LayoutReport
-from shared.messages import EventSource, KvState, SnapshotRequest, SourceState
+from shared.messages.cards import EventSource
+from shared.messages.kv_events import SnapshotRequest
+from shared.messages.kvbm import LayoutReport
+from shared.messages.load import KvState
+from shared.messages.people import SourceState
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 

@@ -29,7 +29,7 @@ from services.router.sync.feed import EventFeed, SourceOrigin
 from shared import subjects
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import ProtocolError
-from shared.messages import EventSource, Instance, ModelCard
+from shared.messages.cards import EventSource, Instance, ModelCard
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 

@@ -9,7 +9,7 @@ import msgspec
 
 from shared.bus.contract import Bus
 from shared.errors import ProtocolError, RequestTimeout
-from shared.messages import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk, SnapshotRequest
+from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk, SnapshotRequest
 
 SNAPSHOT_LIMIT_S = 60.0
 """Seconds after which a snapshot without an end is given up."""

@@ -27,7 +27,7 @@ from typing import Literal
 from msgspec import Struct
 
 from services.router.index.kv_events import DecodedBatch
-from shared.messages import KvState
+from shared.messages.load import KvState
 
 State = Literal["syncing", "live", "replaying"]
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
 from shared.errors import ConfigError
-from shared.messages import Sampling, TokenLogprob
+from shared.messages.frames import TokenLogprob
+from shared.messages.generate import Sampling
 
 Row = Callable[[Sampling, int], dict[str, Any]]
 """A field's part of a request, from the parameters and the number of earlier tokens. It raises InvalidRequest for what

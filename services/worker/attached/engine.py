@@ -48,7 +48,9 @@ from services.worker.vllm.blocks import EngineBlocks
 from services.worker.vllm.one_line import one_line
 from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.hashing import pack_tokens
-from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling
+from shared.messages.frames import UNFOLLOWABLE
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import AllBlocksCleared, KvEvent
 
 MOST_BLOCKS_TIMES = 4
 """Times the server's blocks that its events may leave before all are forgotten: its host memory may hold some, too."""

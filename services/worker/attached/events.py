@@ -15,7 +15,7 @@ import zmq.asyncio
 from services.worker.config import AttachedConfig
 from services.worker.vllm.events import EVENT_BATCHES, UNREAD_LIMIT, replay
 from shared.errors import ConfigError, Unavailable
-from shared.messages import AllBlocksCleared, KvEvent
+from shared.messages.kv_events import AllBlocksCleared, KvEvent
 
 
 async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], None]) -> None:

@@ -14,7 +14,7 @@ from services.worker.contracts.messages import Submit
 from services.worker.vllm.sampling import seed_for
 from shared.errors import InvalidRequest
 from shared.hashing import token_array
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 
 def _no_logprobs(sampling: Sampling, _: int) -> dict[str, Any]:

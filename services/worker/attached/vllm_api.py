@@ -17,7 +17,8 @@ from services.worker.vllm.grammar_text import lark_text
 from services.worker.vllm.sampling import seed_for
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array, unpack_tokens
-from shared.messages import Sampling, TokenLogprob
+from shared.messages.frames import TokenLogprob
+from shared.messages.generate import Sampling
 
 
 def _grammar(sampling: Sampling, _: int) -> dict[str, Any]:

@@ -18,7 +18,12 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages import Codec, KvEvent, KvLayout, Note, Part, Pooling, Sampling, SnapshotBlock
+from shared.messages.cards import KvLayout, Pooling
+from shared.messages.codec import Codec
+from shared.messages.control import Note
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import KvEvent, SnapshotBlock
 
 # --- shell → engine
 
@@ -395,7 +400,7 @@ class KvbmAsk(Struct, frozen=True, tag="kvbm_ask"):
     number: int
     operation: KvbmOperation
     payload: bytes
-    """The request as `shared.kvbm_messages` encodes it."""
+    """The request as `shared.messages.kvbm` encodes it."""
     timeout_s: float
     """Seconds that each answer may take."""
     attempt: int = 0

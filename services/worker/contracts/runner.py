@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
 from services.worker.contracts.mover import Mover
-from shared.messages import Sampling, TokenLogprob
+from shared.messages.frames import TokenLogprob
+from shared.messages.generate import Sampling
 
 
 class Work(Struct):

@@ -17,7 +17,7 @@ from typing import cast
 
 from services.worker.contracts.messages import EngineCommand, EngineReport
 from shared.errors import HeadraceError
-from shared.messages import Codec
+from shared.messages.codec import Codec
 
 COMMANDS: Codec[EngineCommand] = Codec(EngineCommand, "engine command")
 REPORTS: Codec[EngineReport] = Codec(EngineReport, "engine report")

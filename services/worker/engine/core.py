@@ -51,8 +51,8 @@ from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
 from shared.kv_events import to_kv_events, to_snapshot
-from shared.kvbm_messages import StoreLayout
-from shared.messages import AllBlocksCleared, KvEvent
+from shared.messages.kv_events import AllBlocksCleared, KvEvent
+from shared.messages.kvbm import StoreLayout
 
 REPORT_INTERVAL_S = 0.002
 """Seconds within which steps share a report, and so a frame: each frame costs the shell, NATS and the frontend some

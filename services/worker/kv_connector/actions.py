@@ -19,7 +19,7 @@ class AskKvbm(Struct, frozen=True):
     """Names the request; its answers carry the same number."""
     operation: KvbmOperation
     payload: bytes
-    """The request as `shared.kvbm_messages` encodes it."""
+    """The request as `shared.messages.kvbm` encodes it."""
     attempt: int = 0
     """`Submit.number` of the attempt that waits for a fetch; 0: there is none."""
     timeout_s: float = 0.0

@@ -45,7 +45,7 @@ from services.worker.kv_connector.fetches import Fetches
 from services.worker.kv_connector.stats import TransferStats
 from services.worker.kv_connector.stores import COLLECT_S, Stores
 from shared.errors import ProtocolError
-from shared.kvbm_messages import (
+from shared.messages.kvbm import (
     ABORT,
     ATTACH,
     ATTACH_REPLY,

@@ -38,7 +38,7 @@ from services.worker.kv_connector.actions import (
     unpack_slots,
 )
 from shared.hashing import unpack_hashes
-from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
+from shared.messages.kvbm import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
 
 FETCHES = 8
 """Most fetches that sequences wait for at once; others are queued. Those that await blocks are not counted: the

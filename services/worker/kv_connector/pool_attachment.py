@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shared.kvbm_messages import Attached
+from shared.messages.kvbm import Attached
 from shared.pool.format import Arena, PoolUnfit
 from shared.pool.lock import POOL, HeldLock, hold_owner, join_owner
 from shared.pool.map import ArenaMap, PoolMap

@@ -28,7 +28,7 @@ from services.worker.contracts.mover import Copied, Copy
 from services.worker.kv_connector.actions import Action, AskKvbm, CancelBatch, LinkLost, SaveBatch, unpack_slots
 from shared.blocks import Content
 from shared.hashing import pack_hashes, pack_tokens
-from shared.kvbm_messages import ABORT, COMMIT, STORE, Abort, Commit, Granted, KvbmRefused, Settled, Store, StoreBlock
+from shared.messages.kvbm import ABORT, COMMIT, STORE, Abort, Commit, Granted, KvbmRefused, Settled, Store, StoreBlock
 
 BATCH_BLOCKS = 64
 """Most blocks of one Store: some 10 KB, and a few milliseconds' copies."""

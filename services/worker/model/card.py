@@ -14,7 +14,8 @@ from services.worker.model.facts import read_pooling, read_sampling
 from shared import hashing, subjects
 from shared.chat_templates import NAMES, template_file
 from shared.discovery.announcement import Announcement
-from shared.messages import JSON_HEADER, MODEL_CARD, EventSource, ModelCard, Role
+from shared.messages.cards import MODEL_CARD, EventSource, ModelCard, Role
+from shared.messages.codec import JSON_HEADER
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 from shared.model_files.templates import read_templates
 from shared.runtime.lifecycle import Runtime

@@ -14,7 +14,7 @@ from services.worker.config import Natural, Positive, SamplingConfig
 from services.worker.contracts.messages import Ready
 from services.worker.model.architectures import ARCHITECTURES
 from shared.errors import ModelError
-from shared.messages import KvLayout, Pooling, SamplingDefaults
+from shared.messages.cards import KvLayout, Pooling, SamplingDefaults
 from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json
 from shared.model_files.config_json import read_config_json
 from shared.model_files.special_tokens import read_end_tokens

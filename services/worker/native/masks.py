@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from services.worker.contracts.runner import Work
 from services.worker.native.grammars import GrammarCache
-from shared.messages import UNFOLLOWABLE
+from shared.messages.frames import UNFOLLOWABLE
 
 _CUT = "<non-verbose/>"
 """The marker that llguidance puts where it shortens an error."""

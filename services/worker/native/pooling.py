@@ -19,7 +19,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from services.worker.contracts.runner import Drawn, Work
-from shared.messages import NOT_FINITE
+from shared.messages.frames import NOT_FINITE
 
 Sums = NDArray[np.float64]
 """Sums of hidden states, (spans, hidden)."""

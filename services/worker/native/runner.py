@@ -32,7 +32,7 @@ from services.worker.transfer.mover import TransferMover
 from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper
 from services.worker.transfer.peer.memory import LendableMemory
 from shared.errors import ModelError
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 
 _CALIBRATION_BYTES = 128 << 20
 CAPACITY_BYTES = 512 << 20

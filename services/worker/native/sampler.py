@@ -30,7 +30,8 @@ from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.philox import uniform
 from shared.hashing import pack_tokens, token_array
-from shared.messages import NOT_FINITE, Sampling, TokenLogprob
+from shared.messages.frames import NOT_FINITE, TokenLogprob
+from shared.messages.generate import Sampling
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy (vLLM's bound): dividing by it would overflow."""

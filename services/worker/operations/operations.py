@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from services.worker.contracts.messages import EngineOperation, Ready
 from shared.lora import NAME_RULE, is_lora_name, make_lora_id, name_of_lora
-from shared.messages import OperateWorker
+from shared.messages.people import OperateWorker
 
 MOST_LORAS = 64
 """Most LoRAs that a worker serves at once."""

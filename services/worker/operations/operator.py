@@ -35,15 +35,9 @@ from services.worker.requests.attempts import Attempts, Name
 from shared.bus.contract import Message
 from shared.errors import ModelError, ProtocolError, Unavailable
 from shared.lora import make_lora_id, name_of_lora
-from shared.messages import (
-    OPERATE_WORKER,
-    SHUTTING_DOWN,
-    WORKER_OPERATED,
-    ModelCard,
-    OperateWorker,
-    WorkerOperated,
-    WorkerOperation,
-)
+from shared.messages.cards import ModelCard
+from shared.messages.frames import SHUTTING_DOWN
+from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, OperateWorker, WorkerOperated, WorkerOperation
 from shared.runtime.lifecycle import Runtime
 
 ENGINE_LIMIT_S = 300.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.worker.contracts.messages import EngineLoad, Stepped
-from shared.messages import KvState, RankLoad
+from shared.messages.load import KvState, RankLoad
 
 _COUNTS = tuple(name for name in EngineLoad.__struct_fields__ if name not in ("prefill_tokens_per_s", "step_s"))
 

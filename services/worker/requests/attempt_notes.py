@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from services.worker.contracts.messages import Begun
 from services.worker.scheduler.queue_clock import LEAST_S, describe_wait
-from shared.messages import Part, Refused
+from shared.messages.frames import Part
+from shared.messages.generate import Refused
 
 
 def begun(report: Begun) -> str:

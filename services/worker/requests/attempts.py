@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from services.worker.contracts.messages import Ready
 from services.worker.requests.validation import find_fault
-from shared.messages import Accepted, Generate, GenerateReply, Part, Refused, StreamState
+from shared.messages.frames import Part, StreamState
+from shared.messages.generate import Accepted, Generate, GenerateReply, Refused
 
 Name = tuple[str, int]
 """An attempt's name: (request, attempt)."""

@@ -27,7 +27,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _EncodedFrame(Struct, frozen=True, array_like=True):
-    """A `shared.messages.StepFrame` whose parts are encoded already."""
+    """A `shared.messages.frames.StepFrame` whose parts are encoded already."""
 
     instance: str
     epoch: int

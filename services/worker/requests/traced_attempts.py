@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.worker.contracts.messages import Begun
-from shared.messages import Part
+from shared.messages.frames import Part
 from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord
 from shared.tracing.traceparent import TraceParent
 

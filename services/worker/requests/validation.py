@@ -11,7 +11,7 @@ import math
 from services.worker.contracts.messages import Ready
 from shared import subjects
 from shared.hashing import token_array
-from shared.messages import Generate, Sampling
+from shared.messages.generate import Generate, Sampling
 
 _MAX_REQUEST_CHARACTERS = 256
 _MAX_SALT_CHARACTERS = 256

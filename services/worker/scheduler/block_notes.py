@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.hashing import ContentKey
-from shared.messages import Note
+from shared.messages.control import Note
 from shared.notes import NoteLog
 
 BLOCK_NOTES = 8192

@@ -11,7 +11,7 @@ from array import array
 
 from services.worker.contracts.runner import Drawn, Work
 from shared.errors import ModelError
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 MOST_NOT_FINITE = 16
 """Number of sequences in a row that may fail with numbers that are not finite before a probe is computed."""

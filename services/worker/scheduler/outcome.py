@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from services.worker.contracts.messages import KV_EVENTS, PARTS, AttemptNote, Begun, EngineLoad, Exchanged, Stepped
 from shared.blocks import PoolEvent
-from shared.messages import KvEvent, Part
+from shared.messages.frames import Part
+from shared.messages.kv_events import KvEvent
 
 
 @dataclass(frozen=True, slots=True)

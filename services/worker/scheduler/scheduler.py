@@ -59,7 +59,7 @@ from services.worker.scheduler.queue_clock import Cause, describe_wait
 from services.worker.scheduler.sequence import Sequence, rank_of
 from services.worker.scheduler.throughput import StepBudget
 from services.worker.scheduler.waiting_queue import WaitingQueue
-from shared.messages import NOT_BEGUN, FinishReason, Part
+from shared.messages.frames import NOT_BEGUN, FinishReason, Part
 
 _NEVER = float("inf")
 PREFETCH_MOST_S = 120.0

@@ -13,7 +13,7 @@ from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.queue_clock import NO_WAIT, WaitTimes
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, token_array
-from shared.messages import FinishReason, Part
+from shared.messages.frames import FinishReason, Part
 
 
 @dataclass(slots=True, eq=False)

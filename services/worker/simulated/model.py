@@ -16,7 +16,7 @@ from services.worker.contracts.messages import Ready
 from services.worker.contracts.runner import Drawn, Work
 from services.worker.simulated.timing import Timing
 from shared.hashing import pack_tokens
-from shared.messages import TokenLogprob
+from shared.messages.frames import TokenLogprob
 
 _TELLING_TOKENS = 64
 """Number of the prompt's last tokens that decide how long the answer is. It exceeds the end that a chat template gives

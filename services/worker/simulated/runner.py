@@ -20,7 +20,7 @@ from services.worker.simulated.model import SimulatedModel, unbarred
 from services.worker.simulated.mover import SimulatedMover
 from services.worker.simulated.timing import Table, Timing
 from shared.errors import ConfigError
-from shared.messages import UNFOLLOWABLE, TokenLogprob
+from shared.messages.frames import UNFOLLOWABLE, TokenLogprob
 
 OPERATIONS: tuple[EngineOperation, ...] = ("clear", "sleep", "wake")
 """What these runners can do: all of it is done outside of them, since they hold no KV and no weights."""

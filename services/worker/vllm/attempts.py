@@ -17,7 +17,7 @@ from msgspec import Struct
 from services.worker.contracts.messages import Begun, Submit
 from services.worker.scheduler.outcome import Outcome
 from shared.hashing import pack_tokens
-from shared.messages import NOT_BEGUN, FinishReason, Part, PromptLogprobs, TokenLogprob
+from shared.messages.frames import NOT_BEGUN, FinishReason, Part, PromptLogprobs, TokenLogprob
 
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 """vLLM's reasons of an end, and ours; any other one is an error."""

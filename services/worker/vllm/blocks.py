@@ -20,7 +20,7 @@ from msgspec import Struct
 from services.worker.contracts.messages import BlockExplained
 from services.worker.scheduler.block_notes import EVERY_BLOCK, BlockNotes
 from shared.hashing import pack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, SnapshotBlock
+from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, SnapshotBlock
 
 MEDIUM = "GPU"
 """vLLM's word for the device's memory, on a CPU too."""

@@ -58,7 +58,9 @@ from services.worker.vllm.ranks import MOST_EMBEDDED_BYTES, EngineRank, EngineRa
 from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
 from shared.errors import Unavailable
 from shared.hashing import token_array
-from shared.messages import UNFOLLOWABLE, AllBlocksCleared, KvEvent, Sampling
+from shared.messages.frames import UNFOLLOWABLE
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import AllBlocksCleared, KvEvent
 from shared.model_files.config_json import token_ids
 from shared.model_files.special_tokens import read_tokenizer_ends
 

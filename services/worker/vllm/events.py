@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from shared.errors import HeadraceError
-from shared.messages import EventBatch, KvEvent
+from shared.messages.kv_events import EventBatch, KvEvent
 
 REPLAY_LIMIT_S = 10.0
 """Seconds that a replay may take."""

@@ -30,7 +30,7 @@ from services.worker.vllm.one_line import one_line
 from services.worker.vllm.start_failure import Cause, explained, failure
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
-from shared.messages import KvLayout, Pooling
+from shared.messages.cards import KvLayout, Pooling
 
 if TYPE_CHECKING:
     from vllm.config import PoolerConfig, VllmConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.worker.vllm.prompt_logprobs import finite, likeliest
 from shared.hashing import pack_tokens
-from shared.messages import TokenLogprob
+from shared.messages.frames import TokenLogprob
 
 
 def logprob_entries(tokens: Any, positions: Any, count: int) -> tuple[TokenLogprob, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shared.hashing import pack_tokens
-from shared.messages import PromptLogprobs
+from shared.messages.frames import PromptLogprobs
 
 LOWEST = -9999.0
 """The log probability that stands for minus infinity."""

@@ -18,7 +18,7 @@ from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
 from services.worker.vllm.kv_transfer import sum_exchanged
 from services.worker.vllm.stats import EngineStats
-from shared.messages import AllBlocksCleared, KvEvent
+from shared.messages.kv_events import AllBlocksCleared, KvEvent
 
 MOST_EMBEDDED_BYTES = 256 << 10
 """Most bytes of embeddings, or of a prompt's log probabilities, in one report, so that no frame nears the least payload

@@ -19,7 +19,7 @@ from typing import Any
 from services.worker.vllm.grammar_text import lark_text
 from shared.errors import InvalidRequest
 from shared.hashing import unpack_tokens
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 _SEED_MASK = (1 << 63) - 1
 _ODD = 0x9E3779B97F4A7C15

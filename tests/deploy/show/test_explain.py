@@ -20,20 +20,18 @@ from shared.bus.contract import Message
 from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
 from shared.discovery.file import FileDiscovery
-from shared.messages import (
+from shared.messages.cards import INSTANCE, Instance
+from shared.messages.codec import JSON_HEADER
+from shared.messages.people import (
     EXPLANATIONS,
-    INSTANCE,
-    JSON_HEADER,
     ROUTER_STATE,
-    Candidate,
     Explanation,
     Explanations,
-    Instance,
     ModelState,
-    Overlap,
     RouterState,
     SourceState,
 )
+from shared.messages.select import Candidate, Overlap
 from tests.servers import nats_server
 
 ROW = Candidate("w1", 0, Overlap(3), 1.5, 7, 80, "most cached")

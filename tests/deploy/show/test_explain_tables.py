@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from deploy.local.show.explain_tables import LATEST, merge, render_candidates, render_list
-from shared.messages import Candidate, Explanation, Explanations, Overlap
+from shared.messages.people import Explanation, Explanations
+from shared.messages.select import Candidate, Overlap
 
 CHOICE = Explanation(
     model="m",

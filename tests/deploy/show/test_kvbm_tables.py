@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from deploy.local.show.kvbm_tables import block_stores
-from shared.kvbm_messages import KvbmState, LayoutState, TierState
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import KvbmState, LayoutState, TierState
 
 KV = KvLayout("float32", 2, 1, 8, 16)
 HOST = TierState("on", "", 1386, 340, 0.414)

@@ -7,21 +7,11 @@ import msgspec
 from deploy.local.show.overview import MACHINES_OWN, Overview, overview, render
 from shared import subjects
 from shared.hashing import self_test
-from shared.kvbm_messages import KvbmState
-from shared.messages import (
-    INSTANCE,
-    JSON_HEADER,
-    MODEL_CARD,
-    Instance,
-    KvLayout,
-    LoadReport,
-    ModelCard,
-    ModelState,
-    Role,
-    RouterState,
-    ServiceName,
-    SourceState,
-)
+from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, Role, ServiceName
+from shared.messages.codec import JSON_HEADER
+from shared.messages.kvbm import KvbmState
+from shared.messages.load import LoadReport
+from shared.messages.people import ModelState, RouterState, SourceState
 
 NOW = 1_000_100.0
 READERS_OWN = 4026531111

@@ -19,7 +19,8 @@ from deploy.local.show.rates import (
 )
 from services.frontend.metrics import Metrics
 from services.worker.metrics import WorkerMetrics
-from shared.messages import Accepted, Part
+from shared.messages.frames import Part
+from shared.messages.generate import Accepted
 
 INF = float("inf")
 

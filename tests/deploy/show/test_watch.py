@@ -21,7 +21,8 @@ from services.frontend.metrics import Metrics
 from shared import subjects
 from shared.config import ObserveConfig
 from shared.discovery.file import FileLease
-from shared.messages import INSTANCE, JSON_HEADER, Instance, ServiceName
+from shared.messages.cards import INSTANCE, Instance, ServiceName
+from shared.messages.codec import JSON_HEADER
 from shared.runtime.observe import ProcessHealth, serving
 from tests.deploy.up_state import up_state
 

@@ -11,7 +11,7 @@ from deploy.local.show.rates import GONE_SHOWN, Sample
 from deploy.local.top.keys import ORDERS, Controls
 from deploy.local.top.model import WINDOW_LINES, WORKERS_KNOWN, Known, View
 from deploy.local.top.tables import LINES_KEPT, Bar
-from shared.messages import RecentRequests
+from shared.messages.frontends import RecentRequests
 from tests.deploy.top.views import entry, load, look, store, way, worker
 
 THREE = worker("a") | worker("b", model="other") | worker("c")

@@ -14,7 +14,7 @@ from deploy.local.top.keys import ORDERS, Controls
 from deploy.local.top.model import Known, View
 from deploy.local.top.render import LoadBar, render, space
 from deploy.local.top.tables import Bar
-from shared.messages import RecentRequests
+from shared.messages.frontends import RecentRequests
 from tests.deploy.top.views import entry, load, look, store, way, worker
 
 NONE = Controls()

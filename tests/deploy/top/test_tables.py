@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from deploy.local.top import tables
 from deploy.local.top.tables import LINES_KEPT, TEXT_KEPT, Bar, plain
-from shared.messages import ModelState, RecentRequests, RouterState, SourceState
+from shared.messages.frontends import RecentRequests
+from shared.messages.people import ModelState, RouterState, SourceState
 from tests.deploy.top.views import card, entry, load, look, store, way, worker
 
 

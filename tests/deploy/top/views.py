@@ -7,21 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from deploy.local.show.overview import Look, overview
 from shared import subjects
 from shared.hashing import self_test
-from shared.kvbm_messages import KvbmState, LayoutState, TierState
-from shared.messages import (
-    INSTANCE,
-    JSON_HEADER,
-    MODEL_CARD,
-    Instance,
-    KvLayout,
-    LoadReport,
-    ModelCard,
-    RecentRequests,
-    RequestWay,
-    Role,
-    RouterState,
-    ServiceName,
-)
+from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, Role, ServiceName
+from shared.messages.codec import JSON_HEADER
+from shared.messages.frontends import RecentRequests, RequestWay
+from shared.messages.kvbm import KvbmState, LayoutState, TierState
+from shared.messages.load import LoadReport
+from shared.messages.people import RouterState
 
 BLOCK = 16
 LAYOUT = KvLayout("float32", 2, 2, 8, BLOCK)

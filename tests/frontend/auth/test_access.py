@@ -24,7 +24,7 @@ from services.frontend.models import preprocess
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
 from shared.errors import ConfigError
-from shared.messages import SelectRefused
+from shared.messages.select import SelectRefused
 from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.tiny_model import write_tiny_model

@@ -20,7 +20,7 @@ from services.frontend.serving.request_context import NAME_LIMIT_CHARACTERS, SAL
 from shared import subjects
 from shared.api_keys import KeyEntry, key_digest
 from shared.hashing import root_key, seed_of
-from shared.messages import Generate
+from shared.messages.generate import Generate
 from tests.frontend.peers import MODEL, NAMESPACE, World, clients, world
 
 TEXTS = st.text(max_size=NAME_LIMIT_CHARACTERS)

@@ -9,7 +9,7 @@ from services.frontend.output.detokenize import END_LIMIT_TOKENS, Detokenizer, T
 from services.frontend.output.output import Delta, LogprobEntry, Output
 from services.frontend.output.tokenizer_json import parse_tokenizer_json
 from shared.hashing import pack_tokens
-from shared.messages import TokenLogprob
+from shared.messages.frames import TokenLogprob
 from tests.frontend.output.test_detokenize import BYTE_LEVEL
 from tests.frontend.sentencepiece import FIRST_BYTE, sentencepiece
 

@@ -10,7 +10,7 @@ from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.requests.stream import join_deltas
 from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
-from shared.messages import TokenLogprob
+from shared.messages.frames import TokenLogprob
 
 CALL = '[TOOL_CALLS]now[ARGS]{"zone": "é"}'
 TABLE = [bytes([byte]) for byte in range(256)]

@@ -7,7 +7,7 @@ from array import array
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.prompt_entries import PromptEntries
 from shared.hashing import pack_tokens
-from shared.messages import PromptLogprobs
+from shared.messages.frames import PromptLogprobs
 
 TEXTS = [b"", b"Hal", b"lo", "ä".encode()[:1], "ä".encode()[1:], b"!"]
 TOKENS = TokenBytes(TEXTS, [b"<s>", *TEXTS[1:]], strip_first_space=False)

@@ -19,7 +19,7 @@ from services.frontend.protocol.messages import messages_as_rendered
 from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 HELLO: Any = [{"role": "user", "content": "x"}]
 

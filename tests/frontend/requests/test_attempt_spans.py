@@ -5,7 +5,7 @@ from random import Random
 from services.frontend.requests.actions import CountLoss, DispatchAttempt, Fail, Finish, PublishLoad, SelectWorker
 from services.frontend.requests.attempt_spans import AttemptSpans
 from shared.errors import Unavailable
-from shared.messages import Overlap, Prefilled, Selected, SelectRefused
+from shared.messages.select import Overlap, Prefilled, Selected, SelectRefused
 from shared.tracing.spans import SpanIds, SpanRecord
 from shared.tracing.traceparent import TraceParent, carried
 

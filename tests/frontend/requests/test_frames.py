@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.frontend.requests.frames import RESENDS_LIMIT, EndsLost, Frames, FrameVerdict, RequestResend
-from shared.messages import Resent, StreamState
+from shared.messages.frames import Resent, StreamState
 
 RETRY_S, LATE_S = 0.5, 1.0
 W = "w1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.frontend.requests.liveness import Liveness
-from shared.messages import LoadReport
+from shared.messages.load import LoadReport
 
 ATTEMPT = ("r", 1)
 QUIET_S, FROZEN_S = 1.0, 10.0

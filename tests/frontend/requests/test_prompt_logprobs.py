@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.frontend.requests.prompt_logprobs import DuePromptLogprobs
-from shared.messages import FinishReason, Part, PromptLogprobs
+from shared.messages.frames import FinishReason, Part, PromptLogprobs
 
 
 def logprobs(first: int, count: int) -> PromptLogprobs:

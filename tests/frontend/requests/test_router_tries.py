@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.requests.router_tries import ROUTERS_TRIED, STALE_ROUTER_PAUSE_S, RouterTries, RouterTry
-from shared.messages import KvLayout, ModelCard, Overlap, Selected, SelectRefused
+from shared.messages.cards import KvLayout, ModelCard
+from shared.messages.select import Overlap, Selected, SelectRefused
 
 CARD = ModelCard("m", "w", "/m", "0", "0", 4096, 1000, 4, 1000, KvLayout("float32", 1, 1, 4, 4))
 UNKNOWN = SelectRefused("r", 1, "unknown_model", "who?")

@@ -43,23 +43,18 @@ from services.frontend.requests.retry import ATTEMPTS, RESCUE_S, RetryBudget
 from services.frontend.requests.session import Session, State
 from shared.errors import InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
-from shared.messages import (
+from shared.messages.frames import (
     NOT_BEGUN,
     NOT_FINITE,
     SHUTTING_DOWN,
     UNFOLLOWABLE,
-    Accepted,
-    Finished,
     FinishReason,
-    Overlap,
     Part,
-    Prefilled,
     PromptLogprobs,
-    Refused,
-    Selected,
-    SelectRefused,
     TokenLogprob,
 )
+from shared.messages.generate import Accepted, Refused
+from shared.messages.select import Finished, Overlap, Prefilled, Selected, SelectRefused
 
 R = "request"
 MAX_TOKENS = 12

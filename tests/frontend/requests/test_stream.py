@@ -18,7 +18,7 @@ from services.frontend.requests.stream import InferenceRequest, Stream
 from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import Unavailable
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 METRICS = Metrics(CollectorRegistry()).of_model("m")
 TOKENS = TokenBytes([b"a", b"b", b"c"], [b"a", b"b", b"c"], False)

@@ -17,7 +17,8 @@ from services.frontend.requests import frames
 from services.frontend.requests.service import PARTS_PER_TURN
 from shared import subjects
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import STEP_FRAME, Cancel, Generate, Part, StepFrame, StreamState
+from shared.messages.frames import STEP_FRAME, Part, StepFrame, StreamState
+from shared.messages.generate import Cancel, Generate
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
 QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.5, frozen_s=5.0)

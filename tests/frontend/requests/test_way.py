@@ -6,7 +6,9 @@ from services.frontend.requests.events import InstanceGone, PartReceived
 from services.frontend.requests.session import Session
 from services.frontend.requests.way import INSTANCES_KEPT, Way, WayLog
 from shared.hashing import pack_tokens
-from shared.messages import Accepted, Overlap, Part, Selected
+from shared.messages.frames import Part
+from shared.messages.generate import Accepted
+from shared.messages.select import Overlap, Selected
 
 OWN = "0123456789abcdef" * 2
 LIMIT = 3

@@ -12,7 +12,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.server.inbox_probe import ClientInboxes, NoListener
 from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import BusDown
-from shared.messages import JSON_HEADER
+from shared.messages.codec import JSON_HEADER
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.frontend.peers import DEADLINE_S
 

@@ -15,7 +15,8 @@ from services.frontend.server.nats_api import ACTIVE_REFUSALS_LIMIT, PROBE_HEADE
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
 from shared.config import NatsConfig
-from shared.messages import Cancel, Finished, Generate
+from shared.messages.generate import Cancel, Generate
+from shared.messages.select import Finished
 from tests.fakes.memory_bus import MemoryBus
 from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE, STRICT

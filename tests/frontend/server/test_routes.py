@@ -16,7 +16,9 @@ from services.frontend.config import HttpConfig, LimitsConfig
 from services.frontend.requests import calls
 from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
-from shared.messages import STEP_FRAME, Finished, Part, Prefilled, Refused, Sampling, StepFrame, TokenLogprob
+from shared.messages.frames import STEP_FRAME, Part, StepFrame, TokenLogprob
+from shared.messages.generate import Refused, Sampling
+from shared.messages.select import Finished, Prefilled
 from shared.version import VERSION
 from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, NAMESPACE, clients, world
 

@@ -20,7 +20,8 @@ from aiohttp import web
 from services.frontend.config import HttpConfig, LimitsConfig
 from services.frontend.server.sse import CHUNK_BYTES, HEADERS_S, UNSENT_BYTES, ResponseBody
 from shared.hashing import pack_tokens
-from shared.messages import NOT_FINITE, Refused, TokenLogprob
+from shared.messages.frames import NOT_FINITE, TokenLogprob
+from shared.messages.generate import Refused
 from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, World, clients, world
 from tests.servers import free_port
 

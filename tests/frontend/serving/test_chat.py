@@ -14,7 +14,9 @@ import pytest
 
 from services.frontend.config import FrontendConfig
 from shared.hashing import pack_tokens
-from shared.messages import Sampling, SamplingDefaults, TokenLogprob
+from shared.messages.cards import SamplingDefaults
+from shared.messages.frames import TokenLogprob
+from shared.messages.generate import Sampling
 from tests.frontend.peers import CONTEXT, MODEL, World, card_entry, clients, instance_entry, world
 from tests.frontend.sentencepiece import FIRST_BYTE, SPECIAL, give_sentencepiece
 

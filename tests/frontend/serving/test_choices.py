@@ -29,19 +29,9 @@ from services.frontend.serving.choices import Choices, open_choices
 from shared import subjects
 from shared.errors import RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
-from shared.messages import (
-    Accepted,
-    Cancel,
-    Generate,
-    Overlap,
-    Part,
-    PromptLogprobs,
-    Refused,
-    Sampling,
-    Selected,
-    SelectRefused,
-    TokenLogprob,
-)
+from shared.messages.frames import Part, PromptLogprobs, TokenLogprob
+from shared.messages.generate import Accepted, Cancel, Generate, Refused, Sampling
+from shared.messages.select import Overlap, Selected, SelectRefused
 from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 

@@ -27,7 +27,8 @@ from services.frontend.serving import response_directory, responses
 from shared import subjects
 from shared.api_keys import key_digest
 from shared.bus.contract import LAST_HEADER, Message
-from shared.messages import RECALLED, Recalled, TokenLogprob
+from shared.messages.frames import TokenLogprob
+from shared.messages.frontends import RECALLED, Recalled
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.cards import HERMES, Templated, with_template

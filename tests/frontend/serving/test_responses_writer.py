@@ -22,7 +22,7 @@ from services.frontend.requests.stream import join_deltas
 from services.frontend.serving.responses_writer import ResponseWriter
 from services.frontend.tool_parsers.formats import FormatName
 from services.frontend.tool_parsers.parser import ParsePlan
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.frontend.pieces import ANSWERS, CALL, parsed
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -14,7 +14,7 @@ import pytest
 
 from services.frontend.ui import collector, pages
 from shared import subjects
-from shared.messages import LOAD_REPORT, LoadReport
+from shared.messages.load import LOAD_REPORT, LoadReport
 from tests.frontend.peers import DEADLINE_S, NAMESPACE, World, world
 
 

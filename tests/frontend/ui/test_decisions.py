@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.frontend.ui.decisions import DECISIONS_SHOWN, merged
-from shared.messages import Explanation, Explanations
+from shared.messages.people import Explanation, Explanations
 
 OWN = "0123456789abcdef" * 2
 

@@ -18,7 +18,8 @@ from shared import subjects
 from shared.api_keys import key_digest
 from shared.bus.contract import Message
 from shared.errors import BusDown
-from shared.messages import JSON_HEADER, ROUTER_STATE, ModelState, RouterState, SourceState
+from shared.messages.codec import JSON_HEADER
+from shared.messages.people import ROUTER_STATE, ModelState, RouterState, SourceState
 from tests.frontend.peers import DEADLINE_S, NAMESPACE, Seen, World, instance_entry, world
 
 REQUEST = b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n"

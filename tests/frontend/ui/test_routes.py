@@ -21,17 +21,10 @@ from shared import subjects
 from shared.api_keys import key_digest
 from shared.bus.contract import Message
 from shared.errors import ConfigError
-from shared.messages import (
-    EXPLANATIONS,
-    JSON_HEADER,
-    RECENT_REQUESTS,
-    Candidate,
-    Explanation,
-    Explanations,
-    Overlap,
-    RecentRequests,
-    RequestWay,
-)
+from shared.messages.codec import JSON_HEADER
+from shared.messages.frontends import RECENT_REQUESTS, RecentRequests, RequestWay
+from shared.messages.people import EXPLANATIONS, Explanation, Explanations
+from shared.messages.select import Candidate, Overlap
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, instance_entry, world
 
 KEY = "sk-test-0123456789abcdef"

@@ -19,20 +19,11 @@ from services.frontend.ui.snapshot import (
     SeenLoad,
     snapshot,
 )
-from shared.kvbm_messages import KvbmState, LayoutState, TierState
-from shared.messages import (
-    Instance,
-    KvLayout,
-    LoadReport,
-    ModelCard,
-    ModelState,
-    RecentRequests,
-    RequestWay,
-    Role,
-    RouterState,
-    ServiceName,
-    SourceState,
-)
+from shared.messages.cards import Instance, KvLayout, ModelCard, Role, ServiceName
+from shared.messages.frontends import RecentRequests, RequestWay
+from shared.messages.kvbm import KvbmState, LayoutState, TierState
+from shared.messages.load import LoadReport
+from shared.messages.people import ModelState, RouterState, SourceState
 
 KV = KvLayout("float32", 2, 2, 16, 16)
 

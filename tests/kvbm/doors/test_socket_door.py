@@ -15,9 +15,9 @@ import pytest
 from services.kvbm.config import PoolConfig, TiersConfig
 from services.kvbm.doors import socket_door
 from services.kvbm.doors.socket_door import MOST_CONNECTIONS
-from shared import kvbm_messages as wire
 from shared.bus.contract import Message
 from shared.hashing import ContentKey
+from shared.messages import kvbm as wire
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import FROM_KVBM, PROTOCOL, Answered, Asked, FrameReader, Hello, encode_frame
 from tests.kvbm.chains import chain, keys

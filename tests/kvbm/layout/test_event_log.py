@@ -9,7 +9,7 @@ from services.kvbm.layout.event_log import BACKLOG_CHANGES, BATCH_BLOCKS, BATCHE
 from services.kvbm.tiers.actions import TierEvent
 from shared.blocks import Content, ContentEvicted, ContentStored
 from shared.hashing import event_hash
-from shared.messages import EVENT_BATCH, BlockRemoved, BlockStored
+from shared.messages.kv_events import EVENT_BATCH, BlockRemoved, BlockStored
 from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
 from tests.kvbm.chains import chain
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from services.kvbm.peers.messages import Count, PeerAddress, PeerQuestion
 from services.kvbm.peers.stream import PeerStream
-from shared import kvbm_messages as wire
+from shared.messages import kvbm as wire
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.peer_rig import PEERS, Liar, address, listening, machines, rests
 from tests.kvbm.store_rig import LAYOUT, Store, serving, until

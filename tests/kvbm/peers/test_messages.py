@@ -34,7 +34,7 @@ from services.kvbm.peers.messages import (
     pack_header,
     plan_takes,
 )
-from shared.kvbm_messages import StoreBlock, StoreLayout
+from shared.messages.kvbm import StoreBlock, StoreLayout
 from tests.kvbm.chains import chain
 from tests.kvbm.store_rig import LAYOUT
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
-from shared.kvbm_messages import Settled
+from shared.messages.kvbm import Settled
 from tests.kvbm.chains import chain
 from tests.kvbm.peer_rig import (
     BACKENDS,

@@ -33,7 +33,7 @@ from services.kvbm.peers.messages import (
     decode_answer,
 )
 from services.kvbm.peers.stream import PeerStream
-from shared.kvbm_messages import Fetched
+from shared.messages.kvbm import Fetched
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.peer_rig import PEERS, faults, rests
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, Engine, Store, payload, serving

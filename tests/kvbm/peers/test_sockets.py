@@ -30,7 +30,7 @@ from services.kvbm.peers.messages import (
 )
 from services.kvbm.peers.stream import PeerStream
 from shared.blocks import Content
-from shared.kvbm_messages import StoreBlock
+from shared.messages.kvbm import StoreBlock
 from tests.kvbm.chains import chain
 from tests.kvbm.peer_rig import PEERS, Liar, faults, listening, read, rests
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, SMALL_BYTES, Engine, Store, payload, serving, until

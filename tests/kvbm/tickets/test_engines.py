@@ -5,8 +5,8 @@ import pytest
 
 from services.kvbm.tickets.engines import FORM_BYTES_MOST, FORM_CHARACTERS_MOST, NAME_CHARS, AttachedEngines
 from services.kvbm.tickets.errors import BadRequest, UnknownOwner, WrongLayout
-from shared.kvbm_messages import Attach, StoreLayout
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import Attach, StoreLayout
 
 LAYOUT = StoreLayout("m", "w", KvLayout("bfloat16", 2, 3, 4, 16))
 OTHER = msgspec.structs.replace(LAYOUT, rank=1)

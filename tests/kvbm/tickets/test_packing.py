@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from services.kvbm.tickets.errors import BadRequest
 from services.kvbm.tickets.packing import LABEL_CHARS, pack_slots, to_contents, unpack_keys, unpack_slots
 from shared.blocks import Content
-from shared.kvbm_messages import StoreBlock
+from shared.messages.kvbm import StoreBlock
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))

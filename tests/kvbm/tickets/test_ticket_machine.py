@@ -28,7 +28,7 @@ from services.kvbm.tiers.reuse import ReusePolicy
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content, ContentStored
 from shared.hashing import ContentKey, event_hash
-from shared.messages import Tier
+from shared.messages.kv_events import Tier
 from tests.kvbm.chains import chain, keys
 
 SLOTS, RECORDS = 5, 3

@@ -19,7 +19,8 @@ from services.router.index.kv_events import CacheEvent, ClearedEvent, EngineHash
 from shared.blocks import BlockPool, Content, PoolEvent
 from shared.hashing import content_keys, pack_tokens, root_key, seed_of, sequence_hashes
 from shared.kv_events import to_kv_events
-from shared.messages import EVENT_BATCH, EventBatch, Overlap, SnapshotBlock
+from shared.messages.kv_events import EVENT_BATCH, EventBatch, SnapshotBlock
+from shared.messages.select import Overlap
 from tests.router.captured import BLOCK_SIZE, SESSIONS, payloads, requests
 
 A = ("a", 0)

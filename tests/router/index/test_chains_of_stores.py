@@ -12,7 +12,7 @@ from services.router.index.chains import Chains
 from services.router.index.index import Index
 from services.router.index.kv_events import CacheEvent, RemovedEvent, StoredEvent
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key, sequence_hashes
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 
 DEVICE, HOST, DISK = 0, 1, 2
 STORE = "k/l"

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.router.index.index import BLOCK_BYTES, HOLDERS_BYTES, RUN_BYTES, CandidateId, Index, Slot
 from services.router.index.runs import RUN_BLOCKS
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 
 UNLIMITED = 1 << 40
 DEVICE, HOST, DISK = 0, 1, 2

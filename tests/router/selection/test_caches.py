@@ -9,8 +9,9 @@ from services.router.index.chains import SlotCleanup
 from services.router.index.index import Index
 from services.router.index.shared_stores import store_id_of
 from services.router.selection.caches import FleetCaches
-from shared.kvbm_messages import KvbmReport, PeerRates
-from shared.messages import KvLayout, ModelCard, Overlap
+from shared.messages.cards import KvLayout, ModelCard
+from shared.messages.kvbm import KvbmReport, PeerRates
+from shared.messages.select import Overlap
 
 LAYOUT = KvLayout("float32", 1, 1, 4, 4)
 HASHES = list(range(1, 9))

@@ -7,7 +7,7 @@ from services.router.selection.decision_log import KEPT_CANDIDATES, DecisionLog
 from services.router.selection.load import CandidateLoad, WorkerSpeed
 from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policy_guard import PolicyChoice
-from shared.messages import Overlap, Prefilled, Selected
+from shared.messages.select import Overlap, Prefilled, Selected
 from shared.request_names import NAME_DIGITS
 from tests.router.broken_policy import FailingReasonPolicy
 

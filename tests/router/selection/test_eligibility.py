@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.selection.eligibility import EXCLUDED, FROZEN, RAMPS_UP, TOO_LONG, Eligibility, NoCandidate
-from shared.messages import KvLayout, ModelCard, Select
+from shared.messages.cards import KvLayout, ModelCard
+from shared.messages.select import Select
 
 RAMP_S = 10.0
 

@@ -17,7 +17,8 @@ from services.router.selection.load import (
     LoadTracker,
     WorkerSpeed,
 )
-from shared.messages import LoadReport, RankLoad, Reserved
+from shared.messages.load import LoadReport, RankLoad
+from shared.messages.select import Reserved
 
 A, B = ("a", 0), ("b", 0)
 

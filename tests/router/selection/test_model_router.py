@@ -19,18 +19,9 @@ from services.router.selection.eligibility import FROZEN
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN
 from shared.hashing import pack_hashes
-from shared.messages import (
-    SELECT_REPLY,
-    Finished,
-    KvLayout,
-    LoadReport,
-    ModelCard,
-    Prefilled,
-    Reserved,
-    Select,
-    Selected,
-    SelectRefused,
-)
+from shared.messages.cards import KvLayout, ModelCard
+from shared.messages.load import LoadReport
+from shared.messages.select import SELECT_REPLY, Finished, Prefilled, Reserved, Select, Selected, SelectRefused
 
 CONFIG = RouterConfig(explained=5, index=IndexConfig(limit_bytes=20_000, speculation_limit_bytes=3000))
 

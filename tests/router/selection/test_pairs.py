@@ -20,19 +20,9 @@ from services.router.selection.policies.kv import KvPolicy, split_costs
 from services.router.selection.policy_guard import PolicyGuard
 from shared.errors import ProtocolError
 from shared.hashing import pack_hashes
-from shared.messages import (
-    Finished,
-    KvLayout,
-    LoadReport,
-    ModelCard,
-    Overlap,
-    Prefilled,
-    Reserved,
-    Role,
-    Select,
-    Selected,
-    SelectRefused,
-)
+from shared.messages.cards import KvLayout, ModelCard, Role
+from shared.messages.load import LoadReport
+from shared.messages.select import Finished, Overlap, Prefilled, Reserved, Select, Selected, SelectRefused
 
 CONFIG = RouterConfig()
 SPEED = WorkerSpeed(10_000.0, 0.01)

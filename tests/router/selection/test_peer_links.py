@@ -22,8 +22,10 @@ from services.router.selection.peer_links import (
 )
 from services.router.selection.policies.kv import KvPolicy
 from shared.hashing import pack_hashes
-from shared.kvbm_messages import KvbmReport, PeerRates
-from shared.messages import KvLayout, LoadReport, ModelCard, Overlap, Role, Select, Selected
+from shared.messages.cards import KvLayout, ModelCard, Role
+from shared.messages.kvbm import KvbmReport, PeerRates
+from shared.messages.load import LoadReport
+from shared.messages.select import Overlap, Select, Selected
 
 BLOCK_BYTES = 1000
 HASHES = list(range(1, 101))

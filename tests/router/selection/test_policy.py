@@ -13,7 +13,7 @@ from services.router.selection.candidates import CandidateState, RoutingRequest,
 from services.router.selection.load import IDLE, CandidateLoad
 from services.router.selection.policy import BUILT_IN, Policy, load_policy
 from shared.errors import ConfigError
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 
 BLOCK = 16
 

@@ -13,7 +13,7 @@ from services.router.selection.load import IDLE
 from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policy import BUILT_IN, Policy, explain_candidate
 from services.router.selection.policy_guard import CHOICES_PER_FORGIVEN_STRIKE, PolicyFault, PolicyGuard
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 from tests.router.broken_policy import (
     ArrayScorePolicy,
     BrokenPolicy,

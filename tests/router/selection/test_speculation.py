@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.router.index.index import CandidateId, Index, Slot
 from services.router.selection.speculation import RUN_BYTES, Speculation
 from shared.hashing import pack_hashes
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 
 A, B = ("a", 0), ("b", 0)
 

@@ -16,7 +16,9 @@ from services.router.index.kv_events import CacheEvent, DecodedBatch, RemovedEve
 from services.router.sync.digest_check import CLAIMS_LIMIT, STATES_LIMIT, DigestCheck, DigestResult
 from services.router.sync.source import Action, ApplyBatch, ClearBlocks, RequestReplay, RequestSnapshot, SourceSync
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key, sequence_hashes
-from shared.messages import KvState, Overlap, SnapshotBlock
+from shared.messages.kv_events import SnapshotBlock
+from shared.messages.load import KvState
+from shared.messages.select import Overlap
 
 BLOCK_SIZE = 2
 RANKS = 2

@@ -10,7 +10,9 @@ import pytest
 
 from services.router.config import RouterConfig
 from services.router.sync.feed import EventFeed
-from shared.messages import BlockStored, Prefilled, SourceState
+from shared.messages.kv_events import BlockStored
+from shared.messages.people import SourceState
+from shared.messages.select import Prefilled
 from tests.router.fleet import BLOCK_SIZE, MODEL, NO_SPECULATION, RouterFleet, fleet, tokens_of, until
 
 X, Y = tokens_of("x", 5), tokens_of("y", 3)

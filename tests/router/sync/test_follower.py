@@ -8,7 +8,8 @@ import pytest
 from services.router.sync import follower
 from shared import subjects
 from shared.errors import NoResponders
-from shared.messages import JSON_HEADER, MODEL_CARD, ModelCard
+from shared.messages.cards import MODEL_CARD, ModelCard
+from shared.messages.codec import JSON_HEADER
 from tests.fakes.memory_bus import MemoryBus
 from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.router.fleet import MODEL, NAMESPACE, RouterFleet, fleet, tokens_of, until

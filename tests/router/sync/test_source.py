@@ -15,7 +15,7 @@ from services.router.sync.source import (
     RequestSnapshot,
     SourceSync,
 )
-from shared.messages import KvState
+from shared.messages.load import KvState
 
 
 def batch(sequence: int, *, start: int = 0, rank: int = 0) -> DecodedBatch:

@@ -12,7 +12,8 @@ from shared import subjects
 from shared.bus import outbox
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
-from shared.messages import CANCEL, LOAD_EVENTS, Cancel, Finished, LoadEvents
+from shared.messages.generate import CANCEL, Cancel
+from shared.messages.select import LOAD_EVENTS, Finished, LoadEvents
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 MODEL = "m"

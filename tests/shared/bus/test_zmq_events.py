@@ -13,7 +13,7 @@ import zmq.asyncio
 from shared.bus import zmtp
 from shared.bus.zmq_events import BATCH_LIMIT_BYTES, END, ZmqEventBus, ZmqEventSubscription
 from shared.errors import ConfigError, ProtocolError
-from shared.messages import EventSource
+from shared.messages.cards import EventSource
 from tests.servers import free_port
 from tests.shared.bus.test_events import Batches, joined
 

@@ -25,7 +25,8 @@ from shared.discovery.catalogue import (
 )
 from shared.errors import ProtocolError
 from shared.hashing import self_test
-from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, PROTOCOL, Instance, KvLayout, ModelCard
+from shared.messages.cards import INSTANCE, MODEL_CARD, PROTOCOL, Instance, KvLayout, ModelCard
+from shared.messages.codec import JSON_HEADER
 
 NAMESPACE = "test"
 

@@ -22,18 +22,9 @@ from shared.discovery.directory import (
 )
 from shared.errors import BusDown
 from shared.hashing import self_test
-from shared.messages import (
-    INSTANCE,
-    JSON_HEADER,
-    MODEL_CARD,
-    PING,
-    PONG,
-    Instance,
-    KvLayout,
-    ModelCard,
-    Pong,
-    ServiceName,
-)
+from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, ServiceName
+from shared.messages.codec import JSON_HEADER
+from shared.messages.control import PING, PONG, Pong
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 

@@ -10,7 +10,8 @@ import pytest
 
 from shared import subjects
 from shared.errors import RequestTimeout, Unavailable
-from shared.messages import CONTROL, FOUND_NOTES, JSON_HEADER, PING, PONG, FindNotes, FoundNotes, Note, Ping
+from shared.messages.codec import JSON_HEADER
+from shared.messages.control import CONTROL, FOUND_NOTES, PING, PONG, FindNotes, FoundNotes, Note, Ping
 from shared.runtime.control import FINDING_LIMIT, answer_control
 from shared.runtime.lifecycle import Runtime
 from tests.fake_runtime import fake_runtime

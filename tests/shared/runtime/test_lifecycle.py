@@ -20,7 +20,7 @@ import pytest
 from shared import subjects
 from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
-from shared.messages import PING, PONG, Ping
+from shared.messages.control import PING, PONG, Ping
 from shared.runtime.lifecycle import EXIT_FAILED, EXIT_SETTINGS, settle_memory
 from tests.servers import NatsServer, free_port, nats_server
 

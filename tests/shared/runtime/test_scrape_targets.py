@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shared.messages import Instance, ServiceName
+from shared.messages.cards import Instance, ServiceName
 from shared.runtime.scrape_targets import scrape_targets
 
 

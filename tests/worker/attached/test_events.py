@@ -16,7 +16,7 @@ from services.worker.attached.events import read_events
 from services.worker.config import AttachedConfig
 from services.worker.vllm import events as vllm_events
 from shared.errors import ConfigError, Unavailable
-from shared.messages import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
+from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
 
 LIMIT_S = 180.0
 

@@ -18,7 +18,7 @@ from services.worker.contracts.messages import Ready, Submit
 from services.worker.model.facts import facts_of
 from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.hashing import pack_tokens
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 

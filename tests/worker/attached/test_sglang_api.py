@@ -10,7 +10,7 @@ from services.worker.attached.api import Output
 from services.worker.attached.sglang_api import ROWS, SGLANG
 from services.worker.config import AttachedConfig
 from shared.errors import ConfigError, InvalidRequest
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.worker.attached.test_vllm_api import FULL, submit
 
 

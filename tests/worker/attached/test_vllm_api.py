@@ -12,7 +12,7 @@ from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
 from shared.errors import ConfigError, InvalidRequest
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 FULL = Sampling(
     max_tokens=9,

@@ -25,7 +25,9 @@ from services.worker.contracts.messages import (
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.process import EngineProcess
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Part, Sampling
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 LIMIT_S = 300.0
 

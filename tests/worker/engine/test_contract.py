@@ -18,7 +18,8 @@ import pytest
 import pytest_asyncio
 
 from services.worker.config import WorkerConfig
-from shared.messages import NOT_BEGUN, UNFOLLOWABLE, Sampling
+from shared.messages.frames import NOT_BEGUN, UNFOLLOWABLE
+from shared.messages.generate import Sampling
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.vllm_server import VllmServer

@@ -23,7 +23,10 @@ from services.worker.engine.core import MOST_PENDING, REPORT_INTERVAL_S, EngineC
 from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, KvLayout, Part, Pooling, Sampling
+from shared.messages.cards import KvLayout, Pooling
+from shared.messages.frames import Part
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.worker.fake_runner import EOS, FakeRunner, continuation
 
 CONTEXT = 32

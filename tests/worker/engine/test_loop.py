@@ -27,8 +27,9 @@ from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.kvbm_messages import StoreLayout
-from shared.messages import AllBlocksCleared, BlockStored, Sampling
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import AllBlocksCleared, BlockStored
+from shared.messages.kvbm import StoreLayout
 from tests.worker.fake_runner import FakeRunner, continuation
 from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner
 

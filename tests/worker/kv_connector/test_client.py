@@ -18,7 +18,8 @@ from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
-from shared.messages import INSTANCE, JSON_HEADER, Instance, ServiceName
+from shared.messages.cards import INSTANCE, Instance, ServiceName
+from shared.messages.codec import JSON_HEADER
 from shared.pool.lock import LOCK, HeldLock
 from shared.runtime.lifecycle import Runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus

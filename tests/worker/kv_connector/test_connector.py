@@ -28,9 +28,9 @@ from services.worker.kv_connector.stores import MOST_TRIES
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from services.worker.transfer.peer.lending import LendingLimits
-from shared import kvbm_messages as wire
 from shared.hashing import content_keys, pack_tokens, root_key
-from shared.messages import BlockRemoved
+from shared.messages import kvbm as wire
+from shared.messages.kv_events import BlockRemoved
 from shared.pool.lock import OWNERS
 from tests.worker.hand_loans import LIMITS
 from tests.worker.kvbm_world import BOUNDS, Engine, World

@@ -10,7 +10,7 @@ import pytest
 
 from services.kvbm.pool.host_pool import HostPool
 from services.worker.kv_connector.pool_attachment import OwnerName, PoolAttachment
-from shared.kvbm_messages import Attached
+from shared.messages.kvbm import Attached
 from shared.pool.format import PoolUnfit
 
 POOL_BYTES = 1 << 20

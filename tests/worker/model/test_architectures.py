@@ -14,7 +14,7 @@ from services.worker.native.config import read_config
 from services.worker.native.runner import CAPACITY_BYTES
 from services.worker.native.weights import tensor_shapes
 from shared.errors import ModelError
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 from tests.tiny_model import MODEL_TYPES
 from tests.worker.native.golden.cases import CASES
 from tests.worker.native.real_configs import REAL_CONFIGS

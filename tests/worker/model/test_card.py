@@ -10,7 +10,8 @@ from services.worker.model.facts import facts_of
 from shared.chat_templates import template_file
 from shared.discovery.intake import DEFAULT
 from shared.errors import ModelError
-from shared.messages import JSON_HEADER, MODEL_CARD, ModelCard
+from shared.messages.cards import MODEL_CARD, ModelCard
+from shared.messages.codec import JSON_HEADER
 from tests.tiny_model import write_tiny_model
 
 

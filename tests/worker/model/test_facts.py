@@ -13,7 +13,7 @@ from services.worker.contracts.messages import Ready
 from services.worker.model.card import card_of
 from services.worker.model.facts import facts_of, read_pooling, read_sampling
 from shared.errors import ModelError
-from shared.messages import SamplingDefaults
+from shared.messages.cards import SamplingDefaults
 from tests.tiny_model import write_tiny_model
 
 SOUND = {"max_position_embeddings": 128, "vocab_size": 300, "eos_token_id": 2, "rope_theta": 1e4}

@@ -16,7 +16,7 @@ from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import load_weights
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import CASES, CHECKED_POSITIONS, CONTEXT_TOKENS, GOLDEN, prompt_tokens
 from tests.worker.native.works import work

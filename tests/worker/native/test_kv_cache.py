@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.worker.native.kv_cache import KvCache
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 from tests.resource_limits import LIMIT_BYTES, small_files
 
 LAYOUT = KvLayout("float32", layers=2, kv_heads=3, head_dim=4, block_size=8)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from services.worker.contracts.runner import Work
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.masks import NO_MASKS, Masks, MaskThread
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.works import work
 

@@ -14,7 +14,9 @@ from services.worker.native.config import read_config
 from services.worker.native.pooling import RowSpan, pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner
-from shared.messages import NOT_FINITE, Pooling, Sampling
+from shared.messages.cards import Pooling
+from shared.messages.frames import NOT_FINITE
+from shared.messages.generate import Sampling
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import CASES, CHECKED_POSITIONS, GOLDEN, prompt_tokens
 from tests.worker.native.reference import embedding, last_hidden_states, logits_of

@@ -29,7 +29,9 @@ from services.worker.scheduler.device_probe import MOST_NOT_FINITE
 from services.worker.scheduler.scheduler import Scheduler
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
-from shared.messages import NOT_FINITE, KvLayout, Part, Sampling
+from shared.messages.cards import KvLayout
+from shared.messages.frames import NOT_FINITE, Part
+from shared.messages.generate import Sampling
 from shared.pool.map import PoolMap
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import GOLDEN

@@ -18,7 +18,8 @@ from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.masks import Masks
 from services.worker.native.sampler import is_plain, sample
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import NOT_FINITE, Sampling
+from shared.messages.frames import NOT_FINITE
+from shared.messages.generate import Sampling
 from tests.worker.native.works import work
 
 VOCAB = 40

@@ -24,7 +24,7 @@ from services.frontend.structured.grammar import answer_grammar
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.parser import ParsePlan
 from services.worker.native.runner import NativeRunner
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests import json_schemas
 from tests.frontend.tool_parsers.transcripts import read
 from tests.json_schemas import holds

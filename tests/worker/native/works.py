@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.worker.contracts.runner import Work
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0)
 

@@ -22,7 +22,7 @@ from services.worker.operations.operations import (
     WorkerState,
 )
 from shared.lora import make_lora_id, name_of_lora
-from shared.messages import OperateWorker
+from shared.messages.people import OperateWorker
 from tests.worker.scripted_engine import FACTS
 
 ALL: Ready = msgspec.structs.replace(FACTS, operations=("sleep", "wake", "load_lora", "unload_lora", "clear"))

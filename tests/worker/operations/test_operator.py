@@ -27,17 +27,9 @@ from services.worker.operations import operator
 from shared import subjects
 from shared.errors import ModelError
 from shared.lora import make_lora_id
-from shared.messages import (
-    OPERATE_WORKER,
-    SHUTTING_DOWN,
-    WORKER_OPERATED,
-    Accepted,
-    OperateWorker,
-    Part,
-    Refused,
-    WorkerOperated,
-    WorkerOperation,
-)
+from shared.messages.frames import SHUTTING_DOWN, Part
+from shared.messages.generate import Accepted, Refused
+from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, OperateWorker, WorkerOperated, WorkerOperation
 from tests.worker.scripted_engine import FACTS, ScriptedEngine
 from tests.worker.shell import FRONTEND, NAMESPACE, WORKER, Shell, request, running_worker, write_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.worker.contracts.messages import EngineLoad, Stepped
 from services.worker.reports.rank_reports import RankReports
-from shared.messages import KvState, RankLoad
+from shared.messages.load import KvState, RankLoad
 
 
 def stepped(rank: int, load: EngineLoad, *, progress: int = 1, sequence: int = 0, digest: int = 0) -> Stepped:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from services.worker.contracts.messages import Begun
 from services.worker.requests import attempt_notes
-from shared.messages import Part, Refused
+from shared.messages.frames import Part
+from shared.messages.generate import Refused
 
 
 def test_the_note_of_a_first_token_says_for_what_the_attempt_waited() -> None:

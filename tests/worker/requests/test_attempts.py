@@ -10,7 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.worker.contracts.messages import Ready
 from services.worker.requests.attempts import Attempts
 from shared.hashing import pack_tokens
-from shared.messages import Accepted, FinishReason, Generate, KvLayout, Part, Refused, Sampling
+from shared.messages.cards import KvLayout
+from shared.messages.frames import FinishReason, Part
+from shared.messages.generate import Accepted, Generate, Refused, Sampling
 
 FACTS = Ready(
     context_length=64,

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.worker.contracts.messages import PARTS
 from services.worker.requests.frame_log import FrameLog
-from shared.messages import STEP_FRAME, Part, StepFrame
+from shared.messages.frames import STEP_FRAME, Part, StepFrame
 
 
 def part(number: int = 0) -> bytes:

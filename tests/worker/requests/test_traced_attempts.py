@@ -5,7 +5,7 @@ from random import Random
 from services.worker.contracts.messages import Begun
 from services.worker.requests.traced_attempts import TracedAttempts
 from shared.hashing import pack_tokens
-from shared.messages import FinishReason, Part
+from shared.messages.frames import FinishReason, Part
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import TraceParent
 

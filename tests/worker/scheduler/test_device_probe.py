@@ -7,7 +7,8 @@ import pytest
 from services.worker.scheduler.device_probe import MOST_NOT_FINITE
 from shared.errors import ModelError
 from shared.hashing import content_keys, pack_tokens, root_key
-from shared.messages import NOT_FINITE, Sampling
+from shared.messages.frames import NOT_FINITE
+from shared.messages.generate import Sampling
 from tests.worker.manual_engine import Engine, step_with
 
 PROMPT = [1, 2, 3, 4, 1, 2]

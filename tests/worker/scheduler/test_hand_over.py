@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from services.worker.scheduler.hand_over import STORING_MOST_S
 from shared.hashing import content_keys, pack_tokens, root_key
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.worker.fake_runner import continuation
 from tests.worker.manual_engine import Engine
 

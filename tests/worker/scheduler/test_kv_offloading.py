@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.worker.manual_engine import Engine
 from tests.worker.manual_kvbm import Kvbm
 

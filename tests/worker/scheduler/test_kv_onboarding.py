@@ -14,7 +14,9 @@ from services.worker.contracts.device_blocks import PREFETCHES
 from services.worker.scheduler.kv_onboarding import MOST_EXPECTED
 from shared.blocks import BlockPool
 from shared.hashing import ContentKey, content_keys, pack_tokens, root_key
-from shared.messages import NOT_BEGUN, Pooling, Sampling
+from shared.messages.cards import Pooling
+from shared.messages.frames import NOT_BEGUN
+from shared.messages.generate import Sampling
 from tests.worker.fake_runner import continuation, embedding
 from tests.worker.manual_engine import Engine
 from tests.worker.manual_kvbm import Kvbm

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from services.worker.contracts.messages import AttemptNote
 from services.worker.scheduler.outcome import Outcome
-from shared.messages import Part
+from shared.messages.frames import Part
 
 
 def part(attempt: int, first: int, tokens: int, embedding: bytes = b"") -> Part:

@@ -9,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.worker.contracts.runner import Drawn
 from shared.hashing import KEY_BYTES, content_keys, pack_tokens, root_key
-from shared.messages import NOT_BEGUN, Pooling, Sampling
+from shared.messages.cards import Pooling
+from shared.messages.frames import NOT_BEGUN
+from shared.messages.generate import Sampling
 from tests.worker.fake_runner import EOS, continuation, embedding
 from tests.worker.manual_engine import Engine, step_with
 

@@ -4,7 +4,7 @@ from services.worker.contracts.messages import Submit
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.sequence import Sequence
 from shared.hashing import pack_tokens
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 PROMPT_TOKENS = 4
 LIMITS = SchedulerLimits(

@@ -9,7 +9,7 @@ from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.sequence import Sequence
 from services.worker.scheduler.waiting_queue import WaitingQueue
 from shared.hashing import pack_tokens
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.worker.manual_engine import Engine
 
 PROMPT = [1, 2, 3, 4, 1, 2]

@@ -12,7 +12,9 @@ from services.worker.contracts.runner import Drawn, Work
 from services.worker.simulated.model import SimulatedModel, embedding_of
 from services.worker.simulated.timing import Timing
 from shared.hashing import pack_tokens
-from shared.messages import KvLayout, Pooling, Sampling, TokenLogprob
+from shared.messages.cards import KvLayout, Pooling
+from shared.messages.frames import TokenLogprob
+from shared.messages.generate import Sampling
 
 EOS = 2
 FACTS = Ready(

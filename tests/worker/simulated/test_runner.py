@@ -14,7 +14,9 @@ from services.worker.contracts.runner import Work
 from services.worker.model.facts import facts_of
 from services.worker.simulated.runner import EchoRunner
 from shared.errors import ConfigError
-from shared.messages import UNFOLLOWABLE, KvLayout, Sampling
+from shared.messages.cards import KvLayout
+from shared.messages.frames import UNFOLLOWABLE
+from shared.messages.generate import Sampling
 from tests.tiny_model import write_tiny_model
 
 FACTS = Ready(16, 10, (0,), 4, 4, KvLayout("float32", 1, 1, 1, 4), embedding_size=64)

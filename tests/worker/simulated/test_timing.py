@@ -14,7 +14,7 @@ from services.worker.contracts.runner import Work
 from services.worker.simulated.timing import Table, Timing
 from shared.config import load
 from shared.errors import ConfigError
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.worker.empty_pool import EmptyPool
 
 CONFIG = SimulatedConfig()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from services.worker.contracts.messages import Submit
 from services.worker.vllm.attempts import AttemptTable
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import NOT_BEGUN, Part, Sampling
+from shared.messages.frames import NOT_BEGUN, Part
+from shared.messages.generate import Sampling
 
 
 def submit(number: int, *, tokens: int = 10, prompt: int = 10, **fields: object) -> Submit:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.worker.vllm.blocks import EngineBlocks
 from shared.hashing import pack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
+from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 from tests.router.captured import BLOCK_SIZE, SESSIONS, payloads, requests
 
 

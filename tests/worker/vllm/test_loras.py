@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from services.worker.config import WorkerConfig
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.engine.driven_engine import DrivenEngine

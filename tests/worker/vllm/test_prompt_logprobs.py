@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from services.worker.vllm.prompt_logprobs import LOWEST, prompt_pieces
 from shared.hashing import token_array
-from shared.messages import PromptLogprobs
+from shared.messages.frames import PromptLogprobs
 
 
 class Found(Struct):

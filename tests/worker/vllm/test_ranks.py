@@ -5,7 +5,8 @@ from __future__ import annotations
 from services.worker.contracts.messages import Stepped, Submit
 from services.worker.vllm.ranks import EngineRanks
 from shared.hashing import pack_tokens
-from shared.messages import AllBlocksCleared, BlockStored, Sampling
+from shared.messages.generate import Sampling
+from shared.messages.kv_events import AllBlocksCleared, BlockStored
 
 
 def ranks_of(count: int = 2) -> EngineRanks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import fields
 
 from services.worker.vllm.sampling import ROWS, refusal, seed_for, stop_token_ids
-from shared.messages import Sampling
+from shared.messages.generate import Sampling
 
 
 def test_each_field_has_a_row() -> None:

@@ -24,7 +24,7 @@ from services.worker.native.prepare import prepare
 from services.worker.native.weights import Checkpoint
 from services.worker.native.weights_digest import weights_digest
 from services.worker.transfer.device_memory import DeviceMemory
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 
 
 def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> CudaRunner:

@@ -54,7 +54,7 @@ from services.worker.transfer.peer.device_pages import DeviceMapper, DevicePages
 from services.worker.transfer.peer.fallback import pages_to_lend
 from services.worker.transfer.peer.memory import LendableMemory
 from shared.errors import ConfigError, ModelError
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 
 _FETCH_BLOCKS, _FETCH_THREADS = 64, 256
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from shared.hashing import ContentKey
-from shared.messages import Codec
+from shared.messages.codec import Codec
 
 PROTOCOL = 1
 """The version of the packets; another one is refused."""

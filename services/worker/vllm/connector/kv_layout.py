@@ -28,7 +28,7 @@ from msgspec import Struct
 
 from services.worker.transfer.block_shape import BlockShape
 from shared.errors import HeadraceError
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 
 MOST_FRAGMENTS = 1 << 16
 """The largest number of fragments of one block. A block in smaller pieces is not worth its copies."""

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.contracts.mover import Copied, Copy
-from shared.messages import Codec
+from shared.messages.codec import Codec
 from shared.pool.format import PAGE_BYTES, Arena
 
 # --- orders

@@ -30,8 +30,8 @@ from services.worker.vllm.connector.rank_mover import RankMover
 from services.worker.vllm.connector.settings import ConnectorSettings
 from services.worker.vllm.connector.socket_client import SocketClient
 from shared.errors import ConfigError
-from shared.kvbm_messages import Attached, StoreLayout
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import Attached, StoreLayout
 from shared.pool.format import Arena, PoolUnfit
 from shared.rate_limited_log import RateLimitedLog
 

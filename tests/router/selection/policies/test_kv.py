@@ -22,7 +22,7 @@ from services.router.selection.candidates import (
 )
 from services.router.selection.load import IDLE, CandidateLoad
 from services.router.selection.policies.kv import DECODE_WEIGHT, PROMPT_WEIGHT, STORING_S, KvPolicy, split_costs
-from shared.messages import Overlap
+from shared.messages.select import Overlap
 
 BLOCK = 16
 HOST_S, DISK_S = (BLOCK * 128 * 1024 / rate for rate in (HOST_BYTES_PER_S, DISK_BYTES_PER_S))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.vllm.connector.kv_layout import LayoutUnfit, TensorPlace, block_shape, kv_layout
-from shared.messages import KvLayout
+from shared.messages.cards import KvLayout
 
 Array = np.ndarray[Any, Any]
 ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]

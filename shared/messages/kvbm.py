@@ -22,7 +22,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from shared.messages import Codec, KvLayout
+from shared.messages.cards import KvLayout
+from shared.messages.codec import Codec
 
 # --- attaching
 

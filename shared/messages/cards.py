@@ -1,0 +1,182 @@
+"""What processes publish in discovery, as JSON under a lease: their address book entries, and model cards. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared.messages.codec import Codec
+
+PROTOCOL = 1
+ServiceName = Literal["frontend", "router", "worker", "kvbm"]
+Role = Literal["aggregated", "prefill", "decode", "encode"]
+Pooling = Literal["", "mean", "last"]
+"""How an embedding is made: from the mean of all positions' hidden states, or from the last one; empty: not at all."""
+
+
+class EventSource(Struct, frozen=True):
+    """The address of a stream of KV events, and what its source can do beyond vLLM's format."""
+
+    publish: str
+    """The ZMQ endpoint of the PUB socket."""
+    replay: str
+    """The ZMQ endpoint of the ROUTER socket that replays batches, bound by the source; empty: there is no replay."""
+    topic: str = ""
+    binds: Literal["source", "subscriber"] = "source"
+    """Which side binds `publish`."""
+    epoch: bool = False
+    """Whether the load reports of the source name the epoch of its events."""
+    snapshot: bool = False
+    """Whether the source answers a SnapshotRequest."""
+    digest: bool = False
+    """Whether the load reports of the source have a digest of its blocks."""
+
+
+class Instance(Struct, frozen=True):
+    """The address book entry of one running process."""
+
+    namespace: str
+    service: ServiceName
+    instance: str
+    epoch: int
+    """The number of leases that this process has held: 1 at first, one more each time a lease is lost."""
+    machine: str
+    pid: int
+    started: float
+    """When the process started, in seconds since 1970. It orders the model cards of workers."""
+    version: str
+    protocol: int = PROTOCOL
+    subjects: dict[str, str] = {}
+    """The subject of each operation; every service has `control`."""
+    events: EventSource | None = None
+    http: str = ""
+    """The base URL of /live, /health and /metrics of the process; empty: there is none."""
+    api: str = ""
+    """The base URL at which clients reach this frontend; other processes may share it."""
+    layouts: dict[str, EventSource] = {}
+    """The source of KV events of each layout of a kvbm, by the layout's digest."""
+    pid_namespace: int = 0
+    """The kernel's number of the PID namespace of `pid` (the inode of /proc/self/ns/pid); 0: unknown."""
+    state: str = ""
+    """Why a worker takes no requests although it lives: draining, drained or asleep; empty: no operator asked for
+    that."""
+    peers: str = ""
+    """HOST:PORT at which kvbms of other machines can read this kvbm's blocks; empty: they cannot."""
+    role: Role = "aggregated"
+    """The role of a worker, which its card has too, for as long as it has one."""
+
+
+class KvLayout(Struct, frozen=True, omit_defaults=True):
+    """The shape of one block's KV in memory. Blocks of different layouts are never exchanged."""
+
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    """The number of tokens in a block."""
+    form: str = ""
+    """A digest of the order of the bytes in a block of another engine; empty: the native engine's order."""
+    form_bytes: Annotated[int, Meta(ge=0)] = 0
+    """The size of one block of that engine in bytes; 0: the size follows from the other fields."""
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of one block in bytes: keys and values of all layers."""
+        if self.form_bytes:
+            return self.form_bytes
+        item = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * item
+
+    @property
+    def digest(self) -> str:
+        """The name of the layout: 16 hex digits."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+
+class SamplingDefaults(Struct, frozen=True):
+    """The sampling parameters of requests that do not set them, as in `Sampling`."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+
+
+class ModelCard(Struct, frozen=True):
+    """One model as one instance serves it."""
+
+    model: str
+    instance: str
+    path: str
+    """The directory with tokenizer.json and tokenizer_config.json, as the worker sees it."""
+    tokenizer_digest: str
+    """The SHA-256 of tokenizer.json, in hex."""
+    hash_self_test: str
+    """The result of `shared.hashing.self_test(block_size)` in this instance."""
+    context_length: int
+    vocab_size: int
+    block_size: int
+    capacity_blocks: int
+    """The number of blocks that each rank has."""
+    kv_layout: KvLayout
+    eos_token_ids: tuple[int, ...] = ()
+    role: Role = "aggregated"
+    """What the instance does of a request: all of it; prefill: only prompts, which it hands over with their first
+    token; decode: it takes such requests over, and computes a prompt itself where no worker hands it over."""
+    ranks: int = 1
+    """The number of data-parallel ranks; a candidate is (instance, rank)."""
+    lora: tuple[str, ...] = ()
+    """The ids (`shared.lora`) of the LoRAs that are loaded; each one's name is also that of a model for clients."""
+    kvbm: str = ""
+    """The instance id of the kvbm that this worker is attached to; empty: none."""
+    kvbm_layout: str = ""
+    """The digest of the worker's layout at that kvbm."""
+    grammars: bool = False
+    """Whether the instance applies `Sampling.grammar`; an instance without this flag ignores the field."""
+    biases: bool = False
+    """Whether the instance applies `Sampling.logit_bias`; an instance without this flag ignores the field."""
+    min_tokens: bool = False
+    """Whether the instance applies `Sampling.min_tokens`; an instance without this flag ignores the field."""
+    prompt_logprobs: bool = False
+    """Whether the instance applies `Sampling.prompt_logprobs`; an instance without this flag ignores the field."""
+    allowed_tokens: bool = False
+    """Whether the instance applies `Sampling.allowed_tokens`; an instance without this flag ignores the field."""
+    embedding_size: int = 0
+    """The length of an embedding in floats; 0: the instance ignores `Sampling.pooling`, and answers with text."""
+    pooling: Pooling = ""
+    """The pooling that the model was trained with; empty: it is one that is not implemented."""
+    generates: bool = True
+    """Whether the instance answers with text; False: it only makes embeddings."""
+    device: str = ""
+    """The device of the engine, for people: cpu, or cuda:N, where N is that process's number of the GPU; empty:
+    none."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """What the model's generation_config.json, or the worker's settings, recommend."""
+    chat_template: str = ""
+    """The chat template that replaces that of `path`: a name of `shared.chat_templates`, or a file's absolute path as
+    the worker sees it; empty: none does."""
+    template_digest: str = ""
+    """The SHA-256, in hex, of the file with the chat template; empty: there is none, or an older worker wrote this."""
+    template_text: str = ""
+    """The text of the template that `chat_template` names, so that each frontend renders the same; empty: there is
+    none, it is too long for a card, or an older worker wrote this. Then frontends read the file, and compare its
+    digest."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the instance can answer a whole request. A model is ready only with such an instance."""
+        return self.role in ("aggregated", "decode")
+
+    @property
+    def routed(self) -> bool:
+        """Whether routers choose the instance."""
+        return self.decodes or self.role == "prefill"
+
+
+INSTANCE: Codec[Instance] = Codec(Instance, "instance")
+MODEL_CARD: Codec[ModelCard] = Codec(ModelCard, "model card")

@@ -1,0 +1,120 @@
+"""frontend → worker: compute a prompt and decode from it. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.messages.cards import Pooling
+from shared.messages.codec import Codec
+
+
+class Sampling(Struct, frozen=True):
+    """The sampling parameters. The frontend has checked that each is within the range that its comment gives."""
+
+    max_tokens: int
+    """The maximum number of tokens, ≥ 1, over all attempts of the request."""
+    temperature: float = 1.0
+    """The temperature, 0 … 2; 0 is greedy."""
+    top_p: float = 1.0
+    """The nucleus sampling threshold, 0 < p ≤ 1."""
+    top_k: int = 0
+    """The number of likeliest tokens to draw from, ≥ 0; 0 is off."""
+    min_p: float = 0.0
+    """The least probability relative to the likeliest token, 0 … 1."""
+    seed: int = 0
+    """The random seed, a u64; the frontend draws one if the client gives none."""
+    presence_penalty: float = 0.0
+    """The presence penalty, -2 … 2, over the tokens produced so far."""
+    frequency_penalty: float = 0.0
+    """The frequency penalty, -2 … 2, over the tokens produced so far."""
+    repetition_penalty: float = 1.0
+    """The repetition penalty, > 0, over prompt and output."""
+    logprobs: int = -1
+    """Which log probabilities to return: -1: none; 0: that of the drawn token; n: also those of the n likeliest (≤
+    20)."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    grammar: str = ""
+    """The grammar that constrains the whole output, as llguidance reads it (JSON, or its dialect of Lark); empty: none.
+    Only for instances whose card has `grammars`, and never with `ignore_eos`."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each at most once (≤ 300), and the bias that is added to the logit first, -100 … 100. Only for
+    instances whose card has `biases`."""
+    pooling: Pooling = ""
+    """The pooling of an embedding; empty: the request generates text. With it, no token is drawn, and the attempt's
+    only Part has finish "stop", no tokens and an `embedding`. Only for instances whose card has an `embedding_size`,
+    and only for a prompt without output; the prompt may fill the context."""
+    min_tokens: int = 0
+    """The number of tokens, ≤ `max_tokens`, over all attempts of the request, before which no end-of-sequence token and
+    no token of `stop_token_ids` is drawn, unless the grammar allows nothing else. Only for instances whose card has
+    `min_tokens`."""
+    prompt_logprobs: int = -1
+    """The log probabilities of the prompt's tokens to return, in numbers as for `logprobs`; they come in
+    `Part.prompt_logprobs`. Only for instances whose card has `prompt_logprobs`, and only for a prompt without
+    output."""
+    allowed_tokens: bytes = b""
+    """The token ids that alone may be drawn, packed u32 (≤ 16,384), unless the grammar allows none of them; empty: all.
+    Only for instances whose card has `allowed_tokens`."""
+
+
+class Generate(Struct, frozen=True, tag="generate"):
+    """Compute a prompt and decode from it. The tokens go to the frontend's stream subject."""
+
+    request: str
+    attempt: int
+    model: str
+    frontend: str
+    """The instance id of the frontend whose `stream` subject gets the step frames."""
+    tokens: bytes
+    """The prompt and, on a continuation, the output so far, packed u32."""
+    prompt_tokens: int
+    """The length of the original prompt in tokens; less than len(tokens) / 4 on a continuation."""
+    sampling: Sampling
+    time_left_s: float
+    rank: int = 0
+    lora: str = ""
+    salt: str = ""
+    priority: int = 0
+    """Attempts of a higher priority are computed first, and those of a lower one give their blocks back first."""
+    wait_left_s: float | None = None
+    """The time within which the worker must begin to compute the prompt, in seconds. If it does not, the attempt ends
+    with NOT_BEGUN. None: there is no such limit."""
+    prefill_only: bool = False
+    """Whether the attempt ends with its first token, as "handed_over", unless that token ends the request. The worker
+    offers all full blocks of the prompt to its kvbm, also those that it found in its cache. Only for instances whose
+    card has the role prefill."""
+    prefill_by: str = ""
+    """In advice that this attempt is expected: the instance that computes the prompt, and may lend its blocks."""
+
+
+class Accepted(Struct, frozen=True, tag="accepted"):
+    """The worker owns the attempt now. It will end the attempt with a Part that has a finish reason."""
+
+    request: str
+    attempt: int
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The worker does not accept the attempt, and has done nothing."""
+
+    request: str
+    attempt: int
+    code: Literal["overloaded", "draining", "bad_request", "wrong_model", "not_ready"]
+    reason: str
+
+
+GenerateReply = Accepted | Refused
+
+
+class Cancel(Struct, frozen=True, tag="cancel"):
+    """Free everything that this attempt uses. Idempotent; unknown attempts are ignored."""
+
+    request: str
+    attempt: int
+
+
+GENERATE: Codec[Generate] = Codec(Generate, "generate")
+GENERATE_REPLY: Codec[GenerateReply] = Codec(GenerateReply, "generate reply")
+CANCEL: Codec[Cancel] = Codec(Cancel, "cancel")

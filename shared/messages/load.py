@@ -1,0 +1,64 @@
+"""worker → routers and frontends, every 250 ms: the load of a worker. Pure."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shared.messages.codec import Codec
+
+
+class KvState(Struct, frozen=True, array_like=True):
+    """The position of one rank's KV events. The ranks of a source share its epoch and its sequence."""
+
+    rank: int
+    epoch: int
+    """The number of the engine's starts; a new start means an empty cache."""
+    sequence: int
+    """The sequence of the last published batch, of any rank; -1: none yet."""
+    digest: int = 0
+    """The XOR of the event hashes of all blocks in the cache, as of `sequence`."""
+
+
+class RankLoad(Struct, frozen=True, array_like=True):
+    """The load of one data-parallel rank, with the meanings of LoadReport's fields."""
+
+    rank: int
+    waiting: int
+    running: int
+    waiting_tokens: int
+    held_blocks: int
+
+
+class LoadReport(Struct, frozen=True):
+    """The load of a worker, as it reports it. Counts are sums over its ranks; a speed is one rank's, the mean of those
+    that were measured."""
+
+    instance: str
+    epoch: int
+    progress: int
+    """The number of engine steps so far. If it stands still while there is work, the engine is frozen."""
+    waiting: int
+    running: int
+    waiting_tokens: int
+    """The number of prompt tokens of waiting and running sequences that are not computed yet."""
+    total_blocks: int
+    held_blocks: int
+    """The number of blocks that running sequences use."""
+    cached_blocks: int
+    """The number of blocks with reusable content that no sequence uses now."""
+    prefill_tokens_per_s: float = 0.0
+    """The prefill speed measured lately, in tokens per second; 0: not measured yet."""
+    step_s: float = 0.0
+    """The duration of a step that only decodes, as measured lately, in seconds; 0: not measured yet."""
+    kv: list[KvState] = []
+    frames: dict[str, int] = {}
+    """The sequence of the last step frame that was sent to each frontend."""
+    attempts: list[tuple[str, int]] = []
+    """The (request, attempt) of every waiting or running sequence."""
+    ranks: list[RankLoad] = []
+    """The load of each rank, if there are several."""
+    output_tokens: int = 0
+    """The number of tokens drawn since the worker started; an older worker reports 0."""
+
+
+LOAD_REPORT: Codec[LoadReport] = Codec(LoadReport, "load report")
