@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from shared.bus.contract import Bus
 from shared.discovery.directory import Directory
 from shared.messages.cards import ServiceName
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 

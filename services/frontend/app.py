@@ -39,8 +39,9 @@ from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.ui.routes import PageApi
 from shared import subjects
 from shared.discovery.contract import Registration
-from shared.runtime.lifecycle import Runtime, settle_memory
+from shared.runtime.lifecycle import settle_memory
 from shared.runtime.observe import add_routes
+from shared.runtime.runtime import Runtime
 
 _THREADS = 2
 """The number of threads for loading models and for long prompts; the tokenizer has threads of its own."""

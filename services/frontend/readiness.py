@@ -14,7 +14,7 @@ from shared import subjects
 from shared.discovery.directory import DirectoryChange, InstanceUp
 from shared.errors import Unavailable
 from shared.messages.control import PING, Ping
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 PING_EVERY_S = 1.0
 """Seconds between two rounds."""

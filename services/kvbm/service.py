@@ -55,7 +55,8 @@ from shared.messages.codec import JSON_HEADER, Codec
 from shared.messages.control import Note
 from shared.messages.kv_events import SNAPSHOT_REQUEST
 from shared.pool.socket_frames import PROTOCOL, Hello
-from shared.runtime.lifecycle import Runtime, settle_memory
+from shared.runtime.lifecycle import settle_memory
+from shared.runtime.runtime import Runtime
 
 REPORT_INTERVAL_S = 0.25
 """Seconds between two load reports; also the tick of what is done at intervals."""

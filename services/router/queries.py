@@ -19,7 +19,7 @@ from shared.errors import BusDown, ProtocolError
 from shared.messages.codec import JSON_HEADER
 from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanations, RouterState
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 UNKNOWN_REQUEST_DELAY_S = 0.3
 DELAYED_LIMIT = 64

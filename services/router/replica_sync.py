@@ -19,7 +19,7 @@ from shared import subjects
 from shared.bus.contract import Message
 from shared.errors import ProtocolError, Unavailable
 from shared.messages.select import RESERVATIONS, RESERVATIONS_REQUEST, Reservations, ReservationsRequest
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 ROUTERS_ASKED = 3
 ANSWER_TIMEOUT_S = 1.0

@@ -51,7 +51,7 @@ from shared.messages.select import (
     SelectReply,
 )
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from shared.tracing.traceparent import TraceParent, carried
 
 QUEUE = "router"

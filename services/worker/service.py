@@ -51,7 +51,8 @@ from shared.messages.frames import RESEND_REQUEST, RESENT, SHUTTING_DOWN, Part, 
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Refused
 from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
 from shared.messages.load import LOAD_REPORT, LoadReport
-from shared.runtime.lifecycle import Runtime, settle_memory
+from shared.runtime.lifecycle import settle_memory
+from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import carried
 

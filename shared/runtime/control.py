@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from shared import subjects
 from shared.bus.contract import Message
@@ -23,9 +22,7 @@ from shared.messages.control import (
 )
 from shared.notes import block_name
 from shared.runtime import logs
-
-if TYPE_CHECKING:
-    from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 FINDING_LIMIT = 8
 """Most questions for notes that are answered at once; more get no answer."""

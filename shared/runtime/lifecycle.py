@@ -24,10 +24,8 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import NoReturn, TypeVar
@@ -36,25 +34,22 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from shared import subjects
-from shared.bus.contract import Bus, EventBus
 from shared.bus.nats_bus import NatsBus, connect
 from shared.bus.zmq_events import ZmqEventBus
 from shared.config import ServiceConfig, load
 from shared.discovery.backends import open_discovery
-from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
-from shared.messages.cards import INSTANCE, EventSource, Instance, Role, ServiceName
-from shared.messages.codec import JSON_HEADER
+from shared.messages.cards import ServiceName
 from shared.metrics import counter, process_registry, register_scraped
-from shared.notes import ProcessNotes
 from shared.runtime import logs, observe
 from shared.runtime.control import answer_control
 from shared.runtime.observe import ProcessHealth
+from shared.runtime.runtime import Runtime
 from shared.runtime.scrape_targets import scrape_targets
 from shared.runtime.usage import usage
 from shared.tracing.exporter import open_exporter
-from shared.tracing.tracer import Tracer, open_tracer
+from shared.tracing.tracer import open_tracer
 from shared.version import VERSION
 
 EXIT_FAILED = 1
@@ -77,81 +72,6 @@ UNREADABLE = counter("headrace_unreadable_messages", "",
 # fmt: on
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Everything that a service is given. Tests build it from the in-process fakes."""
-
-    namespace: str
-    service: ServiceName
-    instance: str
-    machine: str
-    bus: Bus
-    events: EventBus
-    discovery: Discovery
-    directory: Directory
-    registry: CollectorRegistry
-    tasks: asyncio.TaskGroup
-    stopping: asyncio.Event
-    health: ProcessHealth = field(default_factory=ProcessHealth)
-    client_bus: Bus | None = None
-    """The connection for messages of NATS clients, if the process has one: a flood of them breaks this connection, and
-    not that to other services."""
-    notes: ProcessNotes = field(default_factory=ProcessNotes)
-    """What happened lately to requests, for `headrace explain`."""
-    tracer: Tracer | None = None
-    """Makes the spans of traced requests; None: tracing is off."""
-    http: str = ""
-    """The base URL of /live, /health and /metrics of this process, for the address book; empty in tests without one."""
-    started: float = field(default_factory=time.time)
-    wall: Callable[[], float] = time.time
-    """The wall clock in seconds since 1970. Durations are measured with the event loop's clock."""
-    draw: Random = field(default_factory=Random)
-    """The random numbers, for ties and never for secrets; a simulation seeds them."""
-
-    def address(
-        self,
-        epoch: int,
-        subjects_by_operation: dict[str, str],
-        *,
-        events: EventSource | None = None,
-        api: str = "",
-        layouts: dict[str, EventSource] | None = None,
-        state: str = "",
-        peers: str = "",
-        role: Role = "aggregated",
-    ) -> dict[str, bytes]:
-        """Return the key and value of this process's address book entry under the lease of `epoch`."""
-        entry = Instance(
-            namespace=self.namespace,
-            service=self.service,
-            instance=self.instance,
-            epoch=epoch,
-            machine=self.machine,
-            pid=os.getpid(),
-            started=self.started,
-            version=VERSION,
-            subjects=subjects_by_operation,
-            events=events,
-            http=self.http or api,
-            api=api,
-            layouts=layouts or {},
-            pid_namespace=pid_namespace(),
-            state=state,
-            peers=peers,
-            role=role,
-        )
-        key = subjects.instance_key(self.namespace, self.service, self.instance)
-        return {key: INSTANCE.encode(entry, JSON_HEADER)}
-
-
-def pid_namespace() -> int:
-    """Return the number of this process's PID namespace; 0 if the kernel has none."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
-    except OSError:
-        return 0
 
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -272,21 +192,11 @@ async def _serve(
 ) -> None:
     """Open the parts of a Runtime, serve, and close them in reverse order."""
     draw = Random()  # noqa: S311 - for ties and for ids of traces, never for secrets
-    resource = {
-        "service.name": f"headrace-{service}",
-        "service.namespace": config.namespace,
-        "service.instance.id": instance,
-        "service.version": VERSION,
-        "host.name": socket.gethostname(),
-    }
+    resource = _trace_resource(service, config.namespace, instance)
     async with AsyncExitStack() as opened:
         tracer = await opened.enter_async_context(open_tracer(config.trace, registry, resource, draw))
         url = await opened.enter_async_context(observe.serving(config.observe, health, registry))
-        waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"
-        health.unready(waiting)
-        connecting = connect(config.nats, f"headrace-{service}-{instance}", lambda why: health.unready(why or waiting))
-        bus = await _unless(stopping, connecting)
-        if bus is None:
+        if (bus := await _unless(stopping, _connected(config, f"headrace-{service}-{instance}", health))) is None:
             return
         opened.push_async_callback(_within_limit, bus.drain, "the bus")
         client_bus: NatsBus | None = None
@@ -304,9 +214,8 @@ async def _serve(
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(directory.run(), name="directory")
-                tasks.create_task(bus.wait_closed(), name="bus")
-                if client_bus is not None:
-                    tasks.create_task(client_bus.wait_closed(), name="bus of clients")
+                for each in filter(None, (bus, client_bus)):
+                    tasks.create_task(each.wait_closed(), name="bus")
                 runtime = Runtime(
                     namespace=config.namespace,
                     service=service,
@@ -330,6 +239,24 @@ async def _serve(
                 raise _Served
         except* _Served:
             pass
+
+
+async def _connected(config: ServiceConfig, name: str, health: ProcessHealth) -> NatsBus:
+    """Connect to NATS, however long that takes; until then the process is not ready."""
+    waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"
+    health.unready(waiting)
+    return await connect(config.nats, name, lambda why: health.unready(why or waiting))
+
+
+def _trace_resource(service: str, namespace: str, instance: str) -> dict[str, str]:
+    """Return what the spans of this process say about it."""
+    return {
+        "service.name": f"headrace-{service}",
+        "service.namespace": namespace,
+        "service.instance.id": instance,
+        "service.version": VERSION,
+        "host.name": socket.gethostname(),
+    }
 
 
 def settle_memory() -> None:

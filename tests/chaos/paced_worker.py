@@ -8,7 +8,8 @@ from services.worker.__main__ import drain_limit_s
 from services.worker.config import WorkerConfig
 from services.worker.engine.process import EngineProcess
 from services.worker.service import Worker
-from shared.runtime.lifecycle import Runtime, run
+from shared.runtime.lifecycle import run
+from shared.runtime.runtime import Runtime
 
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:

@@ -70,8 +70,8 @@ from shared.messages.select import (
     SelectRefused,
     SelectReply,
 )
-from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import ProcessHealth
+from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanRecord
 from shared.tracing.tracer import Tracer
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus

@@ -21,7 +21,8 @@ from services.worker.model_check import check_files
 from shared.bus.contract import EventBus, EventPublisher, EventSubscription
 from shared.kv_events import encode_batch
 from shared.messages.cards import EventSource
-from shared.runtime.lifecycle import Runtime, run
+from shared.runtime.lifecycle import run
+from shared.runtime.runtime import Runtime
 
 
 class _ForgetfulPublisher:

@@ -39,7 +39,7 @@ from shared.messages.kvbm import StoreLayout
 from shared.pool.format import Arena
 from shared.pool.lock import POOL, HeldLock, hold_owner, kvbm_of
 from shared.pool.map import ArenaMap, PoolMap
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
 from tests.fakes.faults import Delivery, deliver_at_once
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus

@@ -18,7 +18,7 @@ from services.kvbm.service import KvbmService
 from services.worker.contracts.messages import KvbmDown, KvbmReply, KvbmUp
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBus
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE

@@ -51,7 +51,7 @@ from shared.messages.select import (
     Selected,
     SelectReply,
 )
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore

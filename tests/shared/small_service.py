@@ -8,7 +8,8 @@ from typing import Literal, NoReturn
 from shared.config import ServiceConfig
 from shared.errors import ModelError
 from shared.metrics import counter
-from shared.runtime.lifecycle import Runtime, run
+from shared.runtime.lifecycle import run
+from shared.runtime.runtime import Runtime
 
 
 class SmallConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):

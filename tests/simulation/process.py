@@ -50,7 +50,7 @@ from shared.errors import ConfigError
 from shared.messages.cards import KvLayout, Role, ServiceName
 from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
 from shared.runtime.control import answer_control
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.simulation.clock import OWNER, SimulatedLoop

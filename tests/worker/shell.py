@@ -21,7 +21,7 @@ from shared.messages.frames import STEP_FRAME, Part, StepFrame
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Cancel, Generate, GenerateReply, Sampling
 from shared.messages.kv_events import EVENT_BATCH, BlockStored, EventBatch
 from shared.messages.load import LOAD_REPORT, LoadReport
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryStore

@@ -28,7 +28,7 @@ from shared.messages.frontends import RECENT_REQUESTS, RecentRequests
 from shared.messages.kvbm import KVBM_STATE, KvbmState
 from shared.messages.load import LOAD_REPORT, LoadReport
 from shared.messages.people import ROUTER_STATE, RouterState
-from shared.runtime.lifecycle import pid_namespace
+from shared.runtime.runtime import pid_namespace
 
 LISTEN_S = 0.5
 """Limit of the time to collect load reports, in seconds: workers report every 250 ms."""

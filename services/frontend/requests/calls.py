@@ -25,7 +25,7 @@ from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavai
 from shared.hashing import pack_tokens
 from shared.messages.generate import GENERATE, GENERATE_REPLY, Generate
 from shared.messages.select import SELECT, SELECT_REPLY, Select
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 SELECT_LIMIT_S = 5.0
 """The longest that choosing one worker may take, over all routers. If routers are slow, all are asked again, each with

@@ -39,7 +39,7 @@ from shared.messages.frontends import RecentRequests
 from shared.messages.generate import CANCEL, Cancel
 from shared.messages.select import LoadEvent, Prefilled, Selected, SelectRefused
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 BATCH_S = 0.005
 """Seconds for which load events and Cancels are collected before they are sent together."""

@@ -30,7 +30,7 @@ from shared.errors import NoResponders, ProtocolError, Unavailable
 from shared.messages.control import PING, Ping
 from shared.messages.frames import RESEND_REQUEST, RESENT, ResendRequest, StepFrame
 from shared.messages.load import LOAD_REPORT
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 _log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
 from shared.messages.codec import JSON_HEADER
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from shared.tracing.traceparent import of_client
 
 STATUS_HEADER = "Headrace-Status"

@@ -19,7 +19,7 @@ from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import NoResponders, RequestTimeout, Unavailable
 from shared.messages.frontends import RECALLED, RESPONSE_STORE_REQUEST, Forget, Recall, Recalled, ResponseStoreRequest
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 PREFIX = "resp_"
 PIECE_BYTES = 512 << 10

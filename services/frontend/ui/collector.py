@@ -32,7 +32,7 @@ from shared.messages.kvbm import KVBM_STATE
 from shared.messages.load import LOAD_REPORT
 from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanations
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from shared.token_rates import TokenRates
 from shared.version import VERSION
 

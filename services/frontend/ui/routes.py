@@ -28,8 +28,8 @@ from services.frontend.ui.files import HEADERS, PATH, PageFile, page_files
 from services.frontend.ui.pages import Pages
 from shared.errors import HeadraceError, InvalidRequest, Unavailable
 from shared.request_names import bare_id
-from shared.runtime.lifecycle import Runtime
 from shared.runtime.origin import OriginRule
+from shared.runtime.runtime import Runtime
 
 UNREAD_S = 10.0
 """Seconds that a page may leave its events unread; then it is cut off."""

@@ -52,7 +52,7 @@ from shared.messages.control import Note
 from shared.messages.kv_events import Tier
 from shared.pool.map import ArenaMap
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 
 class LentBlock(Struct, frozen=True):

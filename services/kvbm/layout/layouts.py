@@ -26,7 +26,7 @@ from services.kvbm.tickets.errors import ArenaMissing, NotReady
 from shared.errors import ConfigError
 from shared.messages.kvbm import StoreLayout
 from shared.pool.format import PoolUnfit
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 CLOSE_LIMIT_S = 5.0
 """Seconds that the disk's running requests may take at the end; queued ones end at once."""

@@ -27,8 +27,8 @@ from services.kvbm.peers.sockets import SocketReader
 from services.kvbm.peers.tls import peer_tls
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.messages.kvbm import PeerRates
-from shared.runtime.lifecycle import Runtime
 from shared.runtime.observe import advertised, check_host
+from shared.runtime.runtime import Runtime
 
 _EPOCH_BITS = 63
 _LOAN_BITS = 48

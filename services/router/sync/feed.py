@@ -39,7 +39,7 @@ from shared.messages.kvbm import LayoutReport
 from shared.messages.load import KvState
 from shared.messages.people import SourceState
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 _SLICE_BLOCKS = 2048
 _BATCH_COST_BLOCKS = 32

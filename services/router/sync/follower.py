@@ -31,7 +31,7 @@ from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import ProtocolError
 from shared.messages.cards import EventSource, Instance, ModelCard
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 MODELS_LIMIT = 256
 """Most models kept, with or without workers; each has an index."""

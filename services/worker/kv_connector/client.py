@@ -29,7 +29,7 @@ from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout, 
 from shared.pool.format import PoolUnfit
 from shared.pool.lock import check_directory, kvbm_of
 from shared.rate_limited_log import RateLimitedLog
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from shared.tracing.spans import finished
 from shared.tracing.traceparent import TraceParent
 

@@ -18,7 +18,7 @@ from shared.messages.cards import MODEL_CARD, EventSource, ModelCard, Role
 from shared.messages.codec import JSON_HEADER
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 from shared.model_files.templates import read_templates
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 DEFAULT_SAMPLING = SamplingConfig()
 OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "load", "operate", "control")

@@ -38,7 +38,7 @@ from shared.lora import make_lora_id, name_of_lora
 from shared.messages.cards import ModelCard
 from shared.messages.frames import SHUTTING_DOWN
 from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, OperateWorker, WorkerOperated, WorkerOperation
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 
 ENGINE_LIMIT_S = 300.0
 """Seconds that an engine has for one operation; it is killed after that, as it may be in any state."""

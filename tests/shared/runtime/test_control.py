@@ -13,7 +13,7 @@ from shared.errors import RequestTimeout, Unavailable
 from shared.messages.codec import JSON_HEADER
 from shared.messages.control import CONTROL, FOUND_NOTES, PING, PONG, FindNotes, FoundNotes, Note, Ping
 from shared.runtime.control import FINDING_LIMIT, answer_control
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.fakes.memory_discovery import MemoryStore

@@ -21,7 +21,7 @@ from shared.discovery.directory import Directory
 from shared.messages.cards import INSTANCE, Instance, ServiceName
 from shared.messages.codec import JSON_HEADER
 from shared.pool.lock import LOCK, HeldLock
-from shared.runtime.lifecycle import Runtime
+from shared.runtime.runtime import Runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.simulation.clock import SimulatedLoop
