@@ -78,7 +78,6 @@ def engine_core(
     store: BlockStore | None,
 ) -> EngineCore:
     """Return the engine that a worker with these settings has. `longest_s` is `step_s`; `store` is its kvbm."""
-    assert role != "encode"
     settings = WorkerConfig(
         model=MODEL,
         engine="simulated",

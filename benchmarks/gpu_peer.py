@@ -49,6 +49,7 @@ from services.worker.transfer.peer.memory import PageMapper
 from services.worker.transfer.peer.messages import LoanIdentity, SlotsLent
 from services.worker.transfer.peer.reader import PageReader
 from shared.pool.lock import hold_owner
+from tests.worker.transfer.layer_major import layer_major
 
 GIB = 1 << 30
 LAYERS = 32
@@ -72,7 +73,7 @@ class Setup(Struct, frozen=True):
     slots: int
 
     def shape(self, at: int) -> BlockShape:
-        return BlockShape.layer_major(at, self.fragments, self.block_bytes // self.fragments, self.slots)
+        return layer_major(at, self.fragments, self.block_bytes // self.fragments, self.slots)
 
     @property
     def identity(self) -> LoanIdentity:

@@ -42,6 +42,7 @@ from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.lane import DEPTH
 from shared.pool.map import ArenaMap
+from tests.worker.transfer.layer_major import layer_major
 
 if TYPE_CHECKING:
     from services.worker.transfer.cuda_copier import CudaCopier, InFlight
@@ -205,7 +206,7 @@ def _shape(
     fragments, fragment_bytes = FRAGMENTS[name]
     device_slots = DEVICE_BYTES // (fragments * fragment_bytes)
     blocks = cupy.arange(DEVICE_BYTES // 8, dtype=cupy.uint64)
-    shape = BlockShape.layer_major(blocks.data.ptr, fragments, fragment_bytes, device_slots)
+    shape = layer_major(blocks.data.ptr, fragments, fragment_bytes, device_slots)
     copier = CudaCopier(shape, memory, time.perf_counter, path=flags.path)
     mover = TransferMover(copier, time.perf_counter)
     mover.attach(slots)

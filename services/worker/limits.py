@@ -38,7 +38,7 @@ class SchedulerLimits:
     """Blocks of the device."""
     max_running: int = 64
     """Most sequences in a step."""
-    max_waiting: int = 512
+    max_waiting: int
     """Most attempts in the queue."""
     max_waiting_tokens: int = 1 << 20
     """Most uncomputed tokens in the queue; one attempt alone may be longer."""

@@ -12,7 +12,7 @@ from shared.messages.codec import Codec
 
 PROTOCOL = 1
 ServiceName = Literal["frontend", "router", "worker", "kvbm"]
-Role = Literal["aggregated", "prefill", "decode", "encode"]
+Role = Literal["aggregated", "prefill", "decode"]
 Pooling = Literal["", "mean", "last"]
 """How an embedding is made: from the mean of all positions' hidden states, or from the last one; empty: not at all."""
 

@@ -29,6 +29,7 @@ from shared.pool.format import PoolGeometry
 from shared.pool.map import ArenaMap, PoolMap
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, FRAGMENTS, SLOTS, CudaDevice, need_gpu
+from tests.worker.transfer.layer_major import layer_major
 
 pytestmark = pytest.mark.gpu
 ARENA = PoolGeometry.of(4 << 20).arena(0, 1, BLOCK_BYTES)
@@ -218,7 +219,7 @@ def test_without_room_for_both_staging_rings_the_staged_path_is_left_out(
 
     before = np.random.default_rng(1).integers(0, 256, (8, 200, 4096), np.uint8)
     array: Any = cupy.asarray(before)
-    shape = BlockShape.layer_major(array.data.ptr, 8, 4096, 200)
+    shape = layer_major(array.data.ptr, 8, 4096, 200)
     memory = DeviceMemory(0)
     CudaCopier(shape, memory, time.perf_counter, path="rows").close()  # kernels are loaded
     hog, on = DeviceMemory(0), new_stream()

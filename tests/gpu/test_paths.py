@@ -11,6 +11,7 @@ import pytest
 from services.worker.contracts.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from tests.worker.transfer.devices import need_gpu
+from tests.worker.transfer.layer_major import layer_major
 
 pytestmark = pytest.mark.gpu
 POOL_SLOTS = 300
@@ -40,7 +41,7 @@ class PathRig:
         draw = np.random.default_rng(len(str(shape)))
         self.blocks = draw.integers(0, 256, (fragments, self.slots, fragment_bytes), np.uint8)
         self.device = cupy.asarray(self.blocks)
-        self.shape = BlockShape.layer_major(self.device.data.ptr, fragments, fragment_bytes, self.slots)
+        self.shape = layer_major(self.device.data.ptr, fragments, fragment_bytes, self.slots)
         self.order = list(range(fragments))
         if uneven:
             self.order = [*self.order[1::2], *self.order[::2]]

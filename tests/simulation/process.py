@@ -277,7 +277,7 @@ class Process:
             max_waiting=self._sizes.max_waiting,
             stall_s=2.0,
             drain_s=1.0,
-            role=_settable(self.role),
+            role=self.role,
             kvbm=ExchangeConfig(
                 pool=self._pool, offload="filled" if self.role == "prefill" else self._sizes.offload, timeout_s=0.5
             ),
@@ -333,11 +333,6 @@ class PromptModel(SimulatedModel):
                 self._complain("embeds, but its role is prefill")
             self._drawn.add(work.sequence)
         return drawn
-
-
-def _settable(role: Role) -> Literal["aggregated", "prefill", "decode"]:
-    assert role != "encode"
-    return role
 
 
 def _router_config(sizes: Sizes) -> RouterConfig:

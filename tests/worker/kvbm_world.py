@@ -67,6 +67,7 @@ class Engine:
             eos_token_ids=frozenset((EOS,)),
             block_size=BLOCK_SIZE,
             capacity_blocks=CAPACITY_BLOCKS,
+            max_waiting=512,
             max_running=4,
             wait_s=world.draw.choice(world.waits_s),
             offload=world.draw.choice(world.offloads),

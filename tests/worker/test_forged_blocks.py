@@ -45,7 +45,14 @@ def test_a_forged_pair_never_shares_a_slot() -> None:
 def test_an_engine_computes_the_second_of_a_forged_pair() -> None:
     runner = FakeRunner(block_size=16, capacity_blocks=16, context_length=256)
     scheduler = Scheduler(
-        SchedulerLimits(model="model", context_length=256, eos_token_ids=frozenset(), block_size=16, capacity_blocks=16)
+        SchedulerLimits(
+            model="model",
+            context_length=256,
+            eos_token_ids=frozenset(),
+            block_size=16,
+            capacity_blocks=16,
+            max_waiting=512,
+        )
     )
     for block in (ONE, OTHER, ONE):
         submit = Submit(

@@ -165,7 +165,7 @@ class KvbmLender:
             return Lent(ask.number, 0, 0.0, [])
         deadline_s = asyncio.get_running_loop().time() + self._lend_s
         slots = [each.slot for each in blocks]
-        loan = self.loans.open(connection, layout.digest, slots, block_bytes, deadline_s)
+        loan = self.loans.open(connection, slots, block_bytes, deadline_s)
         generations = map(layout.slots.generation, slots)
         self._lent[loan] = _Lent(
             layout,

@@ -5,8 +5,8 @@
               │ return        │ return ──▶ ending ──all that is sent has arrived──▶ released
               ▼               │              │ deadline
            released           ▼              ▼
-              ▲            its connection closed, deadline, layout gone: ending, and the connections that send
-              └──────────────────────────── it are cut ──the last of them is closed──▶ released
+              ▲            its connection closed, deadline: ending, and the connections that send it
+              └──────────────────────────── are cut ──the last of them is closed──▶ released
 
 A slot of a loan is held until `released` is returned. The kernel may read a slot until its bytes have arrived, so no
 timer ends that alone: the connection is cut, which drops what the kernel has queued, and the loan waits until that is
@@ -52,7 +52,6 @@ class Loan(Struct):
 
     connection: int
     """The connection on which it was opened, and with which it ends."""
-    layout: str
     slots: list[int]
     size_bytes: int
     deadline_s: float
@@ -88,13 +87,13 @@ class Loans:
         """The connections on which some of a loan is on its way."""
         return list(self._sending)
 
-    def open(self, connection: int, layout: str, slots: Sequence[int], block_bytes: int, deadline_s: float) -> int:
+    def open(self, connection: int, slots: Sequence[int], block_bytes: int, deadline_s: float) -> int:
         """Open a loan of slots that are held, within `room_bytes`; return its id."""
         size_bytes = len(slots) * block_bytes
         assert size_bytes <= self.room_bytes, "more is lent than there is room for"
         loan = self._next
         self._next += 1
-        self._loans[loan] = Loan(connection, layout, list(slots), size_bytes, deadline_s, set())
+        self._loans[loan] = Loan(connection, list(slots), size_bytes, deadline_s, set())
         self.size_bytes += size_bytes
         return loan
 
@@ -134,10 +133,6 @@ class Loans:
         opened = [loan for loan, lent in self._loans.items() if lent.connection == connection]
         after = self._end(opened)
         return LoanEnds(before.cut + after.cut, before.released + after.released)
-
-    def layout_gone(self, layout: str) -> LoanEnds:
-        """End all loans of a layout."""
-        return self._end([loan for loan, lent in self._loans.items() if lent.layout == layout])
 
     def expire(self, now_s: float) -> LoanEnds:
         """End the loans whose deadline has come."""

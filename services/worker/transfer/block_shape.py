@@ -32,16 +32,6 @@ class BlockShape(Struct, frozen=True):
     def contiguous(at: int, block_bytes: int, slots: int) -> BlockShape:
         return BlockShape((at,), block_bytes, block_bytes, slots)
 
-    @staticmethod
-    def layer_major(at: int, fragments: int, fragment_bytes: int, slots: int) -> BlockShape:
-        """Return the shape of one array (fragments, slots, fragment_bytes) at the address `at`."""
-        return BlockShape(
-            tuple(at + index * slots * fragment_bytes for index in range(fragments)),
-            fragment_bytes,
-            fragment_bytes,
-            slots,
-        )
-
     @property
     def fragments(self) -> int:
         return len(self.regions)

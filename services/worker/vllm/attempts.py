@@ -134,10 +134,6 @@ class AttemptTable:
                 late.append(key)
         return late
 
-    @property
-    def has_outcome(self) -> bool:
-        return bool(self._outcome.parts)
-
     def take_outcome(self) -> Outcome:
         """Return what happened since the last call."""
         outcome, self._outcome = self._outcome, Outcome()

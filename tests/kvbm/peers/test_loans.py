@@ -20,7 +20,7 @@ def loans() -> Loans:
 
 def test_a_loan_that_nothing_sends_is_released_when_it_is_given_back() -> None:
     lent = loans()
-    loan = lent.open(1, "l", [3, 4], BLOCK_BYTES, 9.0)
+    loan = lent.open(1, [3, 4], BLOCK_BYTES, 9.0)
     assert lent.give_back(2, loan) == LoanEnds([], []), "it was not opened on that connection"
     assert lent.give_back(1, loan) == LoanEnds([], [loan])
     assert lent.give_back(1, loan) == LoanEnds([], [])
@@ -28,7 +28,7 @@ def test_a_loan_that_nothing_sends_is_released_when_it_is_given_back() -> None:
 
 def test_a_loan_that_is_given_back_early_waits_until_its_bytes_have_arrived() -> None:
     lent = loans()
-    loan = lent.open(1, "l", [3, 4], BLOCK_BYTES, 9.0)
+    loan = lent.open(1, [3, 4], BLOCK_BYTES, 9.0)
     assert lent.take(2, loan, [1]) == [4]
     assert lent.give_back(1, loan) == LoanEnds([], [])
     with pytest.raises(LoanRefused):
@@ -38,7 +38,7 @@ def test_a_loan_that_is_given_back_early_waits_until_its_bytes_have_arrived() ->
 
 def test_a_deadline_cuts_the_connections_and_waits_for_them() -> None:
     lent = loans()
-    loan = lent.open(1, "l", [3, 4], BLOCK_BYTES, 9.0)
+    loan = lent.open(1, [3, 4], BLOCK_BYTES, 9.0)
     lent.take(2, loan, [1])
     lent.take(3, loan, [0])
     assert lent.expire(8.9) == LoanEnds([], [])
@@ -50,7 +50,7 @@ def test_a_deadline_cuts_the_connections_and_waits_for_them() -> None:
 
 def test_a_deadline_also_ends_what_was_given_back_and_does_not_arrive() -> None:
     lent = loans()
-    loan = lent.open(1, "l", [3], BLOCK_BYTES, 9.0)
+    loan = lent.open(1, [3], BLOCK_BYTES, 9.0)
     lent.take(2, loan, [0])
     assert lent.give_back(1, loan) == LoanEnds([], [])
     assert lent.expire(9.0) == LoanEnds([2], [])
@@ -59,7 +59,7 @@ def test_a_deadline_also_ends_what_was_given_back_and_does_not_arrive() -> None:
 
 def test_a_loan_ends_with_the_connection_that_opened_it() -> None:
     lent = loans()
-    loan = lent.open(1, "l", [3], BLOCK_BYTES, 9.0)
+    loan = lent.open(1, [3], BLOCK_BYTES, 9.0)
     lent.take(1, loan, [0])
     assert lent.connection_closed(1) == LoanEnds([], [loan])
 
@@ -67,7 +67,7 @@ def test_a_loan_ends_with_the_connection_that_opened_it() -> None:
 @pytest.mark.parametrize("indices", [[], [2], [-1], [0, 0]])
 def test_blocks_that_a_loan_does_not_have_are_refused(indices: list[int]) -> None:
     lent = loans()
-    loan = lent.open(1, "l", [3, 4], BLOCK_BYTES, 9.0)
+    loan = lent.open(1, [3, 4], BLOCK_BYTES, 9.0)
     with pytest.raises(LoanRefused) as refused:
         lent.take(1, loan, indices)
     assert refused.value.code == "bad_request"
@@ -76,12 +76,12 @@ def test_blocks_that_a_loan_does_not_have_are_refused(indices: list[int]) -> Non
 
 def test_there_is_no_room_beyond_the_limits() -> None:
     lent = loans()
-    lent.open(1, "l", list(range(19)), BLOCK_BYTES, 9.0)
+    lent.open(1, list(range(19)), BLOCK_BYTES, 9.0)
     assert lent.room_bytes == 2
     for _ in range(3):
         assert lent.size_bytes == 38 or lent.room_bytes == 0
         if lent.room_bytes:
-            lent.open(1, "l", [30], BLOCK_BYTES, 9.0)
+            lent.open(1, [30], BLOCK_BYTES, 9.0)
     assert lent.room_bytes == 0
 
 
@@ -110,7 +110,7 @@ class LoanMachine(RuleBasedStateMachine):
         if self.loans.room_bytes >= blocks * BLOCK_BYTES:
             slots = list(range(self.slot, self.slot + blocks))
             self.slot += blocks
-            loan = self.loans.open(connection, "l" if blocks % 2 else "m", slots, BLOCK_BYTES, self.now_s + limit_s)
+            loan = self.loans.open(connection, slots, BLOCK_BYTES, self.now_s + limit_s)
             self.held[loan] = slots
 
     @rule(connection=CONNECTIONS, which=st.integers(0, 5), first=st.integers(-1, 5))
@@ -141,10 +141,6 @@ class LoanMachine(RuleBasedStateMachine):
     def close(self, connection: int) -> None:
         self.on_wire.pop(connection, None)
         self.done(self.loans.connection_closed(connection))
-
-    @rule(layout=st.sampled_from("lm"))
-    def lose_layout(self, layout: str) -> None:
-        self.done(self.loans.layout_gone(layout))
 
     @rule(passed_s=st.integers(1, 3))
     def expire(self, passed_s: int) -> None:

@@ -51,6 +51,7 @@ class Engine:
             eos_token_ids=frozenset((EOS,)),
             block_size=2,
             capacity_blocks=capacity_blocks,
+            max_waiting=512,
         )
         self.core = EngineCore(Scheduler(limits), 2, operations=operations)
         self.now_s = 0.0

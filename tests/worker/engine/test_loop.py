@@ -77,6 +77,7 @@ def run(*lines: Sequence[EngineCommand], runner: FakeRunner | None = None) -> Sc
             eos_token_ids=frozenset((0,)),
             block_size=2,
             capacity_blocks=16,
+            max_waiting=512,
         )
     )
     script = Script(*lines)
@@ -157,7 +158,12 @@ def loop_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineLo
 
 def core_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineCore:
     limits = SchedulerLimits(
-        model="model", context_length=32, eos_token_ids=frozenset((0,)), block_size=BLOCK_SIZE, capacity_blocks=16
+        model="model",
+        context_length=32,
+        eos_token_ids=frozenset((0,)),
+        block_size=BLOCK_SIZE,
+        capacity_blocks=16,
+        max_waiting=512,
     )
     scheduler = Scheduler(limits)
     connector = KVConnector(

@@ -257,6 +257,7 @@ def test_an_overflowing_prompt_does_not_end_the_engine_but_nan_weights_do(tmp_pa
             eos_token_ids=frozenset(),
             block_size=facts.block_size,
             capacity_blocks=facts.capacity_blocks,
+            max_waiting=512,
         )
         scheduler, ends = Scheduler(limits), list[Part]()
         for number, prompt in enumerate(prompts):

@@ -8,7 +8,7 @@ from shared.messages.generate import Sampling
 
 PROMPT_TOKENS = 4
 LIMITS = SchedulerLimits(
-    model="model", context_length=64, eos_token_ids=frozenset((9, 0)), block_size=2, capacity_blocks=16
+    model="model", context_length=64, eos_token_ids=frozenset((9, 0)), block_size=2, capacity_blocks=16, max_waiting=512
 )
 
 

@@ -13,7 +13,9 @@ from shared.messages.generate import Sampling
 from tests.worker.manual_engine import Engine
 
 PROMPT = [1, 2, 3, 4, 1, 2]
-LIMITS = SchedulerLimits(model="model", context_length=64, eos_token_ids=frozenset(), block_size=2, capacity_blocks=16)
+LIMITS = SchedulerLimits(
+    model="model", context_length=64, eos_token_ids=frozenset(), block_size=2, capacity_blocks=16, max_waiting=512
+)
 
 
 def sequence(arrival: int, *, tokens: int = 4, priority: int = 0) -> Sequence:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from services.worker.config import CopyPath
-from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.pinned_slots import CHUNK_BYTES
 from tests.gpu.device import missing
+from tests.worker.transfer.layer_major import layer_major
 
 FRAGMENTS = 6
 FRAGMENT_BYTES = 832
@@ -40,7 +40,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self._array = np.zeros((FRAGMENTS, SLOTS, FRAGMENT_BYTES), np.uint8)
-        shape = BlockShape.layer_major(self._array.ctypes.data, FRAGMENTS, FRAGMENT_BYTES, SLOTS)
+        shape = layer_major(self._array.ctypes.data, FRAGMENTS, FRAGMENT_BYTES, SLOTS)
         self.copier: Copier = HostCopier(shape, self._array)
 
     def write(self, slot: int, block: bytes) -> None:
@@ -62,7 +62,7 @@ class CudaDevice:
         self._array: Any = cupy.zeros((FRAGMENTS, SLOTS, FRAGMENT_BYTES), cupy.uint8)
         self._asarray = cupy.asarray
         self.memory = DeviceMemory(0)
-        shape = BlockShape.layer_major(self._array.data.ptr, FRAGMENTS, FRAGMENT_BYTES, SLOTS)
+        shape = layer_major(self._array.data.ptr, FRAGMENTS, FRAGMENT_BYTES, SLOTS)
         self.copier = CudaCopier(shape, self.memory, time.perf_counter, path=path, chunk_bytes=chunk_bytes)
 
     def write(self, slot: int, block: bytes) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.transfer.block_shape import MOST_PITCH_BYTES, BlockShape
+from tests.worker.transfer.layer_major import layer_major
 
 
 def test_a_super_block_is_one_fragment() -> None:
@@ -12,7 +13,7 @@ def test_a_super_block_is_one_fragment() -> None:
 
 
 def test_layer_major_fragments_are_evenly_spaced() -> None:
-    shape = BlockShape.layer_major(4096, 4, 100, 7)
+    shape = layer_major(4096, 4, 100, 7)
     shape.validate()
     assert shape.regions == (4096, 4796, 5496, 6196)
     assert (shape.block_bytes, shape.pitch_bytes) == (400, 700)
@@ -30,7 +31,7 @@ def test_uneven_backward_or_far_fragments_have_no_pitch(regions: tuple[int, ...]
     [(832, 4096, 4096, 16), (832, 4100, 4096, 4), (836, 4096, 4096, 4), (833, 4096, 4096, 1), (832, 4096, 4, 4)],
 )
 def test_words_are_as_wide_as_all_alignments_allow(fragment_bytes: int, at: int, alignment: int, width: int) -> None:
-    assert BlockShape.layer_major(at, 3, fragment_bytes, 5).word_bytes(alignment) == width
+    assert layer_major(at, 3, fragment_bytes, 5).word_bytes(alignment) == width
 
 
 def test_overlapping_fragments_fail_an_assertion() -> None:

@@ -33,6 +33,7 @@ from services.worker.transfer.peer.memory import ExportedPages, PageMapper
 from services.worker.transfer.peer.messages import LoanIdentity, NotLent, SlotsLent
 from services.worker.transfer.peer.reader import PageReader
 from shared.pool.lock import hold_owner
+from tests.worker.transfer.layer_major import layer_major
 
 IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
 GENERATION = 77
@@ -69,7 +70,7 @@ class Settings(Struct):
     def shape(self, at: int) -> BlockShape:
         """Return where the blocks lie in memory that begins at `at`."""
         if self.layer_major:
-            return BlockShape.layer_major(at, self.fragments, self.fragment_bytes, self.slots)
+            return layer_major(at, self.fragments, self.fragment_bytes, self.slots)
         regions = tuple(at + fragment * self.fragment_bytes for fragment in range(self.fragments))
         return BlockShape(regions, self.fragment_bytes, self.block_bytes, self.slots)
 

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.peer.lending import LendingRefused
 from services.worker.transfer.peer.messages import PROTOCOL, Import, LoanIdentity, Offer, SlotShape
 from services.worker.transfer.peer.offer_check import check_offer
+from tests.worker.transfer.layer_major import layer_major
 
 IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16")
-OWN = BlockShape.layer_major(4096, 2, 64, 10)
+OWN = layer_major(4096, 2, 64, 10)
 SHAPE = SlotShape((0, 1280), 64, 64, 20)
 OFFER = Offer(PROTOCOL, "lender", IDENTITY, 7, "00ff", 2560, SHAPE)
 

@@ -16,7 +16,6 @@ from xxhash import xxh3_64_intdigest
 
 from services.worker.contracts.mover import Copied, Copy
 from services.worker.kv_connector.pool_attachment import MappedPool, OwnerName
-from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from services.worker.transfer.mover import TransferMover
 from services.worker.vllm.connector.orders import (
@@ -36,6 +35,7 @@ from shared.pool.format import PAGE_BYTES, Arena
 from shared.pool.lock import OWNERS, POOL, HeldLock, hold_owner
 from shared.pool.map import PoolMap
 from tests.worker.pool_file import make_pool
+from tests.worker.transfer.layer_major import layer_major
 
 LIMIT_S = 60.0
 POOL_BYTES = 1 << 20
@@ -71,7 +71,7 @@ class Rig:
         self.arena = self.geometry.arena(0, 1, BLOCK_BYTES)
         self.lock: HeldLock = hold_owner(directory, "e-1", shared=True)
         self.memory = np.full((BLOCKS, BLOCK_BYTES), 255, np.uint8)
-        shape = BlockShape.layer_major(self.memory.ctypes.data, 1, BLOCK_BYTES, BLOCKS)
+        shape = layer_major(self.memory.ctypes.data, 1, BLOCK_BYTES, BLOCKS)
         self.copier = BreakingCopier(shape, self.memory)
         self.mover = TransferMover(self.copier, lambda: 0.0, most_blocks=2)
         facts = RankFacts(BLOCK_BYTES, BLOCKS, "tests")
