@@ -42,8 +42,8 @@ from benchmarks.fleet_workers import (
 from benchmarks.journeys import Journey, TokenGaps
 from benchmarks.loads import RequestTrace, TracePrompts
 from services.router.config import RouterConfig
+from services.router.index.inheritance import store_id
 from services.router.index.kv_events import decode
-from services.router.index.shared_stores import store_id
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs

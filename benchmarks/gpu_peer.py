@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_peer [--device cpu] [--quick] [--json]
 
-A second process lends its blocks (`services.worker.transfer.peer`), and this one maps and copies them, as two engines
+A second process lends its blocks (`services.worker.sharing`), and this one maps and copies them, as two engines
 of one machine would: 64 and 512 blocks of 2 MiB, in one piece and in 32 layers of keys and values, from and to
 scattered slots. Every path, spread over 1 and 2 streams, or on 32 to 132 multiprocessors. With two GPUs the lender uses
 the first and the reader the second; with one both use it, and nothing is said about a link.
@@ -40,14 +40,14 @@ from msgspec import Struct
 from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.report import ROOT, Goal, report
 from services.worker.contracts.mover import Copy
+from services.worker.sharing.host_pages import HostLoanCopier, HostMapper, HostPages
+from services.worker.sharing.memory import PageMapper
+from services.worker.sharing.messages import LoanIdentity, SlotsLent
+from services.worker.sharing.page_reader import PageReader
+from services.worker.sharing.page_sharer import PageLender
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.lane import DEPTH
-from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper, HostPages
-from services.worker.transfer.peer.lender import PageLender
-from services.worker.transfer.peer.memory import PageMapper
-from services.worker.transfer.peer.messages import LoanIdentity, SlotsLent
-from services.worker.transfer.peer.reader import PageReader
 from shared.pool.lock import hold_owner
 from tests.worker.transfer.layer_major import layer_major
 
@@ -154,7 +154,7 @@ def _lend(setup: Setup) -> None:
     words = np.arange(size_bytes // 8, dtype=np.uint64)
     pages: Any
     if setup.kind == "cuda":
-        from services.worker.transfer.peer.device_pages import DevicePages
+        from services.worker.sharing.device_pages import DevicePages
 
         pages = DevicePages(size_bytes, setup.device)
         pages.array()[:size_bytes].set(words.view(np.uint8))
@@ -237,8 +237,8 @@ def _own_memory(setup: Setup, device: int) -> tuple[PageMapper, BlockShape, Call
     if setup.kind == "cuda":
         import cupy as arrays  # type: ignore[no-redef]  # pyright: ignore[reportMissingImports]
 
+        from services.worker.sharing.device_pages import DeviceMapper
         from services.worker.transfer.cuda import use_device
-        from services.worker.transfer.peer.device_pages import DeviceMapper
 
         use_device(device)
         mapper = DeviceMapper(device)
@@ -269,7 +269,7 @@ def _copiers(
     assert theirs is not None
     if setup.kind != "cuda":
         return [("memmove", HostLoanCopier(theirs, own), True)]
-    from services.worker.transfer.peer.device_copier import DeviceLoanCopier
+    from services.worker.sharing.device_copier import DeviceLoanCopier
 
     default = DeviceLoanCopier(theirs, own, device)
     made: list[tuple[str, Copier, bool]] = [(f"{default.path}, as is", default, True)]

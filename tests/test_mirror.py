@@ -25,7 +25,7 @@ OF_SEVERAL = {
     "tests/router/index/test_chains_of_stores.py": "chains whose blocks are in a store",
     "tests/shared/bus/test_events.py": "KV events over both back ends",
     "tests/worker/native/test_structured.py": "grammars with the engine's own sampler",
-    "tests/worker/transfer/peer/test_peer_processes.py": "lender and reader in two processes, on both memories",
+    "tests/worker/sharing/test_sharing_processes.py": "lender and reader in two processes, on both memories",
     "tests/worker/vllm/connector/test_machine.py": "the connector's two halves as a Hypothesis state machine",
     "tests/worker/vllm/connector/test_troubles.py": "the connector over a kvbm that is silent, full or strange",
 }

@@ -26,7 +26,7 @@ from itertools import count
 from services.router import replica_sync
 from services.router.choice_span import choice_span
 from services.router.config import RouterConfig
-from services.router.index.shared_stores import store_id
+from services.router.index.inheritance import store_id
 from services.router.metrics import ModelGauges, RouterMetrics
 from services.router.queries import Queries
 from services.router.selection.model_router import ModelRouter

@@ -28,12 +28,12 @@ from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.model.facts import facts_of
-from services.worker.transfer.peer.block_borrower import BlockBorrower
-from services.worker.transfer.peer.block_lender import BlockLender
-from services.worker.transfer.peer.lender import LendableBlocks
-from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import HasLendableMemory
-from services.worker.transfer.peer.messages import LoanIdentity
+from services.worker.sharing.block_reader import BlockBorrower
+from services.worker.sharing.block_sharer import BlockLender
+from services.worker.sharing.memory import HasLendableMemory
+from services.worker.sharing.messages import LoanIdentity
+from services.worker.sharing.page_sharer import LendableBlocks
+from services.worker.sharing.shares import LendingLimits
 from shared.errors import ConfigError, ModelError
 from shared.runtime import logs
 

@@ -15,7 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
 from services.worker.contracts.mover import Mover
 from services.worker.contracts.runner import Drawn, Runner, Work
-from services.worker.transfer.peer.memory import HasLendableMemory, LendableMemory
+from services.worker.sharing.memory import HasLendableMemory, LendableMemory
 
 STEP_S = 0.012
 

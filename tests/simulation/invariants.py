@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from services.frontend.requests.service import RequestService
-from services.router.index.shared_stores import store_id
+from services.router.index.inheritance import store_id
 from services.router.selection.model_router import ModelRouter
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import ContentKey, block_hash, event_hash, next_sequence_hash, seed_of

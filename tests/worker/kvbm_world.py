@@ -39,7 +39,7 @@ from shared.messages.frames import Part
 from shared.messages.generate import Sampling
 from shared.messages.kvbm import StoreLayout
 from tests.worker.fake_runner import EOS, continuation
-from tests.worker.hand_loans import HandBorrower, HandLender
+from tests.worker.hand_sharing import HandBorrower, HandLender
 from tests.worker.kvbm_drawer import Drawer
 from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner, fingerprints
 

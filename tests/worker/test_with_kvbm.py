@@ -15,7 +15,7 @@ import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.service import LENDING_FAILS, LENDS_NOTHING
-from services.worker.transfer.peer.packets import LENDERS
+from services.worker.sharing.packets import LENDERS
 from shared.messages.frames import Part
 from shared.messages.generate import Sampling
 from shared.pool.format import HEADER_BYTES, parse

@@ -7,7 +7,7 @@
 A sequence hash names the whole prefix, so the index needs no tree. If a block in the middle of a chain is removed, the
 overlap ends there; if it is stored again, the chain is whole again. Each block counts in its best tier. The chain of a
 candidate ends at the first block that it holds in no tier. The blocks of a block store are kept once, in a slot of
-their own. They count for every candidate that borrows from the store (`services.router.index.shared_stores`), unless
+their own. They count for every candidate that borrows from the store (`services.router.index.inheritance`), unless
 the candidate holds the block itself in a higher tier. So a chain may go from a worker's device to the store and back.
 
 A candidate holds blocks in a *slot*, which is one bit in the holders' masks. `retire_slot` hides all blocks of a slot
@@ -27,9 +27,9 @@ from typing import Literal
 
 from msgspec import Struct
 
+from services.router.index.inheritance import CandidateId as CandidateId
+from services.router.index.inheritance import SharedStores
 from services.router.index.runs import Holders, Masks, Runs, match_end, matching_piece, matching_piece_either_way
-from services.router.index.shared_stores import CandidateId as CandidateId
-from services.router.index.shared_stores import SharedStores
 from services.router.index.tier_counts import TierCounts
 from shared.messages.kv_events import Tier
 from shared.messages.select import Overlap

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from services.router.config import IndexConfig
 from services.router.index.chains import Chains, SlotCleanup
 from services.router.index.index import CandidateId, Index
-from services.router.index.shared_stores import StoreId, kvbm_of, store_id_of
+from services.router.index.inheritance import StoreId, kvbm_of, store_id_of
 from services.router.selection.eligibility import ranks_of
 from services.router.selection.peer_links import PeerLinks, RemoteSearch
 from shared.messages.cards import ModelCard

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from services.router.index.index import CandidateId
-from services.router.index.shared_stores import StoreId, store_id_of
+from services.router.index.inheritance import StoreId, store_id_of
 from shared.messages.cards import ModelCard
 from shared.messages.select import Select
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from services.router.config import RouterConfig
 from services.router.index.chains import SlotCleanup
 from services.router.index.index import Index
-from services.router.index.shared_stores import store_id_of
+from services.router.index.inheritance import store_id_of
 from services.router.selection.caches import FleetCaches
 from services.router.selection.candidates import (
     DISK_BYTES_PER_S,

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.router.index.index import CandidateId
-from services.router.index.shared_stores import StoreId
+from services.router.index.inheritance import StoreId
 from services.router.selection.candidates import CandidateState, FleetAverage, RoutingRequest
 from services.router.selection.peer_links import RemoteSearch
 from services.router.selection.policies.kv import split_costs

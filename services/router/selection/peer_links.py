@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.router.index.index import CandidateId, Index
-from services.router.index.shared_stores import StoreId, kvbm_of, layout_of, store_id
+from services.router.index.inheritance import StoreId, kvbm_of, layout_of, store_id
 from services.router.selection.candidates import CandidateState
 from shared.messages.kvbm import PeerRates
 from shared.messages.select import Overlap

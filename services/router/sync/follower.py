@@ -20,7 +20,7 @@ from functools import partial
 
 from services.router.config import RouterConfig
 from services.router.index.chains import Chains, SlotCleanup
-from services.router.index.shared_stores import StoreId, kvbm_of, layout_of
+from services.router.index.inheritance import StoreId, kvbm_of, layout_of
 from services.router.metrics import RouterMetrics
 from services.router.selection.eligibility import same_worker
 from services.router.selection.model_router import ModelRouter

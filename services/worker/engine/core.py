@@ -20,7 +20,6 @@ from math import inf
 from typing import TypeGuard, assert_never
 
 from services.worker.config import EngineConfig
-from services.worker.contracts.loans import Borrower, Lender
 from services.worker.contracts.messages import (
     BlockExplained,
     CancelAttempt,
@@ -44,6 +43,7 @@ from services.worker.contracts.messages import (
 )
 from services.worker.contracts.mover import Mover
 from services.worker.contracts.runner import Drawn, Work
+from services.worker.contracts.sharing import Borrower, Lender
 from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits

@@ -28,9 +28,9 @@ from math import inf
 from typing import Literal, Protocol, TypeVar, assert_never
 
 from services.worker.contracts.device_blocks import DeviceBlocks
-from services.worker.contracts.loans import Borrower, Lender
 from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
 from services.worker.contracts.mover import Copied, Mover, Slots
+from services.worker.contracts.sharing import Borrower, Lender
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,

@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from services.worker.contracts.device_blocks import DeviceBlocks, FetchRequest
-from services.worker.contracts.loans import Borrowed
 from services.worker.contracts.mover import Copied, Copy
+from services.worker.contracts.sharing import Borrowed
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,

@@ -26,11 +26,11 @@ from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
 from services.worker.native.weights_digest import check_digest, weights_digest
+from services.worker.sharing.host_pages import HostLoanCopier, HostMapper
+from services.worker.sharing.memory import LendableMemory
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
-from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper
-from services.worker.transfer.peer.memory import LendableMemory
 from shared.errors import ModelError
 from shared.messages.cards import KvLayout
 

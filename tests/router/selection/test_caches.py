@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.router.config import IndexConfig
 from services.router.index.chains import SlotCleanup
 from services.router.index.index import Index
-from services.router.index.shared_stores import store_id_of
+from services.router.index.inheritance import store_id_of
 from services.router.selection.caches import FleetCaches
 from shared.messages.cards import KvLayout, ModelCard
 from shared.messages.kvbm import KvbmReport, PeerRates

@@ -10,7 +10,7 @@ import pytest
 
 from services.router.config import LoadConfig, RouterConfig
 from services.router.index.index import Index
-from services.router.index.shared_stores import StoreId
+from services.router.index.inheritance import StoreId
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.peer_links import (
     LINKS_MOST,

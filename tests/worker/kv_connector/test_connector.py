@@ -25,14 +25,14 @@ from services.worker.engine import core
 from services.worker.kv_connector import fetches
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
 from services.worker.kv_connector.stores import MOST_TRIES
+from services.worker.sharing.shares import LendingLimits
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
-from services.worker.transfer.peer.lending import LendingLimits
 from shared.hashing import content_keys, pack_tokens, root_key
 from shared.messages import kvbm as wire
 from shared.messages.kv_events import BlockRemoved
 from shared.pool.lock import OWNERS
-from tests.worker.hand_loans import LIMITS
+from tests.worker.hand_sharing import LIMITS
 from tests.worker.kvbm_world import BOUNDS, Engine, World
 
 PROMPT = [1, 1, 2, 2, 1, 1, 2, 2]

@@ -44,15 +44,15 @@ from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_lora
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.weights_digest import check_digest
+from services.worker.sharing.device_copier import DeviceLoanCopier
+from services.worker.sharing.device_pages import DeviceMapper, DevicePages
+from services.worker.sharing.fallback import pages_to_lend
+from services.worker.sharing.memory import LendableMemory
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.mover import TransferMover
-from services.worker.transfer.peer.device_copier import DeviceLoanCopier
-from services.worker.transfer.peer.device_pages import DeviceMapper, DevicePages
-from services.worker.transfer.peer.fallback import pages_to_lend
-from services.worker.transfer.peer.memory import LendableMemory
 from shared.errors import ConfigError, ModelError
 from shared.messages.cards import KvLayout
 

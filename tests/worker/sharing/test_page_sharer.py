@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.transfer.peer import packets
-from services.worker.transfer.peer.host_pages import HostMapper, HostPages
-from services.worker.transfer.peer.lender import ACCEPT_RETRY_S, MOST_STRANGERS, PageLender
-from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.lock_watch import LockWatch
-from services.worker.transfer.peer.memory import MapFailed, offsets
-from services.worker.transfer.peer.messages import (
+from services.worker.sharing import packets
+from services.worker.sharing.host_pages import HostMapper, HostPages
+from services.worker.sharing.lock_watch import LockWatch
+from services.worker.sharing.memory import MapFailed, offsets
+from services.worker.sharing.messages import (
     FROM_LENDER,
     MOST_BLOCKS,
     MOST_PACKET_BYTES,
@@ -33,11 +31,13 @@ from services.worker.transfer.peer.messages import (
     ReturnSlots,
     SlotsLent,
 )
-from services.worker.transfer.peer.reader import PageReader
+from services.worker.sharing.page_reader import PageReader
+from services.worker.sharing.page_sharer import ACCEPT_RETRY_S, MOST_STRANGERS, PageLender
+from services.worker.sharing.shares import LendingLimits
 from shared.errors import Unavailable
 from shared.pool.lock import HeldLock, hold_owner
 from tests.resource_limits import no_descriptor_left
-from tests.worker.transfer.peer.peer_process import IDENTITY, Settings, key_of
+from tests.worker.sharing.sharing_process import IDENTITY, Settings, key_of
 
 SHAPE = Settings("", "")
 ASKED = Import(PROTOCOL, "reader", IDENTITY)

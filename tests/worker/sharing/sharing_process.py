@@ -1,6 +1,6 @@
 """A process that lends blocks to another, or reads them; a test commands it with lines of JSON.
 
-    python -m tests.worker.transfer.peer.peer_process lend|read SETTINGS
+    python -m tests.worker.sharing.sharing_process lend|read SETTINGS
 
 It ends when its standard input ends.
 """
@@ -24,14 +24,14 @@ import numpy as np
 from msgspec import Struct
 
 from services.worker.contracts.mover import Copy
+from services.worker.sharing.host_pages import HostLoanCopier, HostMapper, HostPages
+from services.worker.sharing.memory import ExportedPages, PageMapper
+from services.worker.sharing.messages import LoanIdentity, NotLent, SlotsLent
+from services.worker.sharing.page_reader import PageReader
+from services.worker.sharing.page_sharer import PageLender
+from services.worker.sharing.shares import LendingLimits
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
-from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper, HostPages
-from services.worker.transfer.peer.lender import PageLender
-from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import ExportedPages, PageMapper
-from services.worker.transfer.peer.messages import LoanIdentity, NotLent, SlotsLent
-from services.worker.transfer.peer.reader import PageReader
 from shared.pool.lock import hold_owner
 from tests.worker.transfer.layer_major import layer_major
 
@@ -92,7 +92,7 @@ class Memory:
             host = HostPages(size_bytes)
             self.pages, self._array = host, host.array
         else:
-            from services.worker.transfer.peer.device_pages import DevicePages
+            from services.worker.sharing.device_pages import DevicePages
 
             pages = DevicePages(size_bytes, settings.device)
             self.pages, self._array = pages, pages.array()
@@ -209,7 +209,7 @@ class ReaderProcess:
         if settings.kind == "host":
             self._mapper = HostMapper()
         else:
-            from services.worker.transfer.peer.device_pages import DeviceMapper
+            from services.worker.sharing.device_pages import DeviceMapper
 
             self._mapper = DeviceMapper(settings.device)
         self.reader: PageReader | None = None
@@ -303,7 +303,7 @@ class ReaderProcess:
     def _new_copier(self, theirs: BlockShape) -> Copier:
         if self.settings.kind == "host":
             return HostLoanCopier(theirs, self._memory.shape)
-        from services.worker.transfer.peer.device_copier import DeviceLoanCopier
+        from services.worker.sharing.device_copier import DeviceLoanCopier
 
         return DeviceLoanCopier(theirs, self._memory.shape, self.settings.device, path=self.settings.path)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from services.worker.transfer.peer.messages import MOST_DESCRIPTORS, MOST_PACKET_BYTES
+from services.worker.sharing.messages import MOST_DESCRIPTORS, MOST_PACKET_BYTES
 from shared.errors import ProtocolError
 from shared.socket_path import reachable
 

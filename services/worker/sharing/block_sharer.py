@@ -9,10 +9,10 @@ import select
 from collections.abc import Callable
 from pathlib import Path
 
-from services.worker.transfer.peer.lender import LendableBlocks, PageLender
-from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import LendableMemory
-from services.worker.transfer.peer.messages import LoanIdentity
+from services.worker.sharing.memory import LendableMemory
+from services.worker.sharing.messages import LoanIdentity
+from services.worker.sharing.page_sharer import LendableBlocks, PageLender
+from services.worker.sharing.shares import LendingLimits
 from shared.hashing import ContentKey
 from shared.pool.format import PoolUnfit
 

@@ -16,12 +16,10 @@ from typing import Protocol, assert_never
 
 from msgspec import Struct
 
-from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.peer import packets
-from services.worker.transfer.peer.lending import Lending, LendingLimits, LendingRefused
-from services.worker.transfer.peer.lock_watch import LockWatch
-from services.worker.transfer.peer.memory import ExportedPages, offsets
-from services.worker.transfer.peer.messages import (
+from services.worker.sharing import packets
+from services.worker.sharing.lock_watch import LockWatch
+from services.worker.sharing.memory import ExportedPages, offsets
+from services.worker.sharing.messages import (
     FROM_LENDER,
     PROTOCOL,
     TO_LENDER,
@@ -35,7 +33,9 @@ from services.worker.transfer.peer.messages import (
     ReturnSlots,
     SlotsLent,
 )
-from services.worker.transfer.peer.offer_check import check_import
+from services.worker.sharing.offer_check import check_import
+from services.worker.sharing.shares import Lending, LendingLimits, LendingRefused
+from services.worker.transfer.block_shape import BlockShape
 from shared.errors import ProtocolError
 from shared.hashing import ContentKey
 from shared.pool.lock import check_directory

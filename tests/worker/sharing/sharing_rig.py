@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tests.integration.stack import ROOT
-from tests.worker.transfer.peer.peer_process import Settings, block_of, digest
+from tests.worker.sharing.sharing_process import Settings, block_of, digest
 
 
 class PeerProcess:
@@ -19,7 +19,7 @@ class PeerProcess:
 
     def __init__(self, role: str, settings: Settings) -> None:
         self.settings = settings
-        words = [sys.executable, "-m", "tests.worker.transfer.peer.peer_process", role]
+        words = [sys.executable, "-m", "tests.worker.sharing.sharing_process", role]
         words.append(msgspec.json.encode(settings).decode())
         self.process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.index import shared_stores
-from services.router.index.shared_stores import CandidateId, SharedStores
+from services.router.index import inheritance
+from services.router.index.inheritance import CandidateId, SharedStores
 
 WORKERS: list[CandidateId] = [("a", 0), ("a", 1), ("b", 0)]
 STORES: list[CandidateId] = [("k/l", 0), ("k/m", 0)]
@@ -35,7 +35,7 @@ def test_a_borrower_cannot_lend() -> None:
 
 
 def test_the_memo_of_unions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_stores, "_UNIONS_LIMIT", 3)
+    monkeypatch.setattr(inheritance, "_UNIONS_LIMIT", 3)
     stores = SharedStores()
     for number in range(4):
         stores.slot_opened((f"k{number}/l", 0), number)

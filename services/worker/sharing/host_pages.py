@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.worker.contracts.mover import Copy, Slots
+from services.worker.sharing.memory import MapFailed
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import GROUP_BYTES, FinishedCopies
-from services.worker.transfer.peer.memory import MapFailed
 
 PATH = "peer_memmove"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

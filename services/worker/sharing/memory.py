@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from services.worker.sharing.messages import MemoryKind, SlotShape
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
-from services.worker.transfer.peer.messages import MemoryKind, SlotShape
 from shared.errors import HeadraceError
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.sharing.fallback import pages_to_lend
+from services.worker.sharing.host_pages import HostPages
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
-from services.worker.transfer.peer.fallback import pages_to_lend
-from services.worker.transfer.peer.host_pages import HostPages
 from tests.resource_limits import LIMIT_BYTES, small_files
 
 

@@ -19,11 +19,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import assert_never
 
-from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.peer import packets
-from services.worker.transfer.peer.lending import LendingRefused
-from services.worker.transfer.peer.memory import MapFailed, MappedPages, PageMapper, placed
-from services.worker.transfer.peer.messages import (
+from services.worker.sharing import packets
+from services.worker.sharing.memory import MapFailed, MappedPages, PageMapper, placed
+from services.worker.sharing.messages import (
     FROM_LENDER,
     PROTOCOL,
     TO_LENDER,
@@ -37,7 +35,9 @@ from services.worker.transfer.peer.messages import (
     ReturnSlots,
     SlotsLent,
 )
-from services.worker.transfer.peer.offer_check import check_offer
+from services.worker.sharing.offer_check import check_offer
+from services.worker.sharing.shares import LendingRefused
+from services.worker.transfer.block_shape import BlockShape
 from shared.errors import ProtocolError, Unavailable
 from shared.hashing import ContentKey
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.worker.contracts.loans import Borrowed
 from services.worker.contracts.mover import Copied, Copy
+from services.worker.contracts.sharing import Borrowed
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
-from services.worker.transfer.peer.lending import Lending, LendingLimits, LendingRefused
+from services.worker.sharing.shares import Lending, LendingLimits, LendingRefused
 from shared.hashing import ContentKey
 
 LIMITS = LendingLimits(readers=3, loans=3, blocks=8)

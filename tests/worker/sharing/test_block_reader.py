@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from services.worker.contracts.loans import Borrowed
 from services.worker.contracts.mover import Copied, Copy
+from services.worker.contracts.sharing import Borrowed
+from services.worker.sharing import block_reader as block_borrower
+from services.worker.sharing import packets
+from services.worker.sharing.block_reader import MOST_LENDERS, SILENT_S, BlockBorrower
+from services.worker.sharing.block_sharer import OPEN_RETRY_S, WATCH_INTERVAL_S, BlockLender
+from services.worker.sharing.host_pages import HostLoanCopier, HostMapper, HostPages
+from services.worker.sharing.memory import LendableMemory
+from services.worker.sharing.messages import LoanIdentity
+from services.worker.sharing.shares import LendingLimits
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed
-from services.worker.transfer.peer import block_borrower, packets
-from services.worker.transfer.peer.block_borrower import MOST_LENDERS, SILENT_S, BlockBorrower
-from services.worker.transfer.peer.block_lender import OPEN_RETRY_S, WATCH_INTERVAL_S, BlockLender
-from services.worker.transfer.peer.host_pages import HostLoanCopier, HostMapper, HostPages
-from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.memory import LendableMemory
-from services.worker.transfer.peer.messages import LoanIdentity
 from shared.pool.lock import HeldLock, hold_owner
 from tests.resource_limits import no_descriptor_left
 

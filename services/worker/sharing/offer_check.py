@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from services.worker.sharing.messages import MOST_DESCRIPTORS, PROTOCOL, Import, LoanIdentity, Offer, SlotShape
+from services.worker.sharing.shares import LendingRefused
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.peer.lending import LendingRefused
-from services.worker.transfer.peer.messages import MOST_DESCRIPTORS, PROTOCOL, Import, LoanIdentity, Offer, SlotShape
 
 MOST_REGIONS = 4096
 """The most fragments of a block."""

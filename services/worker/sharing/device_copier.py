@@ -17,11 +17,11 @@ import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.contracts.mover import Copy, Slots
+from services.worker.sharing.share_kernel import MOST_BLOCKS, MULTIPROCESSORS, PeerKernel
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ANYWHERE, Event, Stream, new_stream, translated_errors, use_device
 from services.worker.transfer.cuda_copier import InFlight
 from services.worker.transfer.memcpy_batch import MemcpyBatch, load_memcpy_batch
-from services.worker.transfer.peer.peer_kernel import MOST_BLOCKS, MULTIPROCESSORS, PeerKernel
 
 PeerPath = Literal["rows", "batch", "kernel"]
 GROUP_BYTES = 256 << 20

@@ -4,7 +4,7 @@
     prefill worker                lend: as soon as they are computed ◀──┘            └──▶ take_back
 
 Nothing depends on a loan: what is not lent, or not copied in time, comes from the kvbm or is computed.
-`services.worker.transfer.peer` has both. Pure.
+`services.worker.sharing` has both. Pure.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.transfer.peer.lending import MOST_WHOLE, QUIET_S, Lending, LendingLimits, LendingRefused
+from services.worker.sharing.shares import MOST_WHOLE, QUIET_S, Lending, LendingLimits, LendingRefused
 
 LIMITS = LendingLimits(readers=3, loans=2, blocks=8)
 

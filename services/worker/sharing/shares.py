@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct, field
 
-from services.worker.transfer.peer.messages import RefusalCode
+from services.worker.sharing.messages import RefusalCode
 from shared.errors import HeadraceError
 from shared.hashing import ContentKey
 

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from tests.gpu.device import cupy_on_a_device
-from tests.worker.transfer.peer.peer_rig import PeerRig
-from tests.worker.transfer.peer.test_peer_processes import await_state
+from tests.worker.sharing.sharing_rig import PeerRig
+from tests.worker.sharing.test_sharing_processes import await_state
 
 pytestmark = pytest.mark.gpu
 cupy = cupy_on_a_device()

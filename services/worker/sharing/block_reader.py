@@ -17,14 +17,14 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from services.worker.contracts.loans import Borrowed
 from services.worker.contracts.mover import Copied, Copy
+from services.worker.contracts.sharing import Borrowed
+from services.worker.sharing import packets
+from services.worker.sharing.memory import LendableMemory
+from services.worker.sharing.messages import MOST_BLOCKS, LoanIdentity, SlotsLent
+from services.worker.sharing.page_reader import PageReader
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.mover import TransferMover
-from services.worker.transfer.peer import packets
-from services.worker.transfer.peer.memory import LendableMemory
-from services.worker.transfer.peer.messages import MOST_BLOCKS, LoanIdentity, SlotsLent
-from services.worker.transfer.peer.reader import PageReader
 from shared.errors import Unavailable
 from shared.hashing import ContentKey
 from shared.pool.format import Arena

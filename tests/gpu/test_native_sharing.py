@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from services.worker.config import CudaConfig, Dtype
-from services.worker.contracts.loans import Borrowed
 from services.worker.contracts.mover import Copied, Copy
-from services.worker.transfer.peer.block_borrower import BlockBorrower
-from services.worker.transfer.peer.block_lender import BlockLender
-from services.worker.transfer.peer.lending import LendingLimits
-from services.worker.transfer.peer.messages import LoanIdentity
+from services.worker.contracts.sharing import Borrowed
+from services.worker.sharing.block_reader import BlockBorrower
+from services.worker.sharing.block_sharer import BlockLender
+from services.worker.sharing.messages import LoanIdentity
+from services.worker.sharing.shares import LendingLimits
 from shared.pool.lock import hold_owner
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.gpu.device import missing
+from tests.worker.sharing.sharing_rig import PeerProcess, PeerRig
 from tests.worker.transfer.devices import need_gpu
-from tests.worker.transfer.peer.peer_rig import PeerProcess, PeerRig
 
 LARGE = {"fragments": 1, "fragment_bytes": 1 << 20, "slots": 64}
 """Blocks of which a group takes long enough to be killed in."""

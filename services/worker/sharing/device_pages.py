@@ -16,10 +16,10 @@ from typing import Any
 import cupy  # pyright: ignore[reportMissingImports]
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
+from services.worker.sharing.driver import READ, READ_AND_WRITE, Driver
+from services.worker.sharing.memory import MapFailed
 from services.worker.transfer.cuda import translated_errors, use_device
 from services.worker.transfer.errors import DeviceFailed
-from services.worker.transfer.peer.driver import READ, READ_AND_WRITE, Driver
-from services.worker.transfer.peer.memory import MapFailed
 
 
 class DevicePages:
