@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from services.worker.transfer.peer.lending import LendingRefused
-from services.worker.transfer.peer.messages import PROTOCOL, Import, LoanIdentity, Offer, SlotShape
-from services.worker.transfer.peer.offer_check import check_offer
 
+from services.worker.sharing.messages import PROTOCOL, Import, LoanIdentity, Offer, SlotShape
+from services.worker.sharing.offer_check import check_offer
+from services.worker.sharing.shares import LendingRefused
 from tests.worker.transfer.layer_major import layer_major
 
 IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16")
