@@ -22,7 +22,7 @@ from tests.tiny_model import write_tiny_model
 
 SPEAKER = "speaker"
 ECHO = "echo"
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 KEY = "sk-of-a-test"
 SLOW_KEY = "sk-of-a-test-with-one-request-a-minute"
 HERMES = (

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="agents/ is for x86-64"),
 ]
 
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 STEPS = 6
 FOUND = "The word is plover."
 END = "It is plover. " * 40

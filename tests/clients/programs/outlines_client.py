@@ -54,7 +54,7 @@ async def it_asks_on_a_loop() -> None:
 
 def what_is_wrong_is_raised(model: Any) -> None:
     try:
-        model("x", max_tokens=-1)
+        model("x", max_tokens=-2)
     except outlines.exceptions.OutlinesError as wrong:
         said = str(wrong)
     else:
