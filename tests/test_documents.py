@@ -1,4 +1,4 @@
-"""Every path and module that a document names exists, so that ARCHITECTURE.md stays a map; links lead to files."""
+"""Every path and module that a document names exists; links lead to files; what is made of the code is up to date."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import where_page
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
     [
         *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
-        *(ROOT / "docs").glob("*.md"),
+        *({*(ROOT / "docs").glob("*.md")} - {where_page.PAGE}),
         *(ROOT / "docs" / "decisions").glob("*.md"),
         ROOT / "deploy" / "compose" / "README.md",
         ROOT / "benchmarks" / "README.md",
@@ -23,7 +25,6 @@ ABOVE = (ROOT, ROOT / "services", ROOT / "benchmarks")
 PATH = re.compile(r"(?:shared|services|deploy|tests|benchmarks|docs|frontend|router|worker|kvbm)/[\w./-]*")
 FILE = re.compile(r"[\w/-]+\.py")
 MODULE = re.compile(r"(?:-m |^)((?:shared|services|deploy|tests|benchmarks)(?:\.[a-z]\w*)+)")
-PACKAGES = [each.parent for top in ("services", "shared", "deploy") for each in (ROOT / top).rglob("__init__.py")]
 
 
 def paths(text: str) -> Iterator[str]:
@@ -79,12 +80,27 @@ def headings(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
-def test_the_map_names_every_package() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    rows = set(re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE))
-    outermost = {"services", "deploy", "services/frontend", "services/router", "services/worker", "services/kvbm"}
-    packages = {str(package.relative_to(ROOT)) for package in PACKAGES} - outermost
-    assert {package.removeprefix("services/") for package in packages} <= rows
+def test_where_is_what_its_program_writes() -> None:
+    page = where_page.PAGE.read_text(encoding="utf-8")
+    assert where_page.written(page) == page, "run `python -m tests.where_page`"
+
+
+def test_the_readme_says_how_large_the_core_and_the_whole_are() -> None:
+    architecture = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    path = re.search(r"^## A reader's path$(.*?)^5\. ", architecture, re.M | re.S)
+    said = re.search(r"core path \(([\d,]+) of ([\d,]+) lines\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert path
+    assert said
+    core = [ROOT / name if (ROOT / name).exists() else ROOT / "services" / name for name in paths(path[1])]
+    core = [each for each in core if each.suffix != ".md"]
+    whole = [ROOT / top for top in where_page.TOPS]
+    for places, number in zip((core, whole), said.groups(), strict=True):
+        lines = sum(len(file.read_bytes().splitlines()) for place in places for file in files(place))
+        assert lines == pytest.approx(int(number.replace(",", "")), rel=0.05)
+
+
+def files(place: Path) -> list[Path]:
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:
