@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from shared.version import VERSION
 from tests import where_page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
     [
-        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
+        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")),
         *({*(ROOT / "docs").glob("*.md")} - {where_page.PAGE}),
         *(ROOT / "docs" / "decisions").glob("*.md"),
         ROOT / "deploy" / "compose" / "README.md",
@@ -97,6 +98,17 @@ def test_the_readme_says_how_large_the_core_and_the_whole_are() -> None:
     for places, number in zip((core, whole), said.groups(), strict=True):
         lines = sum(len(file.read_bytes().splitlines()) for place in places for file in files(place))
         assert lines == pytest.approx(int(number.replace(",", "")), rel=0.05)
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+) \(", text, re.M)[0] == VERSION
+
+
+def test_upgrade_compares_every_lock_file() -> None:
+    compared = re.search(r"git diff --stat HEAD origin/main -- '(\S+)'", (ROOT / "docs" / "upgrade.md").read_text())
+    assert compared
+    assert set(ROOT.glob(compared[1])) == set(ROOT.glob("*.lock"))
 
 
 def files(place: Path) -> list[Path]:

@@ -130,6 +130,19 @@ def test_the_version_needs_no_installation(checkout: Checkout, word: str) -> Non
     assert checkout.start(word, "more", PYTHON="/no/such/python").returncode == 1  # an installation tells what is wrong
 
 
+def test_in_a_checkout_the_version_names_commit_and_date(checkout: Checkout) -> None:
+    (checkout.root / ".git").mkdir()
+    broken = checkout.start("version")
+    assert (broken.returncode, broken.stdout, broken.stderr) == (0, f"headrace {VERSION}\n", "")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    when = {"GIT_COMMITTER_DATE": "2026-01-31T12:00:00Z"}
+    for words in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "first")):
+        subprocess.run(["git", "-C", str(checkout.root), *words], env=os.environ | when, check=True)
+    asked = ["git", "-C", str(checkout.root), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    assert checkout.start("--version").stdout == f"headrace {VERSION} ({commit}, 2026-01-31)\n"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_scripts_are_posix_shell(script: str) -> None:
     shell = shutil.which("dash") or "sh"
