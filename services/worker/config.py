@@ -267,7 +267,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
     connectors: tuple[Literal["headrace", "nixl", "lmcache"], ...] = ()
     """KV connectors of vLLM, in the order in which they are asked for blocks: headrace (kvbm, at kvbm.pool), nixl,
-    lmcache. Empty: headrace if kvbm.pool is set, else none."""
+    which moves no block, since requests have no kv_transfer_params, and lmcache. Empty: headrace if kvbm.pool is set,
+    else none."""
     engine_metrics: tuple[str, ...] = ENGINE_METRICS
     """Names of vLLM's own metrics that /metrics shows, too; a `*` at the end stands for any rest. Empty: none."""
     vllm_gpus: str = ""
