@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import asdict, replace
 
 from deploy.local.colour import highlight, paint
+from deploy.local.install import InstallError
 from deploy.local.stack.stack import UpOptions
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal
@@ -127,7 +128,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(f"headrace {VERSION}")
             case _:  # no command: the commands are shown
                 return 0
-    except HeadraceError as wrong:
+    except (HeadraceError, InstallError) as wrong:
         print(f"{paint('error:', 'red', sys.stderr)} {wrong}", file=sys.stderr)
         return 2 if isinstance(wrong, ConfigError) else 1
     except BrokenPipeError:  # `headrace status | head`

@@ -19,7 +19,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -34,7 +35,7 @@ PROVIDES = {RUNTIME: (RUNTIME,)} | {name: (RUNTIME, name) for name in (DEVELOPME
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """The errors of a file system that has no locks."""
 LINES_SHOWN = 15
-"""Last lines of pip's output that are shown if it fails."""
+"""Last lines of a program's output that are shown if it fails."""
 
 
 class InstallError(Exception):
@@ -109,8 +110,9 @@ def _build(root: Path, lock_name: str, lock: int) -> None:
         here.rename(old)
     try:
         (here / "headrace").mkdir(parents=True)
-        python = sys.version.split()[0]
-        _run([_outer_python(), "-m", "venv", str(here)], f"making .venv with Python {python}", lock, total=0)
+        making = f"making .venv with Python {sys.version.split()[0]}"
+        _show_progress(making, last=not sys.stderr.isatty())
+        run([_outer_python(), "-m", "venv", str(here)], making, lock)
         _pip_install(root, lock_name, lock)
         _name_checkout(root)
     except BaseException:
@@ -130,14 +132,29 @@ def _name_checkout(root: Path) -> None:
 
 def _pip_install(root: Path, lock_name: str, lock: int) -> None:
     pins = sum("==" in line and not line.startswith((" ", "#")) for line in (root / lock_name).read_text().splitlines())
+    what = f"installing {lock_name}"
+    seen = 0
+
+    def watch(line: str) -> None:
+        nonlocal seen
+        if line.startswith(("Collecting ", "Requirement already satisfied")):
+            seen += 1
+            _show_progress(f"{what}: {min(seen, pins)} of {pins} packages", last=False)
+        elif line.startswith("Installing collected"):
+            _show_progress(f"{what}: unpacking", last=True)
+
     command = [str(root / ".venv" / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--no-input", "--progress-bar", "off", "--no-deps", "--require-hashes", "-r", str(root / lock_name)]
-    _run(command, f"installing {lock_name}", lock, total=pins)
+    _show_progress(f"{what} ({pins} packages)", last=not sys.stderr.isatty())
+    run(command, what, lock, watch)
 
 
-def _run(command: list[str], what: str, lock: int, *, total: int) -> None:
-    """Run the program to its end and show how many packages it has collected. Raise InstallError with its last
-    lines."""
+def run(command: Sequence[str], what: str, lock: int, watch: Callable[[str], None] = lambda _line: None) -> None:
+    """Run a program to its end, and call `watch` with each line that it writes. Raise InstallError with the last lines.
+
+    The program holds the file `lock` too: one that outlives this process, as pip does when this process is killed,
+    still keeps others out.
+    """
     program = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -147,18 +164,13 @@ def _run(command: list[str], what: str, lock: int, *, total: int) -> None:
         errors="replace",
         pass_fds=(lock,),
     )
-    lines: list[str] = []
-    seen = 0
     assert program.stdout is not None
-    _show_progress(what + (f" ({total} packages)" if total else ""), last=not sys.stderr.isatty())
+    lines: deque[str] = deque(maxlen=LINES_SHOWN)
     try:
-        for line in program.stdout:
-            lines = [*lines[1 - LINES_SHOWN :], line.rstrip()]
-            if total and line.startswith(("Collecting ", "Requirement already satisfied")):
-                seen += 1
-                _show_progress(f"{what}: {min(seen, total)} of {total} packages", last=False)
-            elif line.startswith("Installing collected"):
-                _show_progress(f"{what}: unpacking", last=True)
+        with program.stdout:
+            for line in program.stdout:
+                lines.append(line.rstrip())
+                watch(line)
     finally:
         if program.poll() is None and sys.exc_info()[0] is not None:
             program.terminate()

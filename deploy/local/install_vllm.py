@@ -14,16 +14,14 @@ import email
 import json
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from deploy.local.install import exclusive
-from shared.errors import ConfigError, HeadraceError
+from deploy.local.install import exclusive, run
+from shared.errors import ConfigError
 
 ENVIRONMENT = Path(__file__).parents[2] / ".headrace" / "vllm"
 VERSION = "0.32.0"
@@ -35,14 +33,9 @@ OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
 """What the engine's program needs and vLLM may lack."""
 DISK_BYTES = 6 << 30
 """Room that the installation needs for a CPU; 2.4 GB stay."""
-LINES_SHOWN = 15
 STAMP = "headrace.json"
 
 VllmDevice = Literal["cpu", "cuda"]
-
-
-class VllmInstallError(HeadraceError):
-    """The installation failed; the message names the step and has the last lines of its program."""
 
 
 def python_of(environment: Path = ENVIRONMENT) -> Path:
@@ -68,7 +61,7 @@ def device_of(environment: Path = ENVIRONMENT) -> str:
 
 
 def install(device: VllmDevice, say: Callable[[str], None], environment: Path = ENVIRONMENT) -> bool:
-    """Install vLLM unless it is there. Return whether it was installed now. Raise VllmInstallError, ConfigError."""
+    """Install vLLM unless it is there. Return whether it was installed now. Raise InstallError, ConfigError."""
     environment.parent.mkdir(parents=True, exist_ok=True)
     lock = environment.with_name(f"{environment.name}.lock")
     with exclusive(lock, lambda: say("waiting for another process that installs vLLM")) as held:
@@ -89,21 +82,24 @@ def install(device: VllmDevice, say: Callable[[str], None], environment: Path = 
 
 
 class _Steps(NamedTuple):
-    """Where an installation's programs are reported, and the lock that they hold: a program that outlives this process,
-    as pip does when this process is killed, still keeps others out."""
+    """Where an installation's programs are reported, and the lock that they hold."""
 
     say: Callable[[str], None]
     lock: int
     """The lock's file descriptor."""
 
+    def run(self, command: Sequence[str], what: str) -> None:
+        self.say(what)
+        run(command, what, self.lock)
+
 
 def _build(environment: Path, device: VllmDevice, steps: _Steps) -> None:
-    _run([sys.executable, "-m", "venv", str(environment)], "making the environment", steps)
+    steps.run([sys.executable, "-m", "venv", str(environment)], "making the environment")
     if device == "cuda":
         _pip(environment, ["install", RANGE, *OURS], f"installing {RANGE} for GPUs", steps)
     else:
         _install_cpu(environment, steps)
-    _run([str(python_of(environment)), "-c", "import vllm, msgspec, zmq, xxhash, gguf"], "loading vLLM once", steps)
+    steps.run([str(python_of(environment)), "-c", "import vllm, msgspec, zmq, xxhash, gguf"], "loading vLLM once")
     stamp = {"vllm": VERSION if device == "cpu" else RANGE, "device": device}
     (environment / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
 
@@ -147,29 +143,4 @@ def _pip(environment: Path, arguments: Sequence[str], what: str, steps: _Steps) 
     quiet = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     if arguments[0] == "uninstall":
         quiet = quiet[:2]
-    _run([str(python_of(environment)), "-m", "pip", arguments[0], *quiet, *arguments[1:]], what, steps)
-
-
-def _run(command: Sequence[str], what: str, steps: _Steps) -> None:
-    """Run a program to its end. Raise VllmInstallError with its last lines."""
-    steps.say(what)
-    program = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        pass_fds=(steps.lock,),
-    )
-    assert program.stdout is not None
-    try:
-        with program.stdout:
-            lines = deque((line.rstrip() for line in program.stdout), maxlen=LINES_SHOWN)
-    finally:
-        if program.poll() is None and sys.exc_info()[0] is not None:
-            program.terminate()
-        status = program.wait()
-    if status:
-        shown = "\n  ".join(lines) or "(no output)"
-        raise VllmInstallError(f"{what} failed with status {status}; its last lines:\n  {shown}")
+    steps.run([str(python_of(environment)), "-m", "pip", arguments[0], *quiet, *arguments[1:]], what)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import install_vllm
-from deploy.local.install_vllm import VllmInstallError
+from deploy.local.install import InstallError
 from shared.errors import ConfigError
 
 METADATA = """Metadata-Version: 2.1
@@ -35,7 +35,7 @@ def test_a_failed_installation_names_its_step_shows_pips_lines_and_leaves_nothin
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     environment = tmp_path / "vllm"
-    with pytest.raises(VllmInstallError, match=r"installing torch==\S+ failed with status 1(?s:.*)No matching"):
+    with pytest.raises(InstallError, match=r"installing torch==\S+ failed with status 1(?s:.*)No matching"):
         install_vllm.install("cpu", lambda _step: None, environment)
     assert not environment.exists()
 
@@ -49,7 +49,7 @@ def test_what_a_killed_installation_left_is_not_taken_for_an_installation(
     python.touch()
     with pytest.raises(ConfigError, match=r"not installed: \./headrace install-vllm"):
         install_vllm.require(tmp_path / "vllm")
-    with pytest.raises(VllmInstallError):
+    with pytest.raises(InstallError):
         install_vllm.install("cpu", lambda _step: None, tmp_path / "vllm")
     assert not python.exists()
 
