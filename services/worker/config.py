@@ -154,7 +154,7 @@ class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     sign."""
 
     idle_s: Seconds = 60.0
-    """Seconds without a request after which the engine is asked for one token, or one embedding; 0: never."""
+    """Seconds without a request after which the engine is asked for `max_tokens` tokens, or one embedding; 0: never."""
     limit_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     """Seconds that it may take for that; afterwards it is ended, and another is started."""
     prompt: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=1024)] = (1, 1)
