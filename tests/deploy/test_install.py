@@ -8,11 +8,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,16 @@ def test_every_runtime_pin_is_a_pin_of_the_larger_locks(name: str) -> None:
     )
     assert runtime
     assert runtime <= larger
+
+
+def test_the_product_imports_every_package_that_it_depends_on() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    sources = [source for top in ("services", "shared", "deploy") for source in (ROOT / top).rglob("*.py")]
+    lines = [line for source in sources for line in source.read_text().splitlines()]
+    modules = {match[1] for line in lines if (match := re.match(r"\s*(?:from|import) (\w+)", line))}
+    packages = packages_distributions()
+    imported = {name.lower().replace("_", "-") for module in modules for name in packages.get(module, ())}
+    assert {re.split(r"[>=<\[]", each)[0] for each in project["dependencies"]} <= imported
 
 
 def test_an_installed_package_has_every_source_that_is_compiled_for_a_gpu() -> None:
