@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu_peer [--device cpu] [--quick] [--json]
 
-A second process lends its blocks (`services.worker.sharing`), and this one maps and copies them, as two engines
+A second process shares its blocks (`services.worker.sharing`), and this one maps and copies them, as two engines
 of one machine would: 64 and 512 blocks of 2 MiB, in one piece and in 32 layers of keys and values, from and to
-scattered slots. Every path, spread over 1 and 2 streams, or on 32 to 132 multiprocessors. With two GPUs the lender uses
+scattered slots. Every path, spread over 1 and 2 streams, or on 32 to 132 multiprocessors. With two GPUs the sharer uses
 the first and the reader the second; with one both use it, and nothing is said about a link.
 
-    once          one loan's blocks at a time, from handing them over to knowing of their end; the median
+    once          one share's blocks at a time, from handing them over to knowing of their end; the median
     in a row      the same blocks again and again, groups handed over without a pause
 
 The yardstick is one cudaMemcpyPeer of 1 GiB between the two GPUs (on one GPU a copy on it) within this process,
@@ -40,11 +40,11 @@ from msgspec import Struct
 from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.report import ROOT, Goal, report
 from services.worker.contracts.mover import Copy
-from services.worker.sharing.host_pages import HostLoanCopier, HostMapper, HostPages
+from services.worker.sharing.host_pages import HostMapper, HostPages, SharedHostCopier
 from services.worker.sharing.memory import PageMapper
-from services.worker.sharing.messages import LoanIdentity, SlotsLent
+from services.worker.sharing.messages import SharingIdentity, SlotsShared
 from services.worker.sharing.page_reader import PageReader
-from services.worker.sharing.page_sharer import PageLender
+from services.worker.sharing.page_sharer import PageSharer
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.lane import DEPTH
@@ -76,8 +76,8 @@ class Setup(Struct, frozen=True):
         return layer_major(at, self.fragments, self.block_bytes // self.fragments, self.slots)
 
     @property
-    def identity(self) -> LoanIdentity:
-        return LoanIdentity("benchmark", "0", "bytes", kind="cuda" if self.kind == "cuda" else "host")
+    def identity(self) -> SharingIdentity:
+        return SharingIdentity("benchmark", "0", "bytes", kind="cuda" if self.kind == "cuda" else "host")
 
 
 class PeerRow(Struct, frozen=True):
@@ -103,10 +103,10 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--lend", help=argparse.SUPPRESS)
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    if flags.lend:
-        _lend(msgspec.json.decode(flags.lend, type=Setup))
+    if flags.share:
+        _share(msgspec.json.decode(flags.share, type=Setup))
         return 0
     cuda = flags.device == "cuda"
     machine: dict[str, Any] = gpu_or_exit() | _link() if cuda else {"name": "no GPU: host memory"}
@@ -142,14 +142,14 @@ def main() -> int:
     return 0
 
 
-# --- the lender's process
+# --- the sharer's process
 
 
-def _lend(setup: Setup) -> None:
-    """Lend until standard input ends."""
+def _share(setup: Setup) -> None:
+    """Share until standard input ends."""
     import select
 
-    held = hold_owner(Path(setup.directory), "lender")
+    held = hold_owner(Path(setup.directory), "sharer")
     size_bytes = setup.slots * setup.block_bytes
     words = np.arange(size_bytes // 8, dtype=np.uint64)
     pages: Any
@@ -162,9 +162,9 @@ def _lend(setup: Setup) -> None:
     else:
         pages = HostPages(size_bytes)
         pages.array[:] = words.view(np.uint8)
-    lender = PageLender(
+    sharer = PageSharer(
         Path(setup.directory),
-        "lender",
+        "sharer",
         pages,
         setup.shape(pages.address),
         setup.identity,
@@ -173,19 +173,19 @@ def _lend(setup: Setup) -> None:
     )
     print("ready", flush=True)
     while True:
-        readable, _, _ = select.select([0, lender.fileno()], [], [], 0.1)
+        readable, _, _ = select.select([0, sharer.fileno()], [], [], 0.1)
         if 0 in readable and not os.read(0, 1024):
             break
-        lender.turn(time.monotonic())
-        lender.watch()
-    lender.close()
+        sharer.turn(time.monotonic())
+        sharer.watch()
+    sharer.close()
     held.close(delete=True)
 
 
 class _AllBlocks:
-    """Lends the slot that a key is the number of."""
+    """Shares the slot that a key is the number of."""
 
-    def lend(self, keys: Sequence[bytes]) -> list[int]:
+    def share(self, keys: Sequence[bytes]) -> list[int]:
         return [int.from_bytes(key, "little") for key in keys]
 
     def take_back(self, slots: Sequence[int]) -> None: ...
@@ -204,27 +204,27 @@ def _shape(name: str, fragments: int, rate: float, flags: argparse.Namespace) ->
         setup = Setup(directory, "cuda" if cuda else "host", 0, fragments, block_bytes, max(BLOCKS))
         own_device = _second() if cuda else 0
         mapper, own, check = _own_memory(setup, own_device)
-        words = [sys.executable, "-m", "benchmarks.gpu_peer", "--lend", msgspec.json.encode(setup).decode()]
-        with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as lender:
-            assert lender.stdout is not None
-            assert lender.stdin is not None
-            assert lender.stdout.readline() == b"ready\n", "the lender did not start"
-            reader = PageReader(Path(directory), "lender", "reader", setup.identity, own, mapper)
+        words = [sys.executable, "-m", "benchmarks.gpu_peer", "--share", msgspec.json.encode(setup).decode()]
+        with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sharer:
+            assert sharer.stdout is not None
+            assert sharer.stdin is not None
+            assert sharer.stdout.readline() == b"ready\n", "the sharer did not start"
+            reader = PageReader(Path(directory), "sharer", "reader", setup.identity, own, mapper)
             begun_s = time.perf_counter()
             _until(reader, lambda: reader.theirs is not None)
             print(f"{name}: mapped in {(time.perf_counter() - begun_s) * 1e3:.1f} ms", file=sys.stderr, flush=True)
             rows: list[PeerRow] = []
-            loan = 0
+            share = 0
             for label, copier, default in _copiers(setup, reader, own, own_device, quick=flags.quick):
                 for blocks in BLOCKS:
-                    loan += 1
-                    copies = _borrowed(reader, loan, blocks)
+                    share += 1
+                    copies = _shared(reader, share, blocks)
                     rows += _rows(name, label, copier, copies, block_bytes, rate, default, flags)
                     check(copies)
-                    reader.release(loan)
+                    reader.release(share)
                 copier.close()
             reader.leave()
-            lender.stdin.close()
+            sharer.stdin.close()
         held.close(delete=True)
     return rows
 
@@ -268,31 +268,31 @@ def _copiers(
     theirs = reader.theirs
     assert theirs is not None
     if setup.kind != "cuda":
-        return [("memmove", HostLoanCopier(theirs, own), True)]
-    from services.worker.sharing.device_copier import DeviceLoanCopier
+        return [("memmove", SharedHostCopier(theirs, own), True)]
+    from services.worker.sharing.device_copier import SharedDeviceCopier
 
-    default = DeviceLoanCopier(theirs, own, device)
+    default = SharedDeviceCopier(theirs, own, device)
     made: list[tuple[str, Copier, bool]] = [(f"{default.path}, as is", default, True)]
     for path in ("rows", "batch"):
         made += [
-            (f"{path} / {streams}", DeviceLoanCopier(theirs, own, device, path=path, streams=streams), False)
+            (f"{path} / {streams}", SharedDeviceCopier(theirs, own, device, path=path, streams=streams), False)
             for streams in ((1,) if quick else (1, 2))
         ]
     made += [
-        (f"kernel / {count}", DeviceLoanCopier(theirs, own, device, path="kernel", multiprocessors=count), False)
+        (f"kernel / {count}", SharedDeviceCopier(theirs, own, device, path="kernel", multiprocessors=count), False)
         for count in ((64,) if quick else (32, 64, 132))
     ]
     return made
 
 
-def _borrowed(reader: PageReader, loan: int, blocks: int) -> list[Copy]:
-    """Borrow blocks, from and to slots in a random order."""
+def _shared(reader: PageReader, share: int, blocks: int) -> list[Copy]:
+    """Read blocks, from and to slots in a random order."""
     draw = np.random.default_rng(blocks)
     slots = draw.permutation(max(BLOCKS))[:blocks].tolist()
-    reader.borrow(loan, [slot.to_bytes(16, "little") for slot in slots])
+    reader.read(share, [slot.to_bytes(16, "little") for slot in slots])
     answers: list[Any] = []
     _until(reader, lambda: bool(answers), answers)
-    assert isinstance(answers[0], SlotsLent), answers
+    assert isinstance(answers[0], SlotsShared), answers
     return [Copy(slot, to) for slot, to in zip(answers[0].slots, draw.permutation(max(BLOCKS)).tolist(), strict=False)]
 
 
@@ -319,7 +319,7 @@ def _rows(
     default: bool,
     flags: argparse.Namespace,
 ) -> list[PeerRow]:
-    """Measure one way, one loan at a time and in a row."""
+    """Measure one way, one share at a time and in a row."""
 
     def once() -> float:
         begun_s = time.perf_counter()

@@ -187,7 +187,7 @@ def _with_stores(pairs: int, rounds: int) -> Iterator[Row]:
         index, slots, _ = _filled(name, pairs)
         stores = [index.open_slot((f"store {number}", 0)) for number in range(STORES)]
         for number, slot in enumerate(slots):
-            index.set_lender(slot.candidate, stores[number % STORES].candidate)
+            index.set_store(slot.candidate, stores[number % STORES].candidate)
         for chain in chains:
             for number, store in enumerate(stores):
                 depth = max([depth for instance, depth in chain.held if instance % STORES == number], default=0)

@@ -41,7 +41,7 @@ import uvloop
 
 from benchmarks.report import report
 from services.worker.contracts.messages import KvbmAsk, KvbmReply
-from services.worker.engine.channel import EngineEnd, PeerGone, ShellEnd
+from services.worker.engine.channel import ChannelClosed, EngineEnd, ShellEnd
 from shared.bus.contract import LAST_HEADER, Message
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig
@@ -201,7 +201,7 @@ async def _shell(url: str, connection: socket.socket) -> None:
                 ask = await end.receive()
                 assert isinstance(ask, KvbmAsk)
                 tasks.create_task(_relay(bus, end, ask))
-    except* PeerGone:
+    except* ChannelClosed:
         pass
     await bus.drain()
 

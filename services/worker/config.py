@@ -309,12 +309,12 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("kv_dtype is float16; on a CPU there are float32 and bfloat16")
 
     @property
-    def lends(self) -> bool:
+    def shares_blocks(self) -> bool:
         """Whether other engines may copy blocks of this one."""
         return self.role == "prefill" and self.kvbm.lending
 
     @property
-    def borrows(self) -> bool:
+    def reads_shared(self) -> bool:
         """Whether this engine copies blocks of others."""
         return self.role == "decode" and self.kvbm.lending
 

@@ -23,17 +23,17 @@ import msgspec
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import Failed, Loading, Ready
 from services.worker.contracts.runner import Runner
-from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.model.facts import facts_of
-from services.worker.sharing.block_reader import BlockBorrower
-from services.worker.sharing.block_sharer import BlockLender
-from services.worker.sharing.memory import HasLendableMemory
-from services.worker.sharing.messages import LoanIdentity
-from services.worker.sharing.page_sharer import LendableBlocks
-from services.worker.sharing.shares import LendingLimits
+from services.worker.sharing.block_reader import BlockReader
+from services.worker.sharing.block_sharer import BlockSharer
+from services.worker.sharing.memory import HasSharableMemory
+from services.worker.sharing.messages import SharingIdentity
+from services.worker.sharing.page_sharer import SharableBlocks
+from services.worker.sharing.shares import SharingLimits
 from shared.errors import ConfigError, ModelError
 from shared.runtime import logs
 
@@ -45,8 +45,8 @@ after the request, and not only when the loop was through, as with Python's 5 ms
 copies in both directions took 2 to 4 % longer because of it, on a CPU no longer; 0.02 ms gained nothing more."""
 
 
-LENT_PART = 4
-"""The engine's blocks divided by this are the most that are lent at once: requests cannot use blocks that a frozen
+SHARED_PART = 4
+"""The engine's blocks divided by this are the most that are shared at once: requests cannot use blocks that a frozen
 reader keeps."""
 
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[1]))
-    with closing(EngineEnd(connection)) as channel, suppress(PeerGone):
+    with closing(EngineEnd(connection)) as channel, suppress(ChannelClosed):
         attached = config.worker.engine == "attached"
         failed = _run_attached(config, channel, connection) if attached else _run(config, channel)
         if failed is not None:
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
-    """Run the engine until it ends. Return why it failed, or None after Shutdown. Raise PeerGone."""
+    """Run the engine until it ends. Return why it failed, or None after Shutdown. Raise ChannelClosed."""
     attachment = None
     if config.worker.kvbm.pool:  # before CUDA opens its files: `shared.pool.lock` says why
         number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -79,7 +79,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
         runner = _load(config.worker, channel.send)
     except (ModelError, ConfigError) as wrong:
         return Failed(reason=str(wrong), model=True)
-    except PeerGone:
+    except ChannelClosed:
         raise
     except Exception as wrong:  # noqa: BLE001 - the engine's edge, as below
         _log.exception("the model cannot be loaded")
@@ -87,7 +87,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     with closing(runner):
         try:
             _serve(config, channel, runner, attachment)
-        except PeerGone:
+        except ChannelClosed:
             raise
         except ConfigError as wrong:
             return Failed(reason=str(wrong), model=True)
@@ -99,7 +99,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
 
 
 def _run_attached(config: EngineConfig, channel: EngineEnd, connection: socket.socket) -> Failed | None:
-    """Use a server that runs already until the engine ends. Return as `_run`. Raise PeerGone."""
+    """Use a server that runs already until the engine ends. Return as `_run`. Raise ChannelClosed."""
     import asyncio
 
     from services.worker.attached.engine import run_attached
@@ -158,44 +158,45 @@ def _facts(config: WorkerConfig, report: Callable[[Loading], None]) -> Ready:
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
     """Run the engine's loop until Shutdown. Raise ConfigError, and what the runner raises."""
-    mover = borrower = lender = None
+    mover = share_reader = sharer = None
     if attachment is not None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         mover = runner.mover(time.monotonic)
         if mover.fileno() >= 0:
             channel.watch(mover.fileno())
-        borrower, lender = _loans(config, runner, channel)
-    with closing(EngineCore.of(config, runner.facts, mover, attachment, borrower=borrower, lender=lender)) as core:
-        channel.send(msgspec.structs.replace(runner.facts, lends=lender is not None))
+        share_reader, sharer = _sharing(config, runner, channel)
+    engine = EngineCore.of(config, runner.facts, mover, attachment, share_reader=share_reader, sharer=sharer)
+    with closing(engine) as core:
+        channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
         EngineLoop(channel, core, runner, time.monotonic).run()
 
 
-def _loans(
+def _sharing(
     config: EngineConfig, runner: Runner, channel: EngineEnd
-) -> tuple[BlockBorrower | None, Callable[[LendableBlocks], BlockLender] | None]:
-    """Return what borrows blocks from other engines of the machine, and what makes the lender to them; None for what
+) -> tuple[BlockReader | None, Callable[[SharableBlocks], BlockSharer] | None]:
+    """Return what reads blocks of other engines of the machine, and what shares blocks with them; None for what
     this engine does not do."""
     settings = config.worker
-    if not isinstance(runner, HasLendableMemory) or not (settings.lends or settings.borrows):
+    if not isinstance(runner, HasSharableMemory) or not (settings.shares_blocks or settings.reads_shared):
         return None, None
-    memory = runner.lendable_memory
-    if settings.lends and memory().pages is None:
+    memory = runner.sharable_memory
+    if settings.shares_blocks and memory().pages is None:
         return None, None
     facts, directory = runner.facts, Path(settings.kvbm.pool)
     layout = store_layout(config, facts).digest
-    identity = LoanIdentity(config.model_name, layout, facts.kv_layout.dtype, kind=memory().kind)
-    if settings.borrows:
-        borrower = BlockBorrower(directory, memory, identity, time.monotonic)
-        channel.watch(borrower.fileno())
-        return borrower, None
+    identity = SharingIdentity(config.model_name, layout, facts.kv_layout.dtype, kind=memory().kind)
+    if settings.reads_shared:
+        share_reader = BlockReader(directory, memory, identity, time.monotonic)
+        channel.watch(share_reader.fileno())
+        return share_reader, None
 
-    def lender(blocks: LendableBlocks) -> BlockLender:
-        limits = LendingLimits(blocks=max(1, facts.capacity_blocks // LENT_PART))
-        lends = BlockLender(directory, memory, identity, blocks, limits)
-        channel.watch(lends.fileno())
-        return lends
+    def sharer(blocks: SharableBlocks) -> BlockSharer:
+        limits = SharingLimits(blocks=max(1, facts.capacity_blocks // SHARED_PART))
+        block_sharer = BlockSharer(directory, memory, identity, blocks, limits)
+        channel.watch(block_sharer.fileno())
+        return block_sharer
 
-    return None, lender
+    return None, sharer
 
 
 def _die_with(parent_pid: int) -> None:

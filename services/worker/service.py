@@ -67,16 +67,16 @@ SNAPSHOT_CHUNK_BYTES = 1 << 18
 encoded quickly."""
 SMALL_KV_TOKENS = 512
 """Tokens of KV below which the worker warns: a chat of a few turns does not fit."""
-LENDS_NOTHING = (
-    "it lends no blocks, and decode workers get them from the kvbm only: its memory cannot be shared with other"
+SHARES_NOTHING = (
+    "it shares no blocks, and decode workers get them from the kvbm only: its memory cannot be shared with other"
     " processes; the log says why"
 )
-"""The note of a worker that would lend blocks by its settings."""
-LENDING_FAILS = (
-    "it lends no blocks, and decode workers get them from the kvbm only: it could not open its socket, and tries again;"
-    " the log says why"
+"""The note of a worker that would share blocks by its settings."""
+SHARING_FAILS = (
+    "it shares no blocks, and decode workers get them from the kvbm only: it could not open its socket, and tries"
+    " again; the log says why"
 )
-"""The note of a worker that will lend blocks as soon as it can."""
+"""The note of a worker that will share blocks as soon as it can."""
 FLUSH_LIMIT_S = 2.0
 """Seconds for sending the last frames."""
 _MAKE_SUBMIT: Callable[..., Submit] = Submit
@@ -255,14 +255,14 @@ class Worker:
             note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
             _log.warning("%s", note)
             self._notes.append(note)
-        if self._config.engine == "native" and self._config.lends and not facts.lends:
-            self._notes.append(LENDS_NOTHING)
+        if self._config.engine == "native" and self._config.shares_blocks and not facts.shares_blocks:
+            self._notes.append(SHARES_NOTHING)
         self._operator.engine_ready(facts, card)
 
     def _health_fields(self) -> dict[str, list[str]]:
         missing = self._kvbm.missing if self._config.role != "aggregated" else ""
         fields = {
-            "notes": self._notes + [LENDING_FAILS] * self._kvbm_metrics.lending_fails,
+            "notes": self._notes + [SHARING_FAILS] * self._kvbm_metrics.sharing_fails,
             "probes": self._observations.last_probes,
             "no_hand_over": [missing] if missing else [],
         }

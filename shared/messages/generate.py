@@ -86,7 +86,7 @@ class Generate(Struct, frozen=True, tag="generate"):
     offers all full blocks of the prompt to its kvbm, also those that it found in its cache. Only for instances whose
     card has the role prefill."""
     prefill_by: str = ""
-    """In advice that this attempt is expected: the instance that computes the prompt, and may lend its blocks."""
+    """In advice that this attempt is expected: the instance that computes the prompt, and may share its blocks."""
 
 
 class Accepted(Struct, frozen=True, tag="accepted"):

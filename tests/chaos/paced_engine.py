@@ -15,7 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
 from services.worker.contracts.mover import Mover
 from services.worker.contracts.runner import Drawn, Runner, Work
-from services.worker.sharing.memory import HasLendableMemory, LendableMemory
+from services.worker.sharing.memory import HasSharableMemory, SharableMemory
 
 STEP_S = 0.012
 
@@ -39,9 +39,9 @@ class Paced:
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         return self._runner.operate(operation, name, path, level)
 
-    def lendable_memory(self) -> LendableMemory:
-        assert isinstance(self._runner, HasLendableMemory)
-        return self._runner.lendable_memory()
+    def sharable_memory(self) -> SharableMemory:
+        assert isinstance(self._runner, HasSharableMemory)
+        return self._runner.sharable_memory()
 
     def memory_use(self) -> MemoryUse | None:
         return self._runner.memory_use()

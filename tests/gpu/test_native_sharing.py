@@ -12,11 +12,11 @@ import pytest
 
 from services.worker.config import CudaConfig, Dtype
 from services.worker.contracts.mover import Copied, Copy
-from services.worker.contracts.sharing import Borrowed
-from services.worker.sharing.block_reader import BlockBorrower
-from services.worker.sharing.block_sharer import BlockLender
-from services.worker.sharing.messages import LoanIdentity
-from services.worker.sharing.shares import LendingLimits
+from services.worker.contracts.sharing import SharedSlots
+from services.worker.sharing.block_reader import BlockReader
+from services.worker.sharing.block_sharer import BlockSharer
+from services.worker.sharing.messages import SharingIdentity
+from services.worker.sharing.shares import SharingLimits
 from shared.pool.lock import hold_owner
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
@@ -34,24 +34,24 @@ BLOCKS = [3, 1, 2]
 
 
 class AllBlocks:
-    """Lends the slots that keys are the numbers of."""
+    """Shares the slots that keys are the numbers of."""
 
-    def lend(self, keys: Sequence[bytes]) -> list[int]:
+    def share(self, keys: Sequence[bytes]) -> list[int]:
         return [int.from_bytes(key, "little") for key in keys]
 
     def take_back(self, slots: Sequence[int]) -> None: ...
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_runner_computes_the_same_in_pages_that_are_lent_and_gives_them_back(tmp_path: Path, dtype: Dtype) -> None:
+def test_a_runner_computes_the_same_in_pages_that_are_shared_and_gives_them_back(tmp_path: Path, dtype: Dtype) -> None:
     model = write_tiny_model(tmp_path / "model", dtype="bfloat16", **SHAPE)
     settings = CudaConfig(dtype=dtype, graph_upper_bound=4)
     with closing(cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS)) as runner:
         expected = answers(runner)
     before = free_bytes()
-    with closing(cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS, lends=True)) as runner:
+    with closing(cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS, shares_blocks=True)) as runner:
         assert answers(runner) == expected
-        memory, use = runner.lendable_memory(), runner.memory_use()
+        memory, use = runner.sharable_memory(), runner.memory_use()
         assert memory.pages is not None
         assert memory.pages.address == memory.shape.regions[0]
         kv_bytes = CAPACITY_BLOCKS * memory.shape.block_bytes
@@ -69,34 +69,34 @@ def test_blocks_go_from_one_engines_pages_to_anothers_and_it_continues_as_if_it_
     directory = tmp_path / "pool"
     (directory / "owners").mkdir(mode=0o700, parents=True)
     directory.chmod(0o700)
-    identity = LoanIdentity("a-model", "a-layout", "bfloat16")
+    identity = SharingIdentity("a-model", "a-layout", "bfloat16")
     locks = [hold_owner(directory, name) for name in ("prefill-00000000", "decode-00000000")]
-    lends = cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS, lends=True)
+    shares = cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS, shares_blocks=True)
     reads = cuda_runner(model, settings, capacity_blocks=CAPACITY_BLOCKS)
-    with closing(lends), closing(reads):
-        lends.step([work(PROMPT, BLOCKS)])
-        [expected] = lends.step([work([*PROMPT, 9], BLOCKS, start=len(PROMPT))])
-        lender = BlockLender(directory, lends.lendable_memory, identity, AllBlocks(), LendingLimits())
-        borrower = BlockBorrower(directory, reads.lendable_memory, identity, time.monotonic)
-        lender.turn("prefill-00000000", time.monotonic())
-        borrower.ask(1, "decode-00000000", "prefill", [slot.to_bytes(16, "little") for slot in BLOCKS])
-        answers_: list[Borrowed] = []
+    with closing(shares), closing(reads):
+        shares.step([work(PROMPT, BLOCKS)])
+        [expected] = shares.step([work([*PROMPT, 9], BLOCKS, start=len(PROMPT))])
+        sharer = BlockSharer(directory, shares.sharable_memory, identity, AllBlocks(), SharingLimits())
+        share_reader = BlockReader(directory, reads.sharable_memory, identity, time.monotonic)
+        sharer.turn("prefill-00000000", time.monotonic())
+        share_reader.ask(1, "decode-00000000", "prefill", [slot.to_bytes(16, "little") for slot in BLOCKS])
+        answers_: list[SharedSlots] = []
         copied: list[Copied] = []
         until_s = time.monotonic() + LIMIT_S
         while not copied:
             assert time.monotonic() < until_s, answers_
-            lender.turn("prefill-00000000", time.monotonic())
-            for answer in borrower.turn():
+            sharer.turn("prefill-00000000", time.monotonic())
+            for answer in share_reader.turn():
                 answers_.append(answer)
-                borrower.load(1, 1, [Copy(slot, to) for slot, to in zip(answer.slots, (7, 8, 9), strict=True)])
-            select.select([borrower], [], [], 0.01)
-            copied += borrower.ended()
-        assert answers_ == [Borrowed(1, BLOCKS, last=True)]
+                share_reader.load(1, 1, [Copy(slot, to) for slot, to in zip(answer.slots, (7, 8, 9), strict=True)])
+            select.select([share_reader], [], [], 0.01)
+            copied += share_reader.ended()
+        assert answers_ == [SharedSlots(1, BLOCKS, last=True)]
         assert copied[0].good == [True] * 3
         assert [path.startswith("peer_") for path in copied[0].paths] == [True]
         assert reads.step([work([*PROMPT, 9], [7, 8, 9], start=len(PROMPT))]) == [expected]
-        borrower.release(1)
-        borrower.close()
-        lender.close()
+        share_reader.release(1)
+        share_reader.close()
+        sharer.close()
     for lock in locks:
         lock.close(delete=True)

@@ -1,4 +1,4 @@
-"""Every path between two processes' device memories gives the lender's bytes, on one GPU, and from one to another."""
+"""Every path between two processes' device memories gives the sharer's bytes, on one GPU, and from one to another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {  # fragments, bytes of each, slots
 @pytest.mark.parametrize("device", range(min(2, GPUS)))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("path", ["rows", "batch", "kernel"])
-def test_every_path_gives_the_lenders_bytes_whatever_the_order(
+def test_every_path_gives_the_sharers_bytes_whatever_the_order(
     tmp_path: Path, path: str, shape: str, device: int
 ) -> None:
     fragments, fragment_bytes, slots = SHAPES[shape]
@@ -35,15 +35,15 @@ def test_every_path_gives_the_lenders_bytes_whatever_the_order(
     draw = Random(7)
     with ExitStack() as opened:
         rig = PeerRig(tmp_path, opened, **settings)
-        lender, reader = rig.connected({"device": device, "path": path, "layer_major": False})
+        sharer, reader = rig.connected({"device": device, "path": path, "layer_major": False})
         before = reader.ask("digests")
         sources, targets = (draw.sample(range(slots), slots - 10) for _ in range(2))
-        assert reader.ask("borrow", 1, sources) == sources
+        assert reader.ask("read", 1, sources) == sources
         assert reader.ask("copy", list(zip(sources, targets, strict=True))) is True
-        sent = lender.blocks()
+        sent = sharer.blocks()
         for source, target in zip(sources, targets, strict=True):
             before[target] = sent[source]
         assert reader.ask("digests") == before
-        assert lender.ask("digests") == sent
+        assert sharer.ask("digests") == sent
         reader.ask("leave")
-        await_state(lender, readers=[], pinned=[])
+        await_state(sharer, readers=[], pinned=[])

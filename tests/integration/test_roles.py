@@ -105,16 +105,16 @@ def test_decode_workers_load_blocks_before_the_prompt_is_handed_over(rig: RolesR
 def test_decode_workers_copy_blocks_from_the_prefill_workers_memory(rig: RolesRig, client: openai.OpenAI) -> None:
     number = 0
 
-    def lent() -> bool:
+    def shared() -> bool:
         nonlocal number
         number += 1
-        prompt = prompt_of(700, f"lent{number}x")
+        prompt = prompt_of(700, f"shared{number}x")
         assert ask(client, "tiny", prompt, GREEDY) == ask(client, "alone", prompt, GREEDY)
         workers = (rig.services.services[name] for name in DECODERS)
         copied = {"direction": "load", "path": "peer_memmove"}
         return sum(worker.metric("headrace_kvbm_path_blocks_total", **copied) for worker in workers) > 0
 
-    eventually(lent, limit_s=LIMIT_S, what="blocks go from one engine to the other, and not through the kvbm")
+    eventually(shared, limit_s=LIMIT_S, what="blocks go from one engine to the other, and not through the kvbm")
 
 
 @pytest.mark.usefixtures("busy")

@@ -8,7 +8,7 @@ may control. It runs inside `receive`: the task that receives the reports drives
     idle ──────────────▶ stepping      idle, stepping ──────▶ frozen: it handles and reports nothing
       ▲   time is over      │                 ▲     thaw        │
       └─────────────────────┘                 └─────────────────┘
-    all ──kill──▶ gone: `receive` raises PeerGone
+    all ──kill──▶ gone: `receive` raises ChannelClosed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Submit
 from services.worker.contracts.runner import Work
-from services.worker.engine.channel import PeerGone
+from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.core import EngineCore, comes_meanwhile
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.model.facts import facts_of
@@ -89,7 +89,7 @@ class SimulatedEngine:
         self._called.set()
 
     async def receive(self) -> EngineReport:
-        """Return the next report; computes steps meanwhile. Raises PeerGone."""
+        """Return the next report; computes steps meanwhile. Raises ChannelClosed."""
         while not self._killed:
             if self._frozen:
                 await self._rest(None)
@@ -104,7 +104,7 @@ class SimulatedEngine:
                     self._exchange()
             else:
                 self._finish(self._works)
-        raise PeerGone("engine: killed")
+        raise ChannelClosed("engine: killed")
 
     async def end(self, _limit_s: float, /) -> int:
         """Kill the engine: there is nothing to wait for."""

@@ -22,7 +22,7 @@ from services.worker.contracts.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.engine.channel import PeerGone
+from services.worker.engine.channel import ChannelClosed
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages.frames import Part
@@ -183,7 +183,7 @@ def test_a_killed_engine_is_gone_at_once(tmp_path: Path, frozen: bool) -> None:
         if frozen:
             engine.freeze()
         asyncio.get_running_loop().call_later(0.5, engine.kill)
-        with pytest.raises(PeerGone):
+        with pytest.raises(ChannelClosed):
             await engine.receive()
         assert now_s() == 0.5
         assert await engine.end(LIMIT_S) == 0

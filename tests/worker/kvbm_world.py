@@ -75,9 +75,9 @@ class Engine:
         self.scheduler = Scheduler(limits)
         self.scheduler.loras.update(lora for lora in world.loras if lora)
         memory, clock = self.runner.memory, lambda: world.now_s
-        self.borrower = HandBorrower(name, memory, world.lender_of, clock)
-        self.lender = HandLender(self.scheduler.kv_cache, memory)
-        self.scheduler.kv_cache.is_borrowed = self.lender.is_borrowed
+        self.reader = HandBorrower(name, memory, world.sharer_of, clock)
+        self.sharer = HandLender(self.scheduler.kv_cache, memory)
+        self.scheduler.kv_cache.is_shared = self.sharer.is_shared
         self.connector = KVConnector(
             self.scheduler.kv_cache,
             mover,
@@ -87,8 +87,8 @@ class Engine:
             timeout_s=world.answer_s,
             most_blocks=6,
             checksums=world.checks,
-            borrower=self.borrower,
-            lender=self.lender,
+            share_reader=self.reader,
+            sharer=self.sharer,
         )
         self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.connector, ("clear", "sleep", "wake"))
         self.sleeps = False
@@ -104,8 +104,8 @@ class Engine:
         self.living: dict[str, Submit] = {}
         self.answers: dict[str, list[int]] = {}
         self.exchanged = Exchanged()
-        self.told_lent: list[int] = [0]
-        """The lent blocks of each report."""
+        self.told_shared: list[int] = [0]
+        """The shared blocks of each report."""
         self.host_tokens = self.disk_tokens = 0
         """Prompt tokens that answers report as cached there."""
         self.hear([self.core.opening()])
@@ -114,7 +114,7 @@ class Engine:
         for report in reports:
             if not isinstance(report, Stepped):
                 continue
-            self.told_lent.append(report.load.lent_blocks)
+            self.told_shared.append(report.load.shared_blocks)
             if report.exchanged is not None:
                 self.exchanged = report.exchanged
                 assert self.world.damages or not report.exchanged.differing_blocks, "found where there was none"
@@ -153,12 +153,12 @@ class Engine:
         self.living[request], self.answers[request] = submit, []
         self.core.handle(submit, self.world.now_s)
 
-    def expect(self, request: str, prompt: list[int], lora: str, lender: str = "") -> None:
-        """Tell the engine of a request that may come, and whose blocks the worker `lender` computes."""
+    def expect(self, request: str, prompt: list[int], lora: str, sharer: str = "") -> None:
+        """Tell the engine of a request that may come, and whose blocks the worker `sharer` computes."""
         self.world.expect(prompt, 1, lora)
         sampling, tokens = Sampling(max_tokens=1), pack_tokens(prompt)
         self.core.handle(
-            Prefetch(Submit(request, 1, "f", tokens, len(prompt), sampling, 10_000.0, lora=lora), lender),
+            Prefetch(Submit(request, 1, "f", tokens, len(prompt), sampling, 10_000.0, lora=lora), sharer),
             self.world.now_s,
         )
 
@@ -245,7 +245,7 @@ class Engine:
     def copy(self, halves: int) -> None:
         """Some of them go on."""
         for _ in range(halves):
-            self.borrower.go_on(self.world.draw.randrange(100))
+            self.reader.go_on(self.world.draw.randrange(100))
             if self.hand is not None:
                 self.hand.go_on(self.world.draw.randrange(100))
 
@@ -253,9 +253,9 @@ class Engine:
         """All of them go on to their end; False: there were none."""
         if self.connector.idle:
             return False
-        if not self.borrower.idle:
-            while not self.borrower.idle:
-                self.borrower.go_on(0)
+        if not self.reader.idle:
+            while not self.reader.idle:
+                self.reader.go_on(0)
             return True
         while self.hand is not None and not self.hand.idle:
             self.hand.go_on(0)
@@ -365,8 +365,8 @@ class World:
         for index, key in enumerate(content_keys(root_key("model", lora), pack_tokens(tokens), BLOCK_SIZE), 1):
             self.prefixes[key] = tokens[: index * BLOCK_SIZE]
 
-    def lender_of(self, name: str) -> HandLender | None:
-        return next((engine.lender for engine in self.engines if engine.name == name), None)
+    def sharer_of(self, name: str) -> HandLender | None:
+        return next((engine.sharer for engine in self.engines if engine.name == name), None)
 
     # --- what happens
 
@@ -536,7 +536,7 @@ class World:
             load = engine.scheduler.load()
             assert (load.held_blocks, load.waiting, load.running) == (0, 0, 0)
             assert not engine.scheduler.kv_cache.offloading._owed, "blocks that are on their way to nowhere"
-            assert engine.lender.lending.blocks == engine.told_lent[-1] == 0
+            assert engine.sharer.sharing.blocks == engine.told_shared[-1] == 0
         statistics = self.drawer.tickets.statistics()
         assert (statistics.stores, statistics.expired, statistics.awaited) == (0, 0, 0)
         self.now_s += BOUNDS.fetch_time_s  # a fetch whose answer was lost ends by itself

@@ -37,8 +37,8 @@ class Kvbm:
         engine.copies = True
         self.memory = engine.runner.memory
         self.kept: dict[ContentKey, Bytes] = {}
-        self.lender = ""
-        """The worker that lends what is kept; empty: it is the kvbm's."""
+        self.sharer = ""
+        """The worker that shares what is kept; empty: it is the kvbm's."""
         self.on_disk: set[ContentKey] = set()
         self.fetches: dict[int, Fetching] = {}
         self.saving: list[tuple[int, ContentKey, Bytes]] = []
@@ -89,7 +89,7 @@ class Kvbm:
             if is_good:
                 self.memory[slot] = self.kept[key]
                 self.loaded_blocks += 1
-        self.engine.scheduler.kv_cache.end_loads(number, first, good, disk, self.lender)
+        self.engine.scheduler.kv_cache.end_loads(number, first, good, disk, self.sharer)
 
     def settle(self, number: int, took_s: float = 0.0) -> None:
         assert not self.fetches.pop(number).loading

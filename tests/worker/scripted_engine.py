@@ -6,7 +6,7 @@ import asyncio
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Ready, Submit
-from services.worker.engine.channel import PeerGone
+from services.worker.engine.channel import ChannelClosed
 from shared.messages.cards import KvLayout
 
 FACTS = Ready(
@@ -44,7 +44,7 @@ class ScriptedEngine:
     async def receive(self) -> EngineReport:
         report = await self._reports.get()
         if report is None:
-            raise PeerGone("engine: killed")
+            raise ChannelClosed("engine: killed")
         return report
 
     def kill(self) -> None:

@@ -33,7 +33,7 @@ from services.worker.contracts.messages import (
     Submit,
 )
 from services.worker.contracts.mover import Copy
-from services.worker.engine.channel import PeerGone
+from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.process import EngineProcess
 from services.worker.engine_main import _first, _load
 from services.worker.transfer.errors import DeviceFailed
@@ -221,7 +221,7 @@ async def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
     assert isinstance(report, Failed)
     assert report.model
     assert "config.json" in report.reason
-    with pytest.raises(PeerGone):
+    with pytest.raises(ChannelClosed):
         await engine.receive()
     assert await engine.end(LIMIT_S) == 1
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
-from services.worker.service import LENDING_FAILS, LENDS_NOTHING
-from services.worker.sharing.packets import LENDERS
+from services.worker.service import SHARES_NOTHING, SHARING_FAILS
+from services.worker.sharing.packets import SHARERS
 from shared.messages.frames import Part
 from shared.messages.generate import Sampling
 from shared.pool.format import HEADER_BYTES, parse
@@ -70,26 +70,26 @@ async def test_what_an_engine_computed_the_next_one_gets_from_kvbm_after_a_crash
         assert (third.cached_tokens, third.cached_host_tokens) == (16 * BLOCKS, 0), "it is on the device by now"
 
 
-@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize("shares_blocks", [True, False])
 async def test_a_prefill_worker_whose_memory_cannot_be_shared_serves_and_says_so(
-    config: WorkerConfig, lends: bool
+    config: WorkerConfig, shares_blocks: bool
 ) -> None:
-    kvbm = msgspec.structs.replace(config.kvbm, lending=lends)
+    kvbm = msgspec.structs.replace(config.kvbm, lending=shares_blocks)
     config = msgspec.structs.replace(config, role="prefill", capacity_blocks=MANY_BLOCKS, kvbm=kvbm)
     async with AsyncExitStack() as opened:
         with small_files():
             shell = await opened.enter_async_context(running_worker(config))
             await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
         await answer(shell, "first")
-        assert shell.runtime.health.also().get("notes", []) == ([LENDS_NOTHING] if lends else [])
+        assert shell.runtime.health.also().get("notes", []) == ([SHARES_NOTHING] if shares_blocks else [])
 
 
 @pytest.fixture
 def in_the_way(config: WorkerConfig) -> Path:
-    """A file where the directory of the sockets of lenders would be."""
+    """A file where the directory of the sockets of sharers would be."""
     pool = Path(config.kvbm.pool)
     pool.mkdir(mode=0o700)
-    file = pool / LENDERS
+    file = pool / SHARERS
     file.touch()
     return file
 
@@ -102,7 +102,7 @@ async def test_a_prefill_worker_that_cannot_open_its_socket_says_so_until_it_can
         store(shell, config.kvbm.pool, "k1"),
     ):
         await attached(shell, "k1")
-        await shell.peer.until(lambda: shell.runtime.health.also().get("notes") == [LENDING_FAILS])
+        await shell.peer.until(lambda: shell.runtime.health.also().get("notes") == [SHARING_FAILS])
         await answer(shell, "first")
         await asyncio.to_thread(in_the_way.unlink)
         await shell.peer.until(lambda: "notes" not in shell.runtime.health.also())

@@ -80,7 +80,7 @@ class Announcer:
 
     async def run(self) -> None:
         """Show why services are not ready yet; print once that the frontends are ready, and hand-overs are possible."""
-        if self._stack.other_role and not self._stack.lends:
+        if self._stack.other_role and not self._stack.shares_blocks:
             self._terminal.notice(
                 "prompts are handed over between machines only where each has a kvbm.peers.listen: give it with"
                 " --set kvbm.peers.listen=HOST:PORT (docs/peers.md)"

@@ -137,7 +137,7 @@ class Stack(Struct, frozen=True):
     """The role that other machines of the fleet bring; empty if this one needs no other."""
 
     @property
-    def lends(self) -> bool:
+    def shares_blocks(self) -> bool:
         """Whether a flag lets kvbms of other machines read the blocks of this one."""
         return any(re.match("--peers[.-]listen=.", flag) for launch in self.launches for flag in launch.arguments)
 

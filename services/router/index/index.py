@@ -7,7 +7,7 @@
 A sequence hash names the whole prefix, so the index needs no tree. If a block in the middle of a chain is removed, the
 overlap ends there; if it is stored again, the chain is whole again. Each block counts in its best tier. The chain of a
 candidate ends at the first block that it holds in no tier. The blocks of a block store are kept once, in a slot of
-their own. They count for every candidate that borrows from the store (`services.router.index.inheritance`), unless
+their own. They count for every candidate that inherits from the store (`services.router.index.inheritance`), unless
 the candidate holds the block itself in a higher tier. So a chain may go from a worker's device to the store and back.
 
 A candidate holds blocks in a *slot*, which is one bit in the holders' masks. `retire_slot` hides all blocks of a slot
@@ -28,7 +28,7 @@ from typing import Literal
 from msgspec import Struct
 
 from services.router.index.inheritance import CandidateId as CandidateId
-from services.router.index.inheritance import SharedStores
+from services.router.index.inheritance import Inheritance
 from services.router.index.runs import Holders, Masks, Runs, match_end, matching_piece, matching_piece_either_way
 from services.router.index.tier_counts import TierCounts
 from shared.messages.kv_events import Tier
@@ -99,7 +99,7 @@ class Index:
         self._repeats_count = 0
         self._retired = 0
         """Mask of retired slots, which `find` ignores."""
-        self._stores = SharedStores()
+        self._inheritance = Inheritance()
         self._candidates_by_mask: dict[int, dict[CandidateId, None]] = {}
         """Mask → the candidates of its slots. It is a bounded memo, emptied when a slot changes hands."""
         self._memo_bytes = 0
@@ -115,11 +115,11 @@ class Index:
         if None in self._slots:
             slot = Slot(candidate, self._slots.index(None))
             self._slots[slot.number] = slot
-            self._stores.slot_opened(candidate, slot.number)
+            self._inheritance.slot_opened(candidate, slot.number)
             return slot
         slot = Slot(candidate, len(self._slots))
         self._slots.append(slot)
-        self._stores.slot_opened(candidate, slot.number)
+        self._inheritance.slot_opened(candidate, slot.number)
         for tier in range(3):
             self._pairs[tier].append(0)
             self._repeats[tier].append({})
@@ -133,13 +133,13 @@ class Index:
         assert slot.state == "open"
         slot.state = "retired"
         self._retired |= 1 << slot.number
-        self._stores.slot_retired(slot.candidate)
+        self._inheritance.slot_retired(slot.candidate)
         self._free_if_empty(slot)
 
-    def set_lender(self, candidate: CandidateId, lender: CandidateId | None) -> None:
-        """From now on, count the blocks that `lender` holds in host memory or on disk for `candidate` too. The lender
+    def set_store(self, candidate: CandidateId, store: CandidateId | None) -> None:
+        """From now on, count the blocks that `store` holds in host memory or on disk for `candidate` too. The store
         is a store; `find` no longer returns it. With None, only the candidate's own blocks count."""
-        self._stores.set_lender(candidate, lender)
+        self._inheritance.set_store(candidate, store)
 
     def blocks_of(self, slot: Slot) -> int:
         """Return the number of blocks held in the slot; a block counts once per tier."""
@@ -239,7 +239,7 @@ class Index:
         of = self._runs.find
         counts: TierCounts | None = None
         current: Holders | None = None
-        alive = ~(self._retired | self._stores.lenders)
+        alive = ~(self._retired | self._inheritance.stores)
         at = 0
         count = len(hashes)
         while at < count:
@@ -292,9 +292,9 @@ class Index:
     def _match_tiers(self, counts: TierCounts, alive: int, holders: Holders, at: int) -> int:
         """Return which of the slots `alive` hold the block at `at`, and update `counts` with their tiers."""
         device, host, disk = holders.masks
-        if holders.lower_tiers & self._stores.lenders:
-            host = self._stores.with_borrowers(host)
-            disk = self._stores.with_borrowers(disk) if disk else 0
+        if holders.lower_tiers & self._inheritance.stores:
+            host = self._inheritance.with_heirs(host)
+            disk = self._inheritance.with_heirs(disk) if disk else 0
         matching = alive & (device | host | disk)
         host &= matching & ~device
         counts.update(matching, host, matching & disk & ~device & ~host, at)
@@ -459,7 +459,7 @@ class Index:
                     home = self._runs.find(block)
                     assert home is not None, "a repeat without its block"
                     assert home.holders.masks[tier] >> number & 1, "a repeat without its block"
-        self._stores.validate()
+        self._inheritance.validate()
         owners = [slot.candidate for slot in self._slots if slot is not None and slot.state == "open"]
         assert len(owners) == len(set(owners)), "a candidate has two open slots"
         assert self.bytes <= self._limit_bytes

@@ -1,13 +1,13 @@
-"""Which block stores lend to which candidates, and the ids of stores. Pure.
+"""Which candidates inherit from which block stores, and the ids of stores. Pure.
 
-    lender k ◀── borrower a        a block that k has in host memory or on disk counts for a too
-             ◀── borrower b
+    store k ◀── heir a      a block that k has in host memory or on disk counts for a too
+            ◀── heir b
 
 A *store* is one layout of one kvbm, named KVBM/LAYOUT: all blocks that an attached worker can fetch there. KV events
 are sent per store.
 
-Lenders and borrowers are named whether or not they have a slot. So when a slot is retired and another one is opened,
-the new one lends or borrows at once. A lender cannot be chosen, so `find` never returns it. Masks have one bit per
+Stores and heirs are named whether or not they have a slot. So when a slot is retired and another one is opened,
+the new one gives or inherits at once. A store cannot be chosen, so `find` never returns it. Masks have one bit per
 slot, at its number.
 """
 
@@ -20,7 +20,7 @@ from operator import or_
 from shared.messages.cards import ModelCard
 
 CandidateId = tuple[str, int]
-"""(instance, data-parallel rank); for a lender (its name, 0)."""
+"""(instance, data-parallel rank); for a store (its name, 0)."""
 
 StoreId = str
 """A name of the form KVBM/LAYOUT; ids contain no slash."""
@@ -48,83 +48,83 @@ def layout_of(name: StoreId) -> str:
     return name.partition("/")[2]
 
 
-class SharedStores:
-    """The open slots of lenders and borrowers."""
+class Inheritance:
+    """The open slots of stores and heirs."""
 
     def __init__(self) -> None:
-        self._lender_of: dict[CandidateId, CandidateId] = {}
-        self._borrowers_of: dict[CandidateId, dict[CandidateId, None]] = {}
-        """The reverse of `_lender_of`; a lender without borrowers has no entry."""
+        self._store_of: dict[CandidateId, CandidateId] = {}
+        self._heirs_of: dict[CandidateId, dict[CandidateId, None]] = {}
+        """The reverse of `_store_of`; a store without heirs has no entry."""
         self._open: dict[CandidateId, int] = {}
-        """Candidate → number of its open slot; lenders and all other candidates."""
-        self._borrower_masks: dict[int, int] = {}
-        """Bit of a lender's slot → mask of the slots that borrow from it."""
+        """Candidate → number of its open slot; stores and all other candidates."""
+        self._heir_masks: dict[int, int] = {}
+        """Bit of a store's slot → mask of the slots that inherit from it."""
         self._unions: dict[int, int] = {}
-        """Mask of lenders' slots → mask of all slots that borrow from at least one of them; a bounded memo."""
-        self.lenders = 0
-        """Mask of the slots that lend."""
+        """Mask of stores' slots → mask of all slots that inherit from at least one of them; a bounded memo."""
+        self.stores = 0
+        """Mask of the slots that others inherit from."""
 
-    def set_lender(self, candidate: CandidateId, lender: CandidateId | None) -> None:
-        """From now on, `candidate` borrows from `lender` and from no other store."""
-        before = self._lender_of.pop(candidate, None)
+    def set_store(self, candidate: CandidateId, store: CandidateId | None) -> None:
+        """From now on, `candidate` inherits from `store` and from no other store."""
+        before = self._store_of.pop(candidate, None)
         if before is not None:
-            del self._borrowers_of[before][candidate]
-            if not self._borrowers_of[before]:
-                del self._borrowers_of[before]
+            del self._heirs_of[before][candidate]
+            if not self._heirs_of[before]:
+                del self._heirs_of[before]
             self._rebuild_mask(before)
-        if lender is not None:
-            assert lender not in self._lender_of, "a borrower lends nothing"
-            assert candidate not in self._borrowers_of, "a lender borrows nothing"
-            self._lender_of[candidate] = lender
-            self._borrowers_of.setdefault(lender, {})[candidate] = None
-            self._rebuild_mask(lender)
+        if store is not None:
+            assert store not in self._store_of, "nothing inherits from an heir"
+            assert candidate not in self._heirs_of, "a store inherits nothing"
+            self._store_of[candidate] = store
+            self._heirs_of.setdefault(store, {})[candidate] = None
+            self._rebuild_mask(store)
 
     def slot_opened(self, candidate: CandidateId, number: int) -> None:
         """Record the slot that the candidate holds blocks in from now on."""
         self._open[candidate] = number
-        self._rebuild_mask(self._lender_of.get(candidate, candidate))
+        self._rebuild_mask(self._store_of.get(candidate, candidate))
 
     def slot_retired(self, candidate: CandidateId) -> None:
         """Record that the candidate has no slot."""
         bit = 1 << self._open.pop(candidate)
         self._unions.clear()
-        if self._borrower_masks.pop(bit, None) is not None:
-            self.lenders &= ~bit
-        elif candidate in self._lender_of:
-            self._rebuild_mask(self._lender_of[candidate])
+        if self._heir_masks.pop(bit, None) is not None:
+            self.stores &= ~bit
+        elif candidate in self._store_of:
+            self._rebuild_mask(self._store_of[candidate])
 
-    def with_borrowers(self, holding: int) -> int:
-        """Return the slots in `holding`, and those that borrow from lenders among them."""
-        lending = holding & self.lenders
-        if not lending:
+    def with_heirs(self, holding: int) -> int:
+        """Return the slots in `holding`, and those that inherit from stores among them."""
+        stores = holding & self.stores
+        if not stores:
             return holding
-        borrowing = self._unions.get(lending)
-        return holding | (self._union(lending) if borrowing is None else borrowing)
+        inheriting = self._unions.get(stores)
+        return holding | (self._union(stores) if inheriting is None else inheriting)
 
-    def _union(self, lending: int) -> int:
+    def _union(self, stores: int) -> int:
         if len(self._unions) >= _UNIONS_LIMIT:
             self._unions.clear()
-        borrowing = 0
-        for bit, borrowers in self._borrower_masks.items():
-            if lending & bit:
-                borrowing |= borrowers
-        self._unions[lending] = borrowing
-        return borrowing
+        inheriting = 0
+        for bit, heirs in self._heir_masks.items():
+            if stores & bit:
+                inheriting |= heirs
+        self._unions[stores] = inheriting
+        return inheriting
 
-    def _rebuild_mask(self, lender: CandidateId) -> None:
-        """Rebuild the masks of a lender from its current borrowers."""
-        number = self._open.get(lender)
+    def _rebuild_mask(self, store: CandidateId) -> None:
+        """Rebuild the masks of a store from its current heirs."""
+        number = self._open.get(store)
         if number is None:
             return
         bit = 1 << number
         self._unions.clear()
-        borrowers = self._borrowers_of.get(lender)
-        if borrowers is None:
-            self._borrower_masks.pop(bit, None)
-            self.lenders &= ~bit
+        heirs = self._heirs_of.get(store)
+        if heirs is None:
+            self._heir_masks.pop(bit, None)
+            self.stores &= ~bit
         else:
-            self._borrower_masks[bit] = self._mask(borrowers)
-            self.lenders |= bit
+            self._heir_masks[bit] = self._mask(heirs)
+            self.stores |= bit
 
     def _mask(self, candidates: Iterable[CandidateId]) -> int:
         """Return the mask of those candidates that have a slot."""
@@ -132,18 +132,16 @@ class SharedStores:
 
     def validate(self) -> None:
         """Assert every invariant."""
-        pairs = {(borrower, lender) for lender, borrowers in self._borrowers_of.items() for borrower in borrowers}
-        assert pairs == set(self._lender_of.items())
-        assert all(self._borrowers_of.values())
-        assert not self._lender_of.keys() & self._borrowers_of.keys()
+        pairs = {(heir, store) for store, heirs in self._heirs_of.items() for heir in heirs}
+        assert pairs == set(self._store_of.items())
+        assert all(self._heirs_of.values())
+        assert not self._store_of.keys() & self._heirs_of.keys()
         assert len(set(self._open.values())) == len(self._open), "two candidates in one slot"
-        assert self._borrower_masks == {
-            1 << self._open[lender]: self._mask(borrowers)
-            for lender, borrowers in self._borrowers_of.items()
-            if lender in self._open
+        assert self._heir_masks == {
+            1 << self._open[store]: self._mask(heirs) for store, heirs in self._heirs_of.items() if store in self._open
         }
-        assert self.lenders == sum(self._borrower_masks)
+        assert self.stores == sum(self._heir_masks)
         assert len(self._unions) <= _UNIONS_LIMIT
-        for lending, borrowing in self._unions.items():
-            lent_to = [borrowers for bit, borrowers in self._borrower_masks.items() if bit & lending]
-            assert borrowing == reduce(or_, lent_to, 0)
+        for stores, inheriting in self._unions.items():
+            parts = [heirs for bit, heirs in self._heir_masks.items() if bit & stores]
+            assert inheriting == reduce(or_, parts, 0)

@@ -58,7 +58,7 @@ class FleetCaches:
         if after is not None:
             self.instances_of_store.setdefault(after, set()).add(instance)
         for rank in ranks_of(self._cards[instance]):
-            self._index.set_lender((instance, rank), None if after is None else (after, 0))
+            self._index.set_store((instance, rank), None if after is None else (after, 0))
             self.chains[instance, rank].link_store(None if after is None else self.stores.get(after))
 
     def remove_instance(self, card: ModelCard) -> list[SlotCleanup]:

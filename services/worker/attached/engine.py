@@ -42,7 +42,7 @@ from services.worker.contracts.messages import (
     TakeEngineSnapshot,
 )
 from services.worker.engine.async_end import AsyncEnd
-from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
 from services.worker.vllm.one_line import one_line
@@ -64,7 +64,7 @@ async def run_attached(
     config: EngineConfig, channel: EngineEnd, connection: socket.socket, local: Ready
 ) -> Failed | None:
     """Serve until Shutdown, which gives None, or return why not. `local` is what the model's files say. Raise
-    PeerGone."""
+    ChannelClosed."""
     worker = config.worker
     api = SGLANG if worker.attached.kind == "sglang" else VLLM
     server = None
@@ -78,7 +78,7 @@ async def run_attached(
         await engine.probe()
         channel.send(facts)
         return await engine.run()
-    except PeerGone:
+    except ChannelClosed:
         raise
     except (ConfigError, InvalidRequest) as wrong:
         return Failed(reason=str(wrong), model=True)
@@ -109,7 +109,8 @@ class AttachedEngine:
         self._active_s = time.monotonic()
 
     async def run(self) -> Failed | None:
-        """Serve until Shutdown, which gives None. Raise what ends the engine: PeerGone, ConfigError, Unavailable."""
+        """Serve until Shutdown, which gives None. Raise what ends the engine: ChannelClosed, ConfigError,
+        Unavailable."""
         tasks = [asyncio.ensure_future(self._tick()), asyncio.ensure_future(self._look())]
         if self._config.attached.events:
             tasks.append(asyncio.ensure_future(read_events(self._config.attached, self._apply_events)))

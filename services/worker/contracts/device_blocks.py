@@ -31,8 +31,8 @@ class FetchRequest(Struct, frozen=True):
     """`Submit.number` of the attempt that waits; 0: the engine is not ours, or no attempt waits."""
     awaits: bool = False
     """Whether blocks that are not stored yet are waited for: another engine is computing them."""
-    lender: str = ""
-    """Instance id of the worker whose engine is computing them, which may lend them; empty: not known."""
+    sharer: str = ""
+    """Instance id of the worker whose engine is computing them, which may share them; empty: not known."""
 
 
 class DeviceBlocks(Protocol):
@@ -77,10 +77,10 @@ class DeviceBlocks(Protocol):
         block before them got no slot. None: it is not known yet which slots; to be asked again each step."""
         ...
 
-    def end_loads(self, number: int, first: int, good: Sequence[bool], disk: bool, lender: str = "", /) -> None:
-        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not; `lender`
-        is the worker that lent them, empty for the kvbm. Called once for each slot of `begin_load`, in any order, also
-        after the attempt has ended."""
+    def end_loads(self, number: int, first: int, good: Sequence[bool], disk: bool, sharer: str = "", /) -> None:
+        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not; `sharer`
+        is the worker that shared them, empty for the kvbm. Called once for each slot of `begin_load`, in any order,
+        also after the attempt has ended."""
         ...
 
     def end_fetch(self, number: int, round_trip_s: float, /) -> None:
@@ -89,9 +89,9 @@ class DeviceBlocks(Protocol):
         longer; 0: not known."""
         ...
 
-    def offer_borrowed(self, lender: str, /) -> None:
-        """The engine of the worker `lender` lends nothing any more, and may not have stored what it lent: offer that to
-        the kvbm."""
+    def offer_shared(self, sharer: str, /) -> None:
+        """The engine of the worker `sharer` shares nothing any more, and may not have stored what it shared: offer that
+        to the kvbm."""
         ...
 
     def discard(self, keys: Sequence[ContentKey]) -> None:

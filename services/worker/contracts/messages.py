@@ -58,7 +58,7 @@ class Prefetch(Struct, frozen=True, tag="prefetch"):
     attempt's Submit or CancelAttempt ends it."""
 
     expected: Submit
-    lender: str = ""
+    sharer: str = ""
     """Instance id of the worker that computes the prompt; empty: not known."""
 
 
@@ -184,7 +184,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     """The operations that this engine can do; the shell refuses the others by name."""
     ranks: int = 1
     """Number of data-parallel ranks. Each has its own blocks and computes its own attempts."""
-    lends: bool = False
+    shares_blocks: bool = False
     """Whether other engines of the machine can copy its blocks."""
 
 
@@ -213,7 +213,7 @@ class EngineLoad(Struct, frozen=True):
     """Attempts among `waiting` that wait for blocks of the kvbm."""
     late_onboardings: int = 0
     """Attempts that waited for blocks of the kvbm in vain, since the engine started."""
-    lent_blocks: int = 0
+    shared_blocks: int = 0
     """Blocks among the held ones that other engines of the machine copy."""
     prefetched_blocks: int = 0
     """Blocks of expected prompts that were loaded from the kvbm before their attempts came, since the engine
@@ -252,10 +252,10 @@ class Exchanged(Struct, frozen=True):
     """Loads whose slot in the pool did not have the checksum that kvbm has of it."""
     discarded_blocks: int = 0
     """Blocks that the kvbm was asked to discard, since they may be wrong."""
-    lending_failures: int = 0
-    """How often the engine could not begin to lend its blocks to other engines of the machine."""
-    lending_fails: bool = False
-    """The last try failed, so it lends nothing now, and tries again."""
+    sharing_failures: int = 0
+    """How often the engine could not begin to share its blocks with other engines of the machine."""
+    sharing_fails: bool = False
+    """The last try failed, so it shares nothing now, and tries again."""
 
 
 class Begun(Struct, frozen=True, array_like=True):

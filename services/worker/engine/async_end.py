@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from services.worker.contracts.messages import EngineOrder, Failed, Shutdown
-from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.engine.channel import ChannelClosed, EngineEnd
 
 
 class AsyncEnd:
@@ -28,18 +28,18 @@ class AsyncEnd:
         report: Callable[[], None],
     ) -> None:
         """`connection` is the channel's socket. `handle` takes each command but Shutdown; `report` sends all that is
-        new. Both may raise PeerGone, which ends the engine."""
+        new. Both may raise ChannelClosed, which ends the engine."""
         self._channel = channel
         self._connection = connection
         self._handle = handle
         self._report = report
         self._flushing = False
         self.ended: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
-        """None after Shutdown, or why the engine failed; it raises PeerGone, and what `break_off` was given."""
+        """None after Shutdown, or why the engine failed; it raises ChannelClosed, and what `break_off` was given."""
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Report once, and then take commands until the block ends. Raise PeerGone."""
+        """Report once, and then take commands until the block ends. Raise ChannelClosed."""
         self._report()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection.fileno(), self._receive)
@@ -71,7 +71,7 @@ class AsyncEnd:
                     self.end(None)
                 else:
                     self._handle(command)
-        except PeerGone as wrong:
+        except ChannelClosed as wrong:
             self.break_off(wrong)
 
     def _flush(self) -> None:
@@ -79,5 +79,5 @@ class AsyncEnd:
         try:
             if not self.ended.done():
                 self._report()
-        except PeerGone as wrong:
+        except ChannelClosed as wrong:
             self.break_off(wrong)

@@ -28,7 +28,7 @@ _MOST_UNREAD_REPORTS = 16
 """Number of unread reports at which the shell stops reading; the engine's `send` waits then."""
 
 
-class PeerGone(HeadraceError):
+class ChannelClosed(HeadraceError):
     """The process at the other end has ended."""
 
 
@@ -44,11 +44,11 @@ class EngineEnd:
 
     def send(self, report: EngineReport) -> None:
         """Send a report. Waits while the shell does not read, so that the reports under way are bounded. Raises
-        PeerGone."""
+        ChannelClosed."""
         try:
             self._connection.sendall(_frame(REPORTS.encode(report)))
         except OSError as wrong:
-            raise PeerGone(f"shell: {wrong}") from wrong
+            raise ChannelClosed(f"shell: {wrong}") from wrong
 
     def watch(self, descriptor: int) -> None:
         """Make `receive` return when this descriptor is readable."""
@@ -56,7 +56,7 @@ class EngineEnd:
 
     def receive(self, limit_s: float | None) -> list[EngineCommand]:
         """Return all commands that have come. Where there is none, wait for one up to `limit_s` (None: without a
-        limit), or until a watched descriptor is readable; so there may be none. Raise PeerGone."""
+        limit), or until a watched descriptor is readable; so there may be none. Raise ChannelClosed."""
         if limit_s is None or limit_s > 0:
             self._awake.poll(None if limit_s is None else ceil(1000 * limit_s))
         commands: list[EngineCommand] = []
@@ -66,9 +66,9 @@ class EngineEnd:
             except BlockingIOError:
                 return commands
             except OSError as wrong:
-                raise PeerGone(f"shell: {wrong}") from wrong
+                raise ChannelClosed(f"shell: {wrong}") from wrong
             if not chunk:
-                raise PeerGone("the shell has ended")
+                raise ChannelClosed("the shell has ended")
             self._buffer += chunk
             commands.extend(COMMANDS.decode(frame) for frame in _whole_frames(self._buffer))
 
@@ -111,10 +111,10 @@ class ShellEnd(asyncio.Protocol):
         return self._transport.get_write_buffer_size() > self._unread_bytes
 
     async def receive(self) -> EngineReport:
-        """Return the next report; one receiver at a time. Raise PeerGone."""
+        """Return the next report; one receiver at a time. Raise ChannelClosed."""
         while not self._reports:
             if self._gone.done():
-                raise PeerGone("the engine has ended")
+                raise ChannelClosed("the engine has ended")
             self._called = asyncio.get_running_loop().create_future()
             await self._called
         if len(self._reports) == _MOST_UNREAD_REPORTS and not self._transport.is_closing():

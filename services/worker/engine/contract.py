@@ -24,11 +24,11 @@ class Engine(Protocol):
         ...
 
     async def receive(self) -> EngineReport:
-        """Return the next report. Raise PeerGone."""
+        """Return the next report. Raise ChannelClosed."""
         ...
 
     def kill(self) -> None:
-        """End the engine at once; `receive` will raise PeerGone."""
+        """End the engine at once; `receive` will raise ChannelClosed."""
         ...
 
     async def end(self, limit_s: float, /) -> int:

@@ -43,7 +43,7 @@ from services.worker.contracts.messages import (
 )
 from services.worker.contracts.mover import Mover
 from services.worker.contracts.runner import Drawn, Work
-from services.worker.contracts.sharing import Borrower, Lender
+from services.worker.contracts.sharing import Sharer, ShareReader
 from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
@@ -96,8 +96,8 @@ class EngineCore:
         self._block_size = block_size
         self._progress = 0
         self._event_sequence = -1
-        self._reported_lent = 0
-        """The lent blocks of the last report."""
+        self._reported_shared = 0
+        """The shared blocks of the last report."""
         self._step_tokens = 0
         """Tokens that the step under way computes."""
         self.expected_s = 0.0
@@ -121,11 +121,11 @@ class EngineCore:
         mover: Mover | None = None,
         attachment: Attachment | None = None,
         *,
-        borrower: Borrower | None = None,
-        lender: Callable[[KVCacheManager], Lender] | None = None,
+        share_reader: ShareReader | None = None,
+        sharer: Callable[[KVCacheManager], Sharer] | None = None,
     ) -> EngineCore:
         """Return a core with the bounds that the settings give. With mover and attachment it exchanges blocks with a
-        kvbm; with `borrower`, or with what `lender` makes for its blocks, also with other engines."""
+        kvbm; with `share_reader`, or with what `sharer` makes for its blocks, also with other engines."""
         settings = config.worker
         step_s = settings.step_s or STEP_S[settings.device]
         limits = SchedulerLimits(
@@ -145,9 +145,9 @@ class EngineCore:
         scheduler = Scheduler(limits)
         if mover is None or attachment is None:
             return EngineCore(scheduler, facts.block_size, operations=facts.operations)
-        lends = None if lender is None else lender(scheduler.kv_cache)
-        if lends is not None:
-            scheduler.kv_cache.is_borrowed = lends.is_borrowed
+        own_sharer = None if sharer is None else sharer(scheduler.kv_cache)
+        if own_sharer is not None:
+            scheduler.kv_cache.is_shared = own_sharer.is_shared
         connector = KVConnector(
             scheduler.kv_cache,
             mover,
@@ -158,8 +158,8 @@ class EngineCore:
             most_blocks=min(settings.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
             checksums=settings.kvbm.checksums,
             collect_s=0.0 if settings.role == "prefill" else COLLECT_S,
-            borrower=borrower,
-            lender=lends,
+            share_reader=share_reader,
+            sharer=own_sharer,
         )
         return EngineCore(scheduler, facts.block_size, connector, facts.operations)
 
@@ -179,8 +179,8 @@ class EngineCore:
         match command:
             case Submit():
                 self._scheduler.submit(command, now_s)
-            case Prefetch(expected, lender):
-                self._scheduler.prefetch(expected, lender, now_s)
+            case Prefetch(expected, sharer):
+                self._scheduler.prefetch(expected, sharer, now_s)
             case CancelAttempt(request, attempt):
                 self._scheduler.cancel(request, attempt)
             case TakeEngineSnapshot(ticket):
@@ -357,11 +357,11 @@ class EngineCore:
         return [stepped, *(self._stepped(other, []) for other in others)]
 
     def _report_idle(self) -> list[Stepped]:
-        """Report all pending outcomes, new totals of the connector, and blocks that were lent or came back, since there
-        is no step to do."""
+        """Report all pending outcomes, new totals of the connector, and blocks that were shared or came back, since
+        there is no step to do."""
         if self._connector is None or self._pending_steps:
             return self._report_pending()
-        news = self._connector.stats_changed or self._scheduler.kv_cache.lent_blocks != self._reported_lent
+        news = self._connector.stats_changed or self._scheduler.kv_cache.shared_blocks != self._reported_shared
         return [self._stepped(Outcome(), [])] if news else []
 
     def _stepped(
@@ -370,7 +370,7 @@ class EngineCore:
         if events:
             self._event_sequence += 1
         load = self._scheduler.load()
-        self._reported_lent = load.lent_blocks
+        self._reported_shared = load.shared_blocks
         return outcome.to_stepped(
             events,
             progress=self._progress,

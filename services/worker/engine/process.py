@@ -79,11 +79,11 @@ class EngineProcess:
         self.channel.send(command)
 
     async def receive(self) -> EngineReport:
-        """Return the next report. Raise PeerGone."""
+        """Return the next report. Raise ChannelClosed."""
         return await self.channel.receive()
 
     def kill(self) -> None:
-        """End the process and those that it started at once; `receive` will raise PeerGone."""
+        """End the process and those that it started at once; `receive` will raise ChannelClosed."""
         with suppress(ProcessLookupError):  # all have ended
             os.killpg(self.process.pid, signal.SIGKILL)
 

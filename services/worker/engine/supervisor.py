@@ -43,7 +43,7 @@ from services.worker.contracts.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.engine.channel import PeerGone
+from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.contract import Engine
 from shared.errors import ModelError, ProtocolError, Unavailable
 
@@ -232,7 +232,7 @@ class EngineSupervisor:
         while True:
             try:
                 report = await engine.receive()
-            except (PeerGone, ProtocolError) as wrong:
+            except (ChannelClosed, ProtocolError) as wrong:
                 return Failed(reason=str(wrong))
             self._reports += 1
             match report:

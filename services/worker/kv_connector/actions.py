@@ -39,8 +39,8 @@ class LoadBatch(Struct, frozen=True):
 
     batch: int
     copies: Sequence[Copy]
-    loan: int = 0
-    """The loan that they belong to; 0: they are in the pool."""
+    share: int = 0
+    """The share that they belong to; 0: they are in the pool."""
 
 
 class CancelBatch(Struct, frozen=True):
@@ -49,22 +49,22 @@ class CancelBatch(Struct, frozen=True):
     batch: int
 
 
-class AskLender(Struct, frozen=True):
-    """Ask the engine of another worker to lend blocks."""
+class AskSharer(Struct, frozen=True):
+    """Ask the engine of another worker to share blocks."""
 
     number: int
-    """Names the loan."""
+    """Names the share."""
     worker: str
     keys: Sequence[ContentKey]
 
 
-class ReturnLoan(Struct, frozen=True):
-    """Nothing reads the blocks of this loan any more."""
+class ReturnShare(Struct, frozen=True):
+    """Nothing reads the blocks of this share any more."""
 
     number: int
 
 
-Action = AskKvbm | SaveBatch | LoadBatch | CancelBatch | AskLender | ReturnLoan
+Action = AskKvbm | SaveBatch | LoadBatch | CancelBatch | AskSharer | ReturnShare
 
 
 class LinkLost(HeadraceError):

@@ -30,15 +30,15 @@ from typing import Literal, Protocol, TypeVar, assert_never
 from services.worker.contracts.device_blocks import DeviceBlocks
 from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
 from services.worker.contracts.mover import Copied, Mover, Slots
-from services.worker.contracts.sharing import Borrower, Lender
+from services.worker.contracts.sharing import Sharer, ShareReader
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,
-    AskLender,
+    AskSharer,
     CancelBatch,
     LinkLost,
     LoadBatch,
-    ReturnLoan,
+    ReturnShare,
     SaveBatch,
 )
 from services.worker.kv_connector.fetches import Fetches
@@ -107,12 +107,13 @@ class KVConnector:
         most_blocks: int,
         checksums: bool = False,
         collect_s: float = COLLECT_S,
-        borrower: Borrower | None = None,
-        lender: Lender | None = None,
+        share_reader: ShareReader | None = None,
+        sharer: Sharer | None = None,
     ) -> None:
         """`worker` is its instance id, `timeout_s` the time for each answer, `most_blocks` the bound of `Stores`. With
         `checksums` blocks go to the kvbm with a checksum, which is compared when they come back. A block waits for
-        `collect_s` for others that are stored with it. `borrower` and `lender` exchange blocks with other engines."""
+        `collect_s` for others that are stored with it. `share_reader` and `sharer` exchange blocks with other
+        engines."""
         self.mover = mover
         self._blocks = blocks
         self._attachment = attachment
@@ -121,10 +122,10 @@ class KVConnector:
         self._timeout_s = timeout_s
         self._numbers, batches = count(1), count(1)
         self._stores = Stores(*(blocks, self._numbers, batches, most_blocks), checksums=checksums, collect_s=collect_s)
-        borrows = borrower is not None
-        self._fetches = Fetches(blocks, self._numbers, batches, checksums=checksums, borrows=borrows)
-        self._borrower = borrower
-        self._lender = lender
+        reads = share_reader is not None
+        self._fetches = Fetches(blocks, self._numbers, batches, checksums=checksums, reads_shared=reads)
+        self._share_reader = share_reader
+        self._sharer = sharer
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
         """Changed by `_enter` alone."""
         self._kvbm = ""
@@ -181,27 +182,27 @@ class KVConnector:
                 assert_never(command)
 
     def poll_copies(self, now_s: float, most_loaded: float = inf) -> None:
-        """Take up the copies that have ended, and what other engines lend and borrow. Of loads take up batches until
+        """Take up the copies that have ended, and what other engines share and read. Of loads take up batches until
         they have `most_loaded` blocks; the others wait, in order."""
-        if self._lender is not None:
+        if self._sharer is not None:
             if not self._paused:
-                self._lender.turn(self._owner, now_s)
-            self._stats.note_lending(self._lender.failures, self._lender.failing)
+                self._sharer.turn(self._owner, now_s)
+            self._stats.note_sharing(self._sharer.failures, self._sharer.failing)
         if not self.idle:
             for copied in self.mover.ended():
                 self._handle_copied(copied, now_s)
-        if self._borrower is not None:
-            for answer in self._borrower.turn():
-                self._perform(self._fetches.borrowed(answer))
-            self._ended_loads.extend(self._borrower.ended())
+        if self._share_reader is not None:
+            for answer in self._share_reader.turn():
+                self._perform(self._fetches.shared(answer))
+            self._ended_loads.extend(self._share_reader.ended())
         while self._ended_loads and most_loaded > 0:
             copied = self._ended_loads.popleft()
             most_loaded -= len(copied.good)
             self._stats.count_loaded(copied)
             self._perform(self._fetches.loaded(copied))
-        if self._borrower is not None and not self._ended_loads:  # all that was lent is known
-            for worker in self._borrower.gone_lenders():
-                self._blocks.offer_borrowed(worker)
+        if self._share_reader is not None and not self._ended_loads:  # all that was shared is known
+            for worker in self._share_reader.gone_sharers():
+                self._blocks.offer_shared(worker)
 
     def step(self, now_s: float, *, exchanges: bool = True) -> list[KvbmAsk | KvbmLink]:
         """Do what is due; return the messages for the shell. Called each step: it takes some 2 µs while nothing is
@@ -250,10 +251,10 @@ class KVConnector:
             own_s = self._stores.wait_until_s
         elif self._state == "detached" and self._kvbm and not self._paused:
             own_s = self._try_s
-        loans = [one.wait_until_s for one in (self._lender, self._borrower) if one is not None]
+        shares = [one.wait_until_s for one in (self._sharer, self._share_reader) if one is not None]
         if self._ended_loads:
             return 0.0
-        return min([due_s for due_s in (copies_s, own_s, *loans) if due_s is not None], default=None)
+        return min([due_s for due_s in (copies_s, own_s, *shares) if due_s is not None], default=None)
 
     @property
     def stats_changed(self) -> bool:
@@ -276,10 +277,10 @@ class KVConnector:
         if self.idle and self._mapped:
             self._mapped = False
             self.mover.detach()
-        if self.idle and self._borrower is not None:
-            self._borrower.leave()
-        if self._lender is not None:
-            self._lender.close()
+        if self.idle and self._share_reader is not None:
+            self._share_reader.leave()
+        if self._sharer is not None:
+            self._sharer.close()
         return self.idle
 
     def resume(self, now_s: float) -> None:
@@ -297,10 +298,10 @@ class KVConnector:
     def close(self) -> None:
         """Begin no further copy. The pool is left alone when this returns. Where the mover fails, since its GPU is lost
         and may still write, the lock is released only when the process ends."""
-        if self._lender is not None:
-            self._lender.close()
-        if self._borrower is not None:
-            self._borrower.close()
+        if self._sharer is not None:
+            self._sharer.close()
+        if self._share_reader is not None:
+            self._share_reader.close()
         self.mover.close()
         self._attachment.close()
 
@@ -380,21 +381,21 @@ class KVConnector:
                     self._ask(action)
                 case SaveBatch(batch, copies, until_s):
                     self.mover.save(batch, copies, until_s)
-                case LoadBatch(batch, copies, loan):
-                    if loan and self._borrower is not None:
-                        self._borrower.load(batch, loan, copies)
+                case LoadBatch(batch, copies, share):
+                    if share and self._share_reader is not None:
+                        self._share_reader.load(batch, share, copies)
                     else:
                         self.mover.load(batch, copies)
                 case CancelBatch(batch):
                     self.mover.cancel(batch)
-                    if self._borrower is not None:
-                        self._borrower.cancel(batch)
-                case AskLender(number, worker, keys):
-                    assert self._borrower is not None
-                    self._borrower.ask(number, self._owner, worker, keys)
-                case ReturnLoan(number):
-                    assert self._borrower is not None
-                    self._borrower.release(number)
+                    if self._share_reader is not None:
+                        self._share_reader.cancel(batch)
+                case AskSharer(number, worker, keys):
+                    assert self._share_reader is not None
+                    self._share_reader.ask(number, self._owner, worker, keys)
+                case ReturnShare(number):
+                    assert self._share_reader is not None
+                    self._share_reader.release(number)
                 case _:
                     assert_never(action)
 

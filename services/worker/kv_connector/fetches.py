@@ -6,9 +6,9 @@
        │            Fetched: batches of copies begin                          ▼
        └── abandoned: settled at once                                        over
 
-The kvbm answers a Fetch. Blocks that another engine of the machine is computing are borrowed from it, if there is a
-borrower: `AskLender` and `Borrowed` take the places of Fetch and Fetched, and a loan takes that of the ticket. If that
-engine lends nothing, the kvbm is asked.
+The kvbm answers a Fetch. Blocks that another engine of the machine is computing are read from it, if there is a reader:
+`AskSharer` and `SharedSlots` take the places of Fetch and Fetched, and a share takes that of the ticket. If that engine
+shares nothing, the kvbm is asked.
 
 A block whose bytes do not match the kvbm's checksum of it is damaged: it is reported to the kvbm as a block that may be
 wrong, and computed.
@@ -26,15 +26,15 @@ from msgspec import Struct
 
 from services.worker.contracts.device_blocks import DeviceBlocks, FetchRequest
 from services.worker.contracts.mover import Copied, Copy
-from services.worker.contracts.sharing import Borrowed
+from services.worker.contracts.sharing import SharedSlots
 from services.worker.kv_connector.actions import (
     Action,
     AskKvbm,
-    AskLender,
+    AskSharer,
     CancelBatch,
     LinkLost,
     LoadBatch,
-    ReturnLoan,
+    ReturnShare,
     unpack_slots,
 )
 from shared.hashing import unpack_hashes
@@ -72,8 +72,8 @@ class _OpenFetch(Struct, eq=False):
     """Seconds to the first answer, or until it was clear that none would come; 0: neither yet."""
     ticket: int = 0
     """0: not known yet, or released."""
-    loan: int = 0
-    """The loan of another engine; 0: the kvbm is asked."""
+    share: int = 0
+    """The share of another engine; 0: the kvbm is asked."""
     shown: int = 0
     """Blocks that the kvbm's answers have named so far."""
     found: int = -1
@@ -107,12 +107,12 @@ class Fetches:
         batches: Iterator[int],
         *,
         checksums: bool = False,
-        borrows: bool = False,
+        reads_shared: bool = False,
     ) -> None:
         """`numbers` names the requests, `batches` the mover's batches. With `checksums` the mover compares them, where
-        the kvbm has any. With `borrows` other engines are asked to lend blocks."""
+        the kvbm has any. With `reads_shared` other engines are asked to share blocks."""
         self._checksums = checksums
-        self._borrows = borrows
+        self._reads_shared = reads_shared
         self._blocks = blocks
         self._numbers = numbers
         self._batches = batches
@@ -126,8 +126,8 @@ class Fetches:
         """`FetchRequest.number` → fetch, of those that are not settled."""
         self._asked: dict[int, _OpenFetch] = {}
         """Number of a request → fetch, of those whose last answer has not come."""
-        self._loans: dict[int, _OpenFetch] = {}
-        """Loan → fetch, of those that are not settled."""
+        self._shares: dict[int, _OpenFetch] = {}
+        """Share → fetch, of those that are not settled."""
         self._loads: dict[int, _LoadingBatch] = {}
         """Batch of the mover → the blocks that it copies."""
 
@@ -170,20 +170,20 @@ class Fetches:
                 actions += self._stop(stopped)
             else:
                 self._unqueue(number)
-        while self._queue and len(self._asked) + len(self._loans) < MOST_ASKED:  # a loan may become a Fetch
+        while self._queue and len(self._asked) + len(self._shares) < MOST_ASKED:  # a share may become a Fetch
             awaiting = sum([fetch.request.awaits for fetch in self._fetches.values()])
             if not self._queue[0].awaits and len(self._fetches) - awaiting >= FETCHES:
                 break
             actions.append(self._send(self._queue.popleft(), now_s))
         return actions
 
-    def _send(self, request: FetchRequest, now_s: float) -> AskKvbm | AskLender:
+    def _send(self, request: FetchRequest, now_s: float) -> AskKvbm | AskSharer:
         fetch = self._fetches[request.number] = _OpenFetch(request, now_s)
-        if not (self._borrows and request.lender):
+        if not (self._reads_shared and request.sharer):
             return self._ask_kvbm(fetch)
-        fetch.loan = next(self._numbers)
-        self._loans[fetch.loan] = fetch
-        return AskLender(fetch.loan, request.lender, request.keys)
+        fetch.share = next(self._numbers)
+        self._shares[fetch.share] = fetch
+        return AskSharer(fetch.share, request.sharer, request.keys)
 
     def _ask_kvbm(self, fetch: _OpenFetch) -> AskKvbm:
         request = fetch.request
@@ -214,16 +214,16 @@ class Fetches:
             yield from self._take(fetch, reply)
         yield from self._go_on(fetch)
 
-    def borrowed(self, answer: Borrowed) -> Iterator[Action]:
-        """Another engine lends blocks, or no more of them. Yields as `fetched`."""
-        fetch = self._loans.get(answer.number)
+    def shared(self, answer: SharedSlots) -> Iterator[Action]:
+        """Another engine shares blocks, or no more of them. Yields as `fetched`."""
+        fetch = self._shares.get(answer.number)
         if fetch is None:
             return  # settled meanwhile
         count = len(answer.slots)
         if answer.last and not fetch.shown + count and fetch.open and self._most_blocks:
-            del self._loans[fetch.loan]
-            yield ReturnLoan(fetch.loan)
-            fetch.loan = 0
+            del self._shares[fetch.share]
+            yield ReturnShare(fetch.share)
+            fetch.share = 0
             yield self._ask_kvbm(fetch)
             return
         self._show(fetch, fetch.shown, answer.slots, [0] * count, [None] * count, disk=False)
@@ -278,7 +278,7 @@ class Fetches:
                 self._loads[batch] = _LoadingBatch(fetch, shown.first, device_slots, shown.disk)
                 fetch.batches += 1
                 copies = list(map(Copy, shown.pool_slots, device_slots, shown.generations, shown.checksums))
-                yield LoadBatch(batch, copies, fetch.loan)
+                yield LoadBatch(batch, copies, fetch.share)
             if len(device_slots) < count:
                 fetch.open = False
                 fetch.unplaced.clear()
@@ -296,8 +296,8 @@ class Fetches:
         fetch = load.fetch
         self._blocks.discard([fetch.request.keys[load.first + place] for place in copied.damaged])
         assert len(copied.good) == len(load.device_slots)
-        lender = fetch.request.lender if fetch.loan else ""
-        self._blocks.end_loads(fetch.request.number, load.first, copied.good, load.disk, lender)
+        sharer = fetch.request.sharer if fetch.share else ""
+        self._blocks.end_loads(fetch.request.number, load.first, copied.good, load.disk, sharer)
         fetch.batches -= 1
         if fetch.open and not all(copied.good):
             return self._stop(fetch)  # blocks after one that is not there are of no use
@@ -317,9 +317,9 @@ class Fetches:
         fetch.settled = True
         del self._fetches[fetch.request.number]
         self._blocks.end_fetch(fetch.request.number, fetch.round_trip_s)
-        if fetch.loan:
-            del self._loans[fetch.loan]
-            return [ReturnLoan(fetch.loan)]
+        if fetch.share:
+            del self._shares[fetch.share]
+            return [ReturnShare(fetch.share)]
         ticket, fetch.ticket = fetch.ticket, 0
         return [self._release(ticket)] if ticket else []
 
@@ -329,10 +329,10 @@ class Fetches:
     def validate(self) -> None:
         """Raise AssertionError where the fetches contradict themselves."""
         assert sum(not fetch.request.awaits for fetch in self._fetches.values()) <= FETCHES
-        assert len(self._asked) + len(self._loans) <= MOST_ASKED
+        assert len(self._asked) + len(self._shares) <= MOST_ASKED
         if not self._most_blocks:
             assert not [*self._queue, *self._asked], "closed, and a request is open"
-        assert {id(fetch) for fetch in self._loans.values()} == {id(f) for f in self._fetches.values() if f.loan}
+        assert {id(fetch) for fetch in self._shares.values()} == {id(f) for f in self._fetches.values() if f.share}
         for number, fetch in self._fetches.items():
             assert fetch.request.number == number
             assert not fetch.settled

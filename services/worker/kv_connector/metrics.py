@@ -27,11 +27,11 @@ class KvbmMetrics:
     _late = counter("headrace_late_onboardings", "",
         "Attempts that stopped waiting for blocks from kvbm, because they came too late",
         "Loading takes longer than computing: see [kvbm.md](kvbm.md).")
-    _lent = gauge("headrace_lent_blocks", "",
+    _shared = gauge("headrace_lent_blocks", "",
         "Device blocks that decode workers of the machine copy, or may copy",
         "At prefill workers: a number that stays means that a decode worker is frozen.")
-    _lending_failures = counter("headrace_lending_failures", "",
-        "Tries to begin to lend blocks to decode workers of the machine that failed",
+    _sharing_failures = counter("headrace_lending_failures", "",
+        "Tries to begin to share blocks with decode workers of the machine that failed",
         "At prefill workers: too few file descriptors, or the pool's directory is not theirs. See the worker's log.")
     _prefetched = counter("headrace_prefetched_blocks", "",
         "Blocks of expected prompts that were loaded before their attempts came",
@@ -86,9 +86,9 @@ class KvbmMetrics:
             self._exchanged = step.exchanged
 
     @property
-    def lending_fails(self) -> bool:
-        """Whether the engine lends nothing now, because it could not begin to the last time."""
-        return self._exchanged.lending_fails
+    def sharing_fails(self) -> bool:
+        """Whether the engine shares nothing now, because it could not begin to the last time."""
+        return self._exchanged.sharing_fails
 
     def engine_lost(self) -> None:
         """The engine was lost: the next one counts from 0."""
@@ -96,14 +96,14 @@ class KvbmMetrics:
         self._load = self._shown_load = EngineLoad()
         self._exchanged = self._shown_exchanged = Exchanged()
         self._onboarding.set(0)
-        self._lent.set(0)
+        self._shared.set(0)
 
     def publish(self) -> None:
         """Add what was counted since the last call to the metrics."""
         load, before = self._load, self._shown_load
         if load is not before:
             self._onboarding.set(load.onboarding)
-            self._lent.set(load.lent_blocks)
+            self._shared.set(load.shared_blocks)
             self._late.inc(load.late_onboardings - before.late_onboardings)
             self._prefetched.inc(load.prefetched_blocks - before.prefetched_blocks)
             self._offers.labels("offered").inc(load.offered_blocks - before.offered_blocks)
@@ -132,4 +132,4 @@ class KvbmMetrics:
         self._differing.inc(now.differing_blocks - before.differing_blocks)
         self._damaged.inc(now.damaged_blocks - before.damaged_blocks)
         self._discarded.inc(now.discarded_blocks - before.discarded_blocks)
-        self._lending_failures.inc(now.lending_failures - before.lending_failures)
+        self._sharing_failures.inc(now.sharing_failures - before.sharing_failures)

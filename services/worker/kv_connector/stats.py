@@ -54,11 +54,11 @@ class TransferStats:
         discarded_blocks = self._totals.discarded_blocks + blocks
         self._totals = msgspec.structs.replace(self._totals, discarded_blocks=discarded_blocks)
 
-    def note_lending(self, failures: int, failing: bool) -> None:
-        """The engine could not begin to lend `failures` times, the last time among them if it is `failing`."""
+    def note_sharing(self, failures: int, failing: bool) -> None:
+        """The engine could not begin to share `failures` times, the last time among them if it is `failing`."""
         now = self._totals
-        if now.lending_failures != failures or now.lending_fails != failing:
-            self._totals = msgspec.structs.replace(now, lending_failures=failures, lending_fails=failing)
+        if now.sharing_failures != failures or now.sharing_fails != failing:
+            self._totals = msgspec.structs.replace(now, sharing_failures=failures, sharing_fails=failing)
 
     @property
     def changed(self) -> bool:

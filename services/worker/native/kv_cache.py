@@ -22,7 +22,7 @@ import numpy as np
 
 from services.worker.native.bfloat16 import from_bfloat16, to_bfloat16
 from services.worker.native.linear import Array
-from services.worker.sharing.fallback import pages_to_lend
+from services.worker.sharing.fallback import pages_to_share
 from services.worker.sharing.host_pages import HostPages
 from shared.messages.cards import KvLayout
 
@@ -30,15 +30,15 @@ from shared.messages.cards import KvLayout
 class KvCache:
     """The KV pages: `capacity_blocks` slots of `layout`. Memory is touched when a slot is first used."""
 
-    def __init__(self, layout: KvLayout, capacity_blocks: int, *, lent: bool = False) -> None:
-        """Map the pages. `layout.dtype` is float32 or bfloat16. With `lent` other processes can map them, if the
+    def __init__(self, layout: KvLayout, capacity_blocks: int, *, shared: bool = False) -> None:
+        """Map the pages. `layout.dtype` is float32 or bfloat16. With `shared` other processes can map them, if the
         system has such memory."""
         self.layout = layout
         self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
         shape = (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
         item = np.uint16 if self._narrow else np.float32
         size_bytes = prod(shape) * np.dtype(item).itemsize
-        self.exported = pages_to_lend(lambda: HostPages(size_bytes)) if lent else None
+        self.exported = pages_to_share(lambda: HostPages(size_bytes)) if shared else None
         """The memory of the pages, if other processes can map it."""
         self._mapping: mmap.mmap | None = None
         if self.exported is not None:

@@ -26,8 +26,8 @@ from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
 from services.worker.native.weights_digest import check_digest, weights_digest
-from services.worker.sharing.host_pages import HostLoanCopier, HostMapper
-from services.worker.sharing.memory import LendableMemory
+from services.worker.sharing.host_pages import HostMapper, SharedHostCopier
+from services.worker.sharing.memory import SharableMemory
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
@@ -53,12 +53,12 @@ class NativeRunner:
         verify: bool = False,
         lora_rank: int = LORA_RANK,
         lora_bytes: int = LORA_BYTES,
-        lends: bool = False,
+        shares_blocks: bool = False,
     ) -> None:
         """Load the model. Raise ModelError, also if the cache would hold no block.
 
         `directory` is the result of `prepare`. `capacity_blocks` 0 means as many as `capacity_bytes` hold. With
-        `verify` every loaded block is compared with the pool's, with `lends` other engines can copy blocks.
+        `verify` every loaded block is compared with the pool's, with `shares_blocks` other engines can copy blocks.
         """
         config = read_config(directory)
         layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, block_size)
@@ -70,7 +70,7 @@ class NativeRunner:
             )
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
-        self._cache = KvCache(layout, capacity_blocks, lent=lends)
+        self._cache = KvCache(layout, capacity_blocks, shared=shares_blocks)
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
@@ -150,11 +150,13 @@ class NativeRunner:
         copier = HostCopier.over(self._cache.memory, self._cache.layout.block_bytes)
         return TransferMover(copier, clock, verify=self._verify)
 
-    def lendable_memory(self) -> LendableMemory:
+    def sharable_memory(self) -> SharableMemory:
         cache = self._cache
         at = cache.pages.ctypes.data
         shape = BlockShape.contiguous(at, cache.layout.block_bytes, self._facts.capacity_blocks)
-        return LendableMemory("host", shape, cache.exported, HostMapper(), lambda theirs: HostLoanCopier(theirs, shape))
+        return SharableMemory(
+            "host", shape, cache.exported, HostMapper(), lambda theirs: SharedHostCopier(theirs, shape)
+        )
 
     def close(self) -> None:
         """Let go of the KV pages. The weights stay mapped until the process ends."""
@@ -181,5 +183,5 @@ def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> 
         verify=settings.kvbm.verify,
         lora_rank=settings.lora_rank,
         lora_bytes=settings.lora_bytes,
-        lends=settings.lends,
+        shares_blocks=settings.shares_blocks,
     )

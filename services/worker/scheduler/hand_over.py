@@ -2,7 +2,7 @@
 
     add: the first token was drawn, the blocks were given back
      │
-     ▼                take_ended: the kvbm has the blocks, another engine borrows them, or they waited long enough
+     ▼                take_ended: the kvbm has the blocks, another engine reads them, or they waited long enough
     storing ────────────────────────────────────────────────────────────────────────────────────────────────────▶ ended
      └───── pop: cancelled ─────────────────────────────────────────────────────────────────────────────────────▶ ended
 

@@ -49,10 +49,10 @@ class KVCacheManager:
         """Number of sequences that hold blocks: those that were admitted and not freed."""
         self._discards: list[ContentKey] = []
         """Keys of blocks that the connector must report to the kvbm as wrong."""
-        self._lent: Counter[int] = Counter()
-        """How many loans each slot belongs to."""
-        self.is_borrowed: Callable[[ContentKey], bool] = lambda _key: False
-        """Whether another engine has borrowed this block, and all before it, or will as soon as it is there."""
+        self._shared: Counter[int] = Counter()
+        """How many shares each slot belongs to."""
+        self.is_shared: Callable[[ContentKey], bool] = lambda _key: False
+        """Whether another engine has read this block, and all before it, or will as soon as it is there."""
         self._events: list[PoolEvent] = []
         self.changes = 0
         """Counts the connector's calls that may let a scheduler go on that found nothing to compute."""
@@ -219,16 +219,16 @@ class KVCacheManager:
         self.changes += 1
         return slots
 
-    def end_loads(self, number: int, first: int, good: Seq[bool], disk: bool, lender: str = "") -> None:
-        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not; `lender`
-        is the worker that lent them, empty for the kvbm. Called once for each slot of `begin_load`, in any order, also
-        after the attempt has ended."""
+    def end_loads(self, number: int, first: int, good: Seq[bool], disk: bool, sharer: str = "") -> None:
+        """The copies of blocks first … first + len(good) - 1 of fetch `number` have ended, each good or not; `sharer`
+        is the worker that shared them, empty for the kvbm. Called once for each slot of `begin_load`, in any order,
+        also after the attempt has ended."""
         stored = self.onboarding.end_loads(number, first, good, disk)
         self._events.extend(stored)
         keys = [event.content.key for event in stored]
-        if lender:
-            self.offloading.mark_borrowed(keys, lender)
-            self.notes.add_all(keys, "lent by the prefill worker {}", lender)
+        if sharer:
+            self.offloading.mark_shared(keys, sharer)
+            self.notes.add_all(keys, "shared by the prefill worker {}", sharer)
         else:
             self.offloading.mark_remote(keys)
             self.notes.add_all(keys, "loaded from {}", "the kvbm's disk" if disk else "the kvbm's host memory")
@@ -241,10 +241,10 @@ class KVCacheManager:
         self.onboarding.end_fetch(number, round_trip_s)
         self.changes += 1
 
-    def offer_borrowed(self, lender: str) -> None:
-        """The engine of the worker `lender` lends nothing any more, and may not have stored what it lent: offer that to
-        the kvbm."""
-        self.offloading.enqueue_borrowed(lender)
+    def offer_shared(self, sharer: str) -> None:
+        """The engine of the worker `sharer` shares nothing any more, and may not have stored what it shared: offer that
+        to the kvbm."""
+        self.offloading.enqueue_shared(sharer)
 
     def offers(self, most: int) -> list[Content]:
         """Return at most `most` blocks to offer to the kvbm, parents first. An offer holds nothing."""
@@ -270,10 +270,10 @@ class KVCacheManager:
         self.changes += 1
 
     def are_handed_over(self, keys: Seq[ContentKey]) -> bool:
-        """Whether the engine that goes on with these blocks gets them: it borrows them, or the kvbm has them."""
-        return not keys or self.is_borrowed(keys[-1]) or not self.offloading.owes(keys)
+        """Whether the engine that goes on with these blocks gets them: it reads them, or the kvbm has them."""
+        return not keys or self.is_shared(keys[-1]) or not self.offloading.owes(keys)
 
-    def lend(self, keys: Seq[ContentKey]) -> list[int]:
+    def share(self, keys: Seq[ContentKey]) -> list[int]:
         """Return the device slots of the leading ones of these blocks, as far as they are there and room is left
         without them. They stay as they are until `take_back`."""
         slots: list[int] = []
@@ -283,21 +283,21 @@ class KVCacheManager:
                 break
             self._pool.hold_for_copy(slot)
             slots.append(slot)
-        self._lent.update(slots)
+        self._shared.update(slots)
         return slots
 
     @property
-    def lent_blocks(self) -> int:
-        """How many blocks are lent."""
-        return len(self._lent)
+    def shared_blocks(self) -> int:
+        """How many blocks are shared."""
+        return len(self._shared)
 
     def take_back(self, slots: Seq[int]) -> None:
-        """The copies of lent slots have ended. Called exactly once for each slot of `lend`."""
+        """The copies of shared slots have ended. Called exactly once for each slot of `share`."""
         for slot in slots:
-            assert self._lent[slot] > 0, f"slot {slot} is not lent"
-            self._lent[slot] -= 1
-            if not self._lent[slot]:
-                del self._lent[slot]
+            assert self._shared[slot] > 0, f"slot {slot} is not shared"
+            self._shared[slot] -= 1
+            if not self._shared[slot]:
+                del self._shared[slot]
         self._pool.release_copies(slots)
         self.changes += 1
 
@@ -360,7 +360,7 @@ class KVCacheManager:
         self.onboarding.validate()
         self.offloading.validate()
         assert self._holders == len(running)
-        held = {*others, *self.offloading.pinned(), *self._lent}
+        held = {*others, *self.offloading.pinned(), *self._shared}
         held.update(*self.onboarding.held())
         for sequence in running:
             held.update(sequence.blocks)

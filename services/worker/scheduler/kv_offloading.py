@@ -4,7 +4,7 @@
     evicted    a block is cached, and among the next to be evicted ──▶ offered, once
     off        nothing is offered
 
-Blocks that came from the kvbm are not offered to it. Blocks that were borrowed from another engine are stored by that
+Blocks that came from the kvbm are not offered to it. Blocks that were read from another engine are stored by that
 engine, and queued here only when it has gone: it may not have stored them. An offer holds nothing. When the kvbm grants
 slots for offered blocks, those that are still cached are pinned, copied and unpinned; the others are not copied.
 """
@@ -40,8 +40,8 @@ class Offloading:
         self._queue: deque[Content] = deque(maxlen=limit_blocks)
         self._remote: list[ContentKey | None] = [None] * pool.capacity
         """Slot → the key under which its content was offered to the kvbm, or came from it."""
-        self._borrowed: dict[str, dict[int, ContentKey]] = {}
-        """Lender's worker, which has not gone since → slot → the block that was borrowed from it into the slot, which
+        self._shared: dict[str, dict[int, ContentKey]] = {}
+        """Sharer's worker, which has not gone since → slot → the block that was read from it into the slot, which
         may have been evicted since; parents first. Only with `filled`."""
         self._exhausted = (-1, -1)
         """The pool's (evictions, free blocks) when nothing was left to offer."""
@@ -66,7 +66,7 @@ class Offloading:
         self._queue.clear()
         self._owed.clear()
         self._remote = [None] * self._pool.capacity
-        self._borrowed.clear()
+        self._shared.clear()
         self._exhausted = (-1, -1)
         if self.queues:
             for content in self._pool.newest(self._limit_blocks):
@@ -109,19 +109,19 @@ class Offloading:
             assert slot is not None
             self._remote[slot] = key
 
-    def mark_borrowed(self, keys: Sequence[ContentKey], lender: str) -> None:
-        """Blocks were copied from the engine of the worker `lender`, which offers them to the kvbm itself."""
+    def mark_shared(self, keys: Sequence[ContentKey], sharer: str) -> None:
+        """Blocks were copied from the engine of the worker `sharer`, which offers them to the kvbm itself."""
         if self.queues:
-            borrowed = self._borrowed.setdefault(lender, {})
+            shared = self._shared.setdefault(sharer, {})
             for key in keys:
                 slot = self._pool.find(key)
                 assert slot is not None
-                borrowed.pop(slot, None)  # so that it comes after its parent
-                borrowed[slot] = key
+                shared.pop(slot, None)  # so that it comes after its parent
+                shared[slot] = key
 
-    def enqueue_borrowed(self, lender: str) -> None:
-        """The worker `lender` has gone, or its engine: what it lent waits to be offered. O(blocks that it lent)."""
-        for slot, key in self._borrowed.pop(lender, {}).items():
+    def enqueue_shared(self, sharer: str) -> None:
+        """The worker `sharer` has gone, or its engine: what it shared waits to be offered. O(blocks that it shared)."""
+        for slot, key in self._shared.pop(sharer, {}).items():
             content = self._pool.content(slot)
             if self._pool.find(key) == slot and content is not None:
                 self.enqueue(content)
@@ -200,8 +200,8 @@ class Offloading:
         """Raise AssertionError where the state contradicts itself."""
         assert self.queues == (self._enabled and self._offload == "filled")
         assert self.queues or not self._queue
-        assert self.queues or not self._borrowed
-        assert all(0 <= slot < self._pool.capacity for borrowed in self._borrowed.values() for slot in borrowed)
+        assert self.queues or not self._shared
+        assert all(0 <= slot < self._pool.capacity for shared in self._shared.values() for slot in shared)
         assert all(times > 0 for times in self._owed.values())
         assert self._pinned.keys() == self._pins.keys()
         for slot, copies in self._pins.items():

@@ -75,7 +75,7 @@ class SequenceFetch:
     """Slots that the sequence holds: those of blocks 0 … first + len(slots) - 1, or none."""
     prefetch: bool = False
     """No sequence waits for it yet."""
-    lender: str = ""
+    sharer: str = ""
     """The worker that computes its blocks."""
 
     @property
@@ -109,9 +109,9 @@ class Onboarding:
 
     # --- the queue
 
-    def prefetch(self, sequence: Sequence, lender: str, until_s: float, now_s: float) -> bool:
+    def prefetch(self, sequence: Sequence, sharer: str, until_s: float, now_s: float) -> bool:
         """Fetch the blocks of a sequence that is expected, also those that are still to be computed, by the worker
-        `lender`, as soon as there is a place for a prefetch. Return False if there is no kvbm, nothing is missing, the
+        `sharer`, as soon as there is a place for a prefetch. Return False if there is no kvbm, nothing is missing, the
         prompt is too long for a prefetch, or too many are queued."""
         expected, keys = self._prefetches(), sequence.keys
         if not self.enabled or len(expected) >= MOST_EXPECTED:
@@ -120,7 +120,7 @@ class Onboarding:
             return False
         if self._is_cached(keys):
             return False
-        self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, until_s, prefetch=True, lender=lender)
+        self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, until_s, prefetch=True, sharer=sharer)
         return True
 
     def end_prefetch(self, request: str, attempt: int) -> None:
@@ -247,7 +247,7 @@ class Onboarding:
             if fetch.prefetch:
                 fetch.state, fetch.first, fetch.count = "fetching", first, len(keys) - first
                 arrival = fetch.sequence.arrival
-                requests.append(FetchRequest(arrival, keys[first:], awaits=True, lender=fetch.lender))
+                requests.append(FetchRequest(arrival, keys[first:], awaits=True, sharer=fetch.sharer))
                 continue
             fetch.after = self._fetching(first, keys[first])
             if fetch.after is None:

@@ -10,7 +10,7 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
             onboarding: passed over until its blocks are loaded, or until it has waited long enough
 
     waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
-    running ── advance: the first token of an attempt that only prefills ──▶ storing, or ended if its blocks are lent
+    running ── advance: the first token of an attempt that only prefills ──▶ storing, or ended if its blocks are shared
     storing ── schedule: see `hand_over`; cancel ──▶ ended
     waiting, onboarding ── not admitted in the time that its frontend gave ──▶ ended
     running ── advance: numbers that are not finite ──▶ waiting, alone; the second time ──▶ ended
@@ -143,8 +143,8 @@ class Scheduler:
         name = submit.request, submit.attempt
         return name in self._living or name in self.hand_overs.names
 
-    def prefetch(self, submit: Submit, lender: str, now_s: float) -> None:
-        """Load the blocks of a prompt that the worker `lender` is computing, for an attempt that is expected. Advice:
+    def prefetch(self, submit: Submit, sharer: str, now_s: float) -> None:
+        """Load the blocks of a prompt that the worker `sharer` is computing, for an attempt that is expected. Advice:
         where it cannot be followed nothing happens, and it ends by itself. Comes also while a step is under way."""
         if not self._onboarding.enabled or self._knows(submit):
             return
@@ -156,7 +156,7 @@ class Scheduler:
             if len(self._expected) > MOST_EXPECTED:
                 del self._expected[next(iter(self._expected))]
             until_s = min(sequence.deadline_s, now_s + PREFETCH_MOST_S)
-            self._onboarding.prefetch(sequence, lender, until_s, now_s)
+            self._onboarding.prefetch(sequence, sharer, until_s, now_s)
 
     def cancel(self, request: str, attempt: int) -> None:
         """End an attempt and free its blocks. Unknown ones are ignored."""
@@ -292,7 +292,7 @@ class Scheduler:
             not_finite=self._probe.failed,
             onboarding=self._onboarding.waiting,
             late_onboardings=self._onboarding.late,
-            lent_blocks=self.kv_cache.lent_blocks,
+            shared_blocks=self.kv_cache.shared_blocks,
             prefetched_blocks=self._onboarding.prefetched,
             offered_blocks=offloading.offered_blocks,
             dropped_offers=offloading.dropped_blocks,

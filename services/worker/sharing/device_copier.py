@@ -1,4 +1,4 @@
-"""DeviceLoanCopier: copies blocks from another process's device memory into this process's.
+"""SharedDeviceCopier: copies blocks from another process's device memory into this process's.
 
     rows      one copy a block, 2-D if it has fragments                      DMA; needs evenly spaced fragments
     batch     all fragments of a group in one call                           DMA; any spacing
@@ -17,13 +17,13 @@ import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.contracts.mover import Copy, Slots
-from services.worker.sharing.share_kernel import MOST_BLOCKS, MULTIPROCESSORS, PeerKernel
+from services.worker.sharing.share_kernel import MOST_BLOCKS, MULTIPROCESSORS, ShareKernel
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ANYWHERE, Event, Stream, new_stream, translated_errors, use_device
 from services.worker.transfer.cuda_copier import InFlight
 from services.worker.transfer.memcpy_batch import MemcpyBatch, load_memcpy_batch
 
-PeerPath = Literal["rows", "batch", "kernel"]
+SharePath = Literal["rows", "batch", "kernel"]
 GROUP_BYTES = 256 << 20
 """The size of a group: 0.7 ms of NVLink between two H200s."""
 GROUP_BLOCKS = 256
@@ -32,7 +32,7 @@ SPIN_BYTES = 128 << 20
 """Up to this many bytes, a thread spins until copies end: 0.35 ms of NVLink. Waking up takes 35 to 80 µs."""
 
 
-class DeviceLoanCopier:
+class SharedDeviceCopier:
     """A Copier for one GPU."""
 
     duplex = False
@@ -43,7 +43,7 @@ class DeviceLoanCopier:
         own: BlockShape,
         device: int,
         *,
-        path: PeerPath | None = None,
+        path: SharePath | None = None,
         streams: int = 1,
         multiprocessors: int = MULTIPROCESSORS,
     ) -> None:
@@ -57,12 +57,12 @@ class DeviceLoanCopier:
         self.shape = own
         use_device(device)
         memcpy = load_memcpy_batch()
-        self.path: PeerPath = path or best_path(own.fragments, batch=memcpy is not None)
+        self.path: SharePath = path or best_path(own.fragments, batch=memcpy is not None)
         with translated_errors():
             self._streams = [new_stream() for _ in range(1 if self.path == "kernel" else streams)]
         self._issuer: _Issuer
         if self.path == "kernel":
-            self._issuer = _Kernel(PeerKernel(theirs, own, multiprocessors))
+            self._issuer = _Kernel(ShareKernel(theirs, own, multiprocessors))
         elif self.path == "batch":
             assert memcpy is not None, "this driver has no batches of copies"
             self._issuer = _Batch(theirs, own, memcpy, self.group_blocks)
@@ -70,7 +70,7 @@ class DeviceLoanCopier:
             self._issuer = _Rows(theirs, own)
 
     def attach(self, slots: Slots) -> None:
-        """The lender's slots are mapped already."""
+        """The sharer's slots are mapped already."""
 
     def detach(self) -> None: ...
 
@@ -78,10 +78,10 @@ class DeviceLoanCopier:
         return False
 
     def differs(self, copies: Sequence[Copy]) -> list[bool]:  # noqa: ARG002 - see below
-        raise AssertionError("lent blocks are not compared")
+        raise AssertionError("shared blocks are not compared")
 
     def begin(self, copies: Sequence[Copy], *, loads: bool) -> InFlight:
-        assert loads, "lent blocks are only read"
+        assert loads, "shared blocks are only read"
         use_device(self._device)
         flight = InFlight()
         try:
@@ -111,7 +111,7 @@ class DeviceLoanCopier:
                 stream.synchronize()
 
 
-def best_path(fragments: int, *, batch: bool) -> PeerPath:
+def best_path(fragments: int, *, batch: bool) -> SharePath:
     """Return the path for blocks of `fragments` pieces; `batch`: the driver has that path."""
     if fragments > 1:
         return "kernel"
@@ -156,7 +156,7 @@ class _Batch:
 
 
 class _Kernel:
-    def __init__(self, kernel: PeerKernel) -> None:
+    def __init__(self, kernel: ShareKernel) -> None:
         self._kernel = kernel
 
     def issue(self, copies: Sequence[Copy], on: Stream) -> None:

@@ -3,7 +3,7 @@
     cuMemCreate ──▶ a descriptor ── SCM_RIGHTS ──▶ cuMemImportFromShareableHandle ──▶ mapped, read-only
 
 The driver keeps the memory until its last mapping, handle and descriptor is gone, in whatever process. So a reader
-never reads memory that was freed: not when the lender dies in the middle of a copy, and not when it closes. (Memory of
+never reads memory that was freed: not when the sharer dies in the middle of a copy, and not when it closes. (Memory of
 `cudaMalloc` with an IPC handle must outlive its readers, and that of `cudaMallocAsync` has no IPC handle.)
 """
 

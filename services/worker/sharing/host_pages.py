@@ -89,7 +89,7 @@ class HostMapping:
             self._memory = None
 
 
-class HostLoanCopier:
+class SharedHostCopier:
     """A Copier from another process's host memory to this one's. Its copies have ended when `begin` returns."""
 
     duplex = False
@@ -100,7 +100,7 @@ class HostLoanCopier:
         self.group_blocks = max(1, GROUP_BYTES // own.block_bytes)
 
     def attach(self, slots: Slots) -> None:
-        """The lender's slots are mapped already."""
+        """The sharer's slots are mapped already."""
 
     def detach(self) -> None: ...
 
@@ -108,7 +108,7 @@ class HostLoanCopier:
         return False
 
     def begin(self, copies: Sequence[Copy], *, loads: bool) -> FinishedCopies:
-        assert loads, "lent blocks are only read"
+        assert loads, "shared blocks are only read"
         theirs, own = self._theirs, self.shape
         for copy in copies:
             origin, to = copy.pool_slot * theirs.stride_bytes, copy.device_slot * own.stride_bytes
@@ -117,6 +117,6 @@ class HostLoanCopier:
         return FinishedCopies({PATH: len(copies)})
 
     def differs(self, copies: Sequence[Copy]) -> list[bool]:  # noqa: ARG002 - see below
-        raise AssertionError("lent blocks are not compared")
+        raise AssertionError("shared blocks are not compared")
 
     def close(self) -> None: ...

@@ -57,7 +57,7 @@ class PageMapper(Protocol):
         ...
 
 
-class LendableMemory(Struct, frozen=True):
+class SharableMemory(Struct, frozen=True):
     """What an engine's memory is to other engines, and theirs to it."""
 
     kind: MemoryKind
@@ -71,10 +71,10 @@ class LendableMemory(Struct, frozen=True):
 
 
 @runtime_checkable
-class HasLendableMemory(Protocol):
+class HasSharableMemory(Protocol):
     """A runner whose KV memory can be exchanged with that of other engines on the machine."""
 
-    def lendable_memory(self) -> LendableMemory:
+    def sharable_memory(self) -> SharableMemory:
         """Return the present KV memory; it ends with the next sleep."""
         ...
 

@@ -1,12 +1,12 @@
-"""What an engine that lends its blocks and one that reads them say to each other on a Unix socket. Pure.
+"""What an engine that shares its blocks and one that reads them say to each other on a Unix socket. Pure.
 
-reader  ── Import ───────▶  lender     one message a packet (SOCK_SEQPACKET), msgpack
-        ◀── Offer ───────              with the memory's descriptors; or NotLent, and the connection ends
-        ── BorrowSlots ──▶
-        ◀── SlotsLent ── …             each as soon as its blocks are there; the slots stay as they are until
+reader  ── Import ───────▶  sharer     one message a packet (SOCK_SEQPACKET), msgpack
+        ◀── Offer ───────              with the memory's descriptors; or NotShared, and the connection ends
+        ── AskSlots ──▶
+        ◀── SlotsShared ── …             each as soon as its blocks are there; the slots stay as they are until
                                        ReturnSlots, Leave, the end of the connection, or proof that the reader died
         ── ReturnSlots ──▶
-        ◀── Closing ─────              the lender wants its memory back: return everything, then Leave
+        ◀── Closing ─────              the sharer wants its memory back: return everything, then Leave
         ── Leave ────────▶             nothing is mapped or read any more
 """
 
@@ -24,7 +24,7 @@ PROTOCOL = 1
 MOST_PACKET_BYTES = 64 << 10
 """The most bytes of a packet."""
 MOST_BLOCKS = 2048
-"""The most blocks of one loan: 32,768 tokens in blocks of 16."""
+"""The most blocks of one share: 32,768 tokens in blocks of 16."""
 MOST_DESCRIPTORS = 4
 """The most descriptors of one offer."""
 
@@ -35,7 +35,7 @@ RefusalCode = Literal[
 _Number = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
-class LoanIdentity(Struct, frozen=True):
+class SharingIdentity(Struct, frozen=True):
     """What must be the same at both ends before any byte of the other is worth reading."""
 
     model: str
@@ -49,7 +49,7 @@ class LoanIdentity(Struct, frozen=True):
 
 
 class SlotShape(Struct, frozen=True):
-    """Where blocks lie within the lent memory, as `BlockShape`, with offsets for addresses. In bytes."""
+    """Where blocks lie within the shared memory, as `BlockShape`, with offsets for addresses. In bytes."""
 
     regions: tuple[_Number, ...]
     fragment_bytes: _Number
@@ -58,32 +58,32 @@ class SlotShape(Struct, frozen=True):
 
 
 class Import(Struct, frozen=True, tag="import"):
-    """The first packet of a reader. Whatever the same owner had borrowed before has ended."""
+    """The first packet of a reader. Whatever the same owner had shared before has ended."""
 
     protocol: int
     owner: str
     """The name of the reader's kernel lock (`shared.pool.lock`), which proves its death."""
-    wanted: LoanIdentity
+    wanted: SharingIdentity
     generation: int = 0
     """The generation that the reader expects; 0: any."""
 
 
-class BorrowSlots(Struct, frozen=True, tag="borrow"):
-    """Lend the leading ones of these blocks that are there, and each further one as soon as it is."""
+class AskSlots(Struct, frozen=True, tag="borrow"):
+    """Share the leading ones of these blocks that are there, and each further one as soon as it is."""
 
     number: _Number
-    """Names the loan. The reader chooses it: 1 or more, and each only once."""
+    """Names the share. The reader chooses it: 1 or more, and each only once."""
     keys: Annotated[list[ContentKey], Meta(min_length=1, max_length=MOST_BLOCKS)]
 
 
 class ReturnSlots(Struct, frozen=True, tag="release"):
-    """Nothing reads the slots of this loan any more, and no further ones are wanted. An unknown one is ignored."""
+    """Nothing reads the slots of this share any more, and no further ones are wanted. An unknown one is ignored."""
 
     number: _Number
 
 
 class Leave(Struct, frozen=True, tag="leave"):
-    """All loans have ended and nothing is mapped. The last packet of a reader."""
+    """All shares have ended and nothing is mapped. The last packet of a reader."""
 
 
 class Offer(Struct, frozen=True, tag="offer"):
@@ -91,8 +91,8 @@ class Offer(Struct, frozen=True, tag="offer"):
 
     protocol: int
     owner: str
-    """The name of the lender's kernel lock."""
-    identity: LoanIdentity
+    """The name of the sharer's kernel lock."""
+    identity: SharingIdentity
     generation: Annotated[int, Meta(ge=1)]
     """Drawn for each memory: blocks of another generation lie in memory that is gone."""
     device: str
@@ -101,33 +101,33 @@ class Offer(Struct, frozen=True, tag="offer"):
     shape: SlotShape
 
 
-class NotLent(Struct, frozen=True, tag="refused"):
-    """The answer to Import, after which the lender closes the connection, or to BorrowSlots."""
+class NotShared(Struct, frozen=True, tag="refused"):
+    """The answer to Import, after which the sharer closes the connection, or to AskSlots."""
 
     code: RefusalCode
     reason: str
     number: int = -1
-    """The loan that was refused; -1: the import."""
+    """The share that was refused; -1: the import."""
 
 
-class SlotsLent(Struct, frozen=True, tag="lent"):
-    """An answer to BorrowSlots: more blocks of the loan."""
+class SlotsShared(Struct, frozen=True, tag="lent"):
+    """An answer to AskSlots: more blocks of the share."""
 
     number: int
     generation: int
     slots: list[int]
-    """The slots of the blocks that follow those lent before."""
+    """The slots of the blocks that follow those shared before."""
     last: bool = False
-    """No further block of the loan will be lent."""
+    """No further block of the share will be shared."""
 
 
 class Closing(Struct, frozen=True, tag="closing"):
-    """The lender lends nothing more, and waits for the reader to leave."""
+    """The sharer shares nothing more, and waits for the reader to leave."""
 
 
-TO_LENDER: Codec[Import | BorrowSlots | ReturnSlots | Leave] = Codec(
-    Import | BorrowSlots | ReturnSlots | Leave, "packet to a lender"
+TO_SHARER: Codec[Import | AskSlots | ReturnSlots | Leave] = Codec(
+    Import | AskSlots | ReturnSlots | Leave, "packet to a sharer"
 )
-FROM_LENDER: Codec[Offer | NotLent | SlotsLent | Closing] = Codec(
-    Offer | NotLent | SlotsLent | Closing, "packet from a lender"
+FROM_SHARER: Codec[Offer | NotShared | SlotsShared | Closing] = Codec(
+    Offer | NotShared | SlotsShared | Closing, "packet from a sharer"
 )

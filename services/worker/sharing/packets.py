@@ -14,10 +14,10 @@ from services.worker.sharing.messages import MOST_DESCRIPTORS, MOST_PACKET_BYTES
 from shared.errors import ProtocolError
 from shared.socket_path import reachable
 
-LENDERS = "lenders"
-"""The directory of the sockets of lenders, in the directory of the pool."""
+SHARERS = "lenders"
+"""The directory of the sockets of sharers, in the directory of the pool."""
 MOST_NAMES = 4
-"""The most lenders of one worker that are tried."""
+"""The most sharers of one worker that are tried."""
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 
@@ -26,15 +26,15 @@ class ConnectionEnded(Exception):
     """The other side closed the connection, or does not read what it is sent."""
 
 
-def socket_of(directory: Path, lender: str) -> Path:
-    return directory / LENDERS / lender
+def socket_of(directory: Path, sharer: str) -> Path:
+    return directory / SHARERS / sharer
 
 
-def lenders_of(directory: Path, worker: str) -> list[str]:
-    """Return the names of the lenders of a worker's engines, the newest first; an engine that has ended may be among
+def sharers_of(directory: Path, worker: str) -> list[str]:
+    """Return the names of the sharers of a worker's engines, the newest first; an engine that has ended may be among
     them."""
     try:
-        found = [path for path in (directory / LENDERS).iterdir() if path.name.rpartition("-")[0] == worker]
+        found = [path for path in (directory / SHARERS).iterdir() if path.name.rpartition("-")[0] == worker]
     except OSError:
         return []
     return [path.name for path in sorted(found, key=_made_ns, reverse=True)[:MOST_NAMES]]

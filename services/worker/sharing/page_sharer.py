@@ -1,7 +1,7 @@
-"""PageLender: lends this process's blocks to other processes of the machine, over a Unix socket.
+"""PageSharer: shares this process's blocks with other processes of the machine, over a Unix socket.
 
 `turn` and `watch` are called by the engine's loop: between steps and when the descriptor is readable, and a few times a
-second. Neither waits. `lending` decides; this module carries it out.
+second. Neither waits. `sharing` decides; this module carries it out.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from services.worker.sharing import packets
 from services.worker.sharing.lock_watch import LockWatch
 from services.worker.sharing.memory import ExportedPages, offsets
 from services.worker.sharing.messages import (
-    FROM_LENDER,
+    FROM_SHARER,
     PROTOCOL,
-    TO_LENDER,
-    BorrowSlots,
+    TO_SHARER,
+    AskSlots,
     Closing,
     Import,
     Leave,
-    LoanIdentity,
-    NotLent,
+    NotShared,
     Offer,
     ReturnSlots,
-    SlotsLent,
+    SharingIdentity,
+    SlotsShared,
 )
 from services.worker.sharing.offer_check import check_import
-from services.worker.sharing.shares import Lending, LendingLimits, LendingRefused
+from services.worker.sharing.shares import Shares, SharingLimits, SharingRefused
 from services.worker.transfer.block_shape import BlockShape
 from shared.errors import ProtocolError
 from shared.hashing import ContentKey
@@ -52,16 +52,16 @@ MOST_PACKETS = 32
 _log = logging.getLogger(__name__)
 
 
-class LendableBlocks(Protocol):
+class SharableBlocks(Protocol):
     """The blocks of this process's engine."""
 
-    def lend(self, keys: Sequence[ContentKey], /) -> list[int]:
+    def share(self, keys: Sequence[ContentKey], /) -> list[int]:
         """Return the device slots of the leading ones of these blocks, as far as they are there. They stay as they are
         until `take_back`."""
         ...
 
     def take_back(self, slots: Sequence[int], /) -> None:
-        """The copies that read these slots have ended. Called exactly once for each slot of `lend`."""
+        """The copies that read these slots have ended. Called exactly once for each slot of `share`."""
         ...
 
 
@@ -71,8 +71,8 @@ class _Connection(Struct):
     """The reader that is admitted on it."""
 
 
-class PageLender:
-    """Lends the blocks of one exported memory. It belongs to one thread."""
+class PageSharer:
+    """Shares the blocks of one exported memory. It belongs to one thread."""
 
     def __init__(
         self,
@@ -80,16 +80,16 @@ class PageLender:
         owner: str,
         pages: ExportedPages,
         shape: BlockShape,
-        identity: LoanIdentity,
+        identity: SharingIdentity,
         generation: int,
-        blocks: LendableBlocks,
-        limits: LendingLimits | None = None,
+        blocks: SharableBlocks,
+        limits: SharingLimits | None = None,
     ) -> None:
         """Listen in `directory`, where this process holds the lock of `owner`. The pages stay the caller's.
 
         `shape` lies in `pages`. Raise OSError, PoolUnfit.
         """
-        self.lending = Lending(limits or LendingLimits())
+        self.sharing = Shares(limits or SharingLimits())
         self._directory = directory
         self._pages = pages
         self._offer = Offer(
@@ -116,10 +116,10 @@ class PageLender:
     @property
     def may_free(self) -> bool:
         """Whether no other process can read the memory any more."""
-        return self.lending.may_free
+        return self.sharing.may_free
 
     def turn(self, now_s: float) -> None:
-        """Take what has come, and lend the blocks that have been computed since."""
+        """Take what has come, and share the blocks that have been computed since."""
         self._now_s = now_s
         if self._accept_s is not None and now_s >= self._accept_s:
             self._accept_s = None
@@ -129,12 +129,12 @@ class PageLender:
                 self._accept()
             elif descriptor in self._connections:
                 self._read(descriptor)
-        for descriptor, number, loan in self.lending.waiting():
+        for descriptor, number, share in self.sharing.waiting():
             if descriptor not in self._connections:
-                continue  # it ended with what was sent just now: nothing reads what is lent to it from now on
-            slots = self._blocks.lend(loan.keys[len(loan.slots) :])
-            if self.lending.add(loan, slots, now_s):
-                self._send(descriptor, SlotsLent(number, self._offer.generation, slots, last=not loan.waits))
+                continue  # it ended with what was sent just now: nothing reads what is shared with it from now on
+            slots = self._blocks.share(share.keys[len(share.slots) :])
+            if self.sharing.add(share, slots, now_s):
+                self._send(descriptor, SlotsShared(number, self._offer.generation, slots, last=not share.waits))
 
     @property
     def wait_until_s(self) -> float | None:
@@ -145,19 +145,19 @@ class PageLender:
         """End the readers that are proven dead."""
         for owner, watch in list(self._watches.items()):
             if watch.is_free():
-                slots = self.lending.proven_dead(owner)
+                slots = self.sharing.proven_dead(owner)
                 _log.info("%s, which read blocks of this process, is dead; %d slots are free again", owner, len(slots))
                 self._forget(owner)
                 self._blocks.take_back(slots)
 
-    def close_lending(self) -> None:
-        """Lend nothing more, and ask all readers to leave; `may_free` says when they are gone."""
-        for connection in self.lending.close():
+    def close_sharing(self) -> None:
+        """Share nothing more, and ask all readers to leave; `may_free` says when they are gone."""
+        for connection in self.sharing.close():
             self._send(connection, Closing())
 
     def close(self) -> None:
-        """Close the socket, and end all loans. Readers that are still there keep the memory, and discard what they read
-        from now on, since their connections are closed."""
+        """Close the socket, and end all shares. Readers that are still there keep the memory, and discard what they
+        read from now on, since their connections are closed."""
         for connection in self._connections.values():
             connection.socket.close()
         for watch in self._watches.values():
@@ -167,7 +167,7 @@ class PageLender:
         self._poller.close()
         self._listening.close()
         self._path.unlink(missing_ok=True)
-        self._blocks.take_back(self.lending.end_all())
+        self._blocks.take_back(self.sharing.end_all())
 
     # --- connections
 
@@ -200,24 +200,24 @@ class PageLender:
                     return
                 packet, descriptors = received
                 packets.close_all(descriptors)
-                self._take(descriptor, TO_LENDER.decode(packet))
+                self._take(descriptor, TO_SHARER.decode(packet))
             except (packets.ConnectionEnded, ProtocolError) as wrong:
                 self._drop(descriptor, str(wrong))
                 return
 
-    def _take(self, descriptor: int, message: Import | BorrowSlots | ReturnSlots | Leave) -> None:
+    def _take(self, descriptor: int, message: Import | AskSlots | ReturnSlots | Leave) -> None:
         admitted = bool(self._connections[descriptor].owner)
         if admitted == isinstance(message, Import):
             raise ProtocolError("a reader says what it imports first, and once")
         match message:
             case Import():
                 self._admit(descriptor, message)
-            case BorrowSlots():
-                self._open_loan(descriptor, message)
+            case AskSlots():
+                self._open_share(descriptor, message)
             case ReturnSlots():
-                self._blocks.take_back(self.lending.release(descriptor, message.number))
+                self._blocks.take_back(self.sharing.release(descriptor, message.number))
             case Leave():
-                slots = self.lending.leave(descriptor)
+                slots = self.sharing.leave(descriptor)
                 self._forget(self._connections[descriptor].owner)
                 self._blocks.take_back(slots)
             case _:
@@ -230,14 +230,14 @@ class PageLender:
             try:
                 watch = LockWatch.of(self._directory, asked.owner)
             except OSError as wrong:
-                raise LendingRefused("unproven", f"the lock of {asked.owner}: {wrong.strerror}") from None
+                raise SharingRefused("unproven", f"the lock of {asked.owner}: {wrong.strerror}") from None
             if watch is None:
-                raise LendingRefused("unproven", f"no living process holds the lock of {asked.owner}")
-            slots = self.lending.admit(descriptor, asked.owner)
-        except LendingRefused as refused:
+                raise SharingRefused("unproven", f"no living process holds the lock of {asked.owner}")
+            slots = self.sharing.admit(descriptor, asked.owner)
+        except SharingRefused as refused:
             if watch is not None:
                 watch.close()
-            self._send(descriptor, NotLent(refused.code, str(refused)))
+            self._send(descriptor, NotShared(refused.code, str(refused)))
             self._drop(descriptor, str(refused))
             return
         self._forget(asked.owner)
@@ -246,35 +246,37 @@ class PageLender:
         self._blocks.take_back(slots)
         self._send(descriptor, self._offer, self._pages.descriptors())
 
-    def _open_loan(self, descriptor: int, asked: BorrowSlots) -> None:
+    def _open_share(self, descriptor: int, asked: AskSlots) -> None:
         try:
-            self.lending.open_loan(descriptor, asked.number, asked.keys, self._now_s)
-        except LendingRefused as refused:
-            self._send(descriptor, NotLent(refused.code, str(refused), asked.number))
+            self.sharing.open_share(descriptor, asked.number, asked.keys, self._now_s)
+        except SharingRefused as refused:
+            self._send(descriptor, NotShared(refused.code, str(refused), asked.number))
 
-    def _send(self, descriptor: int, message: Offer | NotLent | SlotsLent | Closing, pages: Sequence[int] = ()) -> None:
+    def _send(
+        self, descriptor: int, message: Offer | NotShared | SlotsShared | Closing, pages: Sequence[int] = ()
+    ) -> None:
         connection = self._connections.get(descriptor)
         if connection is None:
             return
         try:
-            packets.send(connection.socket, FROM_LENDER.encode(message), pages)
+            packets.send(connection.socket, FROM_SHARER.encode(message), pages)
         except packets.ConnectionEnded as wrong:
             self._read(descriptor)  # a reader that has closed it may have said before that it leaves
             self._drop(descriptor, str(wrong))
 
     def _drop(self, descriptor: int, why: str) -> None:
-        """Close a connection. What its reader has borrowed stays lent."""
+        """Close a connection. What its reader has shared stays shared."""
         connection = self._connections.pop(descriptor, None)
         if connection is None:
             return
         if connection.owner:
             _log.info("the connection of %s, which reads blocks of this process, ended: %s", connection.owner, why)
-        self.lending.connection_closed(descriptor)
+        self.sharing.connection_closed(descriptor)
         self._poller.unregister(connection.socket)
         connection.socket.close()
 
     def _forget(self, owner: str) -> None:
-        """Close what is left of a reader that `lending` has ended."""
+        """Close what is left of a reader that `sharing` has ended."""
         for descriptor, connection in list(self._connections.items()):
             if connection.owner == owner:
                 self._drop(descriptor, "the reader is gone")
@@ -283,7 +285,7 @@ class PageLender:
             watch.close()
 
     def _sweep(self) -> None:
-        """Delete the sockets of lenders that are dead. Raise OSError where that cannot be seen."""
+        """Delete the sockets of sharers that are dead. Raise OSError where that cannot be seen."""
         for path in self._path.parent.iterdir():
             watch = LockWatch.of(self._directory, path.name)
             if watch is None:

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pull_blocks(
 """
 
 
-class PeerKernel:
+class ShareKernel:
     """The compiled kernel for two shapes of the same blocks. It belongs to one thread."""
 
     def __init__(self, theirs: BlockShape, own: BlockShape, multiprocessors: int = MULTIPROCESSORS) -> None:

@@ -45,7 +45,7 @@ from services.worker.contracts.messages import (
     TakeEngineSnapshot,
 )
 from services.worker.engine.async_end import AsyncEnd
-from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.kv_transfer import connector_stats
 from services.worker.vllm.loras import EngineLoras
@@ -121,7 +121,7 @@ class VllmEngine:
         self._metrics_due_s = 0.0
 
     async def run(self) -> Failed | None:
-        """Serve until Shutdown, which gives None, or until the engine fails. Raise PeerGone."""
+        """Serve until Shutdown, which gives None, or until the engine fails. Raise ChannelClosed."""
         ended = self._end.ended
         reading = [asyncio.create_task(reader.run()) for reader in self._readers]
         ticking = asyncio.create_task(self._tick())
@@ -361,7 +361,7 @@ class VllmEngine:
             self._shown_link = shown
             try:
                 self._channel.send(shown)
-            except PeerGone as wrong:
+            except ChannelClosed as wrong:
                 self._end.break_off(wrong)
 
     def _record(
@@ -394,7 +394,7 @@ class VllmEngine:
             self._report()  # what happened before them
             for piece in prompt_pieces(tokens, positions, count, MOST_EMBEDDED_BYTES):
                 self._channel.send(self._ranks.report(rank, rank.attempts.prompt_part(key, piece)))
-        except PeerGone as wrong:
+        except ChannelClosed as wrong:
             self._end.break_off(wrong)
 
     def _give_up(self, wrong: BaseException | None) -> None:
@@ -408,7 +408,8 @@ class VllmEngine:
             self._channel.send(report)
 
     async def _tick(self) -> None:
-        """End attempts that are too late, notice a dead core, probe idle ranks, and send metrics. Raise PeerGone."""
+        """End attempts that are too late, notice a dead core, probe idle ranks, and send metrics. Raise
+        ChannelClosed."""
         idle_s = self._config.health.idle_s
         while True:
             await asyncio.sleep(TICK_S)

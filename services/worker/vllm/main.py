@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Failed, Loading, Ready
-from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.model.facts import read_pooling
 from services.worker.vllm.cause_file import VARIABLE, note_exceptions, read_cause
 from services.worker.vllm.one_line import one_line
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[1]))
-    with closing(EngineEnd(connection)) as channel, suppress(PeerGone), tempfile.TemporaryDirectory() as directory:
+    with closing(EngineEnd(connection)) as channel, suppress(ChannelClosed), tempfile.TemporaryDirectory() as directory:
         failed = asyncio.run(_guarded(config, channel, connection, Path(directory)))
         if failed is not None:
             channel.send(failed)
@@ -65,12 +65,12 @@ def main(arguments: list[str]) -> int:
 async def _guarded(
     config: EngineConfig, channel: EngineEnd, connection: socket.socket, directory: Path
 ) -> Failed | None:
-    """Run vLLM until it ends, and return whatever it raises as a Failed. Raise PeerGone."""
+    """Run vLLM until it ends, and return whatever it raises as a Failed. Raise ChannelClosed."""
     try:
         return await _run(config, channel, connection, directory)
     except (ModelError, ConfigError) as wrong:
         return Failed(reason=str(wrong), model=True)
-    except PeerGone:
+    except ChannelClosed:
         raise
     except Exception as wrong:  # noqa: BLE001 - the program's edge: the shell learns of every failure
         traceback.print_exc()
@@ -78,7 +78,7 @@ async def _guarded(
 
 
 async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.socket, directory: Path) -> Failed | None:
-    """Run vLLM until it ends. Return why it failed, or None after Shutdown. Raise PeerGone."""
+    """Run vLLM until it ends. Return why it failed, or None after Shutdown. Raise ChannelClosed."""
     channel.send(Loading("loading vLLM", 0.0))
     try:
         import vllm

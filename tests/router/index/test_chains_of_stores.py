@@ -54,7 +54,7 @@ def test_a_stores_block_whose_parent_only_a_worker_has_is_found_after_it_in_eith
     for store_first in (True, False):
         index = Index(limit_bytes=1 << 30)
         worker, store = chains_of(index, "a"), chains_of(index, STORE)
-        index.set_lender(("a", 0), (STORE, 0))
+        index.set_store(("a", 0), (STORE, 0))
         worker.link_store(store)
         ordered: list[tuple[Chains, CacheEvent]] = [(store, stored(2, HOST)), (worker, stored(1, DEVICE))]
         for chains, event in ordered if store_first else ordered[::-1]:
@@ -74,7 +74,7 @@ def test_a_worker_that_attaches_supplies_the_parents_that_a_store_waits_for() ->
     store.apply(stored(2, HOST))
     store.apply(removed(3, DISK))
     assert store.orphan_blocks == 1
-    index.set_lender(("a", 0), (STORE, 0))
+    index.set_store(("a", 0), (STORE, 0))
     worker.link_store(store)
     assert found(index, "a", 3) == Overlap(1, 1), "a block removed while it waited is gone"
     worker.link_store(None)
@@ -92,7 +92,7 @@ class ChainsOfStoresMachine(RuleBasedStateMachine):
         self.index = Index(limit_bytes=1 << 30)
         self.chains = {each: chains_of(self.index, each) for each in ("a", "b", STORE)}
         for worker in "ab":
-            self.index.set_lender((worker, 0), (STORE, 0))
+            self.index.set_store((worker, 0), (STORE, 0))
             self.chains[worker].link_store(self.chains[STORE])
         self.devices: dict[str, set[int]] = {"a": set(), "b": set()}
         self.lower: dict[int, set[int]] = {HOST: set(), DISK: set()}

@@ -42,11 +42,11 @@ def test_each_block_counts_in_its_best_tier() -> None:
     assert index.find([1, 2, 3, 4, 5, 6]) == {("a", 0): Overlap(2, 2, 1), ("b", 0): Overlap(0, 0, 1)}
 
 
-def test_a_stores_blocks_count_for_its_borrowers_and_the_store_is_not_found() -> None:
+def test_a_stores_blocks_count_for_its_heirs_and_the_store_is_not_found() -> None:
     index = Index(limit_bytes=UNLIMITED)
     a, b, alone, store = (index.open_slot((name, 0)) for name in ("a", "b", "alone", "k"))
     for name in "ab":
-        index.set_lender((name, 0), ("k", 0))
+        index.set_store((name, 0), ("k", 0))
     index.add_blocks(a, DEVICE, [1, 2, 3])
     index.add_blocks(b, DISK, [1, 2])
     index.add_blocks(alone, DEVICE, [1])
@@ -57,7 +57,7 @@ def test_a_stores_blocks_count_for_its_borrowers_and_the_store_is_not_found() ->
     assert index.find(asked) == found
     index.remove_blocks(a, DEVICE, [2])
     assert index.find(asked)["a", 0] == Overlap(2, 3, 1), "from the device to the store and back"
-    index.set_lender(("a", 0), None)
+    index.set_store(("a", 0), None)
     assert index.find(asked)["a", 0] == Overlap(1)
     index.retire_slot(store)
     assert index.find(asked)["b", 0] == Overlap(0, 0, 2)
@@ -337,15 +337,15 @@ class IndexMachine(RuleBasedStateMachine):
         self.open: dict[str, Slot] = {}
         self.retired: list[Slot] = []
         self.held: dict[Slot, list[Counter[int]]] = {}
-        self.lenders: dict[str, str] = {}
-        """Borrower → lender."""
+        self.stores: dict[str, str] = {}
+        """Heir → store."""
 
-    @rule(name=st.sampled_from(NAMES), lender=st.sampled_from([*STORES, None]))
-    def borrow(self, name: str, lender: str | None) -> None:
-        self.index.set_lender((name, 0), None if lender is None else (lender, 0))
-        self.lenders.pop(name, None)
-        if lender is not None:
-            self.lenders[name] = lender
+    @rule(name=st.sampled_from(NAMES), store=st.sampled_from([*STORES, None]))
+    def inherit(self, name: str, store: str | None) -> None:
+        self.index.set_store((name, 0), None if store is None else (store, 0))
+        self.stores.pop(name, None)
+        if store is not None:
+            self.stores[name] = store
 
     @rule(name=st.sampled_from(NAMES + STORES))
     def join(self, name: str) -> None:
@@ -411,10 +411,10 @@ class IndexMachine(RuleBasedStateMachine):
         hashes = path(end) + [-1, -2][:strange]
         expected: dict[CandidateId, Overlap] = {}
         for name, slot in self.open.items():
-            if name in self.lenders.values():
+            if name in self.stores.values():
                 continue
             tiers = [0, 0, 0]
-            store = self.open.get(self.lenders.get(name, ""), slot)
+            store = self.open.get(self.stores.get(name, ""), slot)
             for block in hashes:
                 holding = [self.held[slot], [Counter[int](), *self.held[store][1:]]]
                 best = next((tier for tier in range(3) if any(counts[tier][block] for counts in holding)), None)

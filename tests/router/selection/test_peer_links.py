@@ -46,7 +46,7 @@ def search(known: PeerLinks, held: dict[StoreId, range], hashes: list[int] = HAS
     numbers: dict[StoreId, int] = {}
     for store, blocks in held.items():
         slot = index.open_slot((store, 0))
-        index.set_lender((f"worker of {store}", 0), (store, 0))
+        index.set_store((f"worker of {store}", 0), (store, 0))
         if blocks:
             index.add_blocks(slot, 1, list(blocks))
         numbers[store] = slot.number

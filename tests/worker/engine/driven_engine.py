@@ -22,7 +22,7 @@ from services.worker.contracts.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.engine.channel import PeerGone
+from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.process import EngineProcess
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages.frames import Part
@@ -136,7 +136,7 @@ class DrivenEngine:
         while True:
             try:
                 report = await self.process.receive()
-            except PeerGone:
+            except ChannelClosed:
                 self.gone = True
                 self._changed.set()
                 return

@@ -10,7 +10,7 @@ import pytest
 
 from services.worker.contracts.messages import CancelAttempt, EngineOrder, Failed, Loading, Shutdown
 from services.worker.engine.async_end import AsyncEnd
-from services.worker.engine.channel import EngineEnd, PeerGone, ShellEnd
+from services.worker.engine.channel import ChannelClosed, EngineEnd, ShellEnd
 from tests.worker.shell import LIMIT_S
 
 
@@ -57,7 +57,7 @@ async def test_a_shell_that_has_gone_ends_it() -> None:
         served = Served(engine, connection)
         with served.end.receiving():
             shell.close()
-            with pytest.raises(PeerGone):
+            with pytest.raises(ChannelClosed):
                 await asyncio.wait_for(served.end.ended, LIMIT_S)
 
 

@@ -15,7 +15,7 @@ from services.worker.contracts.messages import (
     Shutdown,
     TakeEngineSnapshot,
 )
-from services.worker.engine.channel import EngineEnd, PeerGone, ShellEnd
+from services.worker.engine.channel import ChannelClosed, EngineEnd, ShellEnd
 
 
 async def pair() -> tuple[ShellEnd, EngineEnd]:
@@ -65,12 +65,12 @@ async def test_each_end_sees_that_the_other_has_gone() -> None:
     shell, engine = await pair()
     shell.close()
     await asyncio.sleep(0)
-    with pytest.raises(PeerGone):
+    with pytest.raises(ChannelClosed):
         await asyncio.to_thread(engine.receive, None)
     engine.close()
     shell, engine = await pair()
     engine.close()
-    with pytest.raises(PeerGone):
+    with pytest.raises(ChannelClosed):
         await shell.receive()
     shell.send(Shutdown())
     shell.close()
@@ -104,7 +104,7 @@ async def test_what_an_engine_said_last_is_heard_after_its_end() -> None:
             engine.send(Failed(str(number)))
         engine.close()
         assert [await shell.receive() for _ in range(3)] == [Failed(str(number)) for number in range(3)]
-        with pytest.raises(PeerGone):
+        with pytest.raises(ChannelClosed):
             await shell.receive()
 
 

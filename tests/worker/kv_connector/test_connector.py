@@ -25,7 +25,7 @@ from services.worker.engine import core
 from services.worker.kv_connector import fetches
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
 from services.worker.kv_connector.stores import MOST_TRIES
-from services.worker.sharing.shares import LendingLimits
+from services.worker.sharing.shares import SharingLimits
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from shared.hashing import content_keys, pack_tokens, root_key
@@ -244,17 +244,17 @@ def test_blocks_that_another_engine_computes_are_copied_from_it_and_not_from_the
     second.step()
     assert not second.asks, "the kvbm is not asked"
     compute(world, first)
-    assert second.borrower.copied_blocks == second.exchanged.loaded_blocks == 2
-    assert first.lender.lending.blocks == 0, "the loan is returned"
-    assert max(first.told_lent) == 2
-    assert first.told_lent[-1] == 0, "it is said, too, though the engine has nothing to do"
+    assert second.reader.copied_blocks == second.exchanged.loaded_blocks == 2
+    assert first.sharer.sharing.blocks == 0, "the share is returned"
+    assert max(first.told_shared) == 2
+    assert first.told_shared[-1] == 0, "it is said, too, though the engine has nothing to do"
     second.submit("r", PROMPT, 1)
     second.step()
     world.settle()
-    assert second.borrower.copied_blocks == 2
+    assert second.reader.copied_blocks == 2
 
 
-def test_a_prompt_that_was_lent_whole_before_its_last_token_is_computed_is_handed_over_with_its_first_token(
+def test_a_prompt_that_was_shared_whole_before_its_last_token_is_computed_is_handed_over_with_its_first_token(
     world: World,
 ) -> None:
     first, second = world.engines
@@ -263,7 +263,7 @@ def test_a_prompt_that_was_lent_whole_before_its_last_token_is_computed_is_hande
     second.step()
     first.step()
     world.settle()
-    assert second.borrower.copied_blocks == 2
+    assert second.reader.copied_blocks == 2
     first.submit("r", EXPECTED, 8, prefill_only=True)
     until(world, first, "store")
     assert len(first.answers["r"]) == 1
@@ -272,28 +272,28 @@ def test_a_prompt_that_was_lent_whole_before_its_last_token_is_computed_is_hande
     world.nothing_is_left()
 
 
-def test_an_engine_that_sleeps_wakes_when_nothing_more_is_awaited_of_a_loan(world: World) -> None:
+def test_an_engine_that_sleeps_wakes_when_nothing_more_is_awaited_of_a_share(world: World) -> None:
     second = world.engines[1]
     assert second.core.wait_until_s is None
-    second.borrower.wait_until_s = world.now_s + 5.0
+    second.reader.wait_until_s = world.now_s + 5.0
     assert second.core.wait_until_s == world.now_s + 5.0
-    second.borrower.wait_until_s = None
+    second.reader.wait_until_s = None
 
 
 @pytest.mark.parametrize("limit", [0, LIMITS.blocks])
-def test_where_nothing_is_lent_the_kvbm_is_asked(world: World, limit: int) -> None:
+def test_where_nothing_is_shared_the_kvbm_is_asked(world: World, limit: int) -> None:
     first, second = world.engines
-    first.lender.lending.limits = LendingLimits(blocks=limit)
+    first.sharer.sharing.limits = SharingLimits(blocks=limit)
     second.expect("r", EXPECTED, "", first.name if limit == 0 else "nobody")
     second.step()
     second.step()
     assert [ask.operation for ask in second.asks] == ["fetch"]
     compute(world, first)
-    assert second.borrower.copied_blocks == 0
+    assert second.reader.copied_blocks == 0
     assert second.exchanged.loaded_blocks == 2
 
 
-def test_a_fetch_in_place_of_a_loan_keeps_the_bound_of_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_in_place_of_a_share_keeps_the_bound_of_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "MOST_ASKED", 1)
     second = world.engines[1]
     second.expect("r", EXPECTED, "", "nobody")
@@ -303,8 +303,8 @@ def test_a_fetch_in_place_of_a_loan_keeps_the_bound_of_requests(world: World, mo
     assert [ask.operation for ask in second.asks] == ["fetch"]
 
 
-@pytest.mark.parametrize("lost", ["lender", "lender sleeps", "reader sleeps", "kvbm"])
-def test_whatever_is_lost_while_lent_blocks_are_copied_nothing_wrong_is_used_and_nothing_is_left(
+@pytest.mark.parametrize("lost", ["sharer", "sharer sleeps", "reader sleeps", "kvbm"])
+def test_whatever_is_lost_while_shared_blocks_are_copied_nothing_wrong_is_used_and_nothing_is_left(
     world: World, lost: str
 ) -> None:
     first, second = world.engines
@@ -315,16 +315,16 @@ def test_whatever_is_lost_while_lent_blocks_are_copied_nothing_wrong_is_used_and
     first.carry("")
     first.deliver(0)
     for _ in range(100):
-        if not second.borrower.idle:
+        if not second.reader.idle:
             break
         first.step()
         second.step()
-    assert not second.borrower.idle, "nothing is being copied"
-    second.borrower.go_on(0)
+    assert not second.reader.idle, "nothing is being copied"
+    second.reader.go_on(0)
     match lost:
-        case "lender":
+        case "sharer":
             world.kill_engine(first)
-        case "lender sleeps":
+        case "sharer sleeps":
             first.cancel(0)
             first.operate("sleep")
             first.step()
@@ -339,7 +339,7 @@ def test_whatever_is_lost_while_lent_blocks_are_copied_nothing_wrong_is_used_and
 
 
 @pytest.mark.parametrize("lost", ["the engine", "its sleep"])
-def test_a_lender_that_is_lost_before_it_has_stored_what_it_lent_leaves_that_to_the_reader(
+def test_a_sharer_that_is_lost_before_it_has_stored_what_it_shared_leaves_that_to_the_reader(
     world: World, lost: str
 ) -> None:
     first, second = world.engines
@@ -351,8 +351,8 @@ def test_a_lender_that_is_lost_before_it_has_stored_what_it_lent_leaves_that_to_
         first.step()
         second.step()
         second.copied()
-    assert second.borrower.copied_blocks == 2
-    assert second.scheduler.load().offered_blocks == 0, "the lender stores them"
+    assert second.reader.copied_blocks == 2
+    assert second.scheduler.load().offered_blocks == 0, "the sharer stores them"
     first.asks.clear()
     if lost == "the engine":
         world.kill_engine(first)

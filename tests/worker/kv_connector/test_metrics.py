@@ -25,7 +25,7 @@ def test_what_engines_count_each_from_their_start_adds_up() -> None:
     metrics.engine_lost()
     assert value("onboarding_requests") == 0
     metrics.count_step(
-        stepped(EngineLoad(offered_blocks=2, onboarding=1, lent_blocks=6), Exchanged(saved_blocks=1, loaded_blocks=4))
+        stepped(EngineLoad(offered_blocks=2, onboarding=1, shared_blocks=6), Exchanged(saved_blocks=1, loaded_blocks=4))
     )
     metrics.publish()
     metrics.publish()

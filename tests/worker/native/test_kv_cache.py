@@ -39,7 +39,7 @@ def test_unused_blocks_take_no_memory() -> None:
 
 def test_without_memory_that_others_can_map_the_pages_are_ordinary_ones() -> None:
     with small_files():
-        cache = KvCache(LAYOUT, 2 * LIMIT_BYTES // LAYOUT.block_bytes, lent=True)
+        cache = KvCache(LAYOUT, 2 * LIMIT_BYTES // LAYOUT.block_bytes, shared=True)
     assert cache.exported is None
     cache.write(0, np.array([17]), np.array([0]), np.ones((1, 3, 4), np.float32), np.ones((1, 3, 4), np.float32))
     assert cache.read(0, np.array([[17]]), 1)[0].all()

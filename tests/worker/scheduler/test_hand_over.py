@@ -48,25 +48,25 @@ def test_a_prompt_is_handed_over_when_its_blocks_are_stored_or_it_has_waited_as_
         assert engine.scheduler.wait_until_s is None
 
 
-def test_a_prompt_whose_blocks_another_engine_borrows_is_handed_over_with_its_first_token() -> None:
+def test_a_prompt_whose_blocks_another_engine_reads_is_handed_over_with_its_first_token() -> None:
     engine = Engine()
     engine.scheduler.kv_cache.offloading.set_enabled(True)
-    borrowed = content_keys(root_key("model"), pack_tokens(PROMPT), 2)[-1]
-    engine.scheduler.kv_cache.is_borrowed = lambda key: key == borrowed
+    shared = content_keys(root_key("model"), pack_tokens(PROMPT), 2)[-1]
+    engine.scheduler.kv_cache.is_shared = lambda key: key == shared
     engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
     engine.step(0.5)
     assert [(part.finish, len(part.tokens)) for part in engine.parts["a", 1]] == [("handed_over", 4)]
 
 
-def test_a_prompt_whose_blocks_another_engine_borrows_after_its_first_token_is_handed_over_at_once() -> None:
+def test_a_prompt_whose_blocks_another_engine_reads_after_its_first_token_is_handed_over_at_once() -> None:
     engine = Engine()
     engine.scheduler.kv_cache.offloading.set_enabled(True)
-    borrowed: set[bytes] = set()
-    engine.scheduler.kv_cache.is_borrowed = borrowed.__contains__
+    shared: set[bytes] = set()
+    engine.scheduler.kv_cache.is_shared = shared.__contains__
     engine.submit("a", PROMPT, sampling=NO_EOS, prefill_only=True)
     engine.step(0.5)
     assert not engine.scheduler.busy
-    borrowed.add(content_keys(root_key("model"), pack_tokens(PROMPT), 2)[-1])
+    shared.add(content_keys(root_key("model"), pack_tokens(PROMPT), 2)[-1])
     assert engine.scheduler.busy, "an engine without other work does not sleep over it"
     engine.step()
     assert engine.last("a").finish == "handed_over"

@@ -55,56 +55,56 @@ def test_blocks_that_came_from_the_kvbm_are_not_offered_to_it() -> None:
         assert kvbm.engine.scheduler.load().offered_blocks == 0
 
 
-def test_blocks_that_were_borrowed_are_offered_once_their_lender_has_gone_parents_first() -> None:
+def test_blocks_that_were_shared_are_offered_once_their_sharer_has_gone_parents_first() -> None:
     first = Kvbm(Engine())
     first.up()
     first.engine.submit("a", PROMPT, max_tokens=1)
     first.run()
     kvbm = Kvbm(Engine())
-    kvbm.kept, kvbm.lender = first.kept, "prefill"
+    kvbm.kept, kvbm.sharer = first.kept, "prefill"
     kvbm.up()
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
     kvbm.run()
     assert kvbm.loaded_blocks == 3
-    kvbm.engine.scheduler.kv_cache.offer_borrowed("another")
+    kvbm.engine.scheduler.kv_cache.offer_shared("another")
     assert kvbm.engine.scheduler.load().offered_blocks == 0
-    kvbm.engine.scheduler.kv_cache.offer_borrowed("prefill")
+    kvbm.engine.scheduler.kv_cache.offer_shared("prefill")
     offers = kvbm.take_offers()
     assert [content.parent for content in offers] == [None, offers[0].key, offers[1].key]
-    kvbm.engine.scheduler.kv_cache.offer_borrowed("prefill")
+    kvbm.engine.scheduler.kv_cache.offer_shared("prefill")
     assert kvbm.take_offers() == [], "once"
 
 
-def test_a_borrowed_block_that_was_evicted_is_not_offered_and_neither_is_what_came_to_its_slot() -> None:
+def test_a_shared_block_that_was_evicted_is_not_offered_and_neither_is_what_came_to_its_slot() -> None:
     first = Kvbm(Engine())
     first.up()
     first.engine.submit("a", PROMPT, max_tokens=1)
     first.run()
     kvbm = Kvbm(Engine(capacity_blocks=4))
-    kvbm.kept, kvbm.lender = dict(first.kept), "prefill"
+    kvbm.kept, kvbm.sharer = dict(first.kept), "prefill"
     kvbm.up()
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
     kvbm.run()
     assert kvbm.loaded_blocks == 3
     cache = kvbm.engine.scheduler.kv_cache
-    borrowed = {content.key for content in cache.snapshot()}
+    shared = {content.key for content in cache.snapshot()}
     kvbm.engine.submit("b", [7] * 4, max_tokens=1)
     kvbm.run()
-    left = [content.key for content in cache.snapshot() if content.key in borrowed]
+    left = [content.key for content in cache.snapshot() if content.key in shared]
     assert 0 < len(left) < 3
     assert len(cache.snapshot()) > len(left)
-    cache.offer_borrowed("prefill")
+    cache.offer_shared("prefill")
     assert [content.key for content in kvbm.take_offers()] == left
 
 
-def test_blocks_that_were_borrowed_are_offered_before_they_are_evicted() -> None:
+def test_blocks_that_were_shared_are_offered_before_they_are_evicted() -> None:
     first = Kvbm(Engine())
     first.up()
     first.engine.submit("a", PROMPT, max_tokens=1)
     first.run()
-    for lender, offered in (("", 0), ("prefill", 1)):
+    for sharer, offered in (("", 0), ("prefill", 1)):
         kvbm = Kvbm(Engine(capacity_blocks=4, offload="evicted"))
-        kvbm.kept, kvbm.lender = dict(first.kept), lender
+        kvbm.kept, kvbm.sharer = dict(first.kept), sharer
         kvbm.up()
         kvbm.engine.submit("a", PROMPT, max_tokens=1)
         kvbm.run()

@@ -94,12 +94,12 @@ def test_a_draw_that_failed_ends_its_sequence_with_the_error_and_no_other() -> N
     assert engine.scheduler.load().running == 1
 
 
-def test_lent_blocks_stay_until_they_are_taken_back() -> None:
+def test_shared_blocks_stay_until_they_are_taken_back() -> None:
     engine = Engine(capacity_blocks=4)
     cache = engine.scheduler.kv_cache
     engine.submit("a", PROMPT, max_tokens=1)
     engine.run()
-    slots = cache.lend(content_keys(root_key("model"), pack_tokens([*PROMPT, 7, 7]), 2))
+    slots = cache.share(content_keys(root_key("model"), pack_tokens([*PROMPT, 7, 7]), 2))
     assert len(slots) == len(PROMPT) // 2
     assert cache.statistics().held == len(slots)
     engine.submit("b", [8] * len(PROMPT), max_tokens=1)

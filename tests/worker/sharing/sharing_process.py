@@ -1,6 +1,6 @@
-"""A process that lends blocks to another, or reads them; a test commands it with lines of JSON.
+"""A process that shares blocks with another, or reads them; a test commands it with lines of JSON.
 
-    python -m tests.worker.sharing.sharing_process lend|read SETTINGS
+    python -m tests.worker.sharing.sharing_process share|read SETTINGS
 
 It ends when its standard input ends.
 """
@@ -24,18 +24,18 @@ import numpy as np
 from msgspec import Struct
 
 from services.worker.contracts.mover import Copy
-from services.worker.sharing.host_pages import HostLoanCopier, HostMapper, HostPages
+from services.worker.sharing.host_pages import HostMapper, HostPages, SharedHostCopier
 from services.worker.sharing.memory import ExportedPages, PageMapper
-from services.worker.sharing.messages import LoanIdentity, NotLent, SlotsLent
+from services.worker.sharing.messages import NotShared, SharingIdentity, SlotsShared
 from services.worker.sharing.page_reader import PageReader
-from services.worker.sharing.page_sharer import PageLender
-from services.worker.sharing.shares import LendingLimits
+from services.worker.sharing.page_sharer import PageSharer
+from services.worker.sharing.shares import SharingLimits
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from shared.pool.lock import hold_owner
 from tests.worker.transfer.layer_major import layer_major
 
-IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
+IDENTITY = SharingIdentity("a-model", "0123456789abcdef", "bfloat16", kind="host")
 GENERATION = 77
 
 
@@ -51,7 +51,7 @@ class Settings(Struct):
     slots: int = 24
     layer_major: bool = True
     path: Literal["rows", "batch", "kernel"] | None = None
-    limits: LendingLimits = LendingLimits()
+    limits: SharingLimits = SharingLimits()
     model: str = IDENTITY.model
     layout: str = IDENTITY.layout
     dtype: str = IDENTITY.dtype
@@ -60,8 +60,8 @@ class Settings(Struct):
     generation: int = GENERATION
 
     @property
-    def identity(self) -> LoanIdentity:
-        return LoanIdentity(self.model, self.layout, self.dtype, self.rank, self.ranks, self.kind)
+    def identity(self) -> SharingIdentity:
+        return SharingIdentity(self.model, self.layout, self.dtype, self.rank, self.ranks, self.kind)
 
     @property
     def block_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Settings(Struct):
 
 
 def key_of(slot: int) -> bytes:
-    """Return the content key under which the lender has a slot."""
+    """Return the content key under which the sharer has a slot."""
     return slot.to_bytes(16, "little")
 
 
@@ -133,7 +133,7 @@ def digest(block: bytes) -> str:
 
 
 class LenderProcess:
-    """Answers a test's commands while it lends."""
+    """Answers a test's commands while it shares."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -144,7 +144,7 @@ class LenderProcess:
         self._pins: Counter[int] = Counter()
         self._computed = settings.slots
         """Slots from this one on hold nothing yet."""
-        self.lender = PageLender(
+        self.sharer = PageSharer(
             directory,
             settings.owner,
             self._memory.pages,
@@ -156,19 +156,19 @@ class LenderProcess:
         )
 
     def fileno(self) -> int:
-        return self.lender.fileno()
+        return self.sharer.fileno()
 
     def turn(self) -> None:
-        self.lender.turn(time.monotonic())
-        self.lender.watch()
-        self.lender.lending.validate()
+        self.sharer.turn(time.monotonic())
+        self.sharer.watch()
+        self.sharer.sharing.validate()
 
     def state(self) -> dict[str, Any]:
-        """Return what is lent."""
-        lending = self.lender.lending
+        """Return what is shared."""
+        sharing = self.sharer.sharing
         pinned = sorted(slot for slot, count in self._pins.items() if count)
         assert min(self._pins.values(), default=0) >= 0, "a slot was unpinned too often"
-        return {"readers": lending.readers, "pinned": pinned, "may_free": self.lender.may_free}
+        return {"readers": sharing.readers, "pinned": pinned, "may_free": self.sharer.may_free}
 
     def watch(self, times: int) -> dict[str, Any]:
         for _ in range(times):
@@ -181,14 +181,14 @@ class LenderProcess:
     def digests(self) -> list[str]:
         return [digest(self._memory.read(slot)) for slot in range(self.settings.slots)]
 
-    def close_lending(self) -> None:
-        self.lender.close_lending()
+    def close_sharing(self) -> None:
+        self.sharer.close_sharing()
 
     def compute(self, slots: int) -> None:
         """Have as many slots from now on."""
         self._computed = slots
 
-    def lend(self, keys: Sequence[bytes]) -> list[int]:
+    def share(self, keys: Sequence[bytes]) -> list[int]:
         slots = [int.from_bytes(key, "little") for key in keys]
         there = list(takewhile(lambda slot: slot < self._computed, slots))
         self._pins.update(there)
@@ -214,7 +214,7 @@ class ReaderProcess:
             self._mapper = DeviceMapper(settings.device)
         self.reader: PageReader | None = None
         self._copier: Copier | None = None
-        self._answers: dict[int, SlotsLent | NotLent] = {}
+        self._answers: dict[int, SlotsShared | NotShared] = {}
 
     def fileno(self) -> int:
         return self.reader.fileno() if self.reader is not None and not self.reader.ended else -1
@@ -223,11 +223,11 @@ class ReaderProcess:
         if self.reader is not None:
             self._answers |= {answer.number: answer for answer in self.reader.turn()}
 
-    def connect(self, lender: str) -> str:
+    def connect(self, sharer: str) -> str:
         """Connect and map; return why not."""
         self.reader = reader = PageReader(
             Path(self.settings.directory),
-            lender,
+            sharer,
             self.settings.owner,
             self.settings.identity,
             self._memory.shape,
@@ -240,21 +240,21 @@ class ReaderProcess:
             self._copier = self._new_copier(reader.theirs)
         return reader.ended
 
-    def borrow(self, number: int, slots: list[int]) -> Any:
-        """Borrow; return the first slots that are lent, or a refusal's code."""
+    def read(self, number: int, slots: list[int]) -> Any:
+        """Read; return the first slots that are shared, or a refusal's code."""
         assert self.reader is not None
-        self.reader.borrow(number, [key_of(slot) for slot in slots])
+        self.reader.read(number, [key_of(slot) for slot in slots])
         return self.answer(number)
 
     def answer(self, number: int) -> Any:
-        """Return the next slots that are lent, or a refusal's code, or why the reader has ended."""
+        """Return the next slots that are shared, or a refusal's code, or why the reader has ended."""
         assert self.reader is not None
         while number not in self._answers and not self.reader.ended:
             self._wait()
         answer = self._answers.pop(number, None)
         if answer is None:
             return self.reader.ended
-        return answer.slots if isinstance(answer, SlotsLent) else answer.code
+        return answer.slots if isinstance(answer, SlotsShared) else answer.code
 
     def copy(self, pairs: list[tuple[int, int]]) -> bool:
         """Copy blocks; return whether they are good."""
@@ -293,7 +293,7 @@ class ReaderProcess:
         return [digest(self._memory.read(slot)) for slot in range(self.settings.slots)]
 
     def poke(self) -> None:
-        """Write to the lender's memory; that ends this process, if the memory is not writable here."""
+        """Write to the sharer's memory; that ends this process, if the memory is not writable here."""
         import ctypes
 
         assert self.reader is not None
@@ -302,10 +302,10 @@ class ReaderProcess:
 
     def _new_copier(self, theirs: BlockShape) -> Copier:
         if self.settings.kind == "host":
-            return HostLoanCopier(theirs, self._memory.shape)
-        from services.worker.sharing.device_copier import DeviceLoanCopier
+            return SharedHostCopier(theirs, self._memory.shape)
+        from services.worker.sharing.device_copier import SharedDeviceCopier
 
-        return DeviceLoanCopier(theirs, self._memory.shape, self.settings.device, path=self.settings.path)
+        return SharedDeviceCopier(theirs, self._memory.shape, self.settings.device, path=self.settings.path)
 
     def _wait(self) -> None:
         select.select([self.fileno()], [], [], 1)
@@ -318,7 +318,7 @@ def say(answer: Any) -> None:
 
 def main() -> None:
     settings = msgspec.json.decode(sys.argv[2], type=Settings)
-    process = LenderProcess(settings) if sys.argv[1] == "lend" else ReaderProcess(settings)
+    process = LenderProcess(settings) if sys.argv[1] == "share" else ReaderProcess(settings)
     say("ready")
     commands = b""
     while True:

@@ -1,4 +1,4 @@
-"""Two processes that lend and read, for tests; both kinds of memory."""
+"""Two processes that share and read, for tests; both kinds of memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PeerProcess:
         return msgspec.json.decode(line)
 
     def blocks(self, seed: int = 0) -> list[str]:
-        """Return the digests of the blocks that a lender of this shape has."""
+        """Return the digests of the blocks that a sharer of this shape has."""
         sizes = range(self.settings.slots), self.settings.block_bytes
         return [digest(block_of(seed, slot, sizes[1])) for slot in sizes[0]]
 
@@ -75,13 +75,13 @@ class PeerRig:
         self._opened.callback(process.close)
         return process
 
-    def pair(self, reader: dict[str, Any] | None = None, **lender: Any) -> tuple[PeerProcess, PeerProcess]:
-        """Start a lender and a reader."""
-        both = self.start("lend", "lender", **lender), self.start("read", "reader", **(reader or {}))
+    def pair(self, reader: dict[str, Any] | None = None, **sharer: Any) -> tuple[PeerProcess, PeerProcess]:
+        """Start a sharer and a reader."""
+        both = self.start("share", "sharer", **sharer), self.start("read", "reader", **(reader or {}))
         return both[0].ready(), both[1].ready()
 
-    def connected(self, reader: dict[str, Any] | None = None, **lender: Any) -> tuple[PeerProcess, PeerProcess]:
-        """Start a lender, and a reader that has mapped its memory."""
-        lends, reads = self.pair(reader, **lender)
-        assert reads.ask("connect", "lender") == ""
-        return lends, reads
+    def connected(self, reader: dict[str, Any] | None = None, **sharer: Any) -> tuple[PeerProcess, PeerProcess]:
+        """Start a sharer, and a reader that has mapped its memory."""
+        shares, reads = self.pair(reader, **sharer)
+        assert reads.ask("connect", "sharer") == ""
+        return shares, reads

@@ -7,20 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.sharing.messages import PROTOCOL, Import, LoanIdentity, Offer, SlotShape
+from services.worker.sharing.messages import PROTOCOL, Import, Offer, SharingIdentity, SlotShape
 from services.worker.sharing.offer_check import check_offer
-from services.worker.sharing.shares import LendingRefused
+from services.worker.sharing.shares import SharingRefused
 from tests.worker.transfer.layer_major import layer_major
 
-IDENTITY = LoanIdentity("a-model", "0123456789abcdef", "bfloat16")
+IDENTITY = SharingIdentity("a-model", "0123456789abcdef", "bfloat16")
 OWN = layer_major(4096, 2, 64, 10)
 SHAPE = SlotShape((0, 1280), 64, 64, 20)
-OFFER = Offer(PROTOCOL, "lender", IDENTITY, 7, "00ff", 2560, SHAPE)
+OFFER = Offer(PROTOCOL, "sharer", IDENTITY, 7, "00ff", 2560, SHAPE)
 
 
 def check(asked_generation: int = 0, descriptors: int = 1, **differs: Any) -> None:
     asked = Import(PROTOCOL, "reader", IDENTITY, asked_generation)
-    check_offer(msgspec.structs.replace(OFFER, **differs), asked, OWN, descriptors, "lender")
+    check_offer(msgspec.structs.replace(OFFER, **differs), asked, OWN, descriptors, "sharer")
 
 
 @pytest.mark.parametrize("generation", [0, 7])
@@ -53,6 +53,6 @@ def test_the_offer_that_was_asked_for_is_believed(generation: int) -> None:
     ],
 )
 def test_any_other_offer_is_refused(code: str, differs: dict[str, Any]) -> None:
-    with pytest.raises(LendingRefused) as refused:
+    with pytest.raises(SharingRefused) as refused:
         check(**differs)
     assert refused.value.code == code

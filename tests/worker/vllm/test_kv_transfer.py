@@ -89,8 +89,8 @@ def test_the_counts_of_all_ranks_are_added() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_sum_can_be_sent(fails: bool) -> None:
-    total = sum_exchanged([Exchanged(saved_blocks=3, save_s=0.5, saved_by={"a": 3}), Exchanged(lending_fails=fails)])
-    assert total.lending_fails is fails
+    total = sum_exchanged([Exchanged(saved_blocks=3, save_s=0.5, saved_by={"a": 3}), Exchanged(sharing_fails=fails)])
+    assert total.sharing_fails is fails
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(total), type=Exchanged) == total
 
 

@@ -62,7 +62,7 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
         verify=settings.kvbm.verify,
         lora_rank=settings.lora_rank,
         lora_bytes=lora_bytes,
-        lends=settings.lends,
+        shares_blocks=settings.shares_blocks,
         path=str(directory),
         digest=digest,
         grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),

@@ -44,10 +44,10 @@ from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_lora
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.weights_digest import check_digest
-from services.worker.sharing.device_copier import DeviceLoanCopier
+from services.worker.sharing.device_copier import SharedDeviceCopier
 from services.worker.sharing.device_pages import DeviceMapper, DevicePages
-from services.worker.sharing.fallback import pages_to_lend
-from services.worker.sharing.memory import LendableMemory
+from services.worker.sharing.fallback import pages_to_share
+from services.worker.sharing.memory import SharableMemory
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
@@ -80,16 +80,15 @@ class CudaRunner:
         digest: str = "",
         lora_rank: int = LORA_RANK,
         lora_bytes: int = LORA_BYTES,
-        lends: bool = False,
+        shares_blocks: bool = False,
         grammars: GrammarCache | None = None,
         progress: Callable[[float], None] = lambda _share: None,
     ) -> None:
         """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
-        A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `lends` other
-        engines can copy blocks, if the GPU has memory that they can map. `progress` is called with the share of the
-        graphs that are captured.
-        """
+        A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `shares_blocks`
+        other engines can copy blocks, if the GPU has memory that they can map. `progress` is called with the share of
+        the graphs that are captured."""
         element_type = settings.dtype
         layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
         if capacity_blocks < 1:
@@ -122,7 +121,7 @@ class CudaRunner:
         self._memory = memory
         self._settings = settings
         self._verify = verify
-        self._lends = lends
+        self._shares_blocks = shares_blocks
         self._exported: DevicePages | None = None
         """The memory of the KV pages, if other processes can map it."""
         self._mover: TransferMover | None = None
@@ -178,11 +177,11 @@ class CudaRunner:
 
     def _new_pages(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised KV pages on the device."""
-        if not self._lends:
+        if not self._shares_blocks:
             return cp.empty(shape, dtype)
         self._memory.trim()  # what the pool keeps is not there for others
         size_bytes = prod(shape) * cp.dtype(dtype).itemsize
-        self._exported = pages_to_lend(lambda: DevicePages(size_bytes, self._memory.device))
+        self._exported = pages_to_share(lambda: DevicePages(size_bytes, self._memory.device))
         if self._exported is None:
             return cp.empty(shape, dtype)
         return self._exported.array()[:size_bytes].view(dtype).reshape(shape)
@@ -348,11 +347,11 @@ class CudaRunner:
         facts = self._facts
         return BlockShape.contiguous(self.pages.data.ptr, facts.kv_layout.block_bytes, facts.capacity_blocks)
 
-    def lendable_memory(self) -> LendableMemory:
+    def sharable_memory(self) -> SharableMemory:
         shape, device = self._block_shape(), self._memory.device
-        return LendableMemory(
+        return SharableMemory(
             *("cuda", shape, self._exported, DeviceMapper(device)),
-            lambda theirs: DeviceLoanCopier(theirs, shape, device),
+            lambda theirs: SharedDeviceCopier(theirs, shape, device),
         )
 
     def close(self) -> None:

@@ -363,14 +363,14 @@ class VllmBlocks:
             self._send_end(lookup)
         return slots
 
-    def end_loads(self, number: int, first: int, good: Sequence[bool], _disk: bool, _lender: str = "") -> None:
+    def end_loads(self, number: int, first: int, good: Sequence[bool], _disk: bool, _sharer: str = "") -> None:
         keys = self._lookups[number].keys
         for index, is_good in enumerate(good, first):
             if is_good:
                 self._know(keys[index])
 
-    def offer_borrowed(self, _lender: str) -> None:
-        """No engine lends blocks to vLLM."""
+    def offer_shared(self, _sharer: str) -> None:
+        """No engine shares blocks to vLLM."""
 
     def end_fetch(self, number: int, _round_trip_s: float) -> None:
         lookup = self._lookups.pop(number)
