@@ -38,6 +38,8 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The connection to NATS."""
 
     url: str = "nats://127.0.0.1:4222"
+    """The server's URL: nats://host:port, or tls://host:port if the system, or the file that the variable SSL_CERT_FILE
+    names, has the authority of its certificate."""
     user: str = ""
     password: str = ""
     payload_limit_bytes: int = 4 << 20

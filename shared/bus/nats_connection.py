@@ -220,14 +220,14 @@ def as_headrace_error(wrong: Exception, client: Client, subject: str, payload: b
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError if `url` is not nats://host:port."""
+    """Raise ConfigError if `url` is neither nats://host:port nor tls://host:port."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("nats", "tls") and parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"nats.url: {without_password(url)} is not nats://host:port")
+        raise ConfigError(f"nats.url: {without_password(url)} is not nats://host:port or tls://host:port")
 
 
 def refusal_text(wrong: Exception, config: NatsConfig) -> str:

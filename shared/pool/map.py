@@ -133,9 +133,9 @@ def open_pool(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as wrong:
         raise PoolUnfit(f"{path}: {wrong.strerror}") from None
-    if wrong := ownership_fault(os.fstat(descriptor), "file", "open"):
+    if fault := ownership_fault(os.fstat(descriptor), "file", "open"):
         os.close(descriptor)
-        raise PoolUnfit(f"{path} {wrong}")
+        raise PoolUnfit(f"{path} {fault}")
     return descriptor
 
 

@@ -140,7 +140,10 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["check", "--serve", "127.0.0.1:1", "--peer", "127.0.0.1:1"], "error: --serve answers another machine: "),
         (["check", "--serve", "192.0.2.1:8770"], "error: --serve 192.0.2.1:8770: "),
         (["check", "--kvbm-bytes", "1X"], "error: --kvbm-bytes 1X: not a size, such as 512M, 2G or 2GiB"),
-        (["check", "--nats", "http://127.0.0.1:1"], "error: --nats: http://127.0.0.1:1 is not nats://host:port"),
+        (
+            ["check", "--nats", "http://127.0.0.1:1"],
+            "error: --nats: http://127.0.0.1:1 is not nats://host:port or tls://host:port",
+        ),
         (
             ["check", "--etcd", "somewhere"],
             "error: --etcd: 'somewhere' is neither host:port nor unix:PATH",

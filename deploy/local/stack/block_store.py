@@ -91,8 +91,8 @@ def _check_disk(directory: Path) -> None:
         found = directory.lstat()
     except OSError as wrong:
         raise ConfigError(f"--kvbm-disk {directory}: {wrong.strerror}") from None
-    if wrong := ownership_fault(found, "directory", "open"):
-        raise ConfigError(f"--kvbm-disk {directory} {wrong}")
+    if fault := ownership_fault(found, "directory", "open"):
+        raise ConfigError(f"--kvbm-disk {directory} {fault}")
 
 
 def _default_bytes(device: str) -> int:

@@ -441,3 +441,26 @@ async def test_a_task_that_waits_for_the_end_of_the_bus_returns_when_it_is_close
         await bus.publish("subject", b"")
         assert not kept.done()
     await kept
+
+
+async def test_over_tls_a_server_is_believed_whose_certificate_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = Path(__file__).parents[2] / "frontend" / "certificates"
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "one.pem"))
+    server = NatsServer(
+        tmp_path, f'tls {{ cert_file: "{certificates / "one.pem"}", key_file: "{certificates / "one.key"}" }}\n'
+    )
+    server.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S), connected(f"tls://localhost:{server.port}") as bus:
+            came: asyncio.Queue[Message] = asyncio.Queue()
+
+            async def receive(message: Message) -> None:
+                came.put_nowait(message)
+
+            await bus.subscribe("large", receive)
+            await bus.publish("large", bytes(3 << 20))
+            assert len((await came.get()).payload) == 3 << 20
+    finally:
+        server.stop()
