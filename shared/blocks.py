@@ -30,6 +30,8 @@ has released it. Blocks that follow it may stay without their parent.
 
 Every operation is O(1) per block, except that an eviction skips blocks that copies read. Changes are returned as
 events, in order.
+
+docs/decisions/0009 gives the reasons.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Translates the changes and the contents of a pool of blocks into KV events and snapshots for the wire. Pure."""
+"""Translates the changes and the contents of a pool of blocks into KV events and snapshots for the wire. Pure.
+
+The engine process numbers the batches, since it owns the pool: so sequence and digest cannot disagree with it. The
+shell publishes and replays them, since an engine in the middle of a long step could not answer.
+"""
 
 from __future__ import annotations
 

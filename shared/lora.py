@@ -3,6 +3,9 @@
 An id is `name@digest`: the name that clients use, and a digest of the adapter's files. Cards, requests, blocks and
 their keys carry the id. So a block computed with other files of the same name is another block, everywhere, and an
 answer goes on only where the same files are loaded. An id without a digest is the name alone.
+
+With the name alone, blocks of the old files would be found after an update, in every cache that missed a message to
+forget them.
 """
 
 from __future__ import annotations

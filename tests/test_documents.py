@@ -105,6 +105,25 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert re.findall(r"^## (\S+) \(", text, re.M)[0] == VERSION
 
 
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+DECISIONS.remove(ROOT / "docs" / "decisions" / "0044-engine-and-kvbm-over-nats.md")  # it is about to go
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_is_short_and_a_module_names_it(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 60
+    assert f"decisions/{page.name[:4]}" in CODE
+
+
+CODE = "\n".join(
+    file.read_text(encoding="utf-8")
+    for top in (*where_page.TOPS, "tests")
+    for pattern in ("*.py", "*.sh")
+    for file in sorted((ROOT / top).rglob(pattern))
+    if file != Path(__file__)
+)
+
+
 def test_upgrade_compares_every_lock_file() -> None:
     compared = re.search(r"git diff --stat HEAD origin/main -- '(\S+)'", (ROOT / "docs" / "upgrade.md").read_text())
     assert compared

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Restarts the containers of this Compose project, one after the other, so that no request is lost:
+# Restarts the containers of this Compose project, one after the other, so that no request is lost (docs/decisions/0042):
 #   ./roll.sh                                workers, routers, frontends, with the images and settings that are there now
 #   ./roll.sh frontend                       these services alone
 #   docker compose build && ./roll.sh        an upgrade

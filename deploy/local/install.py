@@ -8,6 +8,8 @@
 The other lock files hold all of requirements.lock and more, so they are installed on top if that is installed;
 otherwise .venv is built again. The project itself is not installed: a `.pth` file names the checkout by a relative
 path. That needs no build tools and no network, and the checkout can be moved.
+
+docs/decisions/0006 gives the reasons.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 
 Changes in the meantime come as load events; the tracker ignores the reservation of an attempt whose end it has
 received. Without an answer, the workers' own load reports show what runs there.
+
+docs/decisions/0014 gives the reasons.
 """
 
 from __future__ import annotations

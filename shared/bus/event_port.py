@@ -6,6 +6,8 @@
 The limits: at most SEND_LIMIT_BATCHES and SEND_LIMIT_BYTES wait, however many subscribers do not read. Each subscriber
 may hold one batch more, which it has received in part. A connection over SUBSCRIBERS_LIMIT is closed at once, and one
 whose handshake takes longer than HANDSHAKE_LIMIT_S is closed then. zmtp.py limits what a subscriber may send.
+
+docs/decisions/0039 gives the reasons.
 """
 
 from __future__ import annotations

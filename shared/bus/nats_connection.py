@@ -8,6 +8,8 @@ These are the faults of nats-py 2.16, each with its remedy here:
 - A message whose header, subject or reply it cannot read ends its reading for good, while it still calls itself
   connected: `DirectClient`, `is_reading`.
 - The answer to a flush that was cancelled ends its reading too: `DirectClient`.
+
+docs/decisions/0021 gives the reasons.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 After an error the connection is closed, and the next call makes a new one: to a random endpoint, with a new login, and
 without gRPC's memory of failures. The caller decides how soon the next call comes.
+
+It runs in the event loop on the library's generated stubs. Its own client is synchronous and took seven threads and
+twice the idle CPU. The price: a loop that stands still for 0.8 of a TTL loses its lease.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ A view is *in doubt* for one TTL after each outage of the back end, because leas
 renew them: a key that is missing then proves nothing. Its owner has a TTL to publish it again. Then the owner is asked,
 and the key is removed only if it is proved that the owner is gone. While the back end is out of reach, nothing is asked
 and nothing changes.
+
+docs/decisions/0043 gives the reasons.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
             ◀── Answered ──                    one answer or more to each Asked, until one is the last
 
 The payloads are the messages of `shared/messages/kvbm.py`, always in msgpack.
+
+docs/decisions/0066 gives the reasons.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Where Prometheus finds the metrics of all processes, in the form of its HTTP service discovery. Pure.
 
 Format: https://prometheus.io/docs/prometheus/latest/http_sd/
+
+Every process serves them from the address book that it follows anyway, so there is no writer of files. One that has not
+read it yet answers 503: for an empty list, Prometheus would drop all targets.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
     finished spans ─▶ record ─▶ shared/tracing/exporter.py
 
 A process without `trace.endpoint` has no tracer.
+
+docs/decisions/0063 gives the reasons.
 """
 
 from __future__ import annotations

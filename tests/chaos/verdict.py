@@ -7,6 +7,9 @@ broken       its connection broke. Only with the process at the other end of it,
 silent       a NATS client gave up after a long silence. Only where a frontend was killed under it, or where NATS was
              cut from one in the moment of asking
 (none)       lost: it never ended
+
+Faults come one at a time, so one healthy instance of each service is always there and an error needs no excuse. Clients
+do what a balancer does: they take the next frontend where they cannot connect, or where `/health` says 503.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from the program alone.
 The owner of a callback is what OWNER is in its context, so a task and all that it starts belong to one simulated
 process. Freezing an owner is what SIGSTOP does to a process: not one of its callbacks runs, its timers pass, and what
 others send waits. A process that is never thawed has died.
+
+docs/decisions/0017 gives the reasons.
 """
 
 from __future__ import annotations

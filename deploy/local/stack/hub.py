@@ -4,6 +4,8 @@
 
 Weights are fetched last. With their heads alone the worker checks architecture, tokenizer, and the name, type and shape
 of each tensor, as it would with all of them.
+
+docs/decisions/0049 gives the reasons.
 """
 
 from __future__ import annotations

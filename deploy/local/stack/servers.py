@@ -1,4 +1,8 @@
-"""Finds nats-server and etcd in their wheels and makes their settings for one machine."""
+"""Finds nats-server and etcd in their wheels and makes their settings for one machine.
+
+Sockets of etcd and KV events are files in a directory of mode 0700, so the kernel keeps other users of the machine out.
+NATS has no such sockets, so it has users, and a password that is drawn at each start.
+"""
 
 from __future__ import annotations
 

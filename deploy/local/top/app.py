@@ -5,6 +5,8 @@
     SIGWINCH ── the new size ───────────┘
 
 One task draws. Whatever ends it, the terminal's screen and modes are again what they were.
+
+Rich only lays out tables. Textual would own the event loop for widgets that are not needed.
 """
 
 from __future__ import annotations

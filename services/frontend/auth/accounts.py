@@ -10,6 +10,8 @@ read.
 
 A request that `begin_request` refuses is not counted. One that `charge_tokens` refuses has been read and tokenised, so
 it counts as a request. Each process counts by itself.
+
+To reserve what the context leaves would let a key run one request at a time, to reserve nothing any number.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ A model stays known when its last worker goes, so that its clients get 503 and n
 
 The LoRAs of the cards are models too (lora_names.py): each is its base model with another name and the LoRA's id. A
 base model of the same name comes first.
+
+The card has the text of a template that replaces the model's own: a name alone would mean another text in another
+version, and a path alone another file on another machine.
 """
 
 from __future__ import annotations

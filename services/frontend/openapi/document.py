@@ -1,6 +1,9 @@
 """Makes the OpenAPI document of a frontend, which it serves at /openapi.json. Pure.
 
 openapi/operations.py: request and answer of each operation ─▶ openapi/schemas.py: schemas of Structs ─▶ document
+
+It is made of the types that decode and encode, since a file kept by hand would be wrong after the next field. Rules
+between fields stay words: generators of clients do not read them as schemas.
 """
 
 from __future__ import annotations

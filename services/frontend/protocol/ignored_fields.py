@@ -4,6 +4,9 @@ unknown     a field that no Struct of the body has; it is removed, and the rest 
 advisory    a field whose type has an `Advisory`; its type is checked, and its value changes nothing
 
 In strict mode (`frontend.unknown_fields`) both are refused.
+
+To refuse them would keep existing applications out, which send fields whatever the server says; to drop
+them silently would hide a misspelt name. What would change the answer and is not built is refused by name.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ dynamic thresholds by which switches share memory between ports (Choudhury and H
 Networking 6(2), 1998). The first request of a key only has to fit.
 
 The limits that a key has by itself are those of its Account.
+
+Tokens in flight bound one frontend; the whole fleet is bounded by the router's predicted wait, since only routers know
+queues and speeds.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 the body's `priority`            lower is served earlier, as in vLLM; 0 where the client says nothing
 Select, Generate and Submit      higher is served earlier: the negative of it
+
+A value that is too early is refused, not raised: its client would never learn why it waits. Nothing ages;
+`limits.wait_s` bounds the wait of what no worker has begun.
 """
 
 from __future__ import annotations

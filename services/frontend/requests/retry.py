@@ -16,6 +16,9 @@ Four limits:
 
 An attempt that its worker hands back unharmed is not fruitless, once for each worker, and is no death: a stream
 outlives any number of rolling restarts.
+
+A lost frame is asked for before an attempt is given up, since a new attempt computes again what the caches no longer
+hold.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ Indices into the request's whole output:
 
     | received before      | new in this part
     0                      len(tokens) = the `first` that is due
+
+docs/decisions/0010 gives the reasons.
 """
 
 from __future__ import annotations

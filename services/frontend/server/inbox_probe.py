@@ -4,6 +4,9 @@
                  ──▶ nats-server answers "no responders" ──▶ NoListener is raised from whatever the block awaits
 
 So a client that leaves is noticed within two PROBE_S, whether its request is queued, in prefill or in decode.
+
+NATS does not report that a subscriber left, but answers a message to its inbox with "no responders". To ask the server
+for its subscriptions needs a system account.
 """
 
 from __future__ import annotations

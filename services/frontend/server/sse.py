@@ -13,6 +13,9 @@ much as the client's window allows, plus UNSENT_BYTES.
 Only this module knows about chunk framing and the write buffer. aiohttp writes the first chunk, with the headers, and
 the end. A chunk costs 0.3 µs here, 0.7 µs in uvloop and 5 to 8 µs in the kernel; waking a task to await aiohttp's
 `write` cost about 10 µs more.
+
+Chunks are written in the turn in which their frame comes, and no task wakes for a token: that cost 30 µs a token at 512
+streams, and this takes 14 to 17.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@
 Each choice is a request of its own to routers and workers. So all that can happen to a request happens to one choice:
 it is routed by itself, and continues elsewhere if its worker is lost. The client sees one answer: it fails once a
 choice has failed for good.
+
+One sequence that forks after its prompt would need all of that again inside one request, and would decode all choices
+on one worker while another is idle. The price is the tokens after the prompt's last full block, once for each further
+choice.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 Each input is a request of its own to routers and workers. So it is routed by itself, and computed again if its worker
 is lost. If one input fails for good, all do. A large answer has some 85 MB: it is written in turns of NUMBERS_PER_TURN,
 and other tasks run between them.
+
+One request for all inputs would put 2,048 texts on one worker, and lose all with it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Other providers' APIs, Anthropic's and Ollama's, in front of the operations for chats, completions and embeddings.
 
 body ─▶ decode ─▶ as_chat ─▶ ServingChat ─▶ stream ─▶ a writer of that API ─▶ EventReply
+
+A body becomes a chat, so admission, keys, grammars and migration are the chat's. Hints that have no effect are counted
+and named; what would change the answer is refused.
 """
 
 from __future__ import annotations

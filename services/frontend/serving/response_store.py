@@ -5,6 +5,9 @@
 To make room, the response goes that was used least recently of the account that has the most. So an account with no
 more than its equal share loses nothing to others, and an account that is alone may have it all. A response of another
 account is treated as unknown.
+
+Each response holds its whole conversation: a chain of links would be smaller, and break where one is deleted or
+expires.
 """
 
 from __future__ import annotations

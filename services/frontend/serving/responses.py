@@ -1,6 +1,9 @@
 """Responses, for /v1/responses: a chat whose answer is sent as items and events, and stored to be continued.
 
 body ─▶ decode ─▶ the stored items and conversation ─▶ as_chat ─▶ ServingChat ─▶ ResponseWriter ─▶ store
+
+A body becomes a chat, so what chats learn, responses know. Stored responses are in one frontend's memory, which their
+id names: a database would be one more system to run, and a client can send its conversation again.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ check ─▶ verdict known ─▶ accepted, or InvalidRequest
 
 There are two processes if the machine has several cores. API keys take turns (auth/turns.py), and none has both
 processes.
+
+docs/decisions/0031 gives the reasons.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ For other errors all parts are compiled, since the parts before the wrong one to
 _TOO_MUCH = f"compiling its grammar takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
 
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-"""Exit statuses of a process that somebody else ended, such as the kernel without memory."""
+"""Exit statuses of a process that another program ended, such as the kernel without memory."""
 
 
 class GrammarCompiler:

@@ -5,6 +5,10 @@
     a tool that is strict               ─┘
 
 The text is llguidance's JSON: a list of grammars, of which the first is the start and may refer to the others.
+
+A budget of thinking is a part of the grammar, so it needs no state in an engine and survives a lost worker. Marks of
+calls and of thinking are named by token id: as text, a model would have to spell them out of pieces, which it has not
+learned.
 """
 
 from __future__ import annotations

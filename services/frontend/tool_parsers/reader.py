@@ -9,6 +9,9 @@ characters alone, not on where the text was cut into pieces.
 
 A mark is set where a call may begin, and then after each part of it that was passed on. If the call turns out to be
 malformed, what was read since the mark is passed on as text. Nothing is read twice, so malformed calls cost no more.
+
+Arguments are passed on as they are written. So a call that turns out broken later cannot be taken back: it ends, and
+the rest is content.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@
 
 A page that reads slowly misses snapshots; none waits for it. One that does not read at all is cut off by
 server/sse.py.
+
+A snapshot is the whole view: a page that missed some, or opens late, needs no others. Nothing publishes for the page;
+the frontend asks while one is open.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 
 The generation of a slot that is granted or read into grows before any process hears of the slot. Requests raise the
 errors of `errors.py`; they have changed nothing then, except as `TicketExpired` says.
+
+docs/decisions/0027 gives the reasons.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
     a deadline, a fault, `gone`, a cancellation ──▶ the process is killed ──▶ read returns when it has ended
 
 A process serves one read at a time, and is kept for the next one if all of it came.
+
+NIXL runs in processes of its own since UCX ended the process of a lender whose reader gave up, and wrote to memory
+after a transfer had been given up. Only the end of the process proves that nothing writes any longer.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 
 A connection is closed, with all that the kernel has queued for it, before the loop is informed: from then on its slots
 may be used again.
+
+docs/decisions/0070 gives the reasons.
 """
 
 from __future__ import annotations

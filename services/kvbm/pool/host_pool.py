@@ -12,6 +12,9 @@ slot granted by this one. The contents of its slots are unknown, and `survivors`
 
 A file that was replaced is never used again. Living engines may map it and write to it: its memory is freed when they
 attach to the new one, or end.
+
+Its memory is not write-combined: that copies no faster to a GPU (55.4 GB/s both ways on an H200), and CPUs read it
+slowly.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ are sent per store.
 Stores and heirs are named whether or not they have a slot. So when a slot is retired and another one is opened,
 the new one gives or inherits at once. A store cannot be chosen, so `find` never returns it. Masks have one bit per
 slot, at its number.
+
+A store's events are applied once, to a slot of its own, and not to the slot of each worker that can read it: eight
+workers would cost eight times the work.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ The table is split by hash into many dicts, because a dict that grows blocks the
 350,000 (benchmarks/index.py). The garbage collector tracks no object in this module, so that a full collection need
 not walk a million blocks. A reference cycle would therefore never be freed: the list by warmth is the only cycle, and
 `__del__` breaks it.
+
+docs/decisions/0011 gives the reasons.
 """
 
 from __future__ import annotations

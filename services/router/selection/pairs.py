@@ -8,6 +8,8 @@ The policy chooses each worker; `split_costs` of the kv policy compares, whateve
 through the store that both workers exchange blocks with, so to the worker that decodes they count as found in its
 store's memory. Where its store is another machine's, they count as remote, as far as they come in time. If workers of
 one machine make a pair, it is compared with the best pair of all machines.
+
+docs/decisions/0078 gives the reasons.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 
 A store reads from another while a Fetch waits, so for a limited time, and only what the other one has in memory. What
 is wrong or late here makes a choice less good, and never wrong: what does not come is computed.
+
+A link counts as 10 Gbit/s until it was used: if it counted for nothing, it would never be used.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@
 
 Each look at the server asks for its health and load. Where it is away, another model or started again, the program ends
 with Failed; the supervisor starts it again, until the server serves.
+
+It asks for completions of token ids, not for vLLM's `/inference/v1/generate`, which depends on how the server was
+started.
 """
 
 from __future__ import annotations

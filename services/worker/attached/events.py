@@ -2,6 +2,8 @@
 
 The replay, if there is one, gives what came before. Where batches are lost, what is known is forgotten, and the reader
 goes on with what comes; a number that goes backwards is a server that was started again.
+
+The worker reads them, and not each router: so only it must reach the server, and one replay serves all routers.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 
 No other process can connect to a socket pair, since it has no name. It leaves nothing to remove, and each end sees at
 once that the other process has died.
+
+docs/decisions/0005 gives the reasons.
 """
 
 from __future__ import annotations

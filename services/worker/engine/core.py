@@ -11,6 +11,10 @@ Between `begin` and the computation of the step, `step_connector` lets the KV co
 
 The core numbers the steps and the KV event batches. Batch 0 of every engine, its opening, says that its cache is empty.
 The engine process drives the core with a runner and a real clock, simulated engines drive it with a model of time.
+
+Parts are encoded here once, and the shell passes their bytes on: it knows only the first and the last part of each
+attempt. Reports of steps that take less than 2 ms are joined, because each report wakes four processes, which costs
+some 0.2 ms however few tokens it has.
 """
 
 from __future__ import annotations

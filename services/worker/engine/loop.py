@@ -7,6 +7,9 @@ ends, or a time has come.
 Blocks are exchanged while a device computes: what the kvbm and other engines say is handled, copies that have ended are
 taken up, and new attempts wait for the next step. All else that comes meanwhile is handled after the step. On a CPU,
 which the loop computes on itself, and without a step, everything is done between steps.
+
+The wait for the device has slices of 1 ms and ends before the step's expected end. One sleep until that end made itself
+true: a long first step made all later ones as long.
 """
 
 from __future__ import annotations

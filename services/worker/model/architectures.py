@@ -2,6 +2,9 @@
 
 Names of classes and of settings in config.json are those of transformers. config.py makes a ModelConfig of a
 description and a config.json. Decoders and kernels follow from the ModelConfig and know no architecture. *Pure.*
+
+A class for each architecture, as vLLM has them, would repeat the decoder twelve times, on two devices: the
+architectures differ from Llama in at most six details each.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 The sum of a mean is kept with its work and begins again where the prompt does, as after a preemption. Every position is
 added exactly once, because the scheduler reuses no cached block for it. Sums are float64, so that long prompts lose no
 precision.
+
+Blocks hold keys and values, not hidden states, so a mean can take nothing from the prefix cache.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ wakes. One operation runs at a time; another one is refused meanwhile.
 
 The shell reads the files of a LoRA before the engine does, since their digest is part of the LoRA's id
 (`shared/lora.py`). It reads them again before it has them loaded again: a LoRA whose files have changed is gone.
+
+Another operation is not queued, since its sender could not know in which state it will begin. Nothing is written to
+disk: a worker that is started again is as its settings say.
 """
 
 from __future__ import annotations

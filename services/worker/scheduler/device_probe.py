@@ -3,6 +3,9 @@
 A device or weights that are broken fail every sequence, but so may the prompts of one client. So after
 `MOST_NOT_FINITE` sequences have failed without one token drawn between them, the next step computes a probe: a single
 token that no client chose, in a block of its own. The engine ends where the probe's numbers are not finite either.
+
+A sequence that fails gives up all of its blocks and is computed once more from its tokens alone, since nothing says
+which block was wrong. So no client can end an engine.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
      └───── pop: cancelled ─────────────────────────────────────────────────────────────────────────────────────▶ ended
 
 A prompt whose blocks never come to the kvbm is handed over all the same: the other worker computes what it misses.
+
+docs/decisions/0071 gives the reasons.
 """
 
 from __future__ import annotations

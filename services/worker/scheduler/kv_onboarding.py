@@ -20,6 +20,9 @@ A loaded block is simply in the prefix cache. From the first `begin_load` until 
 sequence holds the prefix that it builds on and all blocks that load after it, so that none of them is evicted. Copies
 end in any order, but blocks enter the cache in the order of the chain: a block is never cached before its parent, and
 no block after a bad copy is used.
+
+A prefetch is advice: where it is lost, late or refused, the blocks are loaded after the first token. The prefill worker
+does not push blocks, since it would have to know the other's room.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@
 
 No clock returns a slot. A reader that is stopped may go on and read; its GPU may be reading at this moment. So a slot
 is returned when the reader says that it has ended, or when the kernel's lock proves that the reader is dead.
+
+docs/decisions/0075 gives the reasons.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
       ▲─────works────────┘
 
 A path that the driver or the shape of the blocks does not offer is left out. A copy a block begins soonest; the other
-paths keep the link busier. Decision 0029 has the measurements.
+paths keep the link busier. docs/decisions/0029 has the measurements.
 """
 
 from __future__ import annotations

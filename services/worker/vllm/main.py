@@ -2,6 +2,8 @@
 
 It ends on Shutdown, when vLLM fails, and when the shell dies. vLLM's processes import this module again, under another
 name; so each of them dies with the process that started it, too.
+
+docs/decisions/0056 gives the reasons.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 
 Each rank is a core of vLLM with a cache of its own. Its report carries its events with the digest after them, so that
 the digests of all ranks are true at each number of a batch.
+
+Ranks of one engine are ranks of one worker, and routers choose the rank, which switches vLLM's own balancing off.
 """
 
 from __future__ import annotations

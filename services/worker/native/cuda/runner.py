@@ -5,6 +5,9 @@
 
 All device memory comes from one DeviceMemory, and the memory of the largest step is allocated at start. `step` returns
 when the device has done the step. Only one thread may use it at a time.
+
+A sleeping engine frees everything and is built again by the code of its start, so there is one way to take memory.
+docs/decisions/0030 says why the engine is its own.
 """
 
 from __future__ import annotations

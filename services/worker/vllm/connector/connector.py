@@ -13,6 +13,8 @@ vLLM makes one in its scheduler and one in each worker process, and calls both a
 
 This module only translates; `scheduler_half` and `worker_half` do the work. Loads are asynchronous: a request waits for
 its blocks while others compute.
+
+docs/decisions/0067 gives the reasons.
 """
 
 # ruff: noqa: ARG002 - the arguments are those of vLLM's interface
