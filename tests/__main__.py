@@ -1,15 +1,20 @@
-"""All tests: `.venv/bin/python -m tests [--remember] [pytest's arguments …]`.
+"""Tests: `.venv/bin/python -m tests [--tiers check,all] [--changed [BASE]] [--remember] [pytest's arguments …]`.
 
 Files are the unit of parallel work. Pytests run at once, each with a bunch of files: a long file alone, short ones of a
 folder together. The longest bunches begin first. Tests that start processes wait for much of their time; so a bunch
 begins as soon as the processor time that it needs for each second, and that of the bunches that run, fit on the cores.
-All this goes by the durations in tests/durations.json, which `--remember` writes again. The end shows the slowest tests
-and how many tests there were.
+All this goes by the durations in tests/durations.json, which `--remember` brings up to date. The end shows the slowest
+tests, what took longer than it did, and how many tests there were.
+
+`--tiers` names what tests/tiers.py has; without it `check` and `all` run. `--changed` runs what tests/changed.py
+chooses for the files that differ from BASE (main).
+
+TEST_CLIENTS   which third of other projects' clients runs: 0, 1 or 2, instead of the day's
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import re
 import subprocess
@@ -17,39 +22,45 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
+
+from tests.changed import rows, within_budget
+from tests.durations import (
+    FILE,
+    UNKNOWN,
+    Duration,
+    Durations,
+    Took,
+    durations_of,
+    more_than_known,
+    of_files,
+    read,
+    read_report,
+    text_of,
+)
+from tests.tiers import Tier, clients_left_out, picked, third_of, tiers_of
 
 HERE = Path(__file__).resolve().parent
-DURATIONS = HERE / "durations.json"
 LONG_S = 60.0
 """Seconds: a file that takes longer runs alone; bunches of shorter ones take about as long."""
 TOGETHER = ("tests/integration/shared/",)
 """Folders whose files share a costly fixture: each is one bunch."""
 OVERLAP = 0.25
 """Cores: by so much the expected load may be above the cores, since tests that wait do not all compute at once."""
+SHOWN = 20
+"""Files that `--changed` names of those that it leaves out."""
 SLOWEST = 15
 """Tests that the end names, with their seconds."""
 NOTHING_TO_RUN = 5
 """pytest's status where no test fits the arguments."""
 WORDS = ("failed", "error", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning")
 """What pytest's last line counts; what went wrong comes first."""
-
-
-class Duration(NamedTuple):
-    """How long a file of tests takes."""
-
-    wall_s: float
-    processor_s: float
-    """Processor time of pytest and of all processes that the tests start, in seconds."""
-
-
-UNKNOWN = Duration(0.5, 0.5)
-"""The duration of a file when none is known."""
-Durations = Mapping[str, Duration]
+CODE = ("services", "shared", "deploy", "tests", "benchmarks")
+"""Folders whose modules `--changed` looks at."""
 
 
 def bunches(files: Iterable[str], durations: Durations) -> list[list[str]]:
@@ -107,7 +118,9 @@ class Ended(NamedTuple):
     processor_s: float
 
 
-def _run(bunch: Sequence[str], arguments: Sequence[str], root: Path, report: Path) -> Ended:
+def _run(
+    bunch: Sequence[str], arguments: Sequence[str], root: Path, report: Path, variables: Mapping[str, str]
+) -> Ended:
     # Without its cache: pytests that run at once would write over each other's.
     command = [
         *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
@@ -115,6 +128,7 @@ def _run(bunch: Sequence[str], arguments: Sequence[str], root: Path, report: Pat
     ]
     # Else each of the many processes that tests start would compile all its modules again.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= variables
     started = subprocess.Popen(
         command,
         cwd=root,
@@ -132,40 +146,70 @@ def _run(bunch: Sequence[str], arguments: Sequence[str], root: Path, report: Pat
     return Ended(started.returncode, output, used.ru_utime + used.ru_stime)
 
 
-def tests_of(report: Path) -> list[tuple[str, str, float]]:
-    """File, name and seconds of each test in a report; none where the pytest ended before it wrote one."""
-    if not report.exists():
-        return []
-    cases = ElementTree.parse(report).iter("testcase")
-    return [(case.get("file", ""), case.get("name", ""), float(case.get("time", "0"))) for case in cases]
+def changed_files(root: Path, base: str) -> list[str]:
+    """Return the paths of files that differ from where this branch left `base`, and of those that git does not know."""
+
+    def git(*words: str) -> str:
+        ran = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+        if ran.returncode != 0:
+            sys.exit(f"git {' '.join(words)} failed: {ran.stderr.strip() or 'it found no common commit'}")
+        return ran.stdout
+
+    left = git("merge-base", "HEAD", base).strip()
+    return sorted(
+        {*git("diff", "--name-only", left).split("\n"), *git("ls-files", "-o", "--exclude-standard").split("\n")} - {""}
+    )
 
 
-def durations_of(tests: Sequence[tuple[str, str, float]], processor_s: float) -> dict[str, Duration]:
-    """Return the duration of each file of a bunch. Its files share its processor time as they share its wall time."""
-    wall: dict[str, float] = defaultdict(float)
-    for file, _, took_s in tests:
-        wall[file] += took_s
-    busy = processor_s / (sum(wall.values()) or 1.0)
-    return {file: Duration(round(took_s, 1), round(took_s * busy, 1)) for file, took_s in wall.items()}
+def files_to_run(root: Path, tiers: Collection[Tier], changed: str | None, known: Durations) -> list[str]:
+    """Return the files of tests to run, and print what decides that goes by the day or by a change."""
+    files = [str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")]
+    texts = {file: (root / file).read_text(encoding="utf-8") for file in files}
+    if changed is not None:
+        code = {str(path.relative_to(root)) for folder in CODE for path in (root / folder).rglob("*.py")}
+        texts |= {file: (root / file).read_text(encoding="utf-8") for file in code}
+        cores = len(os.sched_getaffinity(0))
+
+        def cost_s(file: str) -> float:
+            took = known.get(file, UNKNOWN)
+            return max(took.processor_s, took.wall_s / cores)
+
+        differ = changed_files(root, changed)
+        run, left_out = within_budget(rows(differ, texts), cost_s)
+        print(f"{len(differ)} files differ from {changed}; {len(run)} files of tests:", *run, sep="\n  ")
+        if left_out:
+            shown = [*left_out[:SHOWN], *(["…"] if len(left_out) > SHOWN else [])]
+            print(f"{len(left_out)} more are left to ./check and ./check all:", *shown, sep="\n  ")
+        return run
+    third = int(os.environ.get("TEST_CLIENTS") or third_of(date.today()))
+    run = picked(texts, tiers, third)
+    if "all" in tiers and "long" not in tiers:
+        print(f"other projects' clients: third {third} of 0, 1, 2 (TEST_CLIENTS={third} runs it again); without:")
+        print(*clients_left_out(files, third), sep="\n  ")
+    return run
 
 
 def main(arguments: Sequence[str], root: Path = HERE.parent) -> int:
     """Exit status: 0 if none failed. What each pytest says is shown when it has ended."""
-    remember = "--remember" in arguments
-    arguments = [argument for argument in arguments if argument != "--remember"]
-    known = json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.exists() else {}
-    durations = {file: Duration(*seconds) for file, seconds in known.items()}
-    files = [str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")]
+    parser = argparse.ArgumentParser(prog="python -m tests", allow_abbrev=False)
+    parser.add_argument("--tiers", type=tiers_of, default=tiers_of("check,all"))
+    parser.add_argument("--changed", nargs="?", const="main", metavar="BASE")
+    parser.add_argument("--remember", action="store_true", help="bring tests/durations.json up to date")
+    flags, for_pytest = parser.parse_known_args(arguments)
+    remembered = read()
+    durations = of_files(remembered, flags.tiers)
+    files = files_to_run(root, flags.tiers, flags.changed, durations)
+    environment = {"TEST_TIERS": ",".join(flags.tiers)}
     cores = len(os.sched_getaffinity(0))
     began_s = time.monotonic()
     last_lines: list[str] = []
-    tests: list[tuple[str, str, float]] = []
+    tests: list[Took] = []
     measured: dict[str, Duration] = {}
     processor_s = 0.0
     failed = False
     waiting: list[Sequence[str]] = [*bunches(files, durations)]
     running: dict[Future[Ended], tuple[Sequence[str], Path]] = {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(waiting)) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(waiting) or 1) as pool:
         try:
             while waiting or running:
                 beside = [bunch for bunch, _ in running.values()]
@@ -173,14 +217,14 @@ def main(arguments: Sequence[str], root: Path = HERE.parent) -> int:
                 if bunch is not None:
                     waiting.remove(bunch)
                     report = Path(folder) / f"{len(waiting)}.xml"
-                    running[pool.submit(_run, bunch, arguments, root, report)] = bunch, report
+                    running[pool.submit(_run, bunch, for_pytest, root, report, environment)] = bunch, report
                     continue
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     ended = future.result()
                     bunch, report = running.pop(future)
                     print(ended.output, flush=True)
                     last_lines.append(ended.output.rstrip().rpartition("\n")[2])
-                    of_bunch = tests_of(report)
+                    of_bunch = read_report(report)
                     tests += of_bunch
                     measured |= durations_of(of_bunch, ended.processor_s)
                     processor_s += ended.processor_s
@@ -188,12 +232,12 @@ def main(arguments: Sequence[str], root: Path = HERE.parent) -> int:
         except KeyboardInterrupt:  # it went to all that run, as they are of the same process group
             return 130
     print(f"slowest {SLOWEST} tests:")
-    for file, name, took_s in sorted(tests, key=lambda test: -test[2])[:SLOWEST]:
-        print(f"{took_s:7.1f} s  {file}::{name}")
-    if remember:
-        kept = {file: measured[file] for file in sorted(measured) if measured[file].wall_s > UNKNOWN.wall_s}
-        lines = [f"{json.dumps(file)}: {json.dumps(seconds)}" for file, seconds in kept.items()]
-        DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    for test in sorted(tests, key=lambda test: -test.wall_s)[:SLOWEST]:
+        print(f"{test.wall_s:7.1f} s  {test.file}::{test.name}")
+    print(*more_than_known(measured, remembered), sep="\n")
+    if flags.remember:
+        there = {str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")}
+        FILE.write_text(text_of(remembered | measured, there), encoding="utf-8")
     print(f"{processor_s:.0f} s of processor time on {cores} cores")
     print(f"{counted(last_lines)} in {time.monotonic() - began_s:.0f} s")
     return int(failed)

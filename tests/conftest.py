@@ -1,18 +1,22 @@
-"""Hypothesis's settings for all tests, and fixtures: servers shared by the whole run (`nats_url`, `etcd_endpoint`), and
-a test's own for faults.
+"""Hypothesis's settings for all tests, the choice of tests by tier, and fixtures: servers shared by the whole run
+(`nats_url`, `etcd_endpoint`), and a test's own for faults.
+
+TEST_TIERS   the tiers whose tests run, such as `check,all`; without it all tests of the files that pytest is given do
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
+from tests.tiers import MARKS, Tier, tier_of, tier_with_marks, tiers_of
+from tests.worker.vllm.environment import PYTHON
 
 # Tests start programs while gRPC's threads run. Its handlers of fork have kept such a child from its exec once.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -22,6 +26,45 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")  # no test fails because the machine is slow or busy
+
+FOLDER = Path(__file__).parents[1]
+BEGAN_S = pytest.StashKey[float]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other tiers, and skip those that need vLLM if it is not installed."""
+    tiers = tiers_of(os.environ.get("TEST_TIERS") or "check,all,long")
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        file = str(item.path.relative_to(FOLDER))
+        marks: list[Tier] = [mark.args[0] for mark in item.iter_markers("tier")]
+        tier = tier_with_marks(
+            file, [*marks, *(MARKS[mark.name] for mark in item.iter_markers() if mark.name in MARKS)]
+        )
+        (kept if tier in tiers else left_out).append(item)
+        if tier != tier_of(file):
+            item.user_properties.append(("tier", tier))  # goes into the report that tests/durations.py reads
+        if item.get_closest_marker("vllm") and not PYTHON.exists():
+            item.add_marker(pytest.mark.skip(reason="needs ./headrace install-vllm"))
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Note when a test began, in seconds of processor time of pytest and of the processes that it has waited for."""
+    item.stash[BEGAN_S] = sum(os.times()[:4])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Put the processor time that a test and its fixtures took into its report."""
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("processor_s", f"{sum(os.times()[:4]) - item.stash[BEGAN_S]:.2f}"))
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.__main__ import LONG_S, Duration, bunches, counted, durations_of, load, main, next_bunch
+from tests.__main__ import LONG_S, bunches, changed_files, counted, load, main, next_bunch
+from tests.durations import Duration
 
 
 def busy(seconds: float) -> Duration:
@@ -63,12 +65,6 @@ def test_bunches_run_at_once_while_their_processor_time_fits_on_the_cores() -> N
     assert beside("half", "half") == "waits"
 
 
-def test_the_files_of_a_bunch_share_its_processor_time() -> None:
-    tests = [("a", "1", 3.0), ("a", "2", 1.0), ("b", "1", 4.0)]
-    assert durations_of(tests, 2.0) == {"a": Duration(4.0, 1.0), "b": Duration(4.0, 1.0)}
-    assert durations_of([], 1.0) == {}
-
-
 def test_the_last_lines_of_pytests_are_added_up() -> None:
     assert counted(
         ["== 2 failed, 3 passed in 1.00s ==", "1 passed, 1 skipped in 0.1s", "1 error in 2s", "2 errors"]
@@ -89,3 +85,31 @@ def test_what_failed_is_shown_and_is_the_status(tmp_path: Path, capsys: pytest.C
     assert shown.splitlines()[-1].startswith("1 failed, 2 deselected in ")
     assert main(["-c", "/dev/null", "--rootdir", str(tmp_path), "-k", "right"], tmp_path) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 passed, 1 deselected in ")
+
+
+def test_a_changed_file_is_one_that_differs_from_where_the_branch_left_main_or_that_git_does_not_know(
+    tmp_path: Path,
+) -> None:
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=any", "-c", "user.email=any@example.org")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(file: str, text: str) -> None:
+        (tmp_path / file).write_text(text)
+        git("add", file)
+        git("commit", "-m", file)
+
+    git("init", "-b", "main")
+    commit("kept.py", "1")
+    commit("mine.py", "1")
+    commit("edited.py", "1")
+    git("checkout", "-b", "branch")
+    commit("mine.py", "2")
+    git("checkout", "main")
+    commit("theirs.py", "1")
+    git("checkout", "branch")
+    (tmp_path / "edited.py").write_text("2")
+    (tmp_path / "new.py").write_text("1")
+    assert changed_files(tmp_path, "main") == ["edited.py", "mine.py", "new.py"]
+    with pytest.raises(SystemExit, match="nowhere"):
+        changed_files(tmp_path, "nowhere")

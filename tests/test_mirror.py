@@ -9,15 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.changed import AREAS
+
 ROOT = Path(__file__).resolve().parents[1]
-AREAS = {
-    "tests/frontend": "services/frontend",
-    "tests/worker": "services/worker",
-    "tests/router": "services/router",
-    "tests/kvbm": "services/kvbm",
-    "tests/shared": "shared",
-    "tests/deploy": "deploy/local",
-}
 OF_SEVERAL = {
     "tests/frontend/tool_parsers/test_rules.py": "all formats, by rules that Hypothesis draws",
     "tests/kvbm/disk/test_disk_killed.py": "the disk tier's files after a writer was killed",

@@ -180,6 +180,7 @@ def test_an_installed_package_has_every_source_that_is_compiled_for_a_gpu() -> N
     assert files == {file for pattern in patterns for file in (ROOT / package.replace(".", "/")).glob(pattern)}
 
 
+@pytest.mark.tier("all")
 def test_the_first_start_installs_and_the_next_ones_do_not(checkout: Checkout, tmp_path: Path) -> None:
     first = checkout.start("status", "two words")
     assert first.returncode == 0, first.stderr
@@ -199,6 +200,7 @@ def test_the_first_start_installs_and_the_next_ones_do_not(checkout: Checkout, t
     assert elsewhere.stdout == f"cli up\n{moved}/shared/errors.py\n"
 
 
+@pytest.mark.tier("long")
 def test_development_is_installed_on_top_and_serves_the_runtime_too(installed: Checkout) -> None:
     marker = installed.root / ".venv" / "still the same"
     marker.touch()
@@ -208,6 +210,7 @@ def test_development_is_installed_on_top_and_serves_the_runtime_too(installed: C
     assert installed.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
 
 
+@pytest.mark.tier("long")
 def test_a_gpus_packages_come_on_top_when_asked_for_and_stay(installed: Checkout) -> None:
     assert installed.start("install-gpu", "--help").stdout.startswith("cli install-gpu --help\n")
     assert not installed.has("tiny_gpu")
@@ -229,6 +232,7 @@ def test_a_gpus_packages_come_on_top_when_asked_for_and_stay(installed: Checkout
     assert installed.has("tiny_upgrade")
 
 
+@pytest.mark.tier("long")
 def test_nixl_comes_next_to_a_gpus_packages_and_both_stay(installed: Checkout) -> None:
     assert installed.start("install-nixl", "--help").stdout.startswith("cli install-nixl --help\n")
     assert not installed.has("tiny_nixl")
@@ -246,6 +250,7 @@ def test_nixl_comes_next_to_a_gpus_packages_and_both_stay(installed: Checkout) -
     assert all(installed.has(f"tiny_{name}") for name in ("gpu", "nixl", "upgrade"))
 
 
+@pytest.mark.tier("long")
 def test_a_failed_first_install_says_what_failed_and_leaves_nothing(checkout: Checkout) -> None:
     failed = checkout.start("up", PIP_FIND_LINKS="/nowhere")
     assert failed.returncode == 1
@@ -256,6 +261,7 @@ def test_a_failed_first_install_says_what_failed_and_leaves_nothing(checkout: Ch
     assert checkout.start("up").returncode == 0
 
 
+@pytest.mark.tier("long")
 def test_a_wrong_hash_is_refused(checkout: Checkout) -> None:
     lock = checkout.root / "requirements.lock"
     lock.write_text("tiny_runtime==1.0 --hash=sha256:" + "0" * 64 + "\n")
@@ -265,6 +271,7 @@ def test_a_wrong_hash_is_refused(checkout: Checkout) -> None:
     assert not (checkout.root / ".venv").exists()
 
 
+@pytest.mark.tier("long")
 def test_a_failed_upgrade_leaves_the_old_installation(installed: Checkout) -> None:
     lock = installed.root / "requirements.lock"
     before = lock.read_text()
@@ -275,6 +282,7 @@ def test_a_failed_upgrade_leaves_the_old_installation(installed: Checkout) -> No
     assert installed.start("up", PIP_FIND_LINKS="/nowhere").returncode == 0
 
 
+@pytest.mark.tier("long")
 def test_an_activated_venv_is_replaced_too(installed: Checkout) -> None:
     lock = installed.root / "requirements.lock"
     lock.write_text(lock.read_text() + wheel(installed.wheels, "tiny_addition"))
@@ -283,6 +291,7 @@ def test_an_activated_venv_is_replaced_too(installed: Checkout) -> None:
     assert installed.has("tiny_addition")
 
 
+@pytest.mark.tier("long")
 def test_what_a_killed_install_left_is_cleared_away(checkout: Checkout) -> None:
     (checkout.root / ".venv" / "headrace").mkdir(parents=True)
     (checkout.root / ".venv" / "half").touch()
@@ -298,6 +307,7 @@ def test_a_foreign_venv_is_left_alone(checkout: Checkout) -> None:
     assert (checkout.root / ".venv" / "mine").exists()
 
 
+@pytest.mark.tier("long")
 def test_two_first_starts_at_once_both_work(checkout: Checkout) -> None:
     both = [
         subprocess.Popen(

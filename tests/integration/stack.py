@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,12 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import nats
+
+from shared import subjects
 from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 240.0
 """The first start fetches and converts the model."""
 STOP_LIMIT_S = 120.0
+ANSWER_LIMIT_S = 100.0
 ONE_EACH = ("--frontends", "1", "--routers", "1")
 """On any machine, where a test asks for no more."""
 
@@ -62,6 +67,25 @@ class Up:
 
     def pid(self, program: str) -> int:
         return int(self.record["programs"][program]["pid"])
+
+    def worker_of(self, model: str, request: str) -> str:
+        """Return where a request went, by its router, over plain NATS."""
+        return str(self.explained(model, request)["decisions"][-1]["instance"])
+
+    def explained(self, model: str, request: str) -> dict[str, Any]:
+        """Return where a request went and why, by its router, over plain NATS."""
+
+        async def ask() -> dict[str, Any]:
+            client = await nats.connect(**self.nats)
+            try:
+                subject = subjects.explain("default", model)
+                reply = await client.request(subject, request.encode(), timeout=ANSWER_LIMIT_S)
+                answer: dict[str, Any] = json.loads(reply.data)
+                return answer
+            finally:
+                await client.close()
+
+        return asyncio.run(ask())
 
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-4000:]}" for log in (self.state / "logs").glob("*.log"))

@@ -23,8 +23,17 @@ STREAMS = 6
 differ by less."""
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.95, "presence_penalty": 0.6}
 
+IN_ALL = {("decode", "killed"), ("prefill", "frozen")}
+HOW = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+FAULTS = [
+    pytest.param(lost, HOW[how], id=f"{how}-{lost}", marks=() if (lost, how) in IN_ALL else pytest.mark.tier("long"))
+    for how in HOW
+    for lost in ("prefill", "decode", "kvbm")
+]
+"""Each process is killed and frozen; two of these take half a minute in CI, all take two minutes."""
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.tier("long"))])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[RolesRig]:
     namespace = f"roles-{request.param}"
     workers, kvbms = dict.fromkeys(("prefill", *DECODERS), "kvbm"), {"kvbm": ()}
@@ -138,8 +147,7 @@ def test_explain_shows_both_halves_of_a_choice(rig: RolesRig, client: openai.Ope
     assert "hands over" in decodes
 
 
-@pytest.mark.parametrize("lost", ["prefill", "decode", "kvbm"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(("lost", "how"), FAULTS)
 @pytest.mark.usefixtures("busy")
 def test_whatever_is_lost_on_the_way_the_tokens_stay(
     rig: RolesRig, client: openai.OpenAI, lost: str, how: signal.Signals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -16,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
 from openai import OpenAI
 
 from deploy.local.stack import servers
-from shared import subjects
 from shared.api_keys import key_digest
 from tests.forge import FORGED
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
@@ -57,22 +54,6 @@ def etcd_keys(up: Up, prefix: str) -> dict[str, Any]:
     return {key: json.loads(value) for key, value in zip(lines[::2], lines[1::2], strict=True)}
 
 
-def explained(up: Up, request: str) -> dict[str, Any]:
-    """Where a request went and why, from the router, over plain NATS."""
-
-    async def ask() -> dict[str, Any]:
-        client = await nats.connect(**up.nats)
-        try:
-            subject = subjects.explain("default", MODEL)
-            reply = await client.request(subject, request.encode(), timeout=5)
-            answer: dict[str, Any] = json.loads(reply.data)
-            return answer
-        finally:
-            await client.close()
-
-    return asyncio.run(ask())
-
-
 def headrace(up: Up, *words: str) -> str:
     command = [sys.executable, "-m", "deploy.local.cli", *words, "--state", str(up.state)]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100).stdout
@@ -83,10 +64,6 @@ def idle(up: Up) -> bool:
     instances = json.loads(headrace(up, "status", "--json"))["instances"]
     loads = [row["load"] for row in instances if row["service"] == "worker"]
     return all(load is not None and load["running"] + load["waiting"] == 0 for load in loads)
-
-
-def worker_of(up: Up, request: str) -> str:
-    return str(explained(up, request)["decisions"][-1]["instance"])
 
 
 def test_a_streamed_answer_knows_the_capital_of_france_and_the_cache_remembers_the_question(client: OpenAI) -> None:
@@ -144,9 +121,9 @@ def test_another_conversation_goes_to_the_other_worker_and_a_follow_up_goes_back
         ],
         max_tokens=4,
     )
-    home = worker_of(up, first.headers["x-request-id"])
-    assert worker_of(up, other.headers["x-request-id"]) != home
-    assert worker_of(up, follow.headers["x-request-id"]) == home
+    home = up.worker_of(MODEL, first.headers["x-request-id"])
+    assert up.worker_of(MODEL, other.headers["x-request-id"]) != home
+    assert up.worker_of(MODEL, follow.headers["x-request-id"]) == home
     usage = follow.parse().usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None
@@ -222,7 +199,7 @@ def test_a_killed_worker_is_gone_within_its_lease_and_its_stream_ends_as_if_noth
     before = etcd_keys(up, WORKERS)
     request, texts = begin(question)
     text = next(filter(None, texts))
-    victim = WORKERS + worker_of(up, request)
+    victim = WORKERS + up.worker_of(MODEL, request)
     os.kill(before[victim]["pid"], signal.SIGKILL)
     assert text + "".join(texts) == undisturbed
     eventually(

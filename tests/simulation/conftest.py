@@ -7,13 +7,20 @@ import secrets
 
 import pytest
 
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "1000"))
-"""Seeds from 0 on, the same in each run."""
-NEW = int(os.environ.get("SIMULATION_NEW", "450"))
-"""Seeds that no run had before, in a row."""
-first_new = SEEDS + secrets.randbelow(1 << 40)
+from tests.simulation.seeds import REGRESSIONS, drawn
+from tests.tiers import tiers_of
+
+DRAWN_FROM = 1 << 40
+FIRST = int(os.environ.get("SIMULATION_FIRST") or secrets.randbelow(DRAWN_FROM))
+_COUNT = os.environ.get("SIMULATION_NEW")
+NEW = drawn(tiers_of(os.environ.get("TEST_TIERS") or "check"), FIRST, int(_COUNT) if _COUNT else None)
+"""A pytest that is started by hand has those of `check`."""
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """The line that names the seeds."""
-    return f"simulation: seeds 0 to {SEEDS - 1}, and new ones: {first_new} to {first_new + NEW - 1}"
+    count = sum(number for _, number, _ in NEW)
+    return (
+        f"simulation: the seeds {REGRESSIONS}, which once found a fault, and {count} new ones from {FIRST} on"
+        f" (SIMULATION_FIRST={FIRST} SIMULATION_NEW={count} runs them again)"
+    )

@@ -1,11 +1,28 @@
-"""Many seeds: which of them went wrong, and how to run them again."""
+"""Many seeds: which ones a run has, which of them went wrong, and how to run them again."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 from tests.simulation.plan import plan
 from tests.simulation.world import run
+from tests.tiers import Tier
+
+REGRESSIONS = (3315,)
+"""Seeds that once found a fault. Add one together with the mend of what it found."""
+NEW: Mapping[Tier, int] = {"check": 200, "all": 300, "long": 4500}
+"""How many seeds each tier draws that no run had before."""
+
+
+def drawn(tiers: Sequence[Tier], first: int, count: int | None) -> list[tuple[int, int, Tier]]:
+    """Return a row of seeds for each of these tiers, or one row of `count`: the first, how many, and the tier."""
+    found: list[tuple[int, int, Tier]] = []
+    for tier, number in [(tiers[0], count)] if count is not None else NEW.items():
+        if tier in tiers:
+            found.append((first, number, tier))
+            first += number
+    return found
 
 
 def failures(first: int, count: int) -> list[str]:

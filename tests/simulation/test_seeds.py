@@ -1,23 +1,28 @@
-"""Nothing goes wrong in the worlds of many seeds: the first ones, the same in each run, and new ones.
+"""Nothing goes wrong in the worlds of many seeds: those that once found a fault, and new ones.
 
-The environment may set SIMULATION_SEEDS, how many of the first ones, and SIMULATION_NEW, how many new ones. A failure
-names its seed and the command that runs it again, and the header of the run names the range of the new ones.
+A failure names its seed and the command that runs it again; the header of the run names all that were drawn. The
+environment may set SIMULATION_NEW, how many seeds are drawn, and SIMULATION_FIRST, the first of them.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.simulation.conftest import NEW, SEEDS, first_new
-from tests.simulation.seeds import failures
+from tests.simulation.conftest import NEW
+from tests.simulation.seeds import REGRESSIONS, failures
 
 BLOCK = 10
 """Seeds a test: few, since a machine that does much else has only so long for a test."""
 BLOCKS = [
-    (first, min(BLOCK, start + count - first))
-    for start, count in ((0, SEEDS), (first_new, NEW))
-    for first in range(start, start + count, BLOCK)
+    pytest.param(at, min(BLOCK, first + count - at), marks=pytest.mark.tier(tier))
+    for first, count, tier in NEW
+    for at in range(first, first + count, BLOCK)
 ]
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_nothing_goes_wrong_any_more_from_a_seed_that_once_found_a_fault(seed: int) -> None:
+    assert not failures(seed, 1)
 
 
 @pytest.mark.parametrize(("first", "count"), BLOCKS)

@@ -36,7 +36,7 @@ from shared.messages.frames import NOT_BEGUN, Part
 from shared.messages.kvbm import Settled
 from shared.messages.select import Selected
 from tests.simulation.plan import Aim, Fault, Half, Moment, Plan, plan, role_of_replacement
-from tests.simulation.seeds import failures
+from tests.simulation.seeds import drawn, failures
 from tests.simulation.world import run
 
 SEED = 7
@@ -80,6 +80,16 @@ def test_a_seed_runs_the_same_in_every_process() -> None:
     once = told(SEED, "1")
     assert len(once) > 100
     assert told(SEED, "2") == once
+
+
+def test_each_tier_has_seeds_of_its_own_in_one_row() -> None:
+    assert drawn(["check"], 7, None) == [(7, 200, "check")]
+    assert drawn(["all"], 7, None) == [(7, 300, "all")]
+    assert drawn(["check", "all", "long"], 7, None) == [(7, 200, "check"), (207, 300, "all"), (507, 4500, "long")]
+
+
+def test_a_number_of_seeds_stands_in_for_that_of_all_tiers() -> None:
+    assert drawn(["check", "all"], 7, 50) == [(7, 50, "check")]
 
 
 def test_a_seed_that_fails_tells_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

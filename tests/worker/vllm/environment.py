@@ -20,7 +20,7 @@ VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="needs ./headrace install-vllm")
+needs_vllm = pytest.mark.vllm
 
 
 def run_there(code: str) -> Any:
