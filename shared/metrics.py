@@ -50,8 +50,8 @@ _NAME = re.compile(r"headrace_[a-z][a-z0-9]*(_[a-z0-9]+)*")
 class MetricRow(Struct, Generic[Handle], frozen=True):
     """One metric as a row of a table. docs/metrics.md has all rows; `python -m tests.metrics_page` writes it.
 
-    In the body of a class a row is a descriptor: after `register`, an object of the class has the metric under the
-    row's name.
+    In the body of a class a row is a descriptor: after `register_metrics`, an object of the class has the metric under
+    the row's name.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -75,8 +75,8 @@ class MetricRow(Struct, Generic[Handle], frozen=True):
     @overload
     def __get__(self, instance: object, owner: type) -> Handle: ...
     def __get__(self, instance: object | None, owner: type) -> Self | Handle:
-        """Return the row. Python asks here only before `register`: later it finds the metric in the object first."""
-        assert instance is None, f"{self.name}: no {owner.__name__} may use it before register()"
+        """Return the row. After `register_metrics` Python finds the metric in the object, and does not ask here."""
+        assert instance is None, f"{self.name}: no {owner.__name__} may use it before register_metrics()"
         return self
 
 
@@ -117,7 +117,7 @@ def rows_of(place: object) -> dict[str, MetricRow[Any]]:
     return {attribute: row for attribute, row in vars(place).items() if isinstance(row, MetricRow)}
 
 
-def register(table: object, registry: CollectorRegistry) -> None:
+def register_metrics(table: object, registry: CollectorRegistry) -> None:
     """Register the rows in the body of an object's class, and give the object their metrics."""
     for attribute, row in rows_of(type(table)).items():
         setattr(table, attribute, row.make(registry))

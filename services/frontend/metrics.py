@@ -24,7 +24,7 @@ from shared.metrics import (
     distribution,
     gauge,
     histogram,
-    register,
+    register_metrics,
     rows_of,
     scraped,
 )
@@ -159,7 +159,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        register(self, registry)
+        register_metrics(self, registry)
         self.hops: dict[Hop, Histogram] = {hop: self._hop_s.labels(hop) for hop in get_args(Hop)}
         self._models: dict[str, ModelMetrics] = {}
 

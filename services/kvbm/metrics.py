@@ -13,7 +13,7 @@ from services.kvbm.tiers.actions import TierEvent
 from services.kvbm.tiers.disk_results import DiskFailure, DiskStatistics, LoadedFromDisk, WrittenToDisk
 from services.kvbm.tiers.hit_window import LookupCounts
 from shared.blocks import ContentEvicted
-from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram, register
+from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram, register_metrics
 
 EvictionReason = Literal["room", "lost", "disk gone", "discarded"]
 """Why a block left a tier.
@@ -104,7 +104,7 @@ class StoreMetrics:
     # fmt: on
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        register(self, registry)
+        register_metrics(self, registry)
 
     def count_lookup(self, found: LookupCounts, block_bytes: int) -> None:
         """Count one fetch, by what is known when its first reply is sent."""

@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from services.router.index.index import IndexStatistics
 from shared.messages.people import SourceState
 from shared.messages.select import SelectRefused, SelectReply
-from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram, register, rows_of
+from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram, register_metrics, rows_of
 
 MODEL = "model"
 """The label with a model's name; its values are those of the models that the router knows, which are bounded."""
@@ -120,7 +120,7 @@ class RouterMetrics:
     # fmt: on
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        register(self, registry)
+        register_metrics(self, registry)
         rare = ((self.replays, "done"), (self.replays, "failed"), (self.snapshots, "taken"), (self.snapshots, "failed"))
         for metric, outcome in (*rare, *((self.digests, each) for each in ("agreed", "differed", "exempt"))):
             metric.labels(outcome)  # for a query, a series that begins with 1 has not risen

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from services.worker.contracts.messages import EngineLoad, Stepped
 from shared.messages.frames import NOT_BEGUN, Part
 from shared.messages.generate import GenerateReply, Refused
-from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram, register
+from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram, register_metrics
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class WorkerMetrics:
     # fmt: on
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        register(self, registry)
+        register_metrics(self, registry)
         self._shown = EngineLoad()
         """The engine's counts as they were published last."""
         self._lost = 0

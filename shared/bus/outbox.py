@@ -18,7 +18,7 @@ from shared import subjects
 from shared.bus.contract import Bus
 from shared.errors import BusDown, ProtocolError
 from shared.messages.select import LOAD_EVENTS, LoadEvent, LoadEvents
-from shared.metrics import counter, register
+from shared.metrics import counter, register_metrics
 
 BUS_DOWN_S = 0.5
 EVENTS_LIMIT = 65_536
@@ -46,7 +46,7 @@ class Outbox:
         self._posted: list[tuple[str, bytes]] = []
         self._events: dict[str, list[LoadEvent]] = {}
         self._wake = asyncio.Event()
-        register(self, registry)
+        register_metrics(self, registry)
 
     def post(self, subject: str, payload: bytes) -> None:
         """Publish one message soon; it is dropped while NATS is away."""

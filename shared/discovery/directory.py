@@ -27,7 +27,7 @@ from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, LeftOut, 
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
 from shared.messages.cards import Instance, ModelCard
 from shared.messages.control import PING, PONG, Ping
-from shared.metrics import counter, register
+from shared.metrics import counter, register_metrics
 from shared.rate_limited_log import RateLimitedLog
 
 PING_TIMEOUT_S = 1.0
@@ -67,7 +67,7 @@ class Directory:
         self._subscribers: list[Callable[[DirectoryChange], None]] = []
         self._synced = asyncio.Event()
         registry = CollectorRegistry() if registry is None else registry
-        register(self, registry)
+        register_metrics(self, registry)
         self._limited_log = RateLimitedLog()
 
     def subscribe(self, changed: Callable[[DirectoryChange], None]) -> None:

@@ -26,7 +26,7 @@ from shared.discovery.etcd_watch import EtcdWatch
 from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import ConfigError
-from shared.metrics import counter, register, register_scraped
+from shared.metrics import counter, register_metrics, register_scraped
 from shared.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class EtcdDiscovery:
         if ttl_s < LEAST_TTL_S:
             raise ConfigError(f"discovery.lease_ttl_s: {ttl_s} is too short; etcd needs at least {LEAST_TTL_S}")
         registry = CollectorRegistry() if registry is None else registry
-        register(self, registry)
+        register_metrics(self, registry)
         self._connect = partial(EtcdClient, endpoints, user, password, self._failures.inc)
         self._ttl_s = ttl_s
         self._limits = limits

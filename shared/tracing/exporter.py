@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from shared.config import TraceConfig
 from shared.errors import ConfigError
-from shared.metrics import counter, register
+from shared.metrics import counter, register_metrics
 from shared.tracing.spans import SpanRecord
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class SpanQueue:
         self._has_dropped = False
         """Whether a span was dropped since a batch was taken."""
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)  # a hung send outlives no process
-        register(self, registry)
+        register_metrics(self, registry)
         self._exported, self._dropped, self._failed = map(self._spans.labels, ("exported", "dropped", "failed"))
 
     def start(self) -> None:

@@ -20,7 +20,7 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from shared.config import TraceConfig
-from shared.metrics import counter, register
+from shared.metrics import counter, register_metrics
 from shared.rate_limited_log import RateLimitedLog
 from shared.tracing.exporter import SpanQueue, open_exporter
 from shared.tracing.sampler import DoorSampler
@@ -59,7 +59,7 @@ class Tracer:
         self.now_ns = now_ns
         self.ids = SpanIds(draw)
         self._log = RateLimitedLog()
-        register(self, registry)
+        register_metrics(self, registry)
 
     def begin(self, traceparents: Sequence[str]) -> FirstSpan | None:
         """Return the first span of a request with these headers; None: the request is not traced."""

@@ -20,7 +20,7 @@ from shared.metrics import (
     gauge,
     histogram,
     process_registry,
-    register,
+    register_metrics,
     register_scraped,
 )
 
@@ -48,15 +48,15 @@ class Doors:
 def test_an_object_has_the_metrics_of_its_classs_rows_once_it_registered_them() -> None:
     registry, doors = CollectorRegistry(), Doors()
     assert Doors.opened.labels == "side", "at the class it is the row"
-    with pytest.raises(AssertionError, match="headrace_open_doors: no Doors may use it before register"):
+    with pytest.raises(AssertionError, match="headrace_open_doors: no Doors may use it before register_metrics"):
         doors.open.set(1)
-    register(doors, registry)
+    register_metrics(doors, registry)
     doors.opened.labels("left").inc()
     doors.open.set(1)
     assert registry.get_sample_value("headrace_opened_doors_total", {"side": "left"}) == pytest.approx(1)
     assert registry.get_sample_value("headrace_open_doors") == pytest.approx(1)
     with pytest.raises(ValueError, match="Duplicated"):
-        register(Doors(), registry)
+        register_metrics(Doors(), registry)
 
 
 def test_a_counter_kept_elsewhere_is_asked_at_each_scrape() -> None:

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.contracts.messages import EngineLoad, Exchanged, Stepped
 from services.worker.kv_connector.stats import bounded_name
-from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram, register
+from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram, register_metrics
 
 
 class KvbmMetrics:
@@ -62,7 +62,7 @@ class KvbmMetrics:
 
     def __init__(self, registry: CollectorRegistry, *, configured: bool = True) -> None:
         """Register them. Without a kvbm in the settings there is no `headrace_kvbm_attached`, since a 0 is a fault."""
-        register(self, registry)
+        register_metrics(self, registry)
         if not configured:
             registry.unregister(self.attached)
         self._reasons: set[str] = set()

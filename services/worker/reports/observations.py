@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from services.worker.contracts.messages import EngineLoad, MemoryUse, OwnMetrics, Probed
-from shared.metrics import counter, gauge, register
+from shared.metrics import counter, gauge, register_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class EngineObservations:
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        register(self, registry)
+        register_metrics(self, registry)
         self._of_engine = (
             self._memory,
             self._probe_s,
@@ -119,7 +119,7 @@ class OwnSeries(Collector):
     def __init__(self, registry: CollectorRegistry) -> None:
         self.text = ""
         """Prometheus's text; empty: there are none."""
-        register(self, registry)
+        register_metrics(self, registry)
         self._logged = False
         registry.register(self)
 
