@@ -124,6 +124,25 @@ CODE = "\n".join(
 )
 
 
+NOT_RUN = re.compile(
+    r"(was|were|been) (not|never) (run|tried)|(not|never) been run|\*\*[Nn]ot run|not (there|here) yet|untested"
+)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [each for each in DOCUMENTS if "decisions" not in each.parts],
+    ids=lambda each: str(each.relative_to(ROOT)),
+)
+def test_what_is_not_there_or_was_not_run_stands_in_the_readmes_list_alone(document: Path) -> None:
+    if document in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
+        return
+    text = re.sub(
+        r"\[README\]\(.*?what-was-not-run\) says what .*?\.(\s|$)", "", document.read_text(encoding="utf-8"), flags=re.S
+    )
+    assert [line for line in text.splitlines() if NOT_RUN.search(line)] == []
+
+
 def test_upgrade_compares_every_lock_file() -> None:
     compared = re.search(r"git diff --stat HEAD origin/main -- '(\S+)'", (ROOT / "docs" / "upgrade.md").read_text())
     assert compared
