@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from deploy.local.bench.rows import Row
+from deploy.local.bench.rows import BenchRow
 
 mpl.use("Agg")
 
@@ -19,10 +19,10 @@ _LATENCIES = {
     "between tokens, s": "inter_token_s",
     "whole answer, s": "whole_s",
 }
-"""The title of each plot of latencies, and the field of Row that it shows."""
+"""The title of each plot of latencies, and the field of BenchRow that it shows."""
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[BenchRow], path: Path) -> None:
     """Draw latencies and throughput over the load into a PNG file."""
     figure, axes = pyplot.subplots(1, len(_LATENCIES) + 1, figsize=(4.4 * (len(_LATENCIES) + 1), 3.6))
     for axis, (title, field) in zip(axes, _LATENCIES.items(), strict=False):
@@ -35,7 +35,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _curve(axis: Any, title: str, rows: Sequence[Row], values: Sequence[float | None], name: str = "") -> None:
+def _curve(axis: Any, title: str, rows: Sequence[BenchRow], values: Sequence[float | None], name: str = "") -> None:
     seen = [(row.value, value) for row, value in zip(rows, values, strict=True) if value is not None]
     axis.plot([x for x, _ in seen], [y for _, y in seen], marker="o", markersize=4, label=name)
     axis.set(title=title, xlabel=rows[0].load)

@@ -44,7 +44,7 @@ class Spread(Struct, frozen=True):
     max: float | None = None
 
 
-class Row(Struct, frozen=True):
+class BenchRow(Struct, frozen=True):
     """The measurement of one load."""
 
     load: str
@@ -78,7 +78,7 @@ class Row(Struct, frozen=True):
         return f"{self.load} {self.value:g}"
 
 
-def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: float) -> Row:
+def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: float) -> BenchRow:
     """Return the row of a point. Latencies count only requests that were done; tokens count all that arrived."""
     done = [result for result in results if result.outcome == "done"]
     counted = [result.completion_tokens for result in results]
@@ -86,7 +86,7 @@ def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: 
     reported = all(result.completion_tokens is not None for result in done)
     prompts = [result.prompt_tokens for result in done if result.prompt_tokens is not None]
     lasting_s = max(seconds, 1e-9)
-    return Row(
+    return BenchRow(
         load="concurrency" if point.loop == "closed" else "rate",
         value=point.value,
         requests=len(results),
@@ -120,7 +120,7 @@ def spread(seconds: Sequence[float]) -> Spread:
     return Spread(p50, p90, p99, ordered[-1])
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[BenchRow]) -> str:
     """Return the rows as a table with latencies in ms, and notes."""
     head = "LOAD  DONE  FAILED  TTFT MS P50  P99  INTER-TOKEN MS P50  P99  WHOLE MS P50  P99  TOKENS/S  REQ/S"
     cells: list[Sequence[object]] = []
@@ -133,7 +133,7 @@ def render(rows: Sequence[Row]) -> str:
     return "\n".join([table(head, cells), *(note for row in rows for note in _notes(row))])
 
 
-def _notes(row: Row) -> list[str]:
+def _notes(row: BenchRow) -> list[str]:
     """Return warnings about a row."""
     failed = {name: number for name, number in row.outcomes.items() if name != "done"}
     notes: list[str] = []

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from deploy.local.bench.client import Client, client
 from deploy.local.bench.plan import Point, arrivals, prompts
-from deploy.local.bench.rows import Result, Row, render, row_of
+from deploy.local.bench.rows import BenchRow, Result, render, row_of
 from deploy.local.terminal import Terminal
 from deploy.local.usage import BenchFlags
 from shared.errors import Unavailable
@@ -49,7 +49,7 @@ class Report(Struct, frozen=True):
     model: str
     when: str
     interrupted: bool
-    rows: list[Row]
+    rows: list[BenchRow]
     goals: list[str] = []
 
 
@@ -77,7 +77,7 @@ def bench(options: BenchOptions) -> int:
     return 0 if all(row.outcomes.get("done") for row in sweep.rows) else 1
 
 
-def _draw(rows: Sequence[Row], out: str) -> None:
+def _draw(rows: Sequence[BenchRow], out: str) -> None:
     try:
         from deploy.local.bench import plot  # imported here because matplotlib is optional
     except ImportError:
@@ -91,7 +91,7 @@ class _Sweep:
     """Runs all points one after the other; `rows` has what was measured so far."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[BenchRow] = []
         self.model = options.model
         self._options = options
         self._terminal = Terminal()

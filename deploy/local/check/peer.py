@@ -32,7 +32,7 @@ def measure(address: Address) -> PeerMeasured | Unmeasured:
     try:
         with ExitStack() as opened:
             return _measure(address, shown, opened, time.monotonic() + LIMIT_S)
-    except Refusal as refused:
+    except PeerRefusal as refused:
         return Unmeasured(f"{shown}: {refused}", wanted=True)
     except (OSError, EOFError, ProtocolError, UnicodeError) as wrong:
         said = getattr(wrong, "strerror", None) or str(wrong) or "it did not answer in time"
@@ -40,7 +40,7 @@ def measure(address: Address) -> PeerMeasured | Unmeasured:
         return Unmeasured(f"{shown}: {said}", wanted=True, advice=advice)
 
 
-class Refusal(ProtocolError):
+class PeerRefusal(ProtocolError):
     """The peer refuses to be measured, and says why."""
 
 
@@ -76,7 +76,7 @@ def _connect(
     wire.send(greeting)
     answer = frames.answer(wire.receive())
     if isinstance(answer, frames.ProbeBusy):
-        raise Refusal(answer.reason)
+        raise PeerRefusal(answer.reason)
     if not isinstance(answer, frames.ProbeWelcome) or answer.version != frames.VERSION:
         raise ProtocolError("it does not greet as this protocol says")
     return wire, answer

@@ -27,8 +27,8 @@ from deploy.local.stack.hub_files import (
     SHOWN,
     SINGLE,
     HubFile,
+    HubListing,
     HubModel,
-    Listing,
     chosen_file,
     index_names,
     is_commit,
@@ -164,7 +164,7 @@ class _ModelFetch:
     """One fetch of one model, under the lock."""
 
     def __init__(
-        self, model: HubModel, cache: HubCache, client: HubClient, listing: Listing, progress: Progress
+        self, model: HubModel, cache: HubCache, client: HubClient, listing: HubListing, progress: Progress
     ) -> None:
         self._model = model
         self._cache = cache

@@ -67,7 +67,7 @@ class HubFile(Struct, frozen=True):
         return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
 
 
-class Listing(Struct, frozen=True):
+class HubListing(Struct, frozen=True):
     """The files of a repository at one commit."""
 
     commit: str
@@ -108,7 +108,7 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
-def parse_listing(model: HubModel, content: bytes, small: Container[str] = ()) -> Listing:
+def parse_listing(model: HubModel, content: bytes, small: Container[str] = ()) -> HubListing:
     """Return the files that the hub's answer lists.
 
     Raises ModelError, also if it lists a file that may be fetched without a size and a digest: the GGUF file, one of
@@ -126,17 +126,17 @@ def parse_listing(model: HubModel, content: bytes, small: Container[str] = ()) -
             files[each.name] = HubFile(each.name, size, digest)
         elif each.name == model.file or (not model.file and (each.name in small or each.name.endswith(".safetensors"))):
             raise ModelError(f"{model}: the hub lists {each.name} without a size and a digest, so it is not fetched")
-    return Listing(answer.sha, files)
+    return HubListing(answer.sha, files)
 
 
-def chosen_file(model: HubModel, listing: Listing) -> HubFile:
+def chosen_file(model: HubModel, listing: HubListing) -> HubFile:
     """Return the GGUF file that the model's name asks for. Raises ModelError."""
     if model.file not in listing.files:
         raise ModelError(f"{model.repository} has no file {model.file}{_offered(model, listing)}")
     return listing.files[model.file]
 
 
-def weight_files(model: HubModel, listing: Listing, index: bytes | None) -> list[HubFile]:
+def weight_files(model: HubModel, listing: HubListing, index: bytes | None) -> list[HubFile]:
     """Return the safetensors files; `index` is the content of their index, if the repository has one.
 
     Raises ModelError where there are none: pickles (.bin, .pth) are never fetched.
@@ -163,7 +163,7 @@ def index_names(index: bytes, where: str) -> list[str]:
     return names
 
 
-def _offered(model: HubModel, listing: Listing) -> str:
+def _offered(model: HubModel, listing: HubListing) -> str:
     """Return the GGUF files that could be asked for, as the end of an error."""
     base = HubModel(model.repository, model.revision)
     names = [f"{base}:{name}" for name in sorted(listing.files) if parse_name(f"{base}:{name}")]

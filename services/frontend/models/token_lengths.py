@@ -9,7 +9,7 @@ from __future__ import annotations
 import unicodedata
 from math import ceil
 
-from services.frontend.output.tokenizer_json import BYTE_OF_CHARACTER, AddedToken, TokenizerJson, TokenizerStep
+from services.frontend.output.tokenizer_json import BYTE_OF_CHARACTER, FoundToken, TokenizerJson, TokenizerStep
 
 COMPOSED_CHARACTERS = 4
 """The largest number of characters that NFC and NFKC make one of, such as a Greek letter and three accents."""
@@ -34,7 +34,7 @@ def characters_of_a_token(file: TokenizerJson) -> int | None:
     return max([longest * joined, *(_characters(token, joined) for token in file.added_tokens)])
 
 
-def _characters(token: AddedToken, joined: int) -> int:
+def _characters(token: FoundToken, joined: int) -> int:
     if not token.normalized:
         return len(token.content)
     return len(unicodedata.normalize("NFKD", token.content)) * joined  # it is searched in its normal form

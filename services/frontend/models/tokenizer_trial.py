@@ -68,7 +68,7 @@ _PARTS = (
 """What the texts consist of."""
 
 
-class Verdict(Struct, frozen=True):
+class TrialVerdict(Struct, frozen=True):
     """What a trial found."""
 
     objection: str = ""
@@ -77,7 +77,7 @@ class Verdict(Struct, frozen=True):
     """Whether a short text may take long."""
 
 
-_verdicts: dict[str, Verdict] = {}
+_verdicts: dict[str, TrialVerdict] = {}
 """Digest of a tokenizer.json → what its trial found."""
 
 
@@ -90,7 +90,9 @@ def try_tokenizer(content: bytes, file: TokenizerJson, digest: str = "") -> bool
     digest = digest or hashlib.sha256(content).hexdigest()
     if digest not in _verdicts:
         output = run_trial("services.frontend.models.tokenizer_trial", content, "the tokenizer")
-        _verdicts[digest] = Verdict(_TOO_MUCH) if output is None else msgspec.json.decode(output, type=Verdict)
+        _verdicts[digest] = (
+            TrialVerdict(_TOO_MUCH) if output is None else msgspec.json.decode(output, type=TrialVerdict)
+        )
         while len(_verdicts) > KNOWN:
             del _verdicts[next(iter(_verdicts))]
     verdict = _verdicts[digest]
@@ -107,7 +109,7 @@ def texts(regexes: list[str]) -> Iterator[str]:
         yield part * (RUN_CHARACTERS // len(part))
 
 
-def judge(content: bytes) -> Verdict:
+def judge(content: bytes) -> TrialVerdict:
     """Load a tokenizer and encode the texts. The caller limits memory."""
     regexes, longest_s = unknown_regexes(parse_tokenizer_json(content)), 0.0
     begin_step(LOAD_LIMIT_S)
@@ -121,14 +123,14 @@ def judge(content: bytes) -> Verdict:
                 tokenizer.encode(text)
             longest_s = max(longest_s, time.process_time() - begun_s)
     except Exception:  # noqa: BLE001  loading the model reports it
-        return Verdict()
+        return TrialVerdict()
     except BaseException as wrong:  # noqa: BLE001  a panic, which is no Exception
-        return Verdict(f"it fails on a text: {wrong}")
-    return Verdict(slow=longest_s > SLOW_S)
+        return TrialVerdict(f"it fails on a text: {wrong}")
+    return TrialVerdict(slow=longest_s > SLOW_S)
 
 
 def main() -> None:
-    """Read a tokenizer.json from standard input and write the Verdict."""
+    """Read a tokenizer.json from standard input and write the TrialVerdict."""
     limit_process(MEMORY_LIMIT_BYTES)
     sys.stdout.buffer.write(msgspec.json.encode(judge(sys.stdin.buffer.read())))
 

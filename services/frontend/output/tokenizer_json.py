@@ -8,7 +8,7 @@ from msgspec import Struct
 from shared.errors import ModelError
 
 
-class AddedToken(Struct):
+class FoundToken(Struct):
     """A token in addition to the vocabulary, with the rules by which it is found in a text."""
 
     id: int
@@ -65,7 +65,7 @@ class TokenizerJson(Struct):
     """The parsed content of a tokenizer.json."""
 
     model: TokenizerModel
-    added_tokens: list[AddedToken] = []
+    added_tokens: list[FoundToken] = []
     decoder: DecoderStep | None = None
     normalizer: msgspec.Raw = msgspec.Raw(b"null")
     """The JSON of a TokenizerStep or null; `steps` decodes it."""

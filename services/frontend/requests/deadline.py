@@ -19,7 +19,7 @@ FIELD = "deadline_s"
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
-class Deadline(Struct, frozen=True):
+class RequestDeadline(Struct, frozen=True):
     """The time at which a request fails if it has not ended."""
 
     at: float
@@ -28,11 +28,11 @@ class Deadline(Struct, frozen=True):
     """Whether `at` is sooner than the server's default."""
 
 
-def deadline_of(field: float | None, header: str | None, received_s: float, limits: LimitsConfig) -> Deadline:
+def deadline_of(field: float | None, header: str | None, received_s: float, limits: LimitsConfig) -> RequestDeadline:
     """Return the deadline of a request whose body was complete at `received_s` on the loop's clock. Raise
     InvalidRequest that names the field or the header."""
     allowed = allowed_s(field, header, limits)
-    return Deadline(received_s + allowed, shortened=allowed < limits.deadline_s)
+    return RequestDeadline(received_s + allowed, shortened=allowed < limits.deadline_s)
 
 
 def allowed_s(field: float | None, header: str | None, limits: LimitsConfig) -> float:

@@ -1,7 +1,7 @@
 """One view of the fleet for the page: what is known of its processes, as few numbers as the page shows. Pure.
 
     address book, model cards ─┐
-    load reports, rates        ├─▶ snapshot ─▶ Snapshot, as JSON one event of the page's stream
+    load reports, rates        ├─▶ snapshot ─▶ PageEvent, as JSON one event of the page's stream
     routers, block stores      │
     latest requests            ┘
 
@@ -18,12 +18,12 @@ from msgspec import Struct
 from services.frontend.ui.views import (
     FrontendView,
     LayoutView,
-    LeftOut,
     ModelView,
+    NotShown,
+    PageEvent,
     Process,
     RequestView,
     RouterView,
-    Snapshot,
     StoreView,
     TierView,
     Totals,
@@ -82,7 +82,7 @@ class Facts(Struct, frozen=True):
     recent: Sequence[RecentRequests] = ()
 
 
-def snapshot(facts: Facts) -> Snapshot:
+def snapshot(facts: Facts) -> PageEvent:
     """Return the view of the fleet."""
     of_service: dict[str, list[Instance]] = {"frontend": [], "router": [], "worker": [], "kvbm": []}
     for each in facts.instances.values():
@@ -101,7 +101,7 @@ def snapshot(facts: Facts) -> Snapshot:
     )
     notes = [f"{model} at {instance} is refused: {why}" for (model, instance), why in sorted(facts.refused.items())]
     left_out = {kind: len(of_service[kind]) - len(shown[kind]) for kind in shown}
-    return Snapshot(
+    return PageEvent(
         at_ms=round(1000 * facts.wall_s),
         namespace=facts.namespace,
         frontend=facts.frontend,
@@ -115,7 +115,7 @@ def snapshot(facts: Facts) -> Snapshot:
         models=models[:MODELS_SHOWN],
         requests=requests[-REQUESTS_SHOWN:],
         notes=[_cut(note) for note in notes[:NOTES_SHOWN]],
-        left_out=LeftOut(
+        left_out=NotShown(
             workers=left_out["worker"],
             frontends=left_out["frontend"],
             routers=left_out["router"],

@@ -1,4 +1,4 @@
-"""What the page is sent, as types: one Snapshot a second. ui/snapshot.py makes it. Pure."""
+"""What the page is sent, as types: one PageEvent a second. ui/snapshot.py makes it. Pure."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class RequestView(Struct, frozen=True):
     outcome: str
 
 
-class LeftOut(Struct, frozen=True):
+class NotShown(Struct, frozen=True):
     """How many entries are not shown because of a bound."""
 
     workers: int
@@ -151,7 +151,7 @@ class Totals(Struct, frozen=True):
     """Requests of all frontends since they started."""
 
 
-class Snapshot(Struct, frozen=True):
+class PageEvent(Struct, frozen=True):
     """One event of the page's stream."""
 
     at_ms: int
@@ -168,4 +168,4 @@ class Snapshot(Struct, frozen=True):
     requests: list[RequestView]
     """The latest requests, oldest first."""
     notes: list[str]
-    left_out: LeftOut
+    left_out: NotShown

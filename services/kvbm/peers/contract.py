@@ -56,7 +56,7 @@ class BorrowedBlocks(Struct, eq=False):
     """Why not all of them come, if not."""
 
 
-class BlockReader(Protocol):
+class PeerBlockReader(Protocol):
     """One back end, as one kvbm reads with it."""
 
     async def prepare(self, peer: PeerAddress, parts: ReadParts) -> None:

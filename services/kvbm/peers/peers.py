@@ -13,7 +13,7 @@ from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.peers.cache import PeerCache
 from services.kvbm.peers.connections import PeerConnections
-from services.kvbm.peers.contract import BlockReader
+from services.kvbm.peers.contract import PeerBlockReader
 from services.kvbm.peers.imports import PeerImports
 from services.kvbm.peers.lender import KvbmLender
 from services.kvbm.peers.messages import PeerAddress
@@ -95,7 +95,7 @@ class KvbmPeers:
         """The processes that read from peers, with the back end nixl."""
         if config.backend == "nixl":
             self.nixl_reader = NixlReader(connections, lambda: self._start("read"))
-        reader: BlockReader = self.nixl_reader or SocketReader(connections, config)
+        reader: PeerBlockReader = self.nixl_reader or SocketReader(connections, config)
         self.road = PeerRoad(connections, reader)
         self.imports = PeerImports(self.road, config, metrics)
         self.cache = PeerCache(self.imports, config, metrics)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from services.kvbm.peers.connections import PeerConnections
-from services.kvbm.peers.contract import BlockReader, BorrowedBlocks, PlaceBlocks, ReadBlocks
+from services.kvbm.peers.contract import BorrowedBlocks, PeerBlockReader, PlaceBlocks, ReadBlocks
 from services.kvbm.peers.messages import PeerAddress, PeerFault, PeerHello
 from shared.hashing import ContentKey
 from shared.messages.kvbm import StoreLayout
@@ -21,7 +21,7 @@ from shared.pool.map import ArenaMap
 class PeerRoad:
     """The road of one kvbm, as it reads."""
 
-    def __init__(self, connections: PeerConnections, reader: BlockReader) -> None:
+    def __init__(self, connections: PeerConnections, reader: PeerBlockReader) -> None:
         self._connections = connections
         self._reader = reader
         self._slots: dict[str, ArenaMap] = {}

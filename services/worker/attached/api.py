@@ -18,7 +18,7 @@ Row = Callable[[Sampling, int], dict[str, Any]]
 the server cannot do."""
 
 
-class Output(NamedTuple):
+class ServerOutput(NamedTuple):
     """What one line of a stream brings."""
 
     tokens: Sequence[int] = ()
@@ -48,7 +48,7 @@ class Api(NamedTuple):
     """One row for each field of Sampling."""
     body: Callable[[Submit, AttachedConfig, str, dict[str, Any]], dict[str, Any]]
     """Returns the request for an attempt: the model's name and what the rows give are its last arguments."""
-    read: Callable[[bytes, Submit, int], Output]
+    read: Callable[[bytes, Submit, int], ServerOutput]
     """Returns what a line brings to an attempt that has N tokens (the last argument). Raises `text_only`, and
     msgspec.MsgspecError."""
     metrics: ServerMetrics

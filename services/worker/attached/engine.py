@@ -77,7 +77,7 @@ async def run_attached(
         wrong_probe = worker.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
         if wrong_probe:
             raise ConfigError(wrong_probe)
-        engine = AttachedEngine(worker, server, channel, connection, facts)
+        engine = ServerEngine(worker, server, channel, connection, facts)
         await engine.probe()
         channel.send(facts)
         return await engine.run()
@@ -92,7 +92,7 @@ async def run_attached(
             await server.close()
 
 
-class AttachedEngine:
+class ServerEngine:
     """The attempts at one server, and what its cache is known to hold."""
 
     def __init__(

@@ -13,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from services.worker.attached.api import Api, Output, ServerLoad, read_metrics, read_sizes
+from services.worker.attached.api import Api, ServerLoad, ServerOutput, read_metrics, read_sizes
 from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
 from services.worker.vllm.sampling import refusal
@@ -61,7 +61,7 @@ class Server:
             raise self._fault(path, f"does not answer: {wrong}") from None
         return bytes(content)
 
-    async def generate(self, submit: Submit) -> AsyncGenerator[Output]:
+    async def generate(self, submit: Submit) -> AsyncGenerator[ServerOutput]:
         """Yield the outputs of an attempt. Closing the generator closes the connection, so the server ends the attempt.
         Raise as `ask`."""
         sampling, continued = submit.sampling, len(submit.tokens) // 4 - submit.prompt_tokens

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.worker.attached.api import Api, Output, Row, same, text_only
+from services.worker.attached.api import Api, Row, ServerOutput, same, text_only
 from services.worker.attached.vllm_api import ROWS as VLLM_ROWS
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
@@ -70,11 +70,11 @@ def _body(submit: Submit, _config: AttachedConfig, _model: str, params: dict[str
     return {"input_ids": tokens, "stream": True, "sampling_params": params | {"no_stop_trim": True}}
 
 
-def _read(payload: bytes, _submit: Submit, seen: int) -> Output:
+def _read(payload: bytes, _submit: Submit, seen: int) -> ServerOutput:
     """A line has all tokens so far, or the new ones alone, as the server was started; the count says which are new."""
     line = _LINE.decode(payload)
     if line.error is not None:
-        return Output(error=line.error.message)
+        return ServerOutput(error=line.error.message)
     if line.output_ids is None:
         raise text_only()
     meta, finish = line.meta_info, line.meta_info.finish_reason
@@ -83,7 +83,7 @@ def _read(payload: bytes, _submit: Submit, seen: int) -> Output:
         raise ValueError(f"completion_tokens is {meta.completion_tokens} after {seen}, with {len(line.output_ids)} ids")
     new = line.output_ids[len(line.output_ids) - count :]
     word = None if finish is None else f"abort: {finish.message}" if finish.type == "abort" else finish.type
-    return Output(new, word, meta.cached_tokens)
+    return ServerOutput(new, word, meta.cached_tokens)
 
 
 SGLANG = Api(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.worker.attached.api import Api, Output, Row, same, text_only
+from services.worker.attached.api import Api, Row, ServerOutput, same, text_only
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
 from services.worker.vllm.grammar_text import lark_text
@@ -79,17 +79,17 @@ def _body(submit: Submit, config: AttachedConfig, model: str, params: dict[str, 
     return body | params
 
 
-def _read(payload: bytes, submit: Submit, _seen: int) -> Output:
+def _read(payload: bytes, submit: Submit, _seen: int) -> ServerOutput:
     line = _LINE.decode(payload)
     if line.error is not None and 400 <= line.error.code < 500:
         raise InvalidRequest(" ".join(line.error.message.split()))
     if line.error is not None or not line.choices:
-        return Output(error="" if line.error is None else line.error.message)
+        return ServerOutput(error="" if line.error is None else line.error.message)
     one = line.choices[0]
     if one.token_ids is None:
         raise text_only()
     finish = "abort by the server" if one.finish_reason == "abort" else one.finish_reason  # none of ours is open
-    return Output(
+    return ServerOutput(
         one.token_ids,
         finish,
         logprobs=None if one.logprobs is None else _entries(one.logprobs, submit.sampling.logprobs),

@@ -10,8 +10,8 @@ import pytest
 from deploy.local.stack.hub_files import (
     INDEX,
     HubFile,
+    HubListing,
     HubModel,
-    Listing,
     chosen_file,
     index_names,
     parse_listing,
@@ -86,7 +86,7 @@ def test_files_are_listed_with_the_size_and_digest_of_the_content() -> None:
     large = {"rfilename": "w.safetensors", "size": 9, "blobId": SHA1, "lfs": {"sha256": SHA256, "size": 9}}
     found = parse_listing(MODEL, listing({"rfilename": "config.json", "size": 3, "blobId": SHA1}, large))
     files = (HubFile("config.json", 3, SHA1), HubFile("w.safetensors", 9, SHA256))
-    assert found == Listing(COMMIT, {file.name: file for file in files})
+    assert found == HubListing(COMMIT, {file.name: file for file in files})
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_a_commit_that_was_asked_for_is_the_one_that_comes() -> None:
 def test_one_weights_file_is_preferred_to_several() -> None:
     single = HubFile("model.safetensors", 1, SHA256)
     files = {single.name: single, INDEX: HubFile(INDEX, 1, SHA1)}
-    assert weight_files(MODEL, Listing(COMMIT, files), b"not read") == [single]
+    assert weight_files(MODEL, HubListing(COMMIT, files), b"not read") == [single]
 
 
 def test_only_the_files_of_the_index_are_weights() -> None:
     files = {name: HubFile(name, 1, SHA256) for name in ("b.safetensors", "a.safetensors", "consolidated.safetensors")}
     index = b'{"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "a.safetensors"}}'
-    found = weight_files(MODEL, Listing(COMMIT, files), index)
+    found = weight_files(MODEL, HubListing(COMMIT, files), index)
     assert [file.name for file in found] == ["a.safetensors", "b.safetensors"]
 
 
@@ -155,7 +155,7 @@ def test_an_index_names_only_safetensors_next_to_it(name: str) -> None:
 
 def test_pickles_are_no_weights_and_gguf_files_are_offered() -> None:
     names = ["pytorch_model.bin", "q4.gguf", "q8.gguf", "bad name.gguf"]
-    found = Listing(COMMIT, {name: HubFile(name, 1, SHA256) for name in names})
+    found = HubListing(COMMIT, {name: HubFile(name, 1, SHA256) for name in names})
     with pytest.raises(ModelError) as wrong:
         weight_files(HubModel("org/name", "v1"), found, None)
     assert str(wrong.value) == (
@@ -168,4 +168,4 @@ def test_pickles_are_no_weights_and_gguf_files_are_offered() -> None:
 
 def test_an_index_that_names_what_is_not_there_is_refused() -> None:
     with pytest.raises(ModelError, match=r"names 'a.safetensors', which is not in the repository"):
-        weight_files(MODEL, Listing(COMMIT, {}), b'{"weight_map": {"x": "a.safetensors"}}')
+        weight_files(MODEL, HubListing(COMMIT, {}), b'{"weight_map": {"x": "a.safetensors"}}')

@@ -9,7 +9,14 @@ import pytest
 from services.frontend.models import trial
 from services.frontend.models.model import load_model
 from services.frontend.models.template_check import main
-from services.frontend.models.tokenizer_trial import KNOWN, RUN_CHARACTERS, Verdict, _verdicts, texts, try_tokenizer
+from services.frontend.models.tokenizer_trial import (
+    KNOWN,
+    RUN_CHARACTERS,
+    TrialVerdict,
+    _verdicts,
+    texts,
+    try_tokenizer,
+)
 from services.frontend.output.tokenizer_json import parse_tokenizer_json
 from shared.errors import ModelError
 from tests.frontend.cards import card_of
@@ -66,7 +73,7 @@ def test_a_tokenizer_with_an_unknown_regex_is_tried_once_and_never_runs_on_the_e
     monkeypatch.setattr(trial, "WALL_LIMIT_S", 0.0)
     load_model(card_of(copy), copy)
     [verdict] = _verdicts.values()
-    assert verdict == Verdict()
+    assert verdict == TrialVerdict()
 
 
 def test_texts_have_runs_of_what_the_regexes_name() -> None:
@@ -91,7 +98,7 @@ def test_a_tokenizer_that_takes_long_for_a_short_text_does_not_run_on_the_event_
 
 def test_verdicts_are_kept_up_to_a_bound(copy: Path) -> None:
     content = (with_steps(copy, split("x")) / "tokenizer.json").read_bytes()
-    _verdicts.update((str(number), Verdict()) for number in range(KNOWN))
+    _verdicts.update((str(number), TrialVerdict()) for number in range(KNOWN))
     try_tokenizer(content, parse_tokenizer_json(content))
     assert len(_verdicts) == KNOWN
     assert "0" not in _verdicts

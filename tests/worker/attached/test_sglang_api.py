@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import fields
 
-from services.worker.attached.api import Output
+from services.worker.attached.api import ServerOutput
 from services.worker.attached.sglang_api import ROWS, SGLANG
 from services.worker.config import AttachedConfig
 from shared.errors import ConfigError, InvalidRequest
@@ -36,17 +36,17 @@ def test_what_is_not_served_is_refused_by_name() -> None:
 
 
 def test_lines_with_all_tokens_and_with_new_ones_become_outputs() -> None:
-    def read(line: object, seen: int) -> Output:
+    def read(line: object, seen: int) -> ServerOutput:
         return SGLANG.read(msgspec.json.encode(line), submit(FULL), seen)
 
     meta: dict[str, object] = {"completion_tokens": 3, "cached_tokens": 8}
-    assert read({"output_ids": [5, 6, 7], "meta_info": meta}, 1) == Output([6, 7], None, 8)
-    assert read({"output_ids": [6, 7], "meta_info": meta}, 1) == Output([6, 7], None, 8)
+    assert read({"output_ids": [5, 6, 7], "meta_info": meta}, 1) == ServerOutput([6, 7], None, 8)
+    assert read({"output_ids": [6, 7], "meta_info": meta}, 1) == ServerOutput([6, 7], None, 8)
     ended = meta | {"finish_reason": {"type": "length", "length": 3}}
-    assert read({"output_ids": [5, 6, 7], "meta_info": ended}, 3) == Output([], "length", 8)
+    assert read({"output_ids": [5, 6, 7], "meta_info": ended}, 3) == ServerOutput([], "length", 8)
     ended = meta | {"finish_reason": {"type": "abort", "message": "why"}}
     assert read({"output_ids": [], "meta_info": ended}, 3).finish == "abort: why"
-    assert read({"error": {"message": "broken"}}, 0) == Output(error="broken")
+    assert read({"error": {"message": "broken"}}, 0) == ServerOutput(error="broken")
     for ids, count, seen in (([5, 6, 7], 0, 1), ([5], 4, 0)):
         with pytest.raises(ValueError, match="completion_tokens is"):
             read({"output_ids": ids, "meta_info": {"completion_tokens": count}}, seen)

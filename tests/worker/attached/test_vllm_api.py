@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import fields
 
-from services.worker.attached.api import Output
+from services.worker.attached.api import ServerOutput
 from services.worker.attached.vllm_api import ROWS, VLLM
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
@@ -81,14 +81,14 @@ def test_a_body_has_salt_and_priority_where_they_are_wanted() -> None:
 
 
 def test_lines_become_outputs() -> None:
-    def read(line: object) -> Output:
+    def read(line: object) -> ServerOutput:
         return VLLM.read(msgspec.json.encode(line), submit(FULL), 0)
 
-    assert read({"choices": [{"text": "a", "token_ids": [5, 6]}]}) == Output([5, 6])
-    assert read({"choices": [{"token_ids": [], "finish_reason": "stop"}]}) == Output([], "stop")
+    assert read({"choices": [{"text": "a", "token_ids": [5, 6]}]}) == ServerOutput([5, 6])
+    assert read({"choices": [{"token_ids": [], "finish_reason": "stop"}]}) == ServerOutput([], "stop")
     assert read({"choices": [{"token_ids": [], "finish_reason": "abort"}]}).finish == "abort by the server"
-    assert read({"choices": [], "usage": {}}) == Output()
-    assert read({"error": {"message": "broken", "code": 500}}) == Output(error="broken")
+    assert read({"choices": [], "usage": {}}) == ServerOutput()
+    assert read({"error": {"message": "broken", "code": 500}}) == ServerOutput(error="broken")
     with pytest.raises(InvalidRequest, match="no such"):
         read({"error": {"message": "no such", "code": 400}})
     with pytest.raises(ConfigError, match=r"attached\.url: the server answers text for token ids"):

@@ -48,7 +48,7 @@ class LoadBlocks(Struct, frozen=True, tag="load", array_like=True):
     copies: list[Copy]
 
 
-class CancelBatch(Struct, frozen=True, tag="cancel", array_like=True):
+class CancelOrder(Struct, frozen=True, tag="cancel", array_like=True):
     """Make no copy of the batch that has not begun."""
 
     batch: int
@@ -65,7 +65,7 @@ class EndLoad(Struct, frozen=True, tag="end", array_like=True):
     """The blocks among them for which no copy was ordered."""
 
 
-Order = AttachPool | DetachPool | SaveBlocks | LoadBlocks | CancelBatch | EndLoad
+Order = AttachPool | DetachPool | SaveBlocks | LoadBlocks | CancelOrder | EndLoad
 STEP_ORDERS: Codec[list[Order]] = Codec(list[Order], "step orders")
 
 # --- reports

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from services.worker.contracts.mover import Copied, Copy, Slots
 from services.worker.vllm.connector.orders import (
-    CancelBatch,
+    CancelOrder,
     DetachPool,
     LoadBlocks,
     Order,
@@ -55,7 +55,7 @@ class RankMover:
 
     def cancel(self, batch: int) -> None:
         if batch in self._batches:
-            self._orders.append(CancelBatch(batch))
+            self._orders.append(CancelOrder(batch))
 
     def ended(self) -> list[Copied]:
         ended, self._ended = self._ended, []

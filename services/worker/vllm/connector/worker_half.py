@@ -22,7 +22,7 @@ from services.worker.vllm.connector.orders import (
     RANK_REPORT,
     STEP_ORDERS,
     AttachPool,
-    CancelBatch,
+    CancelOrder,
     DetachPool,
     EndLoad,
     LoadBlocks,
@@ -146,7 +146,7 @@ class WorkerHalf:
                     self._mover.load(batch, copies)
                 else:
                     self._bad.update(slots)
-            case CancelBatch(batch):
+            case CancelOrder(batch):
                 self._mover.cancel(batch)
             case EndLoad():
                 self._waiting.append(order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.worker.contracts.mover import Copied, Copy
-from services.worker.vllm.connector.orders import STEP_ORDERS, CancelBatch, DetachPool, EndLoad, LoadBlocks, SaveBlocks
+from services.worker.vllm.connector.orders import STEP_ORDERS, CancelOrder, DetachPool, EndLoad, LoadBlocks, SaveBlocks
 from services.worker.vllm.connector.rank_mover import RankMover
 
 COPIES = [Copy(1, 2, generation=(1 << 64) - 1, checksum=7), Copy(3, 4)]
@@ -17,7 +17,7 @@ def test_orders_come_in_order_and_survive_the_way() -> None:
     mover.cancel(9)
     mover.detach()
     orders = mover.take_orders()
-    assert orders == [SaveBlocks(1, COPIES, 2.5), LoadBlocks(2, COPIES), CancelBatch(1), DetachPool()]
+    assert orders == [SaveBlocks(1, COPIES, 2.5), LoadBlocks(2, COPIES), CancelOrder(1), DetachPool()]
     orders.append(EndLoad("r", [1, 2], [2]))
     assert STEP_ORDERS.decode(STEP_ORDERS.encode(orders)) == orders
     assert mover.take_orders() == []

@@ -22,7 +22,7 @@ from services.worker.vllm.connector.orders import (
     RANK_REPORT,
     STEP_ORDERS,
     AttachPool,
-    CancelBatch,
+    CancelOrder,
     DetachPool,
     EndLoad,
     LoadBlocks,
@@ -192,7 +192,7 @@ def test_a_pool_that_cannot_be_used_fails_each_copy_and_names_all_blocks(rig: Ri
         wrong,
         LoadBlocks(1, [Copy(5, 1), Copy(6, 2)]),
         SaveBlocks(2, [Copy(7, 3)], LATER_S),
-        CancelBatch(2),
+        CancelOrder(2),
         EndLoad("r", [1, 2], []),
     )
     for batch, copies in ((1, 2), (2, 1)):
