@@ -125,7 +125,7 @@ CODE = "\n".join(
 
 
 NOT_RUN = re.compile(
-    r"(was|were|been) (not|never) (run|tried)|(not|never) been run|\*\*[Nn]ot run|not (there|here) yet|untested"
+    r"(was|were|been) (not|never) (run|tried)|(not|never) been (run|tried)|\*\*[Nn]ot run|not (there|here) yet|untested"
 )
 
 
