@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -30,12 +30,6 @@ from services.frontend.protocol.reasoning import Effort, ThinkingBudget
 from services.frontend.protocol.structured import GrammarChoices, ResponseFormat, StructuredOutputs, Text, ToolChoice
 from services.frontend.protocol.tools import Tools, check_tools, tools_as_rendered
 from shared.errors import InvalidRequest
-from shared.hashing import pack_tokens
-from shared.messages.cards import SamplingDefaults
-from shared.messages.generate import Sampling
-
-if TYPE_CHECKING:
-    from services.frontend.protocol.completions import CompletionRequest
 
 STOPS_LIMIT = 256
 STOP_LIMIT_CHARACTERS = 256
@@ -45,19 +39,11 @@ TOP_LOGPROBS_LIMIT = 20
 LOGIT_BIAS_LIMIT = 300
 CHOICES_LIMIT = 128
 """OpenAI's limit for `n`."""
-PROMPT_IDS_LIMIT = 1 << 17
-"""Token ids of prompts in one answer. They are written in one turn of the event loop: 1 Mi would hold it for 0.1 s."""
-
-OPENAI_DEFAULTS = SamplingDefaults()
-"""OpenAI's sampling parameters of a request that sets none."""
-
 _INT32_MAX = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(ge=0, le=1)]
-LEAST_TOP_P = 1e-6
-"""What a `top_p` of 0 is for workers: only the likeliest token is left."""
 TopK = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -282,13 +268,7 @@ def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
     return [] if request.tool_choice == "none" else tools_as_rendered(request.tools or ())
 
 
-def stop_strings(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
-    """Return the stop strings of a request."""
-    given = request.stop or ()
-    return tuple(filter(None, (given,) if isinstance(given, str) else given))
-
-
-def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, str]:
+def token_limit(request: CommonFields) -> tuple[int | None, str]:
     """Return how many tokens the client allows (None: any number, or it does not say), and the field that says it.
 
     Raise InvalidRequest if two fields contradict each other, or for 0 in a chat."""
@@ -302,50 +282,7 @@ def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, s
     return None if limit == -1 else limit, field
 
 
-def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
-    """Return how many likeliest tokens to report with each token, as in `Sampling.logprobs`; -1: no
-    log-probabilities."""
-    if isinstance(request, ChatRequest):
-        return (request.top_logprobs or 0) if request.logprobs else -1
-    return -1 if request.logprobs is None else request.logprobs
-
-
-def sampling_of(
-    request: ChatRequest | CompletionRequest,
-    max_tokens: int,
-    drawn_seed: int,
-    grammar: str = "",
-    defaults: SamplingDefaults = OPENAI_DEFAULTS,
-) -> Sampling:
-    """Return the sampling parameters of a request. `drawn_seed` is used if the client gave no seed."""
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=_or(request.temperature, defaults.temperature),
-        top_p=_or(request.top_p, defaults.top_p) or LEAST_TOP_P,
-        top_k=max(0, _or(request.top_k, defaults.top_k)),
-        min_p=_or(request.min_p, defaults.min_p),
-        seed=(drawn_seed if request.seed in (None, -1) else request.seed) & ((1 << 64) - 1),  # -1: none, as in vLLM
-        presence_penalty=_or(request.presence_penalty, 0.0),
-        frequency_penalty=_or(request.frequency_penalty, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
-        logprobs=logprobs_of(request),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
-        grammar=grammar,
-        logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
-        min_tokens=request.min_tokens or 0,
-        allowed_tokens=pack_tokens(request.allowed_token_ids or ()),
-    )
-
-
-N = TypeVar("N", int, float)
-
-
-def _or(given: N | None, default: N) -> N:
-    return default if given is None else given
-
-
-def check_common(request: ChatRequest | CompletionRequest, ignored: IgnoredFields = REFUSE) -> None:
+def check_common(request: CommonFields, ignored: IgnoredFields = REFUSE) -> None:
     """Check the fields that chats and completions share. Raise InvalidRequest, naming the field."""
     check_not_built(request, "", ignored)
     for token in request.logit_bias or ():
@@ -374,19 +311,9 @@ def _check_stops(stops: Sequence[str], ignored: IgnoredFields) -> None:
         ignored.add("stop")
 
 
-def check_least_tokens(request: ChatRequest | CompletionRequest, most: int) -> None:
+def check_least_tokens(request: CommonFields, most: int) -> None:
     """Raise InvalidRequest if a request's min_tokens is more than `most`, the tokens that may follow its prompt."""
     if (least := request.min_tokens or 0) > most:
         limit, param = token_limit(request)
         most_is = f"the {most} tokens that may follow without {param}" if limit is None else f"{param}, which is {most}"
         raise field_error("min_tokens", f"{least} is more than {most_is}")
-
-
-def check_prompt_ids(request: ChatRequest | CompletionRequest, tokens: int) -> None:
-    """Raise InvalidRequest if an answer would name more than PROMPT_IDS_LIMIT tokens of its prompts, which have
-    `tokens` tokens. A chat's answer names them once, a completion's in each choice."""
-    count = tokens if isinstance(request, ChatRequest) else (request.n or 1) * tokens
-    if request.return_token_ids and count > PROMPT_IDS_LIMIT:
-        raise field_error(
-            "return_token_ids", f"the prompts of all answers have {count} tokens, more than {PROMPT_IDS_LIMIT}"
-        )

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import msgspec
 
@@ -104,8 +104,8 @@ class Dispatcher:
 
         Raise InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout.
         """
-        answering = self._answer(operation, body, context)
-        del body
+        answering = self._opened(operation, body, context)
+        del body  # the answer does not need it
         async with answering as reply:
             for name in map(counted_name, context.ignored.names):
                 if name != OTHER and len(self._counted_names) < NAMES_COUNTED:
@@ -113,40 +113,28 @@ class Dispatcher:
                 self._ignored.labels(name if name in self._counted_names else OTHER).inc()
             yield reply
 
-    @asynccontextmanager
-    async def _answer(
+    def _opened(
         self, operation: Operation | ForeignOperation, body: bytes, context: RequestContext
-    ) -> AsyncIterator[Reply | bytes]:
+    ) -> AbstractAsyncContextManager[Reply | bytes]:
+        ignored = context.ignored
         match operation:
-            case "chat" | "completions":
-                request = (decode_chat if operation == "chat" else decode_completion)(body, context.ignored)
-                generating = self._chat.answer(request, context)
-                del body, request  # the answer does not need them
-                async with generating as reply:
-                    yield reply
+            case "chat":
+                return self._chat.answer(decode_chat(body, ignored), context)
+            case "completions":
+                return self._chat.answer(decode_completion(body, ignored), context)
             case "responses":
-                responding = self._responses.create(body, context)
-                del body
-                async with responding as reply:
-                    yield reply
+                return self._responses.create(body, context)
             case "retrieve_response":
-                yield await self._responses.retrieve(body, context)
+                return _whole(self._responses.retrieve(body, context))
             case "delete_response":
-                yield await self._responses.delete(body, context)
+                return _whole(self._responses.delete(body, context))
             case "embeddings":
-                embedding = self._embeddings.answer(decode_embeddings(body, context.ignored), context)
-                del body
-                yield await embedding
+                return _whole(self._embeddings.answer(decode_embeddings(body, ignored), context))
             case "tokenize" | "detokenize":
-                pool = key_pool(self._chat.pool, context.permit)
-                yield await self._tokenize.answer(
-                    operation, body, pool, context.ignored, deadline_header=context.deadline_header
-                )
+                pool, deadline_header = key_pool(self._chat.pool, context.permit), context.deadline_header
+                return _whole(self._tokenize.answer(operation, body, pool, ignored, deadline_header=deadline_header))
             case _:
-                answering = self.foreign.answer(operation, body, context)
-                del body
-                async with answering as reply:
-                    yield reply
+                return self.foreign.answer(operation, body, context)
 
     def models(self) -> bytes:
         """Return the body of /v1/models."""
@@ -166,3 +154,8 @@ class Dispatcher:
 
 
 _STARTED = int(time.time())
+
+
+@asynccontextmanager
+async def _whole(answer: Awaitable[bytes]) -> AsyncIterator[bytes]:
+    yield await answer

@@ -27,8 +27,9 @@ from services.frontend.ollama.answers import OllamaWriter
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.foreign import Names, ThinkingSupport, decode, name_here, renaming, review
 from services.frontend.protocol.operations import FOREIGN_PATHS, ForeignOperation
+from services.frontend.protocol.text_plan import TextRequest, plan_of
 from services.frontend.requests.deadline import allowed_s
-from services.frontend.serving.chat import ServingChat, TextRequest
+from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.reply import EventReply, message_of, opening_of
 from services.frontend.serving.request_context import RequestContext
@@ -107,15 +108,15 @@ class ServingForeign(Struct, frozen=True):
         self, chat: TextRequest, writer: MessageWriter | OllamaWriter, context: RequestContext, table: Names
     ) -> AsyncIterator[EventReply | bytes]:
         with renaming(table):
-            streamed = bool(chat.stream)
-            if streamed:
+            plan = plan_of(chat)
+            if plan.streamed:
                 context.announce(opening_of(writer))
             of_chat = replace(context, ignored=context.ignored.renamed(partial(name_here, table=table)))
-            prepared = await self.chat.prepare(chat, of_chat, default_tokens=None)
+            prepared = await self.chat.prepare(chat, plan, of_chat, default_tokens=None)
             del chat
             async with self.chat.run(prepared, context) as choices:
                 reply = EventReply(writer, choices.streams[0], context.received_s)
-                yield reply if streamed else await reply.full_body()
+                yield reply if plan.streamed else await reply.full_body()
 
     def _as_chat(self, request: anthropic.CountTokensRequest, context: RequestContext) -> tuple[ChatRequest, Names]:
         support = self._support(request.model, tools=bool(request.tools))

@@ -32,6 +32,7 @@ from services.frontend.protocol.responses_items import (
     items_by_id,
     messages_of,
 )
+from services.frontend.protocol.text_plan import plan_of
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.reply import EventReply, response_opening
@@ -81,7 +82,7 @@ class ServingResponses(Struct, frozen=True):
                 self.directory.keep(StoredResponse(response_id, account, continued, payload))
 
         with renaming(table):
-            prepared = await self.chat.prepare(request, of_chat)
+            prepared = await self.chat.prepare(request, plan_of(request), of_chat)
             sampling = prepared.prompts[0][0].sampling
             response = new_response(decoded, response_id, now, prepared.model, sampling)
             del body, request, decoded  # the answer does not need them

@@ -5,19 +5,17 @@ No text of a prompt or an answer is in a trace.
 
 from __future__ import annotations
 
-from services.frontend.protocol import chat
-from services.frontend.protocol.chat import ChatRequest
-from services.frontend.protocol.completions import CompletionRequest
+from services.frontend.protocol.text_plan import TextPlan, TextRequest
 from services.frontend.serving.choices import Choices
 from services.frontend.serving.request_context import RequestId
 from shared.tracing.spans import AttributeValue
 
 
-def asked_attributes(request: ChatRequest | CompletionRequest) -> dict[str, AttributeValue]:
+def asked_attributes(request: TextRequest, plan: TextPlan) -> dict[str, AttributeValue]:
     """Return what the client asked for."""
     asked = {
         "gen_ai.request.model": request.model,
-        "gen_ai.request.max_tokens": chat.token_limit(request)[0],
+        "gen_ai.request.max_tokens": plan.max_tokens,
         "gen_ai.request.temperature": request.temperature,
         "gen_ai.request.top_p": request.top_p,
         "gen_ai.request.choice.count": request.n,

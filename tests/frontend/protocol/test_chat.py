@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from services.frontend.protocol import chat as chats
 from services.frontend.protocol.chat import decode_chat
-from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.decoding import advisory_fields, fields_not_built
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.messages import messages_as_rendered
+from services.frontend.protocol.text_plan import sampling_of, stop_strings
 from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS
 from shared.errors import InvalidRequest
-from shared.hashing import pack_tokens
 from shared.messages.generate import Sampling
 
 HELLO: Any = [{"role": "user", "content": "x"}]
@@ -26,11 +25,6 @@ HELLO: Any = [{"role": "user", "content": "x"}]
 
 def chat(**fields: Any) -> chats.ChatRequest:
     return chats.decode_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
-
-
-def test_defaults_are_openais() -> None:
-    assert chats.sampling_of(chat(), 5, 77) == Sampling(5, seed=77)
-    assert chats.token_limit(chat()) == (None, "max_tokens")
 
 
 def test_a_limit_of_minus_one_is_none_and_a_tool_without_a_type_is_a_function() -> None:
@@ -92,7 +86,7 @@ EXPLICIT: dict[str, Any] = {
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_a_default_may_be_sent_and_asks_for_nothing(name: str) -> None:
     asked = decode_chat(json.dumps({"messages": HELLO, name: EXPLICIT[name]}).encode())  # strict: nothing is ignored
-    assert chats.sampling_of(asked, 5, 77) == Sampling(5, seed=77)
+    assert sampling_of(asked, 5, 77) == Sampling(5, seed=77)
     chat(**{name: None})
 
 
@@ -110,49 +104,11 @@ def test_documents_and_any_json_are_variables_of_the_template() -> None:
         chats.template_kwargs(chat(chat_template_kwargs={"documents": []}, documents=[{"title": "a"}]))
 
 
-def test_the_tokens_that_alone_may_be_drawn_are_packed() -> None:
-    assert chats.sampling_of(chat(allowed_token_ids=[7, 3]), 1, 0).allowed_tokens == pack_tokens([7, 3])
-
-
-def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
-    assert chats.sampling_of(chat(top_k=-1), 1, 0).top_k == 0
-
-
-def test_a_bias_is_of_a_token_id() -> None:
-    assert chats.sampling_of(chat(logit_bias={"5": -100, "0": 0.5}), 1, 0).logit_bias == ((5, -100.0), (0, 0.5))
-    assert chats.sampling_of(chat(logit_bias={}), 1, 0).logit_bias == ()
-
-
-def test_seeds_are_64_bits_and_zero_is_one() -> None:
-    assert chats.sampling_of(chat(seed=0), 1, 77).seed == 0
-    assert chats.sampling_of(chat(seed=-2), 1, 77).seed == (1 << 64) - 2
-
-
-def test_a_seed_of_minus_one_is_drawn_as_vllm_and_ollama_have_it() -> None:
-    assert chats.sampling_of(chat(seed=-1), 1, 77).seed == 77
-
-
-def test_a_top_p_of_zero_leaves_the_likeliest_token() -> None:
-    assert 0 < chats.sampling_of(chat(top_p=0), 1, 0).top_p < 1e-5
-
-
-def test_a_stop_is_one_string_or_several() -> None:
-    assert chats.stop_strings(chat(stop="a")) == ("a",)
-    assert chats.stop_strings(chat(stop=["a", "b"])) == ("a", "b")
-    assert chats.stop_strings(chat(stop=[])) == chats.stop_strings(chat()) == ()
-    assert len(chats.stop_strings(chat(stop=[f"{number:016}" for number in range(256)]))) == 256
-
-
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""]])
 def test_an_empty_stop_string_is_ignored_and_named(stop: Any) -> None:
     ignored = IgnoredFields()
     asked = decode_chat(json.dumps({"messages": HELLO, "stop": stop}).encode(), ignored)
-    assert (chats.stop_strings(asked), ignored.names) == (("a",) if "a" in stop else (), ("stop",))
-
-
-def test_logprobs_become_one_number() -> None:
-    assert [chats.logprobs_of(chat(logprobs=flag)) for flag in (None, False, True)] == [-1, -1, 0]
-    assert chats.logprobs_of(chat(logprobs=True, top_logprobs=4)) == 4
+    assert (stop_strings(asked), ignored.names) == (("a",) if "a" in stop else (), ("stop",))
 
 
 def test_text_parts_are_joined_and_names_are_kept() -> None:
@@ -244,14 +200,3 @@ def test_any_value_of_any_field_is_accepted_or_refused_by_name(field: str, value
     except InvalidRequest as refusal:
         named = refusal.param or "nothing"
     assert named.startswith((field, RELATED.get(field, field)))
-
-
-def test_the_prompts_tokens_in_one_answer_are_bounded() -> None:
-    """A chat's answer names those of its one prompt once, a completion's in each choice."""
-    two = CompletionRequest(prompt="x", n=2, return_token_ids=True)
-    for request, most in ((chat(n=2, return_token_ids=True), 128 << 10), (two, 64 << 10)):
-        chats.check_prompt_ids(request, most)
-        with pytest.raises(InvalidRequest) as refusal:
-            chats.check_prompt_ids(request, most + 1)
-        assert refusal.value.param == "return_token_ids"
-    chats.check_prompt_ids(CompletionRequest(prompt="x", n=2), 1 << 20)

@@ -29,10 +29,6 @@ def test_best_of_one_is_accepted() -> None:
     assert completion(best_of=1, n=1).n == 1
 
 
-def test_logprobs_are_a_number() -> None:
-    assert [chat.logprobs_of(completion(logprobs=count)) for count in (None, 0, 5)] == [-1, 0, 5]
-
-
 def test_a_prompt_is_a_text_or_token_ids_or_there_are_several_with_their_places() -> None:
     assert prompts_of(completion(prompt="x")) == prompts_of(completion(prompt=["x"])) == [("prompt", "x")]
     assert prompts_of(completion(prompt=[[1, 2]])) == prompts_of(completion(prompt=[1, 2])) == [("prompt", [1, 2])]
