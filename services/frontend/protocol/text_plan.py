@@ -47,7 +47,7 @@ class TextPlan(Struct, frozen=True, kw_only=True):
     include_stop: bool
     """Whether the text that ended an answer is part of it."""
     logprobs: int
-    """As `Sampling.logprobs`."""
+    """Likeliest tokens to report with each token. -1: none, not even the token itself."""
     prompt_logprobs: bool
     """Whether the prompts' tokens have log-probabilities, too."""
     numbered_tokens: bool
