@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
+from services.frontend.auth.access import KeyMetrics
 from services.frontend.auth.accounts import Accounts
 from services.frontend.metrics import Metrics
 from services.kvbm.metrics import StoreMetrics
@@ -72,7 +73,8 @@ async def _register(service: str, registry: CollectorRegistry) -> None:
     Tracer(TraceConfig(), registry, lambda _span: None, draw=Random(1))
     SpanQueue(TraceConfig(), registry, NoCollector(), {})
     if service == "frontend":
-        Metrics(registry).register_accounts(Accounts())
+        Metrics(registry)
+        registry.register(KeyMetrics(Accounts()))
         Outbox(bus, "test", registry, batch_s=0.01)
     elif service == "router":
         RouterMetrics(registry)

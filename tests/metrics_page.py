@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import services.frontend.auth.access
 import services.frontend.metrics
 import services.kvbm.metrics
 import services.router.metrics
@@ -23,7 +24,7 @@ from shared.metrics import MetricRow, rows_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 SECTIONS = {
-    "Frontends": [services.frontend.metrics],
+    "Frontends": [services.frontend.metrics, services.frontend.auth.access],
     "Routers": [services.router.metrics],
     "Workers": [services.worker.metrics, services.worker.kv_connector.metrics, services.worker.reports.observations],
     "Block stores": [services.kvbm.metrics],

@@ -69,65 +69,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 success, 1 failure, 2 wrong usage or configuration."""
     words = sys.argv[1:] if words is None else words
     try:
-        match parse(words):
-            case CheckFlags() as flags:
-                return _check(flags)
-            case UpFlags() as flags:
-                return _up(flags)
-            case PullFlags() as flags:
-                _pull(flags)
-            case StatusFlags(watch=float(every_s)) as flags:
-                return _watch(flags, every_s)
-            case StatusFlags() as flags:
-                from deploy.local.show.status import show  # imported here because it loads gRPC: `chat` needs none
-
-                with _fleet(flags) as config:
-                    return show(config, as_json=flags.json)
-            case TopFlags() as flags:
-                return _top(flags)
-            case ExplainFlags() as flags:
-                from deploy.local.show import explain
-
-                with _fleet(flags) as config:
-                    if flags.key is None:
-                        return explain.show(config, flags.request, as_json=flags.json)
-                    if flags.request != "block":
-                        raise ConfigError(f"explain: one request, or block KEY; {flags.key!r} is too many")
-                    return explain.show_block(config, flags.key, as_json=flags.json)
-            case LogFlags() as flags:
-                from deploy.local.log_level import change_level
-
-                with _fleet(flags) as config:
-                    return change_level(
-                        config, flags.level, [flags.instance] if flags.instance else [], for_s=flags.for_s
-                    )
-            case WorkerFlags() | LoraFlags() as flags:
-                return _operate(flags)
-            case ChatFlags() as flags:
-                from deploy.local.chat.api import ChatApi
-                from deploy.local.chat.chat import chat
-                from deploy.local.chat.interrupt import noticed_interrupts
-
-                with noticed_interrupts():
-                    chat(ChatApi(_url(flags), _api_key(flags)), flags)
-            case BenchFlags() as flags:
-                return _bench(flags, words)
-            case NewKeyFlags() | KeysFileFlags() as flags:
-                _key(flags)
-            case CompletionFlags() as flags:
-                from deploy.local.completion import script
-
-                print(script(flags.shell), end="")
-            case InstallGpuFlags():
-                _install_gpu()
-            case InstallNixlFlags():
-                _install_nixl()
-            case InstallVllmFlags() as flags:
-                _install_vllm(flags)
-            case VersionFlags():
-                print(f"headrace {VERSION}")
-            case _:  # no command: the commands are shown
-                return 0
+        return _run(words)
     except (HeadraceError, InstallError) as wrong:
         print(f"{paint('error:', 'red', sys.stderr)} {wrong}", file=sys.stderr)
         return 2 if isinstance(wrong, ConfigError) else 1
@@ -136,7 +78,87 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
+    match parse(words):
+        case CheckFlags() as flags:
+            return _check(flags)
+        case UpFlags() as flags:
+            return _up(flags)
+        case PullFlags() as flags:
+            _pull(flags)
+        case StatusFlags() as flags:
+            return _status(flags)
+        case TopFlags() as flags:
+            return _top(flags)
+        case ExplainFlags() as flags:
+            return _explain(flags)
+        case LogFlags() as flags:
+            return _log_level(flags)
+        case WorkerFlags() | LoraFlags() as flags:
+            return _operate(flags)
+        case ChatFlags() as flags:
+            _chat(flags)
+        case BenchFlags() as flags:
+            return _bench(flags, words)
+        case NewKeyFlags() | KeysFileFlags() as flags:
+            _key(flags)
+        case CompletionFlags() as flags:
+            _completion(flags)
+        case InstallGpuFlags():
+            _install_gpu()
+        case InstallNixlFlags():
+            _install_nixl()
+        case InstallVllmFlags() as flags:
+            _install_vllm(flags)
+        case VersionFlags():
+            print(f"headrace {VERSION}")
+        case _:  # no command: the commands are shown
+            pass
     return 0
+
+
+def _status(flags: StatusFlags) -> int:
+    if flags.watch is not None:
+        return _watch(flags, flags.watch)
+    from deploy.local.show.status import show  # imported here because it loads gRPC: `chat` needs none
+
+    with _fleet(flags) as config:
+        return show(config, as_json=flags.json)
+
+
+def _explain(flags: ExplainFlags) -> int:
+    from deploy.local.show import explain
+
+    with _fleet(flags) as config:
+        if flags.key is None:
+            return explain.show(config, flags.request, as_json=flags.json)
+        if flags.request != "block":
+            raise ConfigError(f"explain: one request, or block KEY; {flags.key!r} is too many")
+        return explain.show_block(config, flags.key, as_json=flags.json)
+
+
+def _log_level(flags: LogFlags) -> int:
+    from deploy.local.log_level import change_level
+
+    with _fleet(flags) as config:
+        return change_level(config, flags.level, [flags.instance] if flags.instance else [], for_s=flags.for_s)
+
+
+def _chat(flags: ChatFlags) -> None:
+    from deploy.local.chat.api import ChatApi
+    from deploy.local.chat.chat import chat
+    from deploy.local.chat.interrupt import noticed_interrupts
+
+    with noticed_interrupts():
+        chat(ChatApi(_url(flags), _api_key(flags)), flags)
+
+
+def _completion(flags: CompletionFlags) -> None:
+    from deploy.local.completion import script
+
+    print(script(flags.shell), end="")
 
 
 def _up(flags: UpFlags) -> int:

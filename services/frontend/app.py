@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
@@ -69,20 +69,19 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         access = Authenticator(config.access, metrics)
         grammars = GrammarCompiler()
         directory = ResponseDirectory(runtime, config.responses, metrics)
-        pool = EncodePool(threads, _THREADS)
-        dispatcher = Dispatcher(ServingChat(service, models, pool, metrics, grammars, config), directory)
+        chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, config)
+        dispatcher = Dispatcher(chat, directory)
         port = Port(with_files(config.http), metrics)
-        place = config.ui.place(keys=access.requires_key)
-        page = None
-        if place != "off":
-            page = PageApi(runtime, service, config.ui, config.http.hosts, keys=access.requires_key)
+        keys = access.requires_key
+        place = config.ui.place(keys=keys)
+        page = None if place == "off" else PageApi(runtime, service, config.ui, config.http.hosts, keys=keys)
         keyless = () if page is None else page.keyless_paths
         middleware = Middleware(access, config.http, keyless, config.ui.hosts)
         http = HttpApi(dispatcher, service, metrics, config.http, port, middleware, runtime.tracer)
         nats = NatsApi(runtime, dispatcher, service, metrics, access, config.nats.inbox)
-        app = http.app(document(keys=access.requires_key, closed=config.unknown_fields == "refuse"))
+        app = http.app(document(keys=keys, closed=config.unknown_fields == "refuse"))
         # Without a key, clients learn only whether all is well; reasons and metrics are on the port of [observe].
-        add_routes(app, runtime.health, None if access.requires_key else runtime.registry)
+        add_routes(app, runtime.health, None if keys else runtime.registry)
         apps = {port: app}
         if page is not None:
             page_app = app
@@ -101,11 +100,10 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         await _wait_informed(runtime, models)
         async with aclosing(grammars), AsyncExitStack() as opened:
             urls = [await opened.enter_async_context(each.open(served)) for each, served in apps.items()]
-            http.url = url = urls[0]
-            http.page_url = urls[-1] if page is not None else ""
+            http.url, http.page_url = urls[0], urls[-1] if page is not None else ""
             await nats.start()
             # Not awaited, because a frontend serves also while etcd is away.
-            registering = runtime.tasks.create_task(_register(runtime, url), name="register")
+            registering = runtime.tasks.create_task(_register(runtime, http.url), name="register")
             try:
                 yield http
             finally:
@@ -113,23 +111,25 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                 runtime.health.drain(partial(_left, service, config.limits.drain_s))
                 if page is not None:
                     page.close()
-                await asyncio.gather(*(each.announce_closing() for each in apps))
-                try:
-                    async with asyncio.timeout(config.limits.drain_s):
-                        await asyncio.gather(*(each.drain() for each in apps))
-                        service.admission.closed = True
-                        await service.wait_idle()
-                except TimeoutError:
-                    _log.warning("requests are still running after %s s", config.limits.drain_s)
-                    service.admission.closed = True
-                    service.fail_all()
-                    with suppress(TimeoutError):  # for clients that do not read, or do not send
-                        async with asyncio.timeout(ABANDONED_S):
-                            await service.wait_idle()
-                if registering.done():
-                    await registering.result().close()
-                else:
-                    registering.cancel()
+                await _drain(service, apps, config.limits.drain_s)
+                await _end_registration(registering)
+
+
+async def _drain(service: RequestService, ports: Collection[Port], drain_s: float) -> None:
+    """Let the requests that run end, and refuse new ones. After `drain_s` seconds fail those that are left."""
+    await asyncio.gather(*(port.announce_closing() for port in ports))
+    try:
+        async with asyncio.timeout(drain_s):
+            await asyncio.gather(*(port.drain() for port in ports))
+            service.admission.closed = True
+            await service.wait_idle()
+    except TimeoutError:
+        _log.warning("requests are still running after %s s", drain_s)
+        service.admission.closed = True
+        service.fail_all()
+        with suppress(TimeoutError):  # for clients that do not read, or do not send
+            async with asyncio.timeout(ABANDONED_S):
+                await service.wait_idle()
 
 
 def page_port(config: FrontendConfig) -> HttpConfig:
@@ -171,6 +171,13 @@ async def _register(runtime: Runtime, url: str) -> Registration:
         "stream": subjects.stream(namespace, instance),
     }
     return await runtime.discovery.register(lambda epoch: runtime.address(epoch, operations, api=url))
+
+
+async def _end_registration(registering: asyncio.Task[Registration]) -> None:
+    if registering.done():
+        await registering.result().close()
+    else:
+        registering.cancel()
 
 
 def with_files(config: HttpConfig) -> HttpConfig:

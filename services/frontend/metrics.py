@@ -5,16 +5,12 @@ The label `model` has the name of the base model. The registry of models bounds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Literal, get_args
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
-from services.frontend.auth.accounts import Accounts
 from shared.metrics import (
     REQUEST_SECONDS,
     STEP_SECONDS,
@@ -25,8 +21,6 @@ from shared.metrics import (
     gauge,
     histogram,
     register_metrics,
-    rows_of,
-    scraped,
 )
 
 Hop = Literal["tokenise", "select", "offer", "first_token", "rest"]
@@ -158,7 +152,7 @@ class Metrics:
     # fmt: on
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+        self.registry = registry
         register_metrics(self, registry)
         self.hops: dict[Hop, Histogram] = {hop: self._hop_s.labels(hop) for hop in get_args(Hop)}
         self._models: dict[str, ModelMetrics] = {}
@@ -189,40 +183,3 @@ class Metrics:
         self._requests.labels(operation, str(status), model).inc()
         if status == HTTPStatus.OK and model:
             self._request_s.labels(model).observe(seconds)
-
-    def register_accounts(self, accounts: Accounts) -> None:
-        """Show the accounts of API keys from now on."""
-        self._registry.register(_ByKey(accounts))
-
-
-class _ByKey(Collector):
-    """The metrics of the API keys that their file has at the time of the scrape, with a series for each key."""
-
-    # fmt: off
-    requests = counter("headrace_key_requests", "key", "Accepted requests, by the name of their key")
-    running = gauge("headrace_key_running_requests", "key",
-        "Requests of the key that have arrived and not ended", "It is bounded by the key's `concurrency`.")
-    tokens = counter("headrace_key_tokens", "key kind", "Tokens of requests that ended: prompt, output")
-    refused = counter("headrace_key_refused_requests", "key reason",
-        "Requests refused with 429 for a limit of their key: requests and tokens (per minute), concurrency, share "
-        "(of what all keys have together)",
-        "Raise the key's limit, or talk to its owner.")
-    # fmt: on
-
-    def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
-
-    def describe(self) -> Iterator[Metric]:
-        """Describe the metrics, so that a second one of the same name is refused."""
-        return self.collect()
-
-    def collect(self) -> Iterator[Metric]:
-        requests, running, tokens, refused = families = [scraped(row) for row in rows_of(_ByKey).values()]
-        for name, account in self._accounts.by_name.items():
-            requests.add_metric([name], account.requests)
-            running.add_metric([name], account.running)
-            tokens.add_metric([name, "prompt"], account.prompt_tokens)
-            tokens.add_metric([name, "output"], account.output_tokens)
-            for reason, count in account.refused.items():
-                refused.add_metric([name, reason], count)
-        yield from families

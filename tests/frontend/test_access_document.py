@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from services.frontend.auth.access import KeyMetrics
 from services.frontend.auth.accounts import REFUSAL_REASONS, Accounts
 from services.frontend.config import AccessConfig, HttpConfig
 from services.frontend.metrics import Metrics
@@ -22,7 +23,7 @@ def test_every_metric_it_names_exists_with_these_labels() -> None:
     metrics = Metrics(registry)
     accounts = Accounts()
     accounts.replace({"alice": KeyEntry("0" * 64)}, 0.0)
-    metrics.register_accounts(accounts)
+    registry.register(KeyMetrics(accounts))
     metrics.unauthorized.labels("missing")
     metrics.stale_files.labels("keys")
     metrics.closed_connections.labels("handshake")

@@ -149,6 +149,22 @@ def overview(
         )
         for each in sorted(catalogue.instances.values(), key=lambda each: (each.service, each.started, each.instance))
     ]
+    return Overview(
+        namespace=namespace,
+        nats=nats,
+        discovery=discovery,
+        instances=tuple(instances),
+        models=tuple(_model_row(model, list(served), reports) for model, served in groupby(cards, attrgetter("model"))),
+        refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
+        unreadable=tuple(unreadable),
+        notes=(*notes, *_role_notes(cards, catalogue)),
+        routers=tuple(states),
+        stores=tuple(stores),
+    )
+
+
+def _role_notes(cards: Sequence[ModelCard], catalogue: Catalogue) -> list[str]:
+    """Return what is wrong with the roles of workers."""
     decoded = {card.model for card in cards if card.decodes}
     undecoded = [
         f"worker {card.instance} has the role {card.role} for {card.model}, but no worker decodes for it"
@@ -167,18 +183,7 @@ def overview(
         for card in cards
         if card.role == "prefill" and card.kvbm and card.model in decoded and not _reached(card, cards, catalogue)
     ]
-    return Overview(
-        namespace=namespace,
-        nats=nats,
-        discovery=discovery,
-        instances=tuple(instances),
-        models=tuple(_model_row(model, list(served), reports) for model, served in groupby(cards, attrgetter("model"))),
-        refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
-        unreadable=tuple(unreadable),
-        notes=(*notes, *undecoded, *alone, *apart),
-        routers=tuple(states),
-        stores=tuple(stores),
-    )
+    return [*undecoded, *alone, *apart]
 
 
 def _reached(prefill: ModelCard, cards: Sequence[ModelCard], catalogue: Catalogue) -> bool:

@@ -44,8 +44,7 @@ WIRING = re.compile(
 
 def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
-    if not 1 <= flags.port <= 65535:
-        raise ConfigError("--port is 1 to 65535")
+    _check(flags)
     usual = default_replicas(len(os.sched_getaffinity(0)))
     frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     attached = flags.engine == "attached"
@@ -57,21 +56,10 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
             raise ConfigError(f"--{flag} is 1 to 64")
     if attached and workers > 1:
         raise ConfigError("--workers: an attached server is one worker")
-    if flags.simulated and flags.engine != "simulated":
-        raise ConfigError("--simulated needs --engine simulated")
     simulated = _settings("--simulated", flags.simulated)
-    if flags.vllm_args is not None and flags.engine != "vllm":
-        raise ConfigError("--vllm-args needs --engine vllm")
-    if flags.vllm_args is not None and not flags.vllm_args.is_file():
-        raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
     wanted = store_request(
-        flags.kvbm_bytes,
-        flags.kvbm_disk,
-        flags.kvbm_disk_bytes,
-        engine=flags.engine,
-        device=flags.device,
-        needed=roles,
+        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device, needed=roles
     )
     if roles and not wanted.pool_bytes:
         raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
@@ -112,6 +100,18 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         overrides=overrides,
     )
     return options, wanted
+
+
+def _check(flags: UpFlags) -> None:
+    """Raise ConfigError for flags that contradict one another, and for files that are not there."""
+    if not 1 <= flags.port <= 65535:
+        raise ConfigError("--port is 1 to 65535")
+    if flags.simulated and flags.engine != "simulated":
+        raise ConfigError("--simulated needs --engine simulated")
+    if flags.vllm_args is not None and flags.engine != "vllm":
+        raise ConfigError("--vllm-args needs --engine vllm")
+    if flags.vllm_args is not None and not flags.vllm_args.is_file():
+        raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
 
 
 def _roles(flags: UpFlags) -> tuple[int, int]:

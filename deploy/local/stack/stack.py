@@ -174,24 +174,13 @@ def plan(
     launches: list[Launch] = []
     files: dict[Path, str] = {}
 
-    def service(
-        name: str,
-        module: ServiceName,
-        stage: int,
-        settings: Settings,
-        *,
-        needed: bool = True,
-        late: bool = False,
-        hands_over: bool = False,
-    ) -> None:
+    def service(program: Program, module: ServiceName, settings: Settings, *, hands_over: bool = False) -> None:
         port = observed.pop()
-        file = state_dir.run / f"{name}.toml"
-        files[file] = toml(
-            {**settings, "observe": {"port": port, "events": str(state_dir.run), "log_level": options.log_level}}
-        )
+        file = state_dir.run / f"{program.name}.toml"
+        observe: Settings = {"port": port, "events": str(state_dir.run), "log_level": options.log_level}
+        files[file] = toml({**settings, "observe": observe})
         flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
-        program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
         launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}", hands_over))
 
     services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
@@ -207,53 +196,68 @@ def plan(
     files[state_dir.fleet] = toml({**wiring, "observe": {"events": str(state_dir.run)}})
     if not options.nats:
         files[state_dir.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_authorization(password)
-        launches.append(
-            Launch(
-                Program("nats", 3, SERVER_DRAIN_S),
-                (str(servers.nats_server()), "-c", str(state_dir.run / "nats.conf")),
-            )
-        )
-    if etcd and not options.etcd:
-        client, peer = f"unix://{servers.ETCD_SOCKET}", f"unix://{servers.PEER_SOCKET}"
-        arguments = servers.etcd_arguments(client, peer, state_dir.run / "etcd")
-        launches.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *arguments)))
+    launches += _servers(options, state_dir)
     access = options.access
     http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
     if options.frontends > 1:
         http["reuse_port"] = True
     for name in _names("frontend", options.frontends):
-        service(name, "frontend", 0, common | {"http": http, "access": {"keys_file": access.keys}})
+        service(
+            Program(name, 0, SERVICE_DRAIN_S), "frontend", common | {"http": http, "access": {"keys_file": access.keys}}
+        )
     for name in _names("router", options.routers):
-        service(name, "router", 2, common | {"policy": options.policy})
+        service(Program(name, 2, SERVICE_DRAIN_S), "router", common | {"policy": options.policy})
     store = options.store
     if store is not None:
         # On two cores, starting it with the others delays the first token by a tenth. So the default block store starts
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
-        service("kvbm", "kvbm", 2, common | _tiers(store), needed=store.needed, late=not store.needed)
+        program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
+        service(program, "kvbm", common | _tiers(store))
     for index, (name, role) in enumerate(_workers(options)):
-        settings = common | {
-            "model": options.model,
-            "model_name": options.model_name,
-            "chat_template": options.chat_template,
-            "sampling": options.sampling,
-            "cache": options.cache or str(state_dir.models),
-            "engine": options.engine,
-            "threads": 0 if options.vllm_gpus else max(1, cores // options.workers),  # vLLM on GPUs chooses better
-            "simulated": options.simulated,
-            "kvbm": {"pool": store.pool if store is not None else ""},
-        }
-        if role:
-            settings |= {"role": role}
-        if options.vllm_python:
-            settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
-        if options.vllm_gpus:
-            settings |= {"vllm_gpus": options.vllm_gpus[index]}
-        if options.gpus is not None:
-            settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
-        service(name, "worker", 1, settings, hands_over=bool(role))
+        settings = common | _worker_settings(options, index, role, state_dir, cores)
+        service(Program(name, 1, SERVICE_DRAIN_S), "worker", settings, hands_over=bool(role))
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, other_role)
+
+
+def _servers(options: UpOptions, state_dir: StateDirectory) -> list[Launch]:
+    """Return the NATS server and etcd, unless the user's own are used."""
+    found: list[Launch] = []
+    if not options.nats:
+        arguments = (str(servers.nats_server()), "-c", str(state_dir.run / "nats.conf"))
+        found.append(Launch(Program("nats", 3, SERVER_DRAIN_S), arguments))
+    if options.discovery != "file" and not options.etcd:
+        client, peer = f"unix://{servers.ETCD_SOCKET}", f"unix://{servers.PEER_SOCKET}"
+        etcd = servers.etcd_arguments(client, peer, state_dir.run / "etcd")
+        found.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *etcd)))
+    return found
+
+
+def _worker_settings(
+    options: UpOptions, index: int, role: str, state_dir: StateDirectory, cores: int
+) -> dict[str, Value | Mapping[str, Value]]:
+    """Return what only workers have in their settings. The worker `index` has the role `role`, or does all."""
+    settings: dict[str, Value | Mapping[str, Value]] = {
+        "model": options.model,
+        "model_name": options.model_name,
+        "chat_template": options.chat_template,
+        "sampling": options.sampling,
+        "cache": options.cache or str(state_dir.models),
+        "engine": options.engine,
+        "threads": 0 if options.vllm_gpus else max(1, cores // options.workers),  # vLLM on GPUs chooses better
+        "simulated": options.simulated,
+        "kvbm": {"pool": options.store.pool if options.store is not None else ""},
+    }
+    if role:
+        settings |= {"role": role}
+    if options.vllm_python:
+        settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
+    if options.vllm_gpus:
+        settings |= {"vllm_gpus": options.vllm_gpus[index]}
+    if options.gpus is not None:
+        settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
+    return settings
 
 
 def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:

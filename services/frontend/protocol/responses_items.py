@@ -405,15 +405,7 @@ def messages_of(
             case PastCall() | OutputCall() | OutputCustomCall() | ClientCall() | McpCall():
                 if len(calls) == TOOLS_LIMIT:
                     end_turn()
-                if isinstance(item, ClientCall | OutputCustomCall):
-                    called = item.called
-                else:
-                    called = CalledFunction(item.name, item.arguments)
-                if space := "" if isinstance(item, McpCall) else item.namespace or "":
-                    name = chat_names.get((space, called.name)) or chat_name(space, called.name)
-                    called = CalledFunction(name, called.arguments)
-                call = item.id if isinstance(item, McpCall) else item.call_id
-                calls.append(Call(call, "function", called))
+                calls.append(_call(item, chat_names))
                 if isinstance(item, McpCall):
                     end_turn()
                     output = item.output or (bytes(item.error).decode() if item.error is not UNSET else "")
@@ -434,6 +426,22 @@ def messages_of(
                 raise AssertionError("references are replaced before")
     end_turn()
     return messages
+
+
+def _call(
+    item: PastCall | OutputCall | OutputCustomCall | ClientCall | McpCall, chat_names: Mapping[tuple[str, str], str]
+) -> Call:
+    """Return a call as a chat has it."""
+    if isinstance(item, ClientCall | OutputCustomCall):
+        called = item.called
+    else:
+        called = CalledFunction(item.name, item.arguments)
+    if isinstance(item, McpCall):
+        return Call(item.id, "function", called)
+    if space := item.namespace or "":
+        name = chat_names.get((space, called.name)) or chat_name(space, called.name)
+        called = CalledFunction(name, called.arguments)
+    return Call(item.call_id, "function", called)
 
 
 def _said(item: InputMessage | OutputMessage) -> str:

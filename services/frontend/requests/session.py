@@ -259,36 +259,39 @@ class Session:
         self.state = State.STREAMING
         if new:
             actions += self._receive(new, part, known)
+        return actions if part.finish is None else actions + self._on_finish(part, new)
+
+    def _on_finish(self, part: Part, new: list[int]) -> list[Action]:
+        """Handle the last part of an attempt, which brought `new` tokens."""
         match part.finish:
-            case None:
-                return actions
             case "stop" | "length":
-                if part.embedding:
-                    actions += self._prefill(part)
+                prefilled = self._prefill(part) if part.embedding else []
                 stop_token = new[-1] if new and part.finish == "stop" else None
-                return actions + self._end([Finish(part.finish, part.embedding, stop_token)], withdraw=False)
+                return prefilled + self._end([Finish(part.finish, part.embedding, stop_token)], withdraw=False)
             case "deadline":
                 late = RequestTimeout(self._retries.error_text("the request's deadline has passed"))
-                return actions + self._end([Fail(late)], withdraw=False)
+                return self._end([Fail(late)], withdraw=False)
             case "handed_over":
                 if not (self._prefill_only and self.prefilled):
-                    return actions + self._attempt_lost("senseless", "it handed over what it must not", withdraw=False)
-                return actions + self._hand_over()
+                    return self._attempt_lost("senseless", "it handed over what it must not", withdraw=False)
+                return self._hand_over()
             case "cancelled":  # not at our request
-                return actions + self._attempt_lost(
+                return self._attempt_lost(
                     "handed_back", "the worker assumed that this frontend was gone", withdraw=False
                 )
             case "error" if part.error == SHUTTING_DOWN:
-                return actions + self._attempt_lost("handed_back", part.error, withdraw=False)
+                return self._attempt_lost("handed_back", part.error, withdraw=False)
             case "error" if part.error.startswith(NOT_BEGUN):
-                return actions + self._on_not_begun(part.error)
+                return self._on_not_begun(part.error)
             case "error" if part.error.startswith(UNFOLLOWABLE):
                 wrong = InvalidRequest(f"{self._grammar_param}: {part.error}", param=self._grammar_param)
-                return actions + self._end([Fail(wrong)], withdraw=False)
+                return self._end([Fail(wrong)], withdraw=False)
             case "error" if part.error.startswith(NOT_FINITE):
-                return actions + self._end([Fail(NotFinite(part.error))], withdraw=False)
+                return self._end([Fail(NotFinite(part.error))], withdraw=False)
             case "error":
-                return actions + self._attempt_lost("failed", f"the worker failed: {part.error}", withdraw=False)
+                return self._attempt_lost("failed", f"the worker failed: {part.error}", withdraw=False)
+            case None:
+                raise AssertionError("no last part")
             case _:
                 assert_never(part.finish)
 

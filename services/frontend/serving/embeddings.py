@@ -35,8 +35,6 @@ from services.frontend.protocol.errors import field_error
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.priority import served_priority
-from services.frontend.requests.request_trace import RequestTrace
-from services.frontend.requests.served import Served
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.prompts import key_pool
@@ -97,17 +95,7 @@ class ServingEmbeddings(Struct, frozen=True):
         if permit.account is not None:
             permit.account.charge_tokens(tokens, loop.time())
         vectors = _Vectors(
-            self.service,
-            model,
-            sampling,
-            limits.embedding_size,
-            salt,
-            unique,
-            deadline.at,
-            priority,
-            prompts,
-            permit.served,
-            trace,
+            self.service, model, sampling, limits.embedding_size, salt, prompts, context, deadline.at, priority
         )
         try:
             found = await vectors.compute(at_once)
@@ -159,14 +147,11 @@ class _Vectors(Struct):
     size: int
     """The count of numbers in a worker's vector."""
     salt: str
-    unique: str
-    """The id of the whole request."""
+    prompts: list[bytes]
+    context: RequestContext
     deadline: float
     """The time at which the request fails, on the loop's clock."""
     priority: int
-    prompts: list[bytes]
-    served: Served
-    trace: RequestTrace | None
     found: dict[int, bytes] = {}
     begun_tokens: int = 0
     """The tokens of the inputs that were sent to workers."""
@@ -179,7 +164,7 @@ class _Vectors(Struct):
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(at_once):
-                    tasks.create_task(self._compute_some(left), name=f"embed {self.unique} {number}")
+                    tasks.create_task(self._compute_some(left), name=f"embed {self.context.id.unique} {number}")
         except* HeadraceError as wrong:
             self.error = wrong.exceptions[0]
         if self.error is not None:
@@ -199,8 +184,9 @@ class _Vectors(Struct):
         """Return the request of one input. With mean pooling nothing comes from a cache: such a request has no hashes
         and goes to the least loaded worker."""
         reuses, seed = self.sampling.pooling == "last", seed_of(self.model.lora, self.salt)
+        unique = self.context.id.unique
         return InferenceRequest(
-            id=self.unique if len(self.prompts) == 1 else f"{self.unique}/{index}",
+            id=unique if len(self.prompts) == 1 else f"{unique}/{index}",
             model=self.model.base,
             lora=self.model.lora,
             prompt=prompt,
@@ -212,9 +198,9 @@ class _Vectors(Struct):
             deadline=self.deadline,
             output=Output(self.model.token_bytes, ()),
             embedding_size=self.size,
-            trace=self.trace,
+            trace=self.context.trace,
             priority=self.priority,
-            served=self.served,
+            served=self.context.permit.served,
             is_follower=index > 0,  # not refused for waiting for the inputs before it
         )
 

@@ -173,13 +173,7 @@ def read_config(directory: Path) -> ModelConfig:
     field."""
     file = read_config_json(directory)
     path = file.path
-    name = ", ".join(decode_model_json(path, file.content, _Named).architectures) or "none"
-    architecture = ARCHITECTURES.get(name)
-    if architecture is None:
-        raise ModelError(
-            f"{path}: architecture {name} is not supported; {', '.join(ARCHITECTURES)} are. docs/models.md lists them;"
-            " others, such as mixtures of experts, need another engine, such as vLLM"
-        )
+    architecture = _architecture(file)
     raw = _settings(file, architecture)
     _refuse_unknown_arithmetic(path, raw, architecture)
     _check_numbers(path, raw)
@@ -191,10 +185,7 @@ def read_config(directory: Path) -> ModelConfig:
         default_theta=architecture.rope_theta,
         default_local_theta=architecture.local_rope_theta,
     )
-    rotary_dim = head_dim
-    if "partial_rotary_factor" in architecture.reads:
-        share = _positive(path, "partial_rotary_factor", parameters.pop("partial_rotary_factor", None))
-        rotary_dim = int(head_dim * (share or raw.partial_rotary_factor))
+    rotary_dim = _rotary_dim(path, raw, architecture, parameters, head_dim)
     rope, context_length = parse_rope(
         str(path),
         parameters,
@@ -203,9 +194,6 @@ def read_config(directory: Path) -> ModelConfig:
         outer_first="original_max_position_embeddings" in architecture.others,
     )
     other_rope, other_rope_layers = _other_rope(path, raw, local, sliding)
-    query_scale = raw.attention_multiplier or 0.0
-    if raw.query_pre_attn_scalar is not None:
-        query_scale = raw.query_pre_attn_scalar**-0.5
     window = raw.sliding_window or 0
     config = ModelConfig(
         layers=raw.num_hidden_layers,
@@ -231,7 +219,7 @@ def read_config(directory: Path) -> ModelConfig:
         other_rope=other_rope,
         other_rope_layers=other_rope_layers,
         windows=tuple(window * slides for slides in sliding) if any(sliding) and window < context_length else (),
-        query_scale=query_scale,
+        query_scale=_query_scale(raw),
         score_cap=raw.attn_logit_softcapping or 0.0,
         logit_cap=raw.final_logit_softcapping or 0.0,
         embedding_scale=raw.hidden_size**0.5 if architecture.scaled_embedding else raw.embedding_multiplier,
@@ -240,6 +228,34 @@ def read_config(directory: Path) -> ModelConfig:
     )
     _check(path, config)
     return config
+
+
+def _query_scale(raw: _AllJson) -> float:
+    scalar = raw.query_pre_attn_scalar
+    return raw.attention_multiplier or 0.0 if scalar is None else scalar**-0.5
+
+
+def _rotary_dim(
+    path: Path, raw: _AllJson, architecture: Architecture, parameters: dict[str, Any], head_dim: int
+) -> int:
+    """Return how many dimensions of a head are rotated, and take them out of the rope's parameters."""
+    if "partial_rotary_factor" not in architecture.reads:
+        return head_dim
+    share = _positive(path, "partial_rotary_factor", parameters.pop("partial_rotary_factor", None))
+    return int(head_dim * (share or raw.partial_rotary_factor))
+
+
+def _architecture(file: ConfigJson) -> Architecture:
+    """Return the architecture that config.json names. Raise ModelError if it is not supported."""
+    path = file.path
+    name = ", ".join(decode_model_json(path, file.content, _Named).architectures) or "none"
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
+        raise ModelError(
+            f"{path}: architecture {name} is not supported; {', '.join(ARCHITECTURES)} are. docs/models.md lists them;"
+            " others, such as mixtures of experts, need another engine, such as vLLM"
+        )
+    return architecture
 
 
 def _settings(file: ConfigJson, architecture: Architecture) -> _AllJson:

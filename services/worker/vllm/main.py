@@ -86,8 +86,8 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         import vllm
 
         check_version(vllm.__version__)
-        from vllm.config import KVEventsConfig, KVTransferConfig
-        from vllm.platforms import current_platform
+        import vllm.config
+        import vllm.platforms
     except ImportError as wrong:
         return Failed(
             reason=f"vLLM cannot be loaded ({wrong}); ./headrace install-vllm makes its environment", model=True
@@ -97,27 +97,12 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     from services.worker.vllm.engine import VllmEngine
-    from services.worker.vllm.events import UNREAD_LIMIT, EventReader, endpoints
-    from services.worker.vllm.kv_transfer import kv_transfer
+    from services.worker.vllm.events import EventReader
     from services.worker.vllm.own_metrics import KeptMetrics, unknown_name
-    from services.worker.vllm.settings import engine_args
     from services.worker.vllm.stat_logger import StatLogger
 
     settings = replace(config.worker, model=str(_prepared(config, channel)))
-    endpoint, replay_endpoint = endpoints(directory)
-    published = KVEventsConfig(
-        enable_kv_cache_events=True,
-        publisher="zmq",
-        endpoint=endpoint,
-        replay_endpoint=replay_endpoint,
-        hwm=UNREAD_LIMIT,
-    )
-    ours: dict[str, Any] = {"kv_events_config": published}
-    if transfer := kv_transfer(settings):
-        ours["kv_transfer_config"] = KVTransferConfig(**transfer)
-    args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours=ours)
-    if args.runner == "pooling" and args.pooler_config is None:
-        args.pooler_config = _pooler(settings)
+    args = _engine_args(settings, directory)
     channel.send(Loading("starting vLLM", 0.1))
     logger, noted = StatLogger(), directory / "cause"
     os.environ[VARIABLE] = str(noted)
@@ -154,6 +139,33 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         for reader in readers:
             reader.close()
         llm.shutdown()
+
+
+def _engine_args(settings: WorkerConfig, directory: Path) -> Any:
+    """Return vLLM's AsyncEngineArgs: the worker's settings, events that are published in `directory`, and the
+    connector. Raise ConfigError."""
+    from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.platforms import current_platform
+
+    from services.worker.vllm.events import UNREAD_LIMIT, endpoints
+    from services.worker.vllm.kv_transfer import kv_transfer
+    from services.worker.vllm.settings import engine_args
+
+    endpoint, replay_endpoint = endpoints(directory)
+    published = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=endpoint,
+        replay_endpoint=replay_endpoint,
+        hwm=UNREAD_LIMIT,
+    )
+    ours: dict[str, Any] = {"kv_events_config": published}
+    if transfer := kv_transfer(settings):
+        ours["kv_transfer_config"] = KVTransferConfig(**transfer)
+    args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours=ours)
+    if args.runner == "pooling" and args.pooler_config is None:
+        args.pooler_config = _pooler(settings)
+    return args
 
 
 def _prepared(config: EngineConfig, channel: EngineEnd) -> Path:
