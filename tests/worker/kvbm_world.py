@@ -29,7 +29,7 @@ from services.worker.contracts.messages import (
 )
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import EngineCore
-from services.worker.kv_connector.connector import KVConnector
+from services.worker.kv_connector.connector import ExchangeTerms, KVConnector
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
@@ -78,18 +78,8 @@ class Engine:
         self.reader = HandBorrower(name, memory, world.sharer_of, clock)
         self.sharer = HandLender(self.scheduler.kv_cache, memory)
         self.scheduler.kv_cache.is_shared = self.sharer.is_shared
-        self.connector = KVConnector(
-            self.scheduler.kv_cache,
-            mover,
-            self.attachment,
-            STORE,
-            worker=name,
-            timeout_s=world.answer_s,
-            most_blocks=6,
-            checksums=world.checks,
-            share_reader=self.reader,
-            sharer=self.sharer,
-        )
+        terms = ExchangeTerms(name, STORE, world.answer_s, most_blocks=6, checksums=world.checks)
+        self.connector = KVConnector(self.scheduler.kv_cache, mover, self.attachment, terms, self.reader, self.sharer)
         self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.connector, ("clear", "sleep", "wake"))
         self.sleeps = False
         """From a sleep that was not refused until it woke."""

@@ -48,7 +48,7 @@ from services.worker.contracts.messages import (
 from services.worker.contracts.mover import Mover
 from services.worker.contracts.runner import Drawn, Work
 from services.worker.contracts.sharing import Sharer, ShareReader
-from services.worker.kv_connector.connector import Attachment, KVConnector
+from services.worker.kv_connector.connector import Attachment, ExchangeTerms, KVConnector
 from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
@@ -152,19 +152,15 @@ class EngineCore:
         own_sharer = None if sharer is None else sharer(scheduler.kv_cache)
         if own_sharer is not None:
             scheduler.kv_cache.is_shared = own_sharer.is_shared
-        connector = KVConnector(
-            scheduler.kv_cache,
-            mover,
-            attachment,
+        terms = ExchangeTerms(
+            config.instance,
             store_layout(config, facts),
-            worker=config.instance,
-            timeout_s=settings.kvbm.timeout_s,
+            settings.kvbm.timeout_s,
             most_blocks=min(settings.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
             checksums=settings.kvbm.checksums,
             collect_s=0.0 if settings.role == "prefill" else COLLECT_S,
-            share_reader=share_reader,
-            sharer=own_sharer,
         )
+        connector = KVConnector(scheduler.kv_cache, mover, attachment, terms, share_reader, own_sharer)
         return EngineCore(scheduler, facts.block_size, connector, facts.operations)
 
     def opening(self) -> Stepped:

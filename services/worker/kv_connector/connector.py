@@ -27,6 +27,8 @@ from itertools import count
 from math import inf
 from typing import Literal, Protocol, TypeVar, assert_never
 
+from msgspec import Struct
+
 from services.worker.contracts.device_blocks import DeviceBlocks
 from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
 from services.worker.contracts.mover import Copied, Mover, Slots
@@ -92,6 +94,22 @@ class Attachment(Protocol):
         ...
 
 
+class ExchangeTerms(Struct, frozen=True):
+    """How an engine exchanges blocks with its kvbm."""
+
+    worker: str
+    """The worker's instance id."""
+    layout: StoreLayout
+    timeout_s: float
+    """Seconds for each answer."""
+    most_blocks: int
+    """Most blocks of the device that are asked for or held at once."""
+    checksums: bool = False
+    """Whether blocks go to the kvbm with a checksum, which is compared when they come back."""
+    collect_s: float = COLLECT_S
+    """Seconds for which a block waits for others that are stored with it."""
+
+
 class KVConnector:
     """One engine's connection to the kvbm of its machine."""
 
@@ -100,30 +118,21 @@ class KVConnector:
         blocks: DeviceBlocks,
         mover: Mover,
         attachment: Attachment,
-        layout: StoreLayout,
-        *,
-        worker: str,
-        timeout_s: float,
-        most_blocks: int,
-        checksums: bool = False,
-        collect_s: float = COLLECT_S,
+        terms: ExchangeTerms,
         share_reader: ShareReader | None = None,
         sharer: Sharer | None = None,
     ) -> None:
-        """`worker` is its instance id, `timeout_s` the time for each answer, `most_blocks` the bound of `Stores`. With
-        `checksums` blocks go to the kvbm with a checksum, which is compared when they come back. A block waits for
-        `collect_s` for others that are stored with it. `share_reader` and `sharer` exchange blocks with other
-        engines."""
+        """`share_reader` and `sharer` exchange blocks with other engines."""
         self.mover = mover
         self._blocks = blocks
         self._attachment = attachment
-        self._layout = layout
-        self._worker = worker
-        self._timeout_s = timeout_s
+        self._terms = terms
+        self._layout = terms.layout
         self._numbers, batches = count(1), count(1)
-        self._stores = Stores(*(blocks, self._numbers, batches, most_blocks), checksums=checksums, collect_s=collect_s)
+        common = (blocks, self._numbers, batches)
+        self._stores = Stores(*common, terms.most_blocks, checksums=terms.checksums, collect_s=terms.collect_s)
         reads = share_reader is not None
-        self._fetches = Fetches(blocks, self._numbers, batches, checksums=checksums, reads_shared=reads)
+        self._fetches = Fetches(*common, checksums=terms.checksums, reads_shared=reads)
         self._share_reader = share_reader
         self._sharer = sharer
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
@@ -319,7 +328,7 @@ class KVConnector:
             self._detach(str(wrong), now_s)
             return
         self._enter("attaching")
-        attach = Attach(self._worker, self._owner, self._layout, self._timeout_s)
+        attach = Attach(self._terms.worker, self._owner, self._layout, self._terms.timeout_s)
         self._ask(AskKvbm(next(self._numbers), "attach", ATTACH.encode(attach)))
 
     def _finish_attach(self, attached: Attached, now_s: float) -> None:
@@ -401,7 +410,7 @@ class KVConnector:
 
     def _ask(self, ask: AskKvbm) -> None:
         self._awaited[ask.number] = ask.operation
-        timeout_s = ask.timeout_s or self._timeout_s
+        timeout_s = ask.timeout_s or self._terms.timeout_s
         self._messages.append(KvbmAsk(ask.number, ask.operation, ask.payload, timeout_s, ask.attempt))
 
     def _discard(self) -> None:

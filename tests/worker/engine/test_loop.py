@@ -22,7 +22,7 @@ from services.worker.contracts.runner import Drawn, Work
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
 from services.worker.engine.loop import EXCHANGE_S, SLICE_S, EngineLoop
-from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, KVConnector
+from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, ExchangeTerms, KVConnector
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
@@ -170,10 +170,7 @@ def core_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineCo
         scheduler.kv_cache,
         HandMover(runner.memory, lambda: sleeper.now_s),
         PoolAttachment(pool, "w1"),
-        StoreLayout(model="model", weights="", kv=LAYOUT),
-        worker="w1",
-        timeout_s=1.0,
-        most_blocks=64,
+        ExchangeTerms("w1", StoreLayout(model="model", weights="", kv=LAYOUT), 1.0, most_blocks=64),
     )
     return EngineCore(scheduler, BLOCK_SIZE, connector)
 

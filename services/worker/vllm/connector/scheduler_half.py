@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmLink
-from services.worker.kv_connector.connector import KVConnector
+from services.worker.kv_connector.connector import ExchangeTerms, KVConnector
 from services.worker.kv_connector.pool_attachment import OwnerName
 from services.worker.vllm.connector.blocks import PoolBlock, VllmBlocks, VllmPool
 from services.worker.vllm.connector.chain import TokenChain
@@ -286,16 +286,14 @@ class SchedulerHalf:
         offsets = list(accumulate(parts[:-1], initial=0))
         directory, instance = Path(self._settings.pool), self.identity.instance
         self._attachment = RankAttachment(directory, instance, self._mover, offsets)
-        self._connector = KVConnector(
-            self.blocks,
-            self._mover,
-            self._attachment,
+        terms = ExchangeTerms(
+            instance,
             self._layout(),
-            worker=instance,
-            timeout_s=self._settings.timeout_s,
+            self._settings.timeout_s,
             most_blocks=min(self._settings.blocks_in_flight, max(1, self.identity.blocks // 4)),
             checksums=self._settings.checksums and self.identity.ranks == 1,
         )
+        self._connector = KVConnector(self.blocks, self._mover, self._attachment, terms)
 
     def _layout(self) -> StoreLayout:
         return store_layout(self.identity, [self._facts[each] for each in range(self.identity.ranks)])
