@@ -177,7 +177,7 @@ def plan(
     def service(program: Program, module: ServiceName, settings: Settings, *, hands_over: bool = False) -> None:
         port = observed.pop()
         file = state_dir.run / f"{program.name}.toml"
-        observe: Settings = {"port": port, "events": str(state_dir.run), "log_level": options.log_level}
+        observe: dict[str, Value] = {"port": port, "events": str(state_dir.run), "log_level": options.log_level}
         files[file] = toml({**settings, "observe": observe})
         flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
