@@ -179,7 +179,7 @@ BAD_BODIES = [
         messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     ),
     _chat("a call of nothing", "messages[0].tool_calls[0].function", messages=_called({"id": "1", "type": "custom"})),
-    _chat("a call's empty name", "messages[0].tool_calls[0].function.name", messages=_called_with(name="")),
+    _chat("a call's long name", "messages[0].tool_calls[0].function.name", messages=_called_with(name="n" * 257)),
     _chat("a call's unknown field", "messages[0].tool_calls[0].extra", messages=_called({**_CALL, "extra": 0})),
     _chat("calls, and the template takes none", "messages[0].tool_calls", code=_NOT_BUILT, messages=_called(_CALL)),
     _chat("unknown field", "frobnicate", frobnicate=1),
@@ -452,7 +452,7 @@ BAD_BODIES = [
         content=[{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}],
     ),
     _item("a phase", "phase", _NOT_BUILT, role="assistant", content="x", phase="commentary"),
-    _item("a call of an empty name", "name", **(_FUNCTION_CALL | {"name": ""})),
+    _item("a call of a long name", "name", **(_FUNCTION_CALL | {"name": "n" * 257})),
     _item("a call's namespace", "namespace", **(_FUNCTION_CALL | {"namespace": 1})),
     _response(
         "encrypted thinking",

@@ -181,6 +181,34 @@ async def test_a_result_whose_call_a_client_has_cut_off_is_taken(templated: Temp
                 assert [word for word in ("seen", "ask") if word not in w.latest_prompt()] == [], (path, before)
 
 
+def nameless(path: str) -> dict[str, Any]:
+    """Return a conversation with a call whose name was lost, as clients send it back whose stream broke."""
+    if path == "/v1/responses":
+        call = {"type": "function_call", "call_id": "c", "name": "", "arguments": "{}"}
+        return {"input": [ASK, call, {"type": "function_call_output", "call_id": "c", "output": "seen"}, ASK]}
+    if path == "/v1/messages":
+        use = {"type": "tool_use", "id": "c", "name": "", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": "seen"}
+        turns = [
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result, {"type": "text", "text": "more"}]},
+        ]
+        return {"messages": [ASK, *turns], "max_tokens": 50}
+    call = {"id": "c", "type": "function", "function": {"name": "", "arguments": "{}" if "v1" in path else {}}}
+    made = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"messages": [ASK, made, {"role": "tool", "tool_call_id": "c", "content": "seen"}, ASK]}
+
+
+@pytest.mark.parametrize("template", [MISTRAL_V3, QWEN_3_5], ids=["mistral", "qwen"])
+async def test_a_call_whose_name_was_lost_does_not_end_the_conversation(templated: Templated, template: str) -> None:
+    """OpenAI refuses such a history for good, and agents that send it again stick."""
+    async with world(templated(SHOWS + template)) as w, clients(w) as (_, http):
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"):
+            w.say("fine")
+            await lines_of(http, path, nameless(path) | {"model": MODEL, "stream": False})
+            assert "seen" in w.latest_prompt(), path
+
+
 @pytest.mark.parametrize(("template", "streamed"), [(MISTRAL_V11, True), (QWEN_3_5, False)], ids=["mistral", "qwen"])
 async def test_every_answer_can_be_sent_back_at_every_door(templated: Templated, template: str, streamed: bool) -> None:
     async with world(templated(SHOWS + template), tool_parser={MODEL: "hermes"}) as w, clients(w) as (_, http):

@@ -171,9 +171,10 @@ class ModelRegistry:
             await self._loaded.wait()
 
     def find(self, name: str | None) -> tuple[Model, ModelLimits]:
-        """Return the model or the LoRA of that name, or the only model without a name. Raise InvalidRequest (404) for a
-        name that no worker has served, and for a LoRA that was unloaded; Unavailable while it cannot be served."""
-        if name is None:
+        """Return the model or the LoRA of that name, or the only model for None and an empty name. Raise InvalidRequest
+        (404) for a name that no worker has served, and for a LoRA that was unloaded; Unavailable while it cannot be
+        served."""
+        if not name:
             name = self._only()
         entry = self._entries.get(name)
         if entry is not None:
@@ -190,7 +191,7 @@ class ModelRegistry:
 
     def base_of(self, name: str | None) -> str:
         """Return the name of the base model that a request means; empty: none that is known."""
-        if name is None:
+        if not name:
             names = self._unnamed()
             return names[0] if len(names) == 1 else ""
         if name in self._entries:

@@ -195,6 +195,8 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     store: Annotated[bool | None, Advisory(), Harmless(False)] = None
     """Chats are not stored; /v1/responses stores its own."""
     verbosity: Annotated[Label | None, Advisory()] = None
+    web_search_options: Annotated[dict[str, Any] | None, Advisory()] = None
+    """A server's search of the web, which is not here, as `tools` of type `web_search`."""
     # not built
     audio: NotBuilt = None
     best_of: Annotated[NotBuilt, Harmless(1)] = None
@@ -207,7 +209,6 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     media_io_kwargs: Annotated[NotBuilt, Harmless({})] = None
     mm_processor_kwargs: Annotated[NotBuilt, Harmless({})] = None
     moderation: NotBuilt = None
-    web_search_options: NotBuilt = None
 
 
 _CHAT = msgspec.json.Decoder(ChatRequest)

@@ -37,6 +37,12 @@ NotBuilt = Annotated[object, _NOT_BUILT]
 _PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = "Object contains unknown field"
 _FLOAT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+_TOOL = re.compile(
+    r"^(?:Invalid enum value|Object contains unknown field) .* - at `\$\.tools\[\d+\](?:\.type)?`$", re.DOTALL
+)
+"""What is wrong about a tool of a list that may only hold those of SERVED_TOOLS."""
+SERVED_TOOLS = frozenset({None, "function", "custom"})
+"""The types of tools in a chat; without one it is a function."""
 MENDS_LIMIT = 4
 """How often a body is decoded again without what may be ignored, or with its whole numbers as integers."""
 _VALUE = re.compile(r"Invalid (?:enum )?value '(\w+)'")
@@ -160,8 +166,10 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredF
 
 
 def _mended(wrong: str, body: bytes, type_: type, where: str, ignored: IgnoredFields) -> bytes:
-    """Return a body without its unknown fields, or with integers in place of whole numbers that are written as 8.0, in
-    one object or list. Raise ValidationError again if neither mends it."""
+    """Return a body without the tools that are not served, without its unknown fields, or with integers in place of
+    whole numbers that are written as 8.0, in one object or list. Raise ValidationError again if nothing mends it."""
+    if _TOOL.match(wrong) and not ignored.refuse and (left := _without_other_tools(body, ignored)) is not None:
+        return left
     if wrong.startswith(_UNKNOWN) and not ignored.refuse:
         return without_unknown(body, type_, where, ignored)
     found, path = _FLOAT.match(wrong), _PATH.match(wrong)
@@ -178,6 +186,27 @@ def _mended(wrong: str, body: bytes, type_: type, where: str, ignored: IgnoredFi
     for at in integers:
         holder[at] = int(holder[at])
     return msgspec.json.encode(whole)
+
+
+class _Kind(Struct):
+    type: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class _Kinds(Struct):
+    tools: list[_Kind]
+
+
+def _without_other_tools(body: bytes, ignored: IgnoredFields) -> bytes | None:
+    """Return a body without the tools that a provider's server would run, and note their types; None if it has none.
+    Errors count the tools that are left. Raise ValidationError if a type is no text."""
+    kinds = [one.type for one in msgspec.json.decode(body, type=_Kinds).tools]
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    tools = zip(kinds, msgspec.json.decode(fields["tools"], type=list[msgspec.Raw]), strict=True)
+    fields["tools"] = msgspec.Raw(msgspec.json.encode([raw for kind, raw in tools if kind in SERVED_TOOLS]))
+    others = [kind for kind in kinds if kind not in SERVED_TOOLS]
+    for kind in others:
+        ignored.add(f"tools[].{kind}")
+    return msgspec.json.encode(fields) if others else None
 
 
 def _invalid(message: str, where: str, type_: type) -> InvalidRequest:

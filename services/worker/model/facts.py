@@ -74,9 +74,12 @@ def read_sampling(directory: Path, settings: SamplingConfig) -> SamplingDefaults
     path = directory / "generation_config.json"
     content = read_model_file(path, CONFIG_LIMIT_BYTES, missing=b"{}")
     recommended = decode_model_json(path, content, dict[str, Any])
-    chosen = {name: recommended.get(name) for name in SamplingDefaults.__struct_fields__}
+    names = SamplingDefaults.__struct_fields__
+    chosen = {name: value for name in names if (value := recommended.get(name)) is not None}
+    if chosen.get("top_k") == -1:  # files made for vLLM say so that all tokens count
+        chosen["top_k"] = 0
     try:
-        sampling = msgspec.convert({k: value for k, value in chosen.items() if value is not None}, SamplingDefaults)
+        sampling = msgspec.convert(chosen, SamplingDefaults)
     except msgspec.ValidationError as wrong:
         raise ModelError(f"{path}: {wrong}") from None
     given = {name: value for name, value in msgspec.structs.asdict(settings).items() if value is not None}

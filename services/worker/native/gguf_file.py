@@ -164,6 +164,7 @@ class GgufFile:
             eos=self._fields.get("tokenizer.ggml.eos_token_id"),
             adds_bos=self._fields.get("tokenizer.ggml.add_bos_token"),
             chat_template=self._field("tokenizer.chat_template", str, ""),
+            tool_template=self._field("tokenizer.chat_template.tool_use", str, ""),
         )
 
     def check(self, shapes: dict[str, Shape]) -> None:

@@ -72,6 +72,8 @@ class GgufVocabulary:
     adds_bos: bool | None
     """Whether a text begins with bos; None if the file does not say it."""
     chat_template: str
+    tool_template: str
+    """The template of chats with tools; empty if there is only one."""
 
     def __post_init__(self) -> None:
         """Check the lists. Raise ModelError."""
@@ -114,7 +116,10 @@ class GgufVocabulary:
             config["bos_token"] = self._text(self.bos, "bos_token_id")
         if self.eos is not None:
             config["eos_token"] = self._text(self.eos, "eos_token_id")
-        if self.chat_template:
+        named = {"default": self.chat_template, "tool_use": self.tool_template}
+        if all(named.values()):
+            config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        elif self.chat_template:
             config["chat_template"] = self.chat_template
         return config
 

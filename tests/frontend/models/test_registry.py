@@ -72,13 +72,15 @@ async def test_a_model_that_cannot_be_loaded_does_not_keep_the_doors_shut(direct
 async def test_the_only_model_need_not_be_named_and_one_of_several_must(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (_, http):
         w.say("fine")
-        async with http.post("/v1/completions", json={"prompt": "x"}) as response:
-            assert (await response.json())["model"] == MODEL
+        for unnamed in ({}, {"model": None}, {"model": ""}):
+            async with http.post("/v1/completions", json={"prompt": "x", **unnamed}) as response:
+                assert (await response.json())["model"] == MODEL
         await w.announce("w3", card_entry("w3", directory, "second"))
         await w.ready("second")
-        async with http.post("/v1/completions", json={"prompt": "x"}) as response:
-            assert response.status == 400
-            assert (await response.json())["error"]["param"] == "model"
+        for unnamed in ({}, {"model": ""}):
+            async with http.post("/v1/completions", json={"prompt": "x", **unnamed}) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["param"] == "model"
 
 
 async def test_a_new_tokenizer_is_loaded_before_its_workers_are_used(directory: Path, tmp_path: Path) -> None:

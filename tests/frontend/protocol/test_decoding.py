@@ -151,3 +151,46 @@ def test_a_byte_order_mark_before_the_body_is_skipped() -> None:
     assert decode_chat(body) == decode_chat(body[3:])
     with pytest.raises(InvalidRequest, match="the body is empty"):
         decode_chat(body[:3])
+
+
+TOLD: list[dict[str, Any]] = [
+    *({"type": "web_search", "search_context_size": "low"}, {"server_label": "x", "type": "mcp"}),
+    *({"type": "of_tomorrow", "function": 1}, {"function": {"name": "look"}}),
+]
+
+
+@pytest.mark.parametrize("decode", [decode_chat, decode_tokenize])
+def test_tools_that_a_provider_runs_are_ignored_by_their_type(decode: Any) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": TOLD}).encode()
+    ignored = IgnoredFields()
+    assert [tool.function.name for tool in decode(body, ignored).tools] == ["look"]
+    assert ignored.names == ("tools[].web_search", "tools[].mcp", "tools[].of_tomorrow")
+    with pytest.raises(InvalidRequest, match="tools of the server are not served") as wrong:
+        decode(body)
+    assert wrong.value.param == "tools[0].type"
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": 5}], "tools[0].type"),
+        ([{"type": "web_search"}, {"type": 5}], "tools[1].type"),
+        ([{"type": "web_search"}, {"type": "x" * 65}], "tools[1].type"),
+        ([{"type": "web_search"}, 5], "tools[1]"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([{"type": "custom"}], "tools[0].custom"),
+    ],
+)
+def test_a_tool_without_a_kind_or_a_name_is_refused(tools: Any, param: str) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": tools}).encode()
+    with pytest.raises(InvalidRequest) as wrong:
+        decode_chat(body, IgnoredFields())
+    assert wrong.value.param == param
+
+
+def test_a_search_of_the_web_is_ignored_and_named() -> None:
+    for asked in ({}, {"search_context_size": "low", "user_location": {"type": "approximate"}}):
+        ignored = IgnoredFields()
+        body = {"messages": [{"role": "user", "content": "x"}], "web_search_options": asked}
+        decode_chat(json.dumps(body).encode(), ignored)
+        assert ignored.names == ("web_search_options",)

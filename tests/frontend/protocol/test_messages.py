@@ -9,7 +9,7 @@ import pytest
 
 from services.frontend.protocol.chat import decode_chat
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
-from services.frontend.protocol.messages import messages_as_rendered
+from services.frontend.protocol.messages import CALLS_LIMIT, messages_as_rendered
 from shared.errors import InvalidRequest
 
 USER = {"role": "user", "content": "ask"}
@@ -121,13 +121,24 @@ def test_calls_of_the_former_form_and_of_custom_tools_are_calls() -> None:
 
 def test_results_without_ids_belong_to_the_oldest_calls_of_their_tools_among_thousands() -> None:
     """A result looked through all calls that waited; 44,000 took 17 seconds."""
-    looks = [{"id": f"a{at}", "function": CALLED} for at in range(8000)]
+    looks = [{"id": f"a{at}", "function": CALLED} for at in range(3000)]
     tells = [{"id": f"b{at}", "function": {"name": "tell", "arguments": "{}"}} for at in range(1000)]
     calls = [*looks, *tells]
     made = [assistant(tool_calls=calls[at : at + 100]) for at in range(0, len(calls), 100)]
     results = [{"role": "tool", "content": "x", "name": "tell"}] * 1000
     answered = [turn["tool_call_id"] for turn in rendered(USER, *made, *results) if turn["role"] == "tool"]
     assert answered == [f"b{at}" for at in range(1000)]
+
+
+def test_the_calls_of_a_conversation_are_bounded() -> None:
+    """Each is looked at one by one: 48,000 in 4 MiB held the event loop for a second."""
+    calls = [{"function": CALLED}] * 128
+    most = [assistant(tool_calls=calls)] * (CALLS_LIMIT // len(calls))
+    assert sum(len(turn.get("tool_calls", ())) for turn in rendered(USER, *most)) == CALLS_LIMIT
+    for more in (assistant(tool_calls=calls[:1]), assistant(function_call=CALLED)):
+        with pytest.raises(InvalidRequest, match="more than 4096 calls in all messages") as wrong:
+            rendered(USER, *most, more)
+        assert wrong.value.param == f"messages[{len(most) + 1}].tool_calls"
 
 
 def test_a_call_with_the_id_of_another_tools_takes_its_place() -> None:

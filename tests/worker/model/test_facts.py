@@ -163,8 +163,17 @@ def test_what_the_model_recommends_is_read_and_settings_take_its_place(tmp_path:
     assert read_sampling(tmp_path, set_) == SamplingDefaults(temperature=0.0, top_p=0.95, top_k=5)
 
 
+@pytest.mark.parametrize("every", [0, -1, None])
+def test_a_recommendation_of_all_tokens_may_be_written_as_transformers_or_as_vllm_has_it(
+    tmp_path: Path, every: int | None
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": every}))
+    assert read_sampling(tmp_path, SamplingConfig()).top_k == 0
+
+
 @pytest.mark.parametrize(
-    "content", ["[]", "{", '{"temperature": 5}', '{"top_p": 0}', '{"top_k": "x"}', '{"repetition_penalty": -1}']
+    "content",
+    ["[]", "{", '{"temperature": 5}', '{"top_p": 0}', '{"top_k": "x"}', '{"top_k": -2}', '{"repetition_penalty": -1}'],
 )
 def test_a_recommendation_that_no_engine_could_follow_names_its_file(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import struct
@@ -18,6 +19,7 @@ from services.worker.native.prepare import prepare
 from services.worker.native.rope import Llama3Rope, PlainRope, YarnRope, frequencies
 from services.worker.native.weights import Checkpoint
 from shared.errors import ModelError
+from shared.model_files.templates import read_templates
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.gguf_model import write_gguf
 
@@ -73,6 +75,16 @@ def test_the_chat_template_and_the_ends_of_an_answer_come_along(tmp_path: Path) 
     named = write_gguf(tmp_path / "y.gguf", tmp_path / "source", fields=fields)
     assert read_config(converted(named)).eos_token_ids == (0, 5, 7, 2)
     assert "<|im_start|>" in GgufFile(gguf).vocabulary().tokenizer_config()["chat_template"]
+
+
+def test_the_template_of_chats_with_tools_comes_along(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source")
+    own = json.loads((source / "tokenizer_config.json").read_text())["chat_template"]
+    for name, tools, found in (("both", "{{ tools }}", "{{ tools }}"), ("one", "", own)):
+        fields = {"tokenizer.chat_template.tool_use": tools}
+        directory = converted(write_gguf(tmp_path / f"{name}.gguf", source, fields=fields))
+        templates = read_templates(directory)
+        assert (templates.chat, templates.tools) == (own, found)
 
 
 def test_a_part_of_a_split_file_is_named_before_anything_that_it_lacks(tmp_path: Path) -> None:

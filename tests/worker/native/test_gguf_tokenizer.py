@@ -26,6 +26,7 @@ VOCABULARY = GgufVocabulary(
     eos=1,
     adds_bos=False,
     chat_template="",
+    tool_template="",
 )
 
 
