@@ -184,7 +184,7 @@ async def test_a_result_whose_call_a_client_has_cut_off_is_taken(templated: Temp
 def nameless(path: str) -> dict[str, Any]:
     """Return a conversation with a call whose name was lost, as clients send it back whose stream broke."""
     if path == "/v1/responses":
-        call = {"type": "function_call", "call_id": "c", "name": "", "arguments": "{}"}
+        call: dict[str, Any] = {"type": "function_call", "call_id": "c", "name": "", "arguments": "{}"}
         return {"input": [ASK, call, {"type": "function_call_output", "call_id": "c", "output": "seen"}, ASK]}
     if path == "/v1/messages":
         use = {"type": "tool_use", "id": "c", "name": "", "input": {}}
