@@ -9,7 +9,7 @@ entries of text after a stop string are dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -71,17 +71,20 @@ class Output:
         with_ids: bool = False,
         begins_at: int = 0,
         before: bytes = b"",
+        special_stops: Mapping[int, str] | None = None,
     ) -> None:
         """Create it. A stop string counts if a token after the first `min_tokens` completes it. `include_stop`: the
         stop string, or the text of the stop token, stays in the output. `with_ids`: deltas have token ids.
         `begins_at`: the count of characters before the output, as entries count them. `before`: the end of the text
-        that the output continues, as `TokenBytes.end_of` returns it; empty if the output begins a text."""
+        that the output continues, as `TokenBytes.end_of` returns it; empty if the output begins a text.
+        `special_stops`: the stop strings that are special tokens, which stand in no text, by their ids."""
         self._detokenizer = Detokenizer(tokens, before)
         self._scanner = StopScanner(stops, include=include_stop)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._with_ids = with_ids
         self._one_by_one = bool(stops)
+        self._special_stops = special_stops or {}
         self._decoded = self._emitted = begins_at
         self._waiting: deque[LogprobEntry] = deque()
         self.counted = 0
@@ -107,7 +110,10 @@ class Output:
                 self._waiting.append(self._entry(token, logprobs[at]))
             piece = self._detokenizer.push((token,))
             self._decoded += len(piece)
-            text += self._scanner.push(piece, may_stop=self.counted > self._min_tokens)
+            may_stop = self.counted > self._min_tokens
+            if may_stop and token in self._special_stops:
+                piece += self._detokenizer.finish() + self._special_stops[token]
+            text += self._scanner.push(piece, may_stop=may_stop)
             if self._scanner.stopped:
                 break
         return self._emit(text, tokens[: self.counted - before])

@@ -112,11 +112,18 @@ def _output(
         with_ids=plan.with_ids,
         begins_at=len(echoed),
         before=_text_before(asked.request, table, prompt, echoed),
+        special_stops=_special_stops(asked, table),
     )
     if not tokenised.is_parsed:
         return output
     result = ParseResult() if parsing.calls is None else _call_result(asked, parsing.calls, tool_calls)
     return ParsedOutput(output, AnswerParser(parsing, result))
+
+
+def _special_stops(asked: AskedText, table: TokenBytes) -> dict[int, str]:
+    """Return the stop strings that are tokens without a text, by their ids."""
+    ids = {stop: asked.model.tokenizer.token_to_id(stop) for stop in asked.plan.stops}
+    return {token: stop for stop, token in ids.items() if token is not None and not table.bytes_of(token)}
 
 
 def _call_result(asked: AskedText, format_name: FormatName, tool_calls: Counter) -> ParseResult:

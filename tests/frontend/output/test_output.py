@@ -56,6 +56,23 @@ def test_tokens_after_a_stop_string_are_not_counted() -> None:
     assert output.counted == 2
 
 
+@pytest.mark.parametrize(
+    ("least", "include", "tokens", "text", "stopped"),
+    [
+        (0, False, [1, 0, 2], "a", True),
+        (0, True, [1, 0, 2], "a<s>", True),
+        (0, False, [1, 5, 0], "a\ufffd", True),  # a character without its rest
+        (2, False, [1, 0, 2], "ab", False),
+    ],
+)
+def test_a_special_token_may_be_a_stop_string(
+    least: int, include: bool, tokens: list[int], text: str, stopped: bool
+) -> None:
+    output = Output(TOKENS, ["<s>"], min_tokens=least, include_stop=include, special_stops={0: "<s>"})
+    delta = output.push(tokens)
+    assert (delta.text, delta.stopped, output.stop_string) == (text, stopped, "<s>" if stopped else "")
+
+
 def test_what_was_held_back_comes_at_the_end() -> None:
     output = Output(TOKENS, ["END"])
     assert output.push([1, 5]).text == "a"

@@ -455,3 +455,13 @@ async def test_choices_count_against_the_bounds_like_requests(directory: Path, l
         w.say("fine")
         async with http.post("/v1/completions", json=body | {"n": 4}) as response:
             assert response.status == 200
+
+
+@pytest.mark.parametrize("shown", [True, False])
+async def test_a_stop_string_that_is_a_special_token_ends_the_answer(directory: Path, shown: bool) -> None:
+    """Its text stands nowhere unless it is asked for, so no search of the text finds it."""
+    async with world(directory) as w, clients(w) as (client, _):
+        w.workers[0].output = [*w.ids("ab"), 1, *w.ids("c"), 2]
+        more = {"skip_special_tokens": not shown}
+        answer = await client.completions.create(model=MODEL, prompt="x", stop=["<|im_start|>"], extra_body=more)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
