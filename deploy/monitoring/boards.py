@@ -56,7 +56,7 @@ def quantiles(histogram: str, selector: str) -> list[Query]:
 FAILED = _rate("headrace_requests_total", _of("frontend", MODEL + ',status=~"5.."'))
 ALL = _rate("headrace_requests_total")
 FAILED_SHARE = f"(({FAILED}) or 0 * ({ALL})) / ({ALL} > 0)"
-"""It is 0, and not undefined, for a model without failed requests."""
+"""The share of requests that failed: 0, and not undefined, for a model without failed requests."""
 
 # fmt: off
 SERVICE = Board("headrace-service", "Headrace: service",
