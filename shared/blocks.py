@@ -1,4 +1,4 @@
-"""BlockPool: the slots of one tier, their contents, and the sequences and copies that hold them. Pure.
+"""BlockPool: the slots of one tier, a prefix cache with eviction, and the sequences and copies that hold them. Pure.
 
             allocate                 store (block is full and computed)
     free ─────────────▶ held, blank ─────────────────────────────▶ held, keyed ◀──┐

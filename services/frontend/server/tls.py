@@ -1,4 +1,4 @@
-"""TLS on the HTTP port: the certificate, reloaded when its files change, and a connection's way from TCP to HTTP.
+"""TLS on the HTTP port: handshakes, the certificate, and a connection's way from TCP to HTTP.
 
     accepted ──▶ counted like any connection ──▶ handshake ──▶ the protocol of a plain connection, over TLS
                      │ timeout, no TLS, disconnect

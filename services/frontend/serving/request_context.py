@@ -1,4 +1,4 @@
-"""What belongs to a request in addition to its body, over HTTP and over NATS."""
+"""What belongs to a request in addition to its body, such as `X-Request-Id`, over HTTP and over NATS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which candidates of a model may serve a request. Pure.
+"""Which candidates of a model may serve a request, and the ramp-up of those that have just joined. Pure.
 
     all ─▶ with the LoRA ─▶ not excluded ─▶ room for the prompt ─▶ not frozen ─▶ not held back by ramp-up
             └──────────────┴─ none left: refused   └────────────────┴────────────┴─ none left: this filter is skipped

@@ -1,4 +1,4 @@
-"""The default policy: little uncached work in total, and a short tail. Pure.
+"""The default policy, with its score of a candidate: little uncached work in total, and a short tail. Pure.
 
 All costs are counted in prompt tokens to compute, the unit in which candidates differ most:
 
