@@ -105,8 +105,7 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert re.findall(r"^## (\S+) \(", text, re.M)[0] == VERSION
 
 
-DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
-DECISIONS.remove(ROOT / "docs" / "decisions" / "0044-engine-and-kvbm-over-nats.md")  # it is about to go
+DECISIONS = sorted(page for page in (ROOT / "docs" / "decisions").glob("0*.md") if page.name[:4] != "0044")  # goes soon
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
