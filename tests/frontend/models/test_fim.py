@@ -153,7 +153,7 @@ async def test_an_echo_goes_before_each_answer_whole_and_streamed(directory: Pat
 
 
 async def test_echoes_are_bounded_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.frontend.serving.chat.RENDERED_LIMIT_CHARACTERS", 100)
+    monkeypatch.setattr("services.frontend.serving.text_prompts.RENDERED_LIMIT_CHARACTERS", 100)
     async with world(directory) as w, clients(w) as (_, http):
         w.say("x")
         body = {"model": MODEL, "prompt": ["x" * 10, "y" * 10], "echo": True}
