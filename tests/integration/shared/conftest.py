@@ -33,7 +33,7 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Ite
     with fleet(folder, nats_url, *where) as one:
         one.start("router", "router")
         # Kills are seen soon; a busy machine that makes workers look frozen costs attempts, and no request.
-        limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
+        limits = ("--limits-frozen-s", "8", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
         one.start("frontend", "frontend", "--config", str(settings), *limits)
         yield one
 
