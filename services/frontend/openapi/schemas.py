@@ -12,16 +12,25 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from msgspec import Struct, UnsetType, inspect
 
+from services.frontend.protocol.tools import Tool
+
 Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"
 _NOTHING: Schema = {}
 """The schema under `not` that makes a field fit no value, as `NotBuilt` has it."""
 _ANYTHING: Schema = {"description": "Anything; it is not read."}
+_OTHER_TOOL: Schema = {
+    "description": "A tool that a provider runs, or of a type that is not known: ignored and named",
+    "type": "object",
+    "properties": {"type": {"type": "string", "maxLength": 64, "not": {"enum": ["function", "custom"]}}},
+    "required": ["type"],
+}
 
 
 def components(requests: Sequence[type[Struct]], answers: Sequence[type[Struct]], *, closed: bool) -> dict[str, Schema]:
     """Return the schemas of these Structs, and of all Structs in them, by name. No two Structs may have the same name.
-    A Struct in both requests and answers is described as in requests. `closed`: requests have no other fields."""
+    A Struct in both requests and answers is described as in requests. `closed`: requests have no other fields, and no
+    tools of other types."""
     _, found = msgspec.json.schema_components([*requests, *answers], schema_hook=_any, ref_template=_REF)
     asked = set(_structs(requests))
     optional = {one.__name__: _optional(one) for one in _structs(answers) if one not in asked}
@@ -29,6 +38,9 @@ def components(requests: Sequence[type[Struct]], answers: Sequence[type[Struct]]
     for schema in () if closed else described.values():
         if schema.get("additionalProperties") is False:
             del schema["additionalProperties"]
+        for tools in schema.get("properties", {}).get("tools", {}).get("anyOf", ()):
+            if tools.get("items") == ref(Tool):
+                tools["items"] = {"anyOf": [ref(Tool), _OTHER_TOOL]}
     return described
 
 
