@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from msgspec import Struct, UnsetType, inspect
 
+from services.frontend.protocol.decoding import SERVED_TOOLS
 from services.frontend.protocol.tools import Tool
 
 Schema = dict[str, Any]
@@ -22,7 +23,7 @@ _ANYTHING: Schema = {"description": "Anything; it is not read."}
 _OTHER_TOOL: Schema = {
     "description": "A tool that a provider runs, or of a type that is not known: ignored and named",
     "type": "object",
-    "properties": {"type": {"type": "string", "maxLength": 64, "not": {"enum": ["function", "custom"]}}},
+    "properties": {"type": {"type": "string", "maxLength": 64, "not": {"enum": sorted(filter(None, SERVED_TOOLS))}}},
     "required": ["type"],
 }
 

@@ -200,13 +200,15 @@ def _without_other_tools(body: bytes, ignored: IgnoredFields) -> bytes | None:
     """Return a body without the tools that a provider's server would run, and note their types; None if it has none.
     Errors count the tools that are left. Raise ValidationError if a type is no text."""
     kinds = [one.type for one in msgspec.json.decode(body, type=_Kinds).tools]
+    others = [kind for kind in kinds if kind not in SERVED_TOOLS]
+    if not others:
+        return None
+    for kind in others:
+        ignored.add(f"tools[].{kind}")
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     tools = zip(kinds, msgspec.json.decode(fields["tools"], type=list[msgspec.Raw]), strict=True)
     fields["tools"] = msgspec.Raw(msgspec.json.encode([raw for kind, raw in tools if kind in SERVED_TOOLS]))
-    others = [kind for kind in kinds if kind not in SERVED_TOOLS]
-    for kind in others:
-        ignored.add(f"tools[].{kind}")
-    return msgspec.json.encode(fields) if others else None
+    return msgspec.json.encode(fields)
 
 
 def _invalid(message: str, where: str, type_: type) -> InvalidRequest:

@@ -26,9 +26,7 @@ from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.output import Delta
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
-from services.frontend.protocol.completions import (
-    DEFAULT_TOKENS,
-)
+from services.frontend.protocol.completions import DEFAULT_TOKENS
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
 from services.frontend.protocol.text_plan import OPENAI_DEFAULTS, TextPlan, TextRequest, plan_of
